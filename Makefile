@@ -1,0 +1,26 @@
+# `make train` and `make test` work on a fresh machine with Python >= 3.11 and nothing else typed.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install train test lint clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	touch $@
+
+train: install
+	$(BIN)/meshwright train experiment=quickstart
+
+lint: install
+	$(BIN)/ruff check framework tests scripts
+	$(BIN)/ruff format --check framework tests scripts
+	$(BIN)/mypy
+
+test: lint
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,48 @@
+"""Typed errors. A user's mistake says what was found, why it cannot work and how to fix it; `exit_code` tells a
+launcher what to do next (0 done; 85 saved, run me again; 86 the user's mistake, do not retry; 87 bad node; 88 numerics)."""
+
+EXIT_DONE = 0
+EXIT_RESUME = 85
+EXIT_USER = 86
+EXIT_NODE = 87
+EXIT_NUMERICS = 88
+
+
+class MeshwrightError(Exception):
+    """Any error that Meshwright explains; printed without a traceback."""
+
+    exit_code = EXIT_USER
+
+
+class RecipeError(MeshwrightError):
+    """The recipe cannot be run: unknown key, wrong type, wrong range, contradiction."""
+
+
+class TopologyError(MeshwrightError):
+    """The degrees do not fit the world, or the model does not divide by them."""
+
+
+class LayoutError(MeshwrightError):
+    """A tensor cannot be laid out as asked."""
+
+
+class ModelError(MeshwrightError):
+    """The model or its weights cannot be built, recognised or loaded."""
+
+
+class DataError(MeshwrightError):
+    """A source, a record or a token store cannot be used."""
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint is missing, damaged, or of another run."""
+
+
+class RunError(MeshwrightError):
+    """The run directory cannot be used: in use by another process, not writable, finished."""
+
+
+class NumericsError(MeshwrightError):
+    """Training left the finite numbers."""
+
+    exit_code = EXIT_NUMERICS

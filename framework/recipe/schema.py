@@ -1,0 +1,180 @@
+"""The recipe: the only thing a user writes, as one tree of frozen dataclasses.
+
+Each field carries its meaning and its range in its metadata, so that `check`, `--help` and the documentation say the same.
+`Literal` types list the legal values. Derived numbers (accumulation, dp, tokens per step) are never stored: see `derive.py`.
+"""
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+
+def key(doc: str, default: Any = MISSING, *, low: float | None = None, high: float | None = None) -> Any:
+    """A recipe key: its meaning, its default, and its closed range [low, high] if it is a number."""
+    metadata = {"doc": doc, "low": low, "high": high}
+    if default is MISSING:
+        return field(metadata=metadata)
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def group(kind: type) -> Any:
+    """A nested group with its own defaults."""
+    return field(default_factory=kind)
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int = key("optimizer steps of the whole run", 1000, low=1)
+    seed: int = key("seeds initialisation, data order and dropout", 1234, low=0)
+    validate_every_steps: int | None = key("validate after every so many steps and after the last; null: never", None, low=1)
+    validation_sequences: int | None = key("sequences of one validation; null: the whole validation split", None, low=1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    sequences_per_step: int | None = key("sequences that one optimizer step consumes (or state tokens_per_step)", None, low=1)
+    tokens_per_step: int | None = key("tokens that one optimizer step consumes (or state sequences_per_step)", None, low=1)
+    sequences_per_microbatch: int = key("sequences in one forward pass of one rank", 1, low=1)
+    context: int = key("tokens in a sequence", 1024, low=2)
+
+
+@dataclass(frozen=True)
+class Model:
+    family: str = key("Hugging Face `model_type`, such as llama, gpt2, mixtral", "llama")
+    config: dict[str, Any] = key("values of the Hugging Face config; what is not set keeps the family's default", {})
+    weights: str | None = key("hub name or folder of pretrained weights; null: train from scratch", None)
+    tokenizer: str | None = key("hub name or folder; null: that of `weights`, else trained offline (data.bpe_vocab)", None)
+    attention: str = key("attention implementation, as Hugging Face names them", "sdpa")
+    freeze: list[str] = key("regular expressions over parameter names that are not trained", [])
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str = key("a file, folder or glob (jsonl, json, parquet, txt, py ...), a hub dataset, or `python-stdlib`")
+    weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
+    format: Literal["auto", "jsonl", "parquet", "text", "hub"] = key("how to read it; auto: by the file's ending", "auto")
+    field: str = key("the field of a record that holds the text", "text")
+
+
+@dataclass(frozen=True)
+class Data:
+    sources: dict[str, Source] = key("named sources, blended by weight", {})
+    root: str = key("folder of the token stores; each store is named by its fingerprint", "tokens")
+    bpe_vocab: int | None = key("train a byte-level BPE of this many entries where there is no tokenizer", None, low=260)
+    pack: Literal["concat", "documents"] = key(
+        "concat: documents follow one another and attend across; documents: positions restart and attention stays inside",
+        "concat",
+    )
+    validation: float = key("share of documents held out, chosen by hash", 0.005, low=0.0, high=0.5)
+    bad_records: int = key("bad records to quarantine per source before it is an error", 0, low=0)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    dp: int | None = key("data-parallel degree; null fills the world", None, low=1)
+    tp: int = key("tensor-parallel degree", 1, low=1)
+    pp: int = key("pipeline-parallel degree", 1, low=1)
+    cp: int = key("context-parallel degree", 1, low=1)
+    ep: int = key("expert-parallel degree", 1, low=1)
+
+
+@dataclass(frozen=True)
+class Zero:
+    stage: int = key("0: optimizer state, gradients and parameters replicated", 0, low=0, high=3)
+
+
+@dataclass(frozen=True)
+class Memory:
+    activation_checkpointing: Literal["none", "full"] = key("full: keep each layer's input, compute the rest again", "none")
+    compile: Literal["auto", "never", "always"] = key("torch.compile per layer; auto: on GPUs", "auto")
+
+
+@dataclass(frozen=True)
+class Precision:
+    compute: Literal["auto", "bf16", "fp32", "fp64"] = key("forward and backward; auto: bf16 where the device has it, else fp32", "auto")
+    master: Literal["fp32", "fp64"] = key("the optimizer's weights", "fp32")
+    reduce: Literal["fp32", "fp64"] = key("gradient accumulation and reduction", "fp32")
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    name: Literal["constant", "linear", "cosine", "wsd"] = key("shape after the warm-up", "cosine")
+    warmup_steps: int = key("steps of linear warm-up from 0", 0, low=0)
+    decay_steps: int | None = key("wsd: steps of the final decay; null: a tenth of train.steps", None, low=1)
+    final_ratio: float = key("final learning rate over the peak", 0.1, low=0.0, high=1.0)
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    pattern: str = key("regular expression searched in parameter names; the first group that matches wins")
+    lr_ratio: float = key("learning rate over optim.lr", 1.0, low=0.0)
+    weight_decay: float | None = key("null: optim.weight_decay, 0 for norms and biases", None, low=0.0)
+
+
+@dataclass(frozen=True)
+class Optim:
+    name: Literal["adamw", "lion", "sgd"] = key("the optimizer", "adamw")
+    lr: float = key("peak learning rate", 3.0e-4, low=0.0)
+    betas: tuple[float, float] = key("moments of adamw and lion", (0.9, 0.95), low=0.0, high=1.0)
+    eps: float = key("adamw's epsilon", 1.0e-8, low=0.0)
+    momentum: float = key("sgd's momentum", 0.9, low=0.0, high=1.0)
+    weight_decay: float = key("decoupled decay; not for norms and biases (sgd: added to the gradient)", 0.1, low=0.0)
+    clip_norm: float | None = key("largest norm of the global gradient; null: no clipping", 1.0, low=0.0)
+    groups: dict[str, ParameterGroup] = key("named parameter groups by pattern", {})
+    schedule: LearningRateSchedule = group(LearningRateSchedule)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every_steps: int | None = key("save after every so many steps; null: only at the end and when stopped", None, low=1)
+    every_minutes: float | None = key("save after so many minutes; null: never by the clock", None, low=0.0)
+    keep: int = key("newest checkpoints to keep", 3, low=1)
+
+
+@dataclass(frozen=True)
+class Wandb:
+    mode: Literal["auto", "online", "offline", "disabled"] = key("auto: online with a key, else offline", "auto")
+    project: str = key("wandb project", "meshwright")
+    group: str | None = key("wandb group", None)
+    tags: list[str] = key("wandb tags", [])
+
+
+@dataclass(frozen=True)
+class Track:
+    every_steps: int = key("report after every so many steps", 1, low=1)
+    wandb: Wandb = group(Wandb)
+
+
+@dataclass(frozen=True)
+class Launch:
+    kind: Literal["local"] = key("local: on this machine", "local")
+    ranks: int = key("processes; one device each", 1, low=1)
+    device: Literal["auto", "cpu", "cuda"] = key("auto: cuda where there is one", "auto")
+    threads_per_rank: int | None = key("CPU threads of a rank; null: the cores divided by the ranks", None, low=1)
+
+
+@dataclass(frozen=True)
+class Run:
+    root: str = key("folder of the run directories", "runs")
+    id: str | None = key("names the run directory and the wandb run; null: the experiment's name and a number", None)
+    name: str = key("first part of a made-up id", "run")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is to be trained, on what, how, on which layout. Composed and checked once, then read by every rank."""
+
+    train: Train = group(Train)
+    batch: Batch = group(Batch)
+    model: Model = group(Model)
+    data: Data = group(Data)
+    parallel: Parallel = group(Parallel)
+    zero: Zero = group(Zero)
+    memory: Memory = group(Memory)
+    precision: Precision = group(Precision)
+    optim: Optim = group(Optim)
+    checkpoint: Checkpoint = group(Checkpoint)
+    track: Track = group(Track)
+    launch: Launch = group(Launch)
+    run: Run = group(Run)
