@@ -1,0 +1,157 @@
+"""Layout: which elements of a global tensor a rank holds, which of them it owns, and over which axes they are shared.
+
+A dim is described by *runs*: the global indices that are local, as [start, stop) ranges in local order. Without a
+shard a dim is one run; a shard with segments leaves one run per segment. The product of the dims' runs is the local
+tensor.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from framework.errors import LayoutError
+from framework.mesh.box import Box, interval_to_boxes
+
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A split of tensor dim `dim` over mesh axis `axis` of `count` ranks, of which this one is `index`.
+
+    `segments` are the sizes along the dim of a packed weight's parts (q, k and v in one matrix): each part is split
+    separately, so that every rank holds a piece of each. Empty: one part. Several shards of one dim nest: a later one
+    splits what an earlier one left.
+    """
+
+    axis: str
+    dim: int
+    index: int
+    count: int
+    segments: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of one rank's part of one tensor of global `shape`. Raises LayoutError when it cannot be laid out so.
+
+    `replicated`: axes along which every rank holds the same elements. `partial`: axes over which the gradient is a
+    sum of the ranks' parts, still to be reduced. `interval`: the [start, stop) of the row-major flattened *local*
+    tensor that this rank owns, None for all of it; the owners' intervals partition the local tensor.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...] = ()
+    replicated: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+    interval: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        numel_local = self.numel_local
+        start, stop = self._bounds()
+        if not 0 <= start <= stop <= numel_local:
+            raise LayoutError(f"interval [{start}, {stop}) is outside the {numel_local} local elements of {self}")
+
+    @property
+    def shape_local(self) -> tuple[int, ...]:
+        """Shape of what this rank holds."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self._runs())
+
+    @property
+    def numel_local(self) -> int:
+        """Number of elements this rank holds."""
+        return prod(self.shape_local)
+
+    @property
+    def numel_owned(self) -> int:
+        """Number of elements this rank owns."""
+        start, stop = self._bounds()
+        return stop - start
+
+    def whole(self) -> "Layout":
+        """The same place with all local elements owned."""
+        return replace(self, interval=None)
+
+    def boxes(self) -> list[Box]:
+        """Global boxes of the owned elements; their row-major elements, concatenated, are the interval in order.
+
+        At most 2*ndim-1 boxes where no segments cut a dim into several runs.
+        """
+        runs = self._runs()
+        boxes = []
+        for local in interval_to_boxes(self.shape_local, *self._bounds()):
+            boxes += _to_global(local, runs)
+        return boxes
+
+    def _bounds(self) -> tuple[int, int]:
+        return self.interval if self.interval is not None else (0, self.numel_local)
+
+    def _runs(self) -> list[list[Run]]:
+        runs = [[(0, size)] for size in self.shape]
+        for shard in self.shards:
+            if not 0 <= shard.dim < len(self.shape):
+                raise LayoutError(f"{shard} splits a dim that a tensor of shape {self.shape} does not have")
+            runs[shard.dim] = _split(runs[shard.dim], shard)
+        return runs
+
+
+def part(size: int, index: int, count: int) -> Run:
+    """The [start, stop) of part `index` when `size` things are divided among `count`; sizes differ by at most one."""
+    return index * size // count, (index + 1) * size // count
+
+
+def _split(runs: list[Run], shard: Shard) -> list[Run]:
+    """What the shard leaves of a dim's runs."""
+    size = sum(stop - start for start, stop in runs)
+    segments = shard.segments or (size,)
+    if not 0 <= shard.index < shard.count or sum(segments) != size or min(segments) < 0:
+        raise LayoutError(
+            f"{shard} cannot split {size} indices: needs 0 <= index < count and segments that sum to {size}"
+        )
+    taken: list[Run] = []
+    first = 0
+    for segment in segments:
+        start, stop = part(segment, shard.index, shard.count)
+        taken += _take(runs, first + start, first + stop)
+        first += segment
+    return _join(taken)
+
+
+def _take(runs: list[Run], start: int, stop: int) -> list[Run]:
+    """The global runs of local indices [start, stop)."""
+    taken = []
+    first = 0
+    for run_start, run_stop in runs:
+        low, high = max(start - first, 0), min(stop - first, run_stop - run_start)
+        if low < high:
+            taken.append((run_start + low, run_start + high))
+        first += run_stop - run_start
+    return taken
+
+
+def _join(runs: list[Run]) -> list[Run]:
+    """The same indices in the same order with adjacent runs made one; an empty dim is one empty run."""
+    joined: list[Run] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined or [(0, 0)]
+
+
+def _to_global(local: Box, runs: list[list[Run]]) -> list[Box]:
+    """Global boxes of a local box, in its row-major order.
+
+    Where a dim's runs cut the box, everything left of that dim goes index by index: all runs of one row come before the
+    next row.
+    """
+    pieces = [
+        _take(dim_runs, offset, offset + size)
+        for dim_runs, offset, size in zip(runs, local.offsets, local.sizes, strict=True)
+    ]
+    last_cut = max((dim for dim, cuts in enumerate(pieces) if len(cuts) > 1), default=0)
+    for dim in range(last_cut):
+        pieces[dim] = [(index, index + 1) for start, stop in pieces[dim] for index in range(start, stop)]
+    return [
+        Box(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell)) for cell in product(*pieces)
+    ]

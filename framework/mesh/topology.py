@@ -1,0 +1,85 @@
+"""Topology: how the ranks of the world are numbered along the axes. Arithmetic only: no process group, no torch.
+
+rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index: tensor-parallel neighbours, who talk most, are
+adjacent ranks (one node); pipeline stages, who talk least, are farthest apart. Because dp and cp are adjacent, every
+axis, derived ones included, is a (size, stride) pair over this number:
+
+    world         all ranks
+    batch         dp x cp: who shares dense gradients and the ZeRO shards of dense parameters
+    ep            the inner part of `batch`: who holds different experts
+    expert_batch  what is left of `batch` after ep: who shares the gradients of the same experts
+"""
+
+from dataclasses import dataclass
+
+from framework.errors import TopologyError
+
+AXIS_NAMES = ("world", "pp", "batch", "dp", "cp", "tp", "ep", "expert_batch")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The degrees of the parallelisms. Raises TopologyError when they cannot form a mesh."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "dp", "cp", "tp", "ep"):
+            if getattr(self, name) < 1:
+                raise TopologyError(f"parallel.{name}={getattr(self, name)}: a degree is at least 1")
+        batch = self.dp * self.cp
+        if batch % self.ep:
+            legal = [degree for degree in range(1, batch + 1) if batch % degree == 0]
+            raise TopologyError(
+                f"parallel.ep={self.ep} does not divide dp x cp = {self.dp} x {self.cp} = {batch}, the ranks among"
+                f" which experts are divided: use ep in {legal}, or change dp or cp"
+            )
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return self._size_stride(axis)[0]
+
+    def index(self, axis: str, rank: int) -> int:
+        """The position of a rank along an axis."""
+        size, stride = self._size_stride(axis)
+        self._check_rank(rank)
+        return rank // stride % size
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The position of a rank along every axis."""
+        return {axis: self.index(axis, rank) for axis in AXIS_NAMES}
+
+    def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axis` only, `rank` among them, in the axis's order."""
+        size, stride = self._size_stride(axis)
+        first = rank - self.index(axis, rank) * stride
+        return tuple(range(first, first + size * stride, stride))
+
+    def _size_stride(self, axis: str) -> tuple[int, int]:
+        batch = self.dp * self.cp
+        table = {
+            "world": (self.world, 1),
+            "pp": (self.pp, batch * self.tp),
+            "batch": (batch, self.tp),
+            "dp": (self.dp, self.cp * self.tp),
+            "cp": (self.cp, self.tp),
+            "tp": (self.tp, 1),
+            "ep": (self.ep, self.tp),
+            "expert_batch": (batch // self.ep, self.ep * self.tp),
+        }
+        if axis not in table:
+            raise TopologyError(f"no axis {axis!r}: the axes are {', '.join(AXIS_NAMES)}")
+        return table[axis]
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise TopologyError(f"rank {rank} is outside the world of {self.world} ranks (pp x dp x cp x tp)")

@@ -1,0 +1,74 @@
+"""Topology: the groups of every axis partition the world."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from framework.errors import TopologyError
+from framework.mesh.topology import AXIS_NAMES, Topology
+
+
+@st.composite
+def topologies(draw):
+    pp, dp, cp, tp = (draw(st.integers(1, 4)) for _ in range(4))
+    ep = draw(st.sampled_from([d for d in range(1, dp * cp + 1) if dp * cp % d == 0]))
+    return Topology(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+
+
+@given(topologies(), st.sampled_from(AXIS_NAMES))
+def test_groups_of_an_axis_partition_the_world(topology, axis):
+    groups = {topology.ranks(axis, rank) for rank in range(topology.world)}
+    assert sorted(rank for group in groups for rank in group) == list(range(topology.world))
+    assert {len(group) for group in groups} == {topology.size(axis)}
+
+
+@given(topologies(), st.sampled_from(AXIS_NAMES))
+def test_index_is_the_position_in_the_group(topology, axis):
+    for rank in range(topology.world):
+        assert topology.ranks(axis, rank)[topology.index(axis, rank)] == rank
+
+
+@given(topologies())
+def test_coordinates_identify_a_rank(topology):
+    for independent in (("pp", "dp", "cp", "tp"), ("pp", "expert_batch", "ep", "tp"), ("pp", "batch", "tp")):
+        seen = {tuple(topology.coordinates(rank)[axis] for axis in independent) for rank in range(topology.world)}
+        assert len(seen) == topology.world
+
+
+@given(topologies())
+def test_batch_is_dp_times_cp_and_also_ep_times_expert_batch(topology):
+    for rank in range(topology.world):
+        at = topology.coordinates(rank)
+        assert at["batch"] == at["dp"] * topology.cp + at["cp"]
+        assert at["batch"] == at["expert_batch"] * topology.ep + at["ep"]
+        assert set(topology.ranks("ep", rank)) <= set(topology.ranks("batch", rank))
+        assert set(topology.ranks("expert_batch", rank)) <= set(topology.ranks("batch", rank))
+
+
+def test_numbering_has_tp_innermost_and_pp_outermost():
+    topology = Topology(pp=2, dp=2, cp=2, tp=2, ep=2)
+    assert topology.ranks("tp", 0) == (0, 1)
+    assert topology.ranks("cp", 0) == (0, 2)
+    assert topology.ranks("dp", 0) == (0, 4)
+    assert topology.ranks("pp", 0) == (0, 8)
+    assert topology.ranks("batch", 9) == (9, 11, 13, 15)
+    assert topology.ranks("ep", 5) == (5, 7)
+    assert topology.ranks("expert_batch", 5) == (1, 5)
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 0}, {"tp": -1}, {"dp": 2, "ep": 4}, {"dp": 3, "cp": 2, "ep": 4}])
+def test_degrees_that_form_no_mesh_are_errors(degrees):
+    with pytest.raises(TopologyError):
+        Topology(**degrees)
+
+
+def test_an_expert_degree_that_does_not_divide_names_those_that_do():
+    with pytest.raises(TopologyError, match=r"ep in \[1, 2, 3, 6\]"):
+        Topology(dp=6, ep=4)
+
+
+def test_unknown_axis_and_rank_outside_the_world_are_errors():
+    with pytest.raises(TopologyError, match="axes are"):
+        Topology().ranks("sp", 0)
+    with pytest.raises(TopologyError, match="outside the world of 2"):
+        Topology(dp=2).coordinates(2)
