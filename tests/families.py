@@ -1,0 +1,154 @@
+"""Tiny causal language models of many families: every layout must train each of them exactly as one process does.
+
+Sizes are odd on purpose: a vocabulary of 97 divides by nothing, three layers divide unevenly over two stages, key-value
+heads are fewer than heads, experts per token fewer than experts, and a sliding window of 5 is shorter than a sequence.
+Dropout is zero wherever the family has it, so that a forward pass is a function of its input.
+All of them build and train in transformers 5.17 and 5.23.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+VOCABULARY = 97
+POSITIONS = 64
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model: `config` holds the values of its Hugging Face config, `model_type` included."""
+
+    name: str
+    config: dict[str, Any]
+
+
+def build_config(family: Family, **changes: Any) -> PretrainedConfig:
+    """The family's Hugging Face config, with `changes` on top, such as tie_word_embeddings=True."""
+    values = family.config | changes
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def family(name: str) -> Family:
+    return next(found for found in FAMILIES if found.name == name)
+
+
+# What nearly all configs share: special tokens inside the vocabulary, no padding row (its gradient would be dropped).
+SHARED = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+
+# The names of Llama's config, which most newer families have taken over.
+LLAMA = {
+    **SHARED,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "tie_word_embeddings": False,
+}
+
+# The names of GPT-2's config.
+GPT = {**SHARED, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
+GPT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# Multi-head latent attention and grouped routing, as DeepSeek has them. Experts' sizes are multiples of 8: PyTorch's
+# grouped matrix product wants rows of whole 16 bytes, in bf16 too.
+DEEPSEEK = {
+    **LLAMA,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+def _family(model_type: str, shared: dict[str, Any], name: str | None = None, **values: Any) -> Family:
+    return Family(name or model_type, {"model_type": model_type, **shared, **values})
+
+
+FAMILIES: tuple[Family, ...] = (
+    _family("llama", LLAMA),
+    _family("mistral", LLAMA, sliding_window=5),
+    _family("qwen2", LLAMA, use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    _family("qwen3", LLAMA, head_dim=10),
+    _family("gemma", LLAMA, head_dim=12, tie_word_embeddings=True),
+    _family("gemma2", LLAMA, head_dim=12, sliding_window=5, layer_types=SLIDING, query_pre_attn_scalar=8,
+            tie_word_embeddings=True),
+    _family("gemma3_text", LLAMA, head_dim=12, sliding_window=5, layer_types=SLIDING, tie_word_embeddings=True),
+    _family("phi", LLAMA, partial_rotary_factor=0.5),
+    _family("phi3", LLAMA, sliding_window=5),
+    _family("olmo", LLAMA, clip_qkv=0.5),
+    _family("olmo2", LLAMA),
+    _family("olmo3", LLAMA, sliding_window=5, layer_types=SLIDING),
+    _family("gpt2", GPT, **GPT_DROPOUT),
+    _family("gpt_bigcode", GPT, **GPT_DROPOUT),
+    _family("gpt_neo", SHARED, hidden_size=32, num_layers=3, num_heads=4, max_position_embeddings=POSITIONS,
+            window_size=5, attention_types=[[["global", "local"], 1], [["global"], 1]], attention_dropout=0.0,
+            embed_dropout=0.0, resid_dropout=0.0),
+    _family("gptj", GPT, rotary_dim=4, **GPT_DROPOUT),
+    _family("codegen", GPT, rotary_dim=4, **GPT_DROPOUT),
+    _family("gpt_neox", LLAMA, rotary_pct=0.5, attention_dropout=0.0, hidden_dropout=0.0),
+    _family("falcon", SHARED, hidden_size=28, num_hidden_layers=3, num_attention_heads=7, multi_query=True,
+            parallel_attn=True, alibi=False, new_decoder_architecture=False),
+    _family("falcon", SHARED, name="falcon_grouped", hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+            num_kv_heads=2, alibi=False, new_decoder_architecture=True),
+    _family("bloom", SHARED, hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
+    _family("opt", SHARED, hidden_size=32, ffn_dim=56, num_hidden_layers=3, num_attention_heads=4,
+            word_embed_proj_dim=32, max_position_embeddings=POSITIONS, dropout=0.0, attention_dropout=0.0),
+    _family("mpt", SHARED, d_model=32, n_heads=4, n_layers=3, max_seq_len=POSITIONS, expansion_ratio=2),
+    _family("mixtral", LLAMA, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    _family("qwen2_moe", LLAMA, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
+            shared_expert_intermediate_size=20, mlp_only_layers=[1]),
+    _family("qwen3_moe", LLAMA, head_dim=10, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
+            mlp_only_layers=[0]),
+    _family("olmoe", LLAMA, num_experts=6, num_experts_per_tok=3),
+    _family("deepseek_v2", DEEPSEEK, topk_method="group_limited_greedy"),
+    _family("deepseek_v3", DEEPSEEK),
+    _family("gpt_oss", LLAMA, head_dim=10, sliding_window=5, layer_types=SLIDING, num_local_experts=6,
+            num_experts_per_tok=3),
+    # Without jitter phimoe's router passes no gradient; with jitter it draws random numbers in each forward pass.
+    _family("phimoe", LLAMA, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, router_jitter_noise=0.0,
+            input_jitter_noise=0.0),
+    _family("granite", LLAMA, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0,
+            attention_multiplier=0.25),
+    _family("granitemoe", LLAMA, num_local_experts=6, num_experts_per_tok=3),
+    _family("cohere", LLAMA, tie_word_embeddings=True),
+    _family("cohere2", LLAMA, sliding_window=5, layer_types=SLIDING, tie_word_embeddings=True),
+    _family("glm", LLAMA, head_dim=8),
+    _family("glm4", LLAMA, head_dim=8),
+    _family("glm4_moe", LLAMA, head_dim=8, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
+            n_group=2, topk_group=1, first_k_dense_replace=1),
+    _family("starcoder2", LLAMA, sliding_window=5, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0),
+    _family("stablelm", LLAMA, partial_rotary_factor=0.5),
+    _family("smollm3", LLAMA, no_rope_layers=[1, 0, 1], tie_word_embeddings=True),
+    _family("ernie4_5", LLAMA, head_dim=8, tie_word_embeddings=True),
+    _family("helium", LLAMA, head_dim=8),
+    _family("nemotron", LLAMA, head_dim=8),
+    _family("minimax_m2", LLAMA, head_dim=8, num_local_experts=6, num_experts_per_tok=3),
+    _family("qwen3_next", LLAMA, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
+            shared_expert_intermediate_size=20, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+            linear_value_head_dim=6, layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    _family("diffllama", LLAMA),
+    _family("biogpt", SHARED, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
+            pad_token_id=0, max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0, activation_dropout=0.0),
+    _family("xglm", SHARED, d_model=32, ffn_dim=56, num_layers=3, attention_heads=4, max_position_embeddings=POSITIONS,
+            dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0),
+    _family("seed_oss", LLAMA, head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
+    _family("exaone4", LLAMA, sliding_window=5, layer_types=SLIDING),
+    _family("apertus", LLAMA),
+    _family("arcee", LLAMA),
+    _family("persimmon", LLAMA, partial_rotary_factor=0.5),
+)  # fmt: skip
