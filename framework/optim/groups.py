@@ -1,0 +1,97 @@
+"""Which learning rate and which decay each parameter gets: a pure function from names and shapes.
+
+The first pattern of `optim.groups` that is found in a name wins; what no pattern takes is in the group "default". Where
+a group does not state its decay it is `optim.weight_decay`, and 0 for norms and biases: decay pulls towards zero, which
+is not where a scale of one or an offset belongs. Embeddings do decay.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from framework.errors import RecipeError
+from framework.recipe.schema import Optim
+
+DEFAULT_GROUP = "default"
+
+# The module that owns the parameter is a norm by name: input_layernorm, q_norm, norm, norm1, norm_f, ln_1, ln_f.
+_NORM = re.compile(r"norm(_f|\d*)$|^ln(_|\d|$)", re.IGNORECASE)
+_LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class GroupAssignment:
+    """One trained parameter: its group, its learning rate over `optim.lr`, and its weight decay."""
+
+    parameter: str
+    group: str
+    lr_ratio: float
+    weight_decay: float
+
+
+def group_parameters(parameters: Iterable[tuple[str, tuple[int, ...], bool]], optim: Optim) -> list[GroupAssignment]:
+    """One assignment per trained parameter, in the order given; the frozen ones get none.
+
+    parameters: (name, global shape, requires_grad) of the *whole* model, not of one rank, so that every rank agrees.
+    RecipeError, all at once: a pattern that is no regular expression, is found in no name, or takes nothing because
+    earlier groups took it all.
+    """
+    parameters = list(parameters)
+    names = [name for name, _, _ in parameters]
+    group_of = _first_matches(names, optim)
+    assignments = []
+    for name, shape, requires_grad in parameters:
+        if not requires_grad:
+            continue
+        group = optim.groups.get(group_of.get(name, ""))
+        weight_decay = group.weight_decay if group is not None else None
+        if weight_decay is None:
+            weight_decay = 0.0 if is_norm_or_bias(name, shape) else optim.weight_decay
+        lr_ratio = group.lr_ratio if group is not None else 1.0
+        assignments.append(GroupAssignment(name, group_of.get(name, DEFAULT_GROUP), lr_ratio, weight_decay))
+    return assignments
+
+
+def is_norm_or_bias(name: str, shape: tuple[int, ...]) -> bool:
+    """Scales and offsets: under two dims, or named so (biases of stacked experts [E, I], norms per head [H, D])."""
+    *path, own_name = name.split(".")
+    if len(shape) < 2 or own_name == "bias" or own_name.endswith("_bias"):
+        return True
+    return bool(path) and _NORM.search(path[-1]) is not None
+
+
+def _first_matches(names: list[str], optim: Optim) -> dict[str, str]:
+    """{parameter: the first group whose pattern is found in its name}; RecipeError naming groups that take nothing."""
+    taken: dict[str, str] = {}
+    problems = []
+    for key, group in optim.groups.items():
+        where = f"optim.groups.{key}.pattern={group.pattern!r}"
+        try:
+            found = [name for name in names if re.search(group.pattern, name)]
+        except re.error as error:
+            problems.append(f"{where} is not a regular expression: {error}")
+            continue
+        if not found:
+            near = ", ".join(_near(group.pattern, names))
+            problems.append(f"{where} is found in no parameter name. Near names: {near}")
+        elif all(name in taken for name in found):
+            earlier = sorted({f"optim.groups.{taken[name]}" for name in found})
+            problems.append(f"{where} takes nothing: {', '.join(earlier)} comes first and matches the same parameters")
+        for name in found:
+            taken.setdefault(name, key)
+    if problems:
+        raise RecipeError("\n".join(problems))
+    return taken
+
+
+def _near(pattern: str, names: list[str], count: int = 3) -> list[str]:
+    """The names, with layer numbers as `*`, that share the most with the pattern."""
+    shapes_of_names = dict.fromkeys(_LAYER_INDEX.sub("*", name) for name in names)
+    words = [word for word in re.split(r"[^A-Za-z0-9_]+", pattern) if word] or [pattern]
+
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        return sum(max(difflib.SequenceMatcher(None, word, part).ratio() for part in parts) for word in words)
+
+    return sorted(shapes_of_names, key=likeness, reverse=True)[:count]
