@@ -1,0 +1,88 @@
+"""The rank pool itself: results in order, and failures that name their ranks without spoiling the next body."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from framework.mesh.connect import connect
+from framework.mesh.topology import Topology
+from tests.ranks.pool import RankFailure
+
+
+def connect_world(rank, world, rendezvous):
+    return connect(Topology(dp=world), torch.device("cpu"), rendezvous, rank, timeout_s=60)
+
+
+def sum_ranks(rank, world, rendezvous, factor):
+    mesh = connect_world(rank, world, rendezvous)
+    x = torch.tensor([rank * factor])
+    if world > 1:
+        dist.all_reduce(x)
+    mesh.close()
+    return rank, os.getpid(), x
+
+
+def raise_on_rank_1_while_others_wait(rank, world, rendezvous):
+    connect_world(rank, world, rendezvous)
+    if rank == 1:
+        raise ValueError("the odd one")
+    dist.barrier()
+
+
+def die_on_last_rank(rank, world, rendezvous):
+    mesh = connect_world(rank, world, rendezvous)
+    if rank == world - 1:
+        os._exit(7)
+    dist.barrier()
+    mesh.close()
+
+
+def sleep_on_rank_0(rank, world, rendezvous):
+    if rank == 0:
+        time.sleep(60)
+
+
+def report_threads(rank, world, rendezvous):
+    return torch.get_num_threads(), os.environ["HF_HUB_OFFLINE"]
+
+
+def test_results_come_in_rank_order_and_processes_stay(pool):
+    pids = set()
+    for world in (1, 2, 3, 4, 2):
+        results = pool.run(world, sum_ranks, 10)
+        assert [rank for rank, _, _ in results] == list(range(world))
+        assert all(x.item() == 10 * sum(range(world)) for _, _, x in results)
+        pids |= {pid for _, pid, _ in results}
+    assert len(pids) == 4
+
+
+def test_ranks_have_one_thread_and_no_network(pool):
+    assert pool.run(2, report_threads) == [(1, "1"), (1, "1")]
+
+
+def test_an_exception_names_its_rank_and_ends_the_others(pool):
+    before = [pid for _, pid, _ in pool.run(4, sum_ranks, 1)]
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="the odd one") as failure:
+        pool.run(3, raise_on_rank_1_while_others_wait)
+    assert "--- rank 1 raised" in str(failure.value)
+    assert "raise_on_rank_1_while_others_wait" in str(failure.value)
+    assert time.monotonic() - start < 9, "peers of a rank that raised must not wait out the grace time"
+    assert [pid for _, pid, _ in pool.run(4, sum_ranks, 1)] == before
+
+
+def test_a_death_is_reported_and_the_pool_replaced(pool):
+    with pytest.raises(RankFailure, match="rank 2 died with exit code 7"):
+        pool.run(3, die_on_last_rank)
+    assert len(pool.run(4, sum_ranks, 1)) == 4
+
+
+def test_a_hang_names_the_rank_and_where_it_waits(pool):
+    with pytest.raises(RankFailure, match=r"rank 0 hung: not ended after 1 s") as failure:
+        pool.run(2, sleep_on_rank_0, timeout_s=1)
+    assert "in sleep_on_rank_0" in str(failure.value)
+    assert "rank 1" not in str(failure.value)
+    assert len(pool.run(4, sum_ranks, 1)) == 4
