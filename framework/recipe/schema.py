@@ -45,7 +45,8 @@ class Model:
     config: dict[str, Any] = key("values of the Hugging Face config; what is not set keeps the family's default", {})
     weights: str | None = key("hub name or folder of pretrained weights; null: train from scratch", None)
     tokenizer: str | None = key("hub name or folder; null: that of `weights`, else trained offline (data.bpe_vocab)", None)
-    attention: str = key("attention implementation, as Hugging Face names them", "sdpa")
+    attention: str = key("attention implementation, as Hugging Face names them; auto: its own choice", "auto")
+    experts: str = key("experts implementation, as Hugging Face names them; auto: its own choice", "auto")
     freeze: list[str] = key("regular expressions over parameter names that are not trained", [])
 
 

@@ -1,0 +1,85 @@
+"""From the recipe's words to an unmodified Hugging Face model on the meta device: structure without memory."""
+
+import difflib
+import json
+from pathlib import Path
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from framework.errors import ModelError
+from framework.model.weights import resolve_folder
+from framework.recipe.schema import Model
+
+
+def load_config(model: Model) -> PretrainedConfig:
+    """The Hugging Face config of the recipe: the pretrained one where `model.weights` is set, with `model.config` on top.
+
+    Raises ModelError for an unknown family and for a key that the family's config does not have, with the nearest names.
+    """
+    if model.weights is not None:
+        config = AutoConfig.from_pretrained(resolve_folder(model.weights))
+        _refuse_unknown_keys(config, model)
+        config.update(model.config)
+        return _for_training(config)
+    if model.family not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model.family, list(CONFIG_MAPPING), n=3)
+        raise ModelError(
+            f"model.family={model.family} is no Hugging Face model type; nearest: {', '.join(near) or 'none'}"
+        )
+    _refuse_unknown_keys(CONFIG_MAPPING[model.family](), model)
+    try:
+        return _for_training(AutoConfig.for_model(model.family, **model.config))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"model.config is refused by {model.family}: {error}") from error
+
+
+def load_config_file(path: Path) -> PretrainedConfig:
+    """Any Hugging Face `config.json`."""
+    try:
+        values = json.loads(path.read_text())
+        return _for_training(AutoConfig.for_model(values.pop("model_type"), **values))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path} is no readable Hugging Face config with a model_type: {error!r}") from error
+
+
+def build_meta(config: PretrainedConfig, attention: str = "auto") -> PreTrainedModel:
+    """The causal language model of `config` on meta: every parameter has a shape, none has memory.
+
+    `attention`: a Hugging Face attention implementation, or auto for the one that the model prefers.
+    """
+    chosen = {} if attention == "auto" else {"attn_implementation": attention}
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
+    except (ValueError, ImportError, TypeError) as error:
+        raise ModelError(f"the {config.model_type} model cannot be built from model.config: {error}") from error
+
+
+def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.dtype) -> None:
+    """Select how stacked experts are multiplied; `auto` leaves the family's choice, but in fp64, which grouped products lack."""
+    if not any(hasattr(module, "is_transposed") and hasattr(module, "has_gate") for module in model.modules()):
+        return
+    if implementation == "auto" and compute == torch.float64:
+        implementation = "eager"
+    if implementation != "auto":
+        model.set_experts_implementation(implementation)
+
+
+def _for_training(config: PretrainedConfig) -> PretrainedConfig:
+    """A key-value cache makes the model ignore packed positions, silently: see notes in docs/models.md."""
+    config.use_cache = False
+    config.get_text_config().use_cache = False
+    return config
+
+
+def _refuse_unknown_keys(known: PretrainedConfig, model: Model) -> None:
+    names = set(known.to_dict()) | set(getattr(known, "attribute_map", {})) | set(vars(known))
+    unknown = [name for name in model.config if name not in names]
+    if unknown:
+        lines = [
+            f"model.config.{name} is not a value of {type(known).__name__}; nearest: "
+            f"{', '.join(difflib.get_close_matches(name, list(names), n=3)) or 'none'}"
+            for name in unknown
+        ]
+        raise ModelError("\n".join(lines))

@@ -1,0 +1,110 @@
+"""The units of a model, found by structure: the embedding, each decoder layer, the head.
+
+A unit is the one granularity of gathering, activation checkpointing, compilation, offload and pipeline cuts. No name of a
+model family appears here: the decoder is the ModuleList as long as the config says, and what stands around it is decided by
+the model's own accessors and by order of registration.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+# The siblings of the layer list that come after it in the computation, as Hugging Face names them; some families register
+# theirs before the layers (opt), so order alone would put the final norm with the embedding.
+FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "final_norm", "layernorm_f")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """`modules`: every module of the unit, children before parents; `parameters`: the names of its parameters, each
+    parameter of the model in exactly one unit (a tied one where it comes first in the computation)."""
+
+    name: str
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    @property
+    def is_layer(self) -> bool:
+        return self.name.startswith("layers.")
+
+    @property
+    def root(self) -> str:
+        """The module that holds the whole unit; for a layer, the layer itself."""
+        return self.modules[-1]
+
+
+def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList] | None:
+    """Name and list of the decoder layers: the ModuleList of `num_hidden_layers` entries, else the one with most parameters."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        return None
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    exact = [entry for entry in lists if len(entry[1]) == num_layers]
+    return max(exact or lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+
+
+def find_units(model: PreTrainedModel) -> list[Unit]:
+    """The units in order of computation: embedding, layers.0 ..., head. A model without a layer list is one embedding unit."""
+    found = find_layers(model)
+    layers, num_layers = (found[0] + ".", len(found[1])) if found else (None, 0)
+    after = _modules_after_layers(model, found[0]) if found else set()
+
+    def unit_of(module: str) -> str:
+        if layers and module.startswith(layers):
+            return "layers." + module[len(layers) :].split(".")[0]
+        return "head" if any(module == name or module.startswith(name + ".") for name in after) else "embedding"
+
+    order = ["embedding", *(f"layers.{index}" for index in range(num_layers)), "head"]
+    modules: dict[str, list[str]] = {name: [] for name in order}
+    parameters: dict[str, list[str]] = {name: [] for name in order}
+    for name in _children_first(model):
+        modules[unit_of(name)].append(name)
+    rank = {name: index for index, name in enumerate(order)}
+    owners: dict[nn.Parameter, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = unit_of(name.rpartition(".")[0])
+        if parameter not in owners or rank[unit] < rank[owners[parameter][0]]:
+            owners[parameter] = (unit, name)
+    for unit, name in owners.values():
+        parameters[unit].append(name)
+    return [Unit(name, tuple(modules[name]), tuple(parameters[name])) for name in order if modules[name]]
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """For each parameter's name in its unit, all names under which the model holds the same parameter."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    owned = {name for unit in find_units(model) for name in unit.parameters}
+    return {next(name for name in group if name in owned): tuple(group) for group in names.values()}
+
+
+def _modules_after_layers(model: PreTrainedModel, layers: str) -> set[str]:
+    """The output embedding, the final norm, and what their parent modules register after the layers (not rotary tables)."""
+    after = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    embedding = next((name for name, module in model.named_modules() if module is model.get_input_embeddings()), None)
+    path = layers.split(".")
+    for depth in range(len(path)):
+        parent = ".".join(path[:depth])
+        passed = False
+        for child, module in model.get_submodule(parent).named_children():
+            name = f"{parent}.{child}" if parent else child
+            passed = passed or child == path[depth]
+            trails = passed and child != path[depth] and any(True for _ in module.parameters())
+            if (trails or child in FINAL_NORMS) and name != embedding:
+                after.add(name)
+    return after
+
+
+def _children_first(model: nn.Module) -> list[str]:
+    """Module names, each after all modules inside it: the order in which Hugging Face initialises."""
+    names: list[str] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        for child, inner in module.named_children():
+            visit(inner, f"{name}.{child}" if name else child)
+        names.append(name)
+
+    visit(model, "")
+    return names
