@@ -1,0 +1,43 @@
+"""Everything that is done to a model on meta to lay it out over the mesh, in the one order that works.
+
+Nothing here owns memory or sends a byte, so a plan for thousands of ranks can be made on a laptop.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from framework.mesh.axis import Axis
+from framework.model.materialize import kept_in_fp32
+from framework.model.plan import Unit
+from framework.parallel.activation_checkpointing import checkpoint_activations
+from framework.parallel.zero.buffers import UnitBuffer, plan_buffers
+from framework.recipe.schema import Memory
+
+
+def parallelize(
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    groups: Mapping[str, str],
+    memory: Memory,
+    compute_dtype: torch.dtype,
+    master_dtype: torch.dtype,
+    device: torch.device,
+    batch_axis: Axis,
+) -> list[UnitBuffer]:
+    """Transform the layers and plan the unit buffers. `groups`: optimizer group of each parameter, "" if frozen."""
+    layers = [model.get_submodule(unit.root) for unit in units if unit.is_layer]
+    # Inside compilation, so that a compiled layer recomputes as one graph.
+    if memory.activation_checkpointing == "full":
+        for layer in layers:
+            checkpoint_activations(layer)
+    # One graph serves all equal layers. On CPUs it has not paid (docs/benchmarks.md), so `auto` compiles on GPUs only.
+    if memory.compile == "always" or (memory.compile == "auto" and device.type == "cuda"):
+        for layer in layers:
+            layer.compile(dynamic=False)
+    # Last: buffers hold the parameters that are left to this rank, in the dtypes that forward reads.
+    shapes = {name: model.get_parameter(name).shape for unit in units for name in unit.parameters}
+    fp32 = kept_in_fp32(model, compute_dtype)
+    dtypes = {name: torch.float32 if name in fp32 else compute_dtype for name in shapes}
+    return plan_buffers(units, shapes, groups, dtypes, master_dtype, batch_axis)
