@@ -1,5 +1,4 @@
-"""Collectives over an axis: each blocking one is its `start_` form and a wait. Size 1 is the identity and sends
-nothing.
+"""Collectives over an axis. A blocking one is its `start_` form and a wait. Size 1 is the identity and sends nothing.
 
 Every call is recorded in `axis.traffic` with the bytes that this rank sends by the operation's bandwidth-optimal
 algorithm, for n ranks and a full tensor of F bytes:

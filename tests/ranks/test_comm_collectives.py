@@ -1,6 +1,8 @@
 """Collectives equal their definition on 1 to 4 ranks, in every dtype and in every order of waits; their volume is
 theory's."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -71,6 +73,22 @@ def compare_in_place(rank, world, rendezvous):
     buffer = xs[rank].clone()
     collectives.reduce_scatter(buffer[rank], buffer, axis)
     assert torch.equal(buffer[rank], sum(xs)[rank])
+    mesh.close()
+
+
+def compare_forms(rank, world, rendezvous):
+    """The forms for NCCL, here over gloo, beside those for gloo; and no word from torch about deprecated names."""
+    warnings.simplefilter("error", FutureWarning)
+    mesh = connect_world(rank, world, rendezvous)
+    axis = mesh.axis("dp")
+    xs = inputs_of(world, (world, 6), torch.float32)
+    gathered, scattered = torch.empty(2, world * world * 6), torch.empty(2, 6)
+    collectives._gather_by_tensor(gathered[0], xs[rank], axis).wait()
+    collectives._gather_by_messages(gathered[1], xs[rank], axis).wait()
+    collectives._scatter_by_tensor(scattered[0], xs[rank], axis).wait()
+    collectives._scatter_by_messages(scattered[1], xs[rank], axis).wait()
+    assert torch.equal(gathered[0], gathered[1])
+    assert torch.equal(scattered[0], scattered[1])
     mesh.close()
 
 
@@ -155,6 +173,11 @@ def test_collectives_equal_their_definition(pool, world):
 @pytest.mark.parametrize("world", WORLDS)
 def test_gather_and_scatter_work_in_place(pool, world):
     pool.run(world, compare_in_place)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_forms_of_both_backends_agree(pool, world):
+    pool.run(world, compare_forms)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -1,0 +1,153 @@
+"""Duals: linear maps between the ranks of an axis that autograd can differentiate, each with its adjoint.
+
+A tensor along an axis is *replicated* (the same on all ranks: one vector x), or *independent* (x_r on rank r; a shard,
+a partial sum). The inner product of replicated tensors is <x, y> on any one rank, of independent ones sum_r <x_r,
+y_r>. With these, a map A and its adjoint B satisfy <y, A x> = <B y, x>, so B takes the gradient of A's result to the
+gradient of A's input:
+
+    map             from         to           result on rank r                     adjoint
+    copy_to         replicated   independent  x                                    reduce_from
+    reduce_from     independent  replicated   sum_s x_s                            copy_to
+    gather          independent  independent  all x_s, concatenated                reduce_scatter
+    reduce_scatter  independent  independent  part r of sum_s x_s                  gather
+    scatter         replicated   independent  part r of x                          all x_s, concatenated (replicated)
+    all_to_all      independent  independent  part r of every x_s                  all_to_all with swapped splits
+    shift           independent  independent  x_(r - by)                           shift by -by
+
+A gradient has the kind of its tensor: that of a replicated tensor is the same on all ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.comm import collectives
+from framework.comm.p2p import exchange
+from framework.mesh.axis import Axis
+
+Map = Callable[[Tensor], Tensor]
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Enter a region where each rank uses the replicated x in its own way: x itself; the gradients are summed."""
+    return _apply(x, axis, _alias, partial(_all_reduce, axis=axis))
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Leave such a region: the sum of all ranks' x, replicated; its gradient goes to every rank."""
+    return _apply(x, axis, partial(_all_reduce, axis=axis), _alias)
+
+
+def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """All ranks' x, concatenated along dim, for ranks that use it in their own ways: the gradients are summed, then
+    split.
+
+    x: one shape on all ranks.
+    """
+    return _apply(x, axis, partial(_all_gather, axis=axis, dim=dim), partial(_reduce_scatter, axis=axis, dim=dim))
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part along dim of the sum of all ranks' x. axis.size divides the dim."""
+    return _apply(x, axis, partial(_reduce_scatter, axis=axis, dim=dim), partial(_all_gather, axis=axis, dim=dim))
+
+
+def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part along dim of the replicated x; the gradient is gathered. axis.size divides the dim."""
+    return _apply(x, axis, partial(_take_part, axis=axis, dim=dim), partial(_all_gather, axis=axis, dim=dim))
+
+
+def all_to_all(
+    x: Tensor, axis: Axis, in_splits: Sequence[int] | None = None, out_splits: Sequence[int] | None = None
+) -> Tensor:
+    """Rank r's part s of x becomes rank s's part r: tokens to their experts' ranks, and back with swapped splits.
+
+    x: [sum(in_splits), ...] -> [sum(out_splits), ...]; the splits are rows per rank, None for equal parts.
+    """
+    there = partial(_all_to_all, axis=axis, in_splits=in_splits, out_splits=out_splits)
+    back = partial(_all_to_all, axis=axis, in_splits=out_splits, out_splits=in_splits)
+    return _apply(x, axis, there, back)
+
+
+def shift(x: Tensor, axis: Axis, by: int) -> Tensor:
+    """The x of the rank `by` places before this one, around the ring. x: one shape on all ranks."""
+    return _apply(x, axis, partial(_shift, axis=axis, by=by), partial(_shift, axis=axis, by=-by))
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map whose gradient is its adjoint, applied by this same function: so derivatives of any order are
+    right."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_map: Map, adjoint: Map) -> Tensor:
+        ctx.maps = forward_map, adjoint
+        return forward_map(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        forward_map, adjoint = ctx.maps
+        return _Linear.apply(gradient, adjoint, forward_map), None, None
+
+
+def _apply(x: Tensor, axis: Axis, forward_map: Map, adjoint: Map) -> Tensor:
+    return x if axis.size == 1 else _Linear.apply(x, forward_map, adjoint)
+
+
+def _alias(x: Tensor) -> Tensor:
+    """The same memory and version counter. Not a view: models write to activations in place (mixtral's router jitter),
+    which autograd forbids on views made here."""
+    return x.detach()
+
+
+def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    collectives.all_reduce(out, axis)
+    return out
+
+
+def _all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    dim %= x.ndim
+    gathered = x.new_empty(axis.size, *x.shape)
+    collectives.all_gather(gathered, x.contiguous(), axis)
+    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    dim %= x.ndim
+    parts = _parts(x, axis, dim).movedim(dim, 0).contiguous()
+    out = torch.empty_like(parts[0])
+    collectives.reduce_scatter(out, parts, axis)
+    return out
+
+
+def _take_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """A copy, so that the whole of x can be freed."""
+    dim %= x.ndim
+    return _parts(x, axis, dim).select(dim, axis.rank).clone(memory_format=torch.contiguous_format)
+
+
+def _parts(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """x with dim split in two: [..., axis.size, part, ...]."""
+    assert x.shape[dim] % axis.size == 0, (
+        f"{axis.size} ranks of {axis.name} do not divide dim {dim} of {tuple(x.shape)}"
+    )
+    return x.unflatten(dim, (axis.size, -1))
+
+
+def _all_to_all(x: Tensor, axis: Axis, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None) -> Tensor:
+    rows = x.shape[0] if out_splits is None else sum(out_splits)
+    out = x.new_empty(rows, *x.shape[1:])
+    collectives.all_to_all(out, x.contiguous(), axis, out_splits, in_splits)
+    return out
+
+
+def _shift(x: Tensor, axis: Axis, by: int) -> Tensor:
+    if by % axis.size == 0:
+        return _alias(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
+    exchange([(x.contiguous(), to)], [(out, source)], axis).wait()
+    return out
