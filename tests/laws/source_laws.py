@@ -1,0 +1,229 @@
+"""The rules of the house that can be read off the source, each as a function from a source file to what breaks the
+rule in it.
+
+A rule is a generator of (line, what is wrong). They see syntax only, so that a rule about `import` also sees the
+imports inside functions.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+Breach = tuple[int, str]
+Law = Callable[["Source"], Iterator[Breach]]
+
+# Lowest first; rooms of one floor do not know each other.
+FLOORS = (
+    ("errors",),
+    ("recipe",),
+    ("mesh",),
+    ("comm",),
+    ("model",),
+    ("parallel",),
+    ("optim", "data"),
+    ("checkpoint", "track"),
+    ("train",),
+    ("build",),
+    ("verify", "launch"),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR_OF_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+# Calls whose result nobody can change, or (loggers) that the standard library keeps anyway.
+HARMLESS_CALLS = {
+    "re.compile", "getattr", "frozenset", "tuple", "str", "int", "float", "partial", "functools.partial", "MappingProxyType",
+    "logging.getLogger", "TypeVar", "NewType", "namedtuple", "attrgetter", "itemgetter", "Path",
+}  # fmt: skip
+MUTATING_METHODS = {
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem", "popleft",
+    "remove", "reverse", "setdefault", "sort", "update",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: its path relative to the package folder, such as `mesh/box.py`, and its text."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """("mesh", "box")."""
+        return tuple(self.path.removesuffix(".py").split("/"))
+
+    @property
+    def room(self) -> str:
+        return self.parts[0]
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, dotted name) of all imports; `from a.b import c` is a.b.c, relative ones are made absolute."""
+        package = ("framework", *self.parts[:-1])
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield node.lineno, alias.name
+            elif isinstance(node, ast.ImportFrom):
+                origin = node.module.split(".") if node.module else []
+                if node.level:
+                    origin = [*package[: len(package) - node.level + 1], *origin]
+                for alias in node.names:
+                    yield node.lineno, ".".join([*origin, alias.name])
+
+    def dotted_names(self) -> Iterator[tuple[int, str]]:
+        """(line, dotted name) of every attribute chain that starts at a name: os.environ.get, os.environ."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and (name := dotted(node)):
+                yield node.lineno, name
+
+
+def dotted(node: ast.AST) -> str | None:
+    """The name that `a`, `a.b` or `a.b.c` spells; None for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def imports_downwards(source: Source) -> Iterator[Breach]:
+    """A room imports from lower floors or from itself."""
+    for line, name in source.imports():
+        if not name.startswith("framework."):
+            continue
+        target = name.split(".")[1]
+        if source.room not in FLOOR_OF_ROOM or target not in FLOOR_OF_ROOM:
+            yield line, f"{source.room} imports {target}: both must stand in the list of floors"
+        elif target != source.room and FLOOR_OF_ROOM[target] >= FLOOR_OF_ROOM[source.room]:
+            yield line, f"{source.room} imports {name}, which is not on a lower floor"
+
+
+def parallelisms_do_not_know_each_other(source: Source) -> Iterator[Breach]:
+    """Modules of `parallel` meet in parallelize.py only; a subpackage is one module."""
+    if source.room != "parallel" or source.parts[1] == "parallelize":
+        return
+    for line, name in source.imports():
+        if name.startswith("framework.parallel.") and name.split(".")[2] != source.parts[1]:
+            yield line, f"parallel/{source.parts[1]} imports {name}: they meet in parallelize.py only"
+
+
+def only_comm_communicates(source: Source) -> Iterator[Breach]:
+    """torch.distributed appears in comm/, mesh/connect.py and launch/ (for its elastic launcher)."""
+    if source.room in ("comm", "launch") or source.path == "mesh/connect.py":
+        return
+    for line, name in {*source.imports(), *source.dotted_names()}:
+        if name.startswith("torch.distributed"):
+            yield line, f"{name}: collectives go through comm/"
+
+
+def mesh_is_integers(source: Source) -> Iterator[Breach]:
+    """mesh/ needs no torch, except to connect."""
+    if source.room == "mesh" and source.path != "mesh/connect.py":
+        yield from _imports_of(source, {"torch", "transformers"})
+
+
+def recipe_is_instant(source: Source) -> Iterator[Breach]:
+    """recipe/ imports nothing that takes long to import."""
+    if source.room == "recipe":
+        yield from _imports_of(source, {"torch", "transformers", "datasets", "numpy", "wandb", "matplotlib"})
+
+
+def only_connect_launch_and_cli_read_the_environment(source: Source) -> Iterator[Breach]:
+    """os.environ appears in mesh/connect.py, launch/ and cli.py."""
+    if source.room in ("launch", "cli") or source.path == "mesh/connect.py":
+        return
+    readers = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+    for line, name in {*source.imports(), *source.dotted_names()}:
+        if name in readers:
+            yield line, f"{name}: pass it as an argument"
+
+
+def nothing_is_global(source: Source) -> Iterator[Breach]:
+    """No `global` statement."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}"
+
+
+def modules_hold_no_state(source: Source) -> Iterator[Breach]:
+    """A module-level name is a constant: in capitals if its value could be changed, and then nobody changes it."""
+    for node in source.tree.body:
+        for name, value in _bindings(node):
+            if name.upper() != name and not name.startswith("__") and _can_change(value):
+                yield node.lineno, f"{name} is a mutable object of the module: pass it as an argument"
+        for member in node.body if isinstance(node, ast.ClassDef) else []:
+            for name, value in _bindings(member):
+                if not name.startswith("__") and isinstance(value, MUTABLE_DISPLAYS):
+                    yield member.lineno, f"{node.name}.{name} is one mutable object for all instances"
+    constants = _constants(source)
+    for node in ast.walk(source.tree):
+        for changed in _changed_by(node):
+            if (name := dotted(changed)) and name.split(".")[0] in constants:
+                yield changed.lineno, f"{name} is a constant and is changed here"
+
+
+LAWS: tuple[Law, ...] = (
+    imports_downwards,
+    parallelisms_do_not_know_each_other,
+    only_comm_communicates,
+    mesh_is_integers,
+    recipe_is_instant,
+    only_connect_launch_and_cli_read_the_environment,
+    nothing_is_global,
+    modules_hold_no_state,
+)
+
+
+def _imports_of(source: Source, packages: set[str]) -> Iterator[Breach]:
+    for line, name in source.imports():
+        if name.split(".")[0] in packages:
+            yield line, f"{source.path} imports {name}"
+
+
+def _bindings(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    """(name, value) of a plain or annotated assignment to names."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                yield target.id, node.value
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+        yield node.target.id, node.value
+
+
+def _can_change(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return dotted(value.func) not in HARMLESS_CALLS
+    return isinstance(value, MUTABLE_DISPLAYS)
+
+
+def _constants(source: Source) -> set[str]:
+    """Names in capitals that the module binds or imports; inside functions, capitals are shapes."""
+    bound = {name for node in source.tree.body for name, _ in _bindings(node)}
+    imported = {name.split(".")[-1] for _, name in source.imports()}
+    return {name for name in bound | imported if name.upper() == name and not name.startswith("__")}
+
+
+def _changed_by(node: ast.AST) -> Iterator[ast.expr]:
+    """The objects that a statement or call changes in place: x of `x[...] = `, `x.a = `, `del x[...]`, `x += `,
+    `x.append()`."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+        if isinstance(node, ast.AugAssign):
+            yield node.target
+    else:
+        targets = []
+    for target in targets:
+        if isinstance(target, ast.Subscript | ast.Attribute):
+            yield target.value
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    if is_method and node.func.attr in MUTATING_METHODS:
+        yield node.func.value

@@ -1,0 +1,111 @@
+"""The house keeps its rules; and each rule's checker does see a breach."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import framework
+from tests.laws import source_laws
+from tests.laws.source_laws import LAWS, Source
+
+PACKAGE = Path(framework.__file__).parent
+
+# (law, path, source that breaks it)
+BREACHES = [
+    ("imports_downwards", "mesh/box.py", "from framework.comm.duals import gather"),
+    ("imports_downwards", "mesh/box.py", "def f():\n    import framework.comm.duals"),
+    ("imports_downwards", "mesh/box.py", "from ..comm import duals"),
+    ("imports_downwards", "errors.py", "from framework import cli"),
+    ("imports_downwards", "optim/groups.py", "from framework.data import store"),
+    ("imports_downwards", "comm/ledger.py", "import framework.attic"),
+    ("imports_downwards", "attic/old.py", "import framework.errors"),
+    ("parallelisms_do_not_know_each_other", "parallel/tensor.py", "from framework.parallel import sequence"),
+    ("parallelisms_do_not_know_each_other", "parallel/tensor.py", "from .parallelize import parallelize"),
+    (
+        "parallelisms_do_not_know_each_other",
+        "parallel/zero/buffers.py",
+        "from framework.parallel.pipeline import actions",
+    ),
+    ("parallelisms_do_not_know_each_other", "parallel/zero/buffers.py", "from ..pipeline.actions import Action"),
+    ("only_comm_communicates", "optim/clip.py", "import torch.distributed as dist"),
+    ("only_comm_communicates", "optim/clip.py", "from torch import distributed"),
+    ("only_comm_communicates", "optim/clip.py", "from torch.distributed import all_reduce"),
+    ("only_comm_communicates", "optim/clip.py", "import torch\ndef f(x):\n    torch.distributed.all_reduce(x)"),
+    ("mesh_is_integers", "mesh/layout.py", "import torch"),
+    ("recipe_is_instant", "recipe/check.py", "def f():\n    from transformers import AutoConfig"),
+    ("recipe_is_instant", "recipe/check.py", "import numpy as np"),
+    ("only_connect_launch_and_cli_read_the_environment", "track/wandb.py", "import os\nkey = os.environ['KEY']"),
+    ("only_connect_launch_and_cli_read_the_environment", "track/wandb.py", "import os\nkey = os.environ.get('KEY')"),
+    ("only_connect_launch_and_cli_read_the_environment", "track/wandb.py", "import os\nkey = os.getenv('KEY')"),
+    ("only_connect_launch_and_cli_read_the_environment", "track/wandb.py", "from os import environ"),
+    ("nothing_is_global", "train/loop.py", "step = 0\ndef f():\n    global step\n    step += 1"),
+    ("modules_hold_no_state", "train/loop.py", "seen = {}"),
+    ("modules_hold_no_state", "train/loop.py", "seen: list[int] = []"),
+    ("modules_hold_no_state", "train/loop.py", "seen = set(range(3))"),
+    ("modules_hold_no_state", "train/loop.py", "_counter = itertools.count()"),
+    ("modules_hold_no_state", "train/loop.py", "manager = StateManager()"),
+    ("modules_hold_no_state", "train/loop.py", "class Loop:\n    seen = {}"),
+    ("modules_hold_no_state", "train/loop.py", "SEEN = {}\ndef f(x):\n    SEEN[x] = 1"),
+    ("modules_hold_no_state", "train/loop.py", "SEEN = {}\ndef f(x):\n    del SEEN[x]"),
+    ("modules_hold_no_state", "train/loop.py", "SEEN = []\ndef f(x):\n    SEEN.append(x)"),
+    ("modules_hold_no_state", "train/loop.py", "SEEN = set()\ndef f(x):\n    SEEN.add(x)"),
+    ("modules_hold_no_state", "train/loop.py", "SEEN = []\nSEEN += [1]"),
+    ("modules_hold_no_state", "train/loop.py", "STATE = State()\ndef f(x):\n    STATE.step = x"),
+    ("modules_hold_no_state", "train/loop.py", "from framework.mesh.topology import NAMES\nNAMES.update(x=1)"),
+]
+
+# (path, source that keeps every law)
+KEPT = [
+    ("comm/duals.py", "import torch.distributed as dist\nfrom framework.mesh.axis import Axis"),
+    ("mesh/connect.py", "import os\nimport torch.distributed as dist\nrank = os.environ['RANK']"),
+    ("launch/local.py", "from torch.distributed.launcher.api import elastic_launch\nimport os\nx = os.environ"),
+    ("cli.py", "import os\nos.environ['A'] = 'b'\nfrom framework.build import build"),
+    ("__main__.py", "from framework.cli import main"),
+    ("parallel/parallelize.py", "from framework.parallel.zero.buffers import plan\nfrom .pipeline import actions"),
+    ("parallel/zero/reduce.py", "from framework.parallel.zero.buffers import plan\nfrom . import buffers"),
+    (
+        "optim/clip.py",
+        "NAMES = {'a': 1}\nSIZES = [1]\npattern = re.compile('a')\ndef f(B, T):\n    T += NAMES['a']\n    return T",
+    ),
+    ("recipe/schema.py", "from dataclasses import dataclass\n__all__ = ['a']\nKey = TypeVar('Key')"),
+    ("train/loop.py", "def f():\n    seen = []\n    seen.append(1)\n    return seen"),
+]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_house_keeps(law):
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert files
+    breaches = [
+        f"framework/{source.path}:{line}: {what}"
+        for source in (Source(str(file.relative_to(PACKAGE)), file.read_text()) for file in files)
+        for line, what in sorted(law(source))
+    ]
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
+@pytest.mark.parametrize(("law", "path", "text"), BREACHES)
+def test_a_breach_is_seen_by_its_law(law, path, text):
+    assert list(getattr(source_laws, law)(Source(path, text)))
+
+
+@pytest.mark.parametrize(("path", "text"), KEPT)
+def test_what_is_allowed_breaks_no_law(path, text):
+    assert [breach for law in LAWS for breach in law(Source(path, text))] == []
+
+
+def test_every_law_has_a_breach_to_see():
+    assert {law.__name__ for law in LAWS} == {law for law, _, _ in BREACHES}
+
+
+def test_rooms_without_torch_do_not_import_it_indirectly():
+    """In a fresh interpreter, since this one has torch already."""
+    files = [*(PACKAGE / "recipe").glob("*.py"), *(PACKAGE / "mesh").glob("*.py")]
+    names = sorted(f"framework.{file.parent.name}.{file.stem}" for file in files if file.stem != "connect")
+    program = (
+        f"import {', '.join(names)}\nimport sys\nprint({{'torch', 'transformers', 'datasets'}} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "set()", f"{done.stdout}{done.stderr}"
