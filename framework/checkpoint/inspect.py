@@ -1,0 +1,68 @@
+"""What is in a checkpoint, for people: `meshwright inspect CHECKPOINT`."""
+
+from collections import Counter
+from math import prod
+from pathlib import Path
+
+import torch
+
+from framework.checkpoint.commit import list_checkpoints, newest_checkpoint
+from framework.checkpoint.index import MANIFEST, EntryRecord, Manifest, read_manifest, verify_sizes
+from framework.checkpoint.load import verify_files
+from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
+
+
+def inspect_command(path: Path) -> int:
+    """Print the checkpoint at `path` and verify every byte of it; for a run directory, its newest checkpoint.
+
+    Returns 0, or 86 when something is damaged. Raises CheckpointError when there is nothing to look at.
+    """
+    path = find_checkpoint(path)
+    manifest = read_manifest(path)
+    print("\n".join(describe(path, manifest)))
+    verify_sizes(path, manifest)
+    damages = verify_files(path, manifest)
+    for damage in damages:
+        print(f"DAMAGED  {damage}")
+    if not damages:
+        print("verified every hash fits")
+    return EXIT_USER if damages else EXIT_DONE
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself if it is a checkpoint, else the newest one of the run directory `path`."""
+    if path.name.startswith("step-") and path.is_dir():
+        return path
+    for root in (path / "checkpoints", path):
+        if list_checkpoints(root):
+            newest = newest_checkpoint(root)
+            if newest is None:
+                raise CheckpointError(f"every checkpoint in {root} is damaged: name one to see how")
+            return newest
+    raise CheckpointError(f"{path} is neither a checkpoint (a folder step-N with a {MANIFEST}) nor a run with one")
+
+
+def describe(path: Path, manifest: Manifest) -> list[str]:
+    """The lines of the table: state, files, and entries by kind (what stands before the first slash of their names)."""
+    lines = [f"path     {path}", f"step     {manifest.step:,}"]
+    lines += [f"{name:<8} {value}" for name, value in manifest.state.items() if name != "step"]
+    size = sum(record.size for record in manifest.files.values())
+    lines.append(f"files    {len(manifest.files)}, saved by {manifest.world} ranks, {size:,} bytes")
+    lines.append("entries  " + f"{'kind':<14} {'tensors':>8} {'elements':>16} {'bytes':>18}  dtype")
+    for kind, names in _kinds(manifest).items():
+        records = [manifest.entries[name] for name in names]
+        numel = sum(prod(record.shape) for record in records)
+        dtypes = ", ".join(Counter(record.dtype for record in records))
+        lines.append(f"         {kind:<14} {len(names):>8,} {numel:>16,} {sum(map(_bytes, records)):>18,}  {dtypes}")
+    return lines
+
+
+def _kinds(manifest: Manifest) -> dict[str, list[str]]:
+    kinds: dict[str, list[str]] = {}
+    for name in manifest.entries:
+        kinds.setdefault(name.partition("/")[0], []).append(name)
+    return kinds
+
+
+def _bytes(record: EntryRecord) -> int:
+    return prod(record.shape) * getattr(torch, record.dtype).itemsize

@@ -1,0 +1,123 @@
+"""Checkpoints written by several ranks at once, and errors that all of them see."""
+
+import os
+
+import pytest
+import torch
+
+from framework.checkpoint.index import Entry, read_manifest
+from framework.checkpoint.load import load_checkpoint, load_newest
+from framework.checkpoint.save import save_checkpoint
+from framework.errors import CheckpointError
+from framework.mesh.connect import connect
+from framework.mesh.layout import Layout, Shard
+from framework.mesh.topology import Topology
+
+SHAPE = (7, 5)
+
+
+def full(salt):
+    return torch.arange(35, dtype=torch.float32).view(SHAPE) + salt
+
+
+def entries(mesh, salt, how):
+    """`replicated`: every rank owns all. `interval`: ZeRO. `sharded`: columns over the ranks."""
+    rank, world = mesh.rank, mesh.topology.world
+    layouts = {
+        "replicated": Layout(SHAPE),
+        "interval": Layout(SHAPE, interval=(rank * 35 // world, (rank + 1) * 35 // world)),
+        "sharded": Layout(SHAPE, (Shard("tp", 1, rank, world),)),
+    }
+    layout = layouts[how]
+    for number in range(3):
+        parts = [(full(salt + 100 * number))[box.slices()].flatten() for box in layout.boxes()]
+        yield Entry(f"weight/{number}", layout, torch.cat(parts) if parts else torch.empty(0))
+
+
+def connect_world(rank, world, rendezvous):
+    return connect(Topology(dp=world), torch.device("cpu"), rendezvous, rank, timeout_s=60)
+
+
+def save_body(rank, world, rendezvous, root, step, how):
+    mesh = connect_world(rank, world, rendezvous)
+    path = save_checkpoint(root, step, entries(mesh, step, how), {"step": step}, mesh.axis("world"), keep=2)
+    mesh.close()
+    return path
+
+
+def load_body(rank, world, rendezvous, root, step, how):
+    mesh = connect_world(rank, world, rendezvous)
+    wanted = list(entries(mesh, step, how))
+    filled = [Entry(entry.name, entry.layout, torch.zeros_like(entry.data)) for entry in wanted]
+    state = load_newest(root, filled, mesh.axis("world"))
+    mesh.close()
+    return state, all(torch.equal(a.data, b.data) for a, b in zip(wanted, filled, strict=True))
+
+
+def load_damaged_body(rank, world, rendezvous, path):
+    """Only the second rank's share lies in the damaged file."""
+    mesh = connect_world(rank, world, rendezvous)
+    try:
+        load_checkpoint(path, list(entries(mesh, 1, "interval")), mesh.axis("world"))
+    except CheckpointError as error:
+        return f"{type(error).__name__} {error}"
+    finally:
+        mesh.close()
+
+
+def full_disk_body(rank, world, rendezvous, root):
+    """The last rank's file cannot be written; the others' can."""
+    mesh = connect_world(rank, world, rendezvous)
+
+    def fail_on_last_rank(point):
+        if point == "writing" and rank == world - 1:
+            raise OSError(28, "No space left on device")
+
+    try:
+        save_checkpoint(root, 2, entries(mesh, 2, "interval"), {}, mesh.axis("world"), 2, fault=fail_on_last_rank)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        mesh.close()
+
+
+@pytest.mark.parametrize(
+    ("saved", "saving_world", "loaded", "loading_world"),
+    [("replicated", 2, "interval", 3), ("interval", 3, "sharded", 2), ("sharded", 4, "replicated", 1)],
+)
+def test_checkpoint_of_one_world_loads_in_another(pool, tmp_path, saved, saving_world, loaded, loading_world):
+    paths = pool.run(saving_world, save_body, tmp_path, 5, saved)
+    assert set(paths) == {tmp_path / "step-00000005"}
+    assert pool.run(loading_world, load_body, tmp_path, 5, loaded) == [({"step": 5}, True)] * loading_world
+
+
+def test_replicated_ranks_write_each_byte_once(pool, tmp_path):
+    path = pool.run(3, save_body, tmp_path, 1, "replicated")[0]
+    files = read_manifest(path).files
+    assert [record.size for record in files.values()] == [140, 140, 140]
+    assert sorted(os.listdir(path)) == ["manifest.json", *files]
+
+
+def test_damage_that_one_rank_meets_is_an_error_on_all(pool, tmp_path):
+    path = pool.run(2, save_body, tmp_path, 1, "interval")[0]
+    file = path / "rank-00001.bin"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    messages = pool.run(2, load_damaged_body, path)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"DamagedCheckpoint {file} was changed")
+
+
+def test_damaged_newest_falls_back_on_all_ranks(pool, tmp_path):
+    for step in (1, 2):
+        path = pool.run(2, save_body, tmp_path, step, "interval")[0]
+    file = path / "rank-00001.bin"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    assert pool.run(2, load_body, tmp_path, 1, "interval") == [({"step": 1}, True)] * 2
+
+
+def test_full_disk_of_one_rank_is_an_error_on_all_and_leaves_nothing(pool, tmp_path):
+    pool.run(2, save_body, tmp_path, 1, "interval")
+    messages = pool.run(2, full_disk_body, tmp_path)
+    assert messages[0] == messages[1]
+    assert "no room for a checkpoint" in messages[0]
+    assert os.listdir(tmp_path) == ["step-00000001"]

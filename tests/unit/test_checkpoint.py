@@ -1,0 +1,328 @@
+"""Checkpoints without process groups: every layout loads into every other, and no damage goes unnoticed."""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.checkpoint.commit import begin, committed_name, finish, list_checkpoints
+from framework.checkpoint.index import DamagedCheckpoint, Entry, Manifest, read_manifest
+from framework.checkpoint.inspect import inspect_command
+from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
+from framework.checkpoint.save import _claim, divide, index, save_checkpoint, write_file
+from framework.errors import CheckpointError
+from framework.mesh.axis import Axis
+from framework.mesh.layout import Layout, Shard
+
+ALONE = Axis("world", 1, 0)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a world of `tp * zero * replicas` ranks holds one tensor: a shard, an interval of it, alike on replicas."""
+
+    shape: tuple[int, ...]
+    tp: int = 1
+    dim: int = 0
+    segments: tuple[int, ...] = ()
+    zero: int = 1
+    replicas: int = 1
+
+    def layouts(self) -> list[Layout]:
+        """One per rank, tp innermost."""
+        return [
+            self._layout(tp, zero) for _ in range(self.replicas) for zero in range(self.zero) for tp in range(self.tp)
+        ]
+
+    def _layout(self, tp: int, zero: int) -> Layout:
+        shards = (Shard("tp", self.dim, tp, self.tp, self.segments),) if self.tp > 1 else ()
+        numel = Layout(self.shape, shards).numel_local
+        return Layout(self.shape, shards, interval=(zero * numel // self.zero, (zero + 1) * numel // self.zero))
+
+
+@st.composite
+def placements(draw, shape):
+    dim = draw(st.integers(0, len(shape) - 1)) if shape else 0
+    cuts = sorted(draw(st.lists(st.integers(0, shape[dim]), max_size=2))) if shape else []
+    edges = [0, *cuts, shape[dim]] if shape else []
+    segments = tuple(b - a for a, b in pairwise(edges)) if cuts else ()
+    tp = draw(st.integers(1, 3)) if shape else 1
+    return Placement(shape, tp, dim, segments, draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+
+
+@st.composite
+def pairs_of_placements(draw):
+    """The same tensors, placed in two ways; worlds may differ."""
+    shapes = draw(st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=3))
+    return [(draw(placements(shape)), draw(placements(shape))) for shape in shapes]
+
+
+def content(shape, dtype, salt=0):
+    """Distinct values, so that a misplaced element cannot go unnoticed (bf16 counts exactly to 256, then by bits)."""
+    values = torch.arange(prod(shape)) + 1 + salt
+    if dtype == torch.bfloat16:
+        return values.to(torch.int16).view(torch.bfloat16).reshape(shape)
+    return values.to(dtype).reshape(shape)
+
+
+def owned(tensor, layout):
+    """The elements of a global tensor that a layout owns, in its order."""
+    parts = [tensor[box.slices()].flatten() for box in layout.boxes()]
+    return torch.cat(parts) if parts else tensor.new_empty(0)
+
+
+def save_world(root, step, ranks, state, block_bytes):
+    """What save_checkpoint does, for all ranks of a world in this process."""
+    claims = [[_claim(entry) for entry in entries] for entries in ranks]
+    duties = divide(claims)
+    folder = begin(root, step, state, 0)
+    written = []
+    for rank, entries in enumerate(ranks):
+        mine = [entry for entry in entries if entry.name in duties[rank]]
+        written.append(write_file(folder / f"rank-{rank:05d}.bin", mine, block_bytes=block_bytes))
+    return finish(folder, index(step, state, claims, written))
+
+
+def entries_of_world(placed, tensors):
+    """Entries of each rank; a world is as large as its largest placement, and a small one is met by replicas."""
+    world = max(len(placement.layouts()) for placement in placed)
+    return [
+        [
+            Entry(f"kind/{number}", layout, owned(tensor, layout))
+            for number, (placement, tensor) in enumerate(zip(placed, tensors, strict=True))
+            for layout in [placement.layouts()[rank % len(placement.layouts())]]
+        ]
+        for rank in range(world)
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(pairs=pairs_of_placements(), dtype=st.sampled_from(DTYPES), block_bytes=st.sampled_from([64, 100, 4096]))
+def test_any_layout_loads_into_any_other(pairs, dtype, block_bytes):
+    tensors = [content(before.shape, dtype, salt=100 * number) for number, (before, _) in enumerate(pairs)]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = entries_of_world([before for before, _ in pairs], tensors)
+        path = save_world(Path(folder), 7, ranks, {"tokens": 9}, block_bytes)
+        for wanted in entries_of_world([after for _, after in pairs], tensors):
+            expected = [entry.data.clone() for entry in wanted]
+            for entry in wanted:
+                entry.data.zero_()
+            assert load_checkpoint(path, wanted, ALONE, buffer_bytes=50) == {"tokens": 9}
+            for entry, values in zip(wanted, expected, strict=True):
+                assert torch.equal(entry.data.view(torch.uint8), values.view(torch.uint8)), entry
+
+
+def test_replicas_divide_the_bytes_among_themselves():
+    tensors = {f"kind/{number}": torch.zeros(100) for number in range(8)}
+    claims = [[_claim(Entry(name, Layout((100,)), data)) for name, data in tensors.items()] for _ in range(4)]
+    duties = divide(claims)
+    assert [len(duty) for duty in duties] == [2, 2, 2, 2]
+    assert sorted(name for duty in duties for name in duty) == sorted(tensors)
+
+
+def test_an_element_that_no_rank_owns_is_an_error_when_saving():
+    half = Entry("kind/w", Layout((4, 2), interval=(0, 3)), torch.zeros(3))
+    with pytest.raises(CheckpointError, match=r"own 3 elements of kind/w float32\[4, 2\], not 8"):
+        divide([[_claim(half)]])
+
+
+def make_entries(salt=0):
+    return [
+        Entry("weight/w", Layout((5, 3)), content((15,), torch.float32, salt)),
+        Entry("exp_avg/w", Layout((5, 3)), content((15,), torch.float32, salt + 50)),
+        Entry("weight/scale", Layout(()), content((1,), torch.bfloat16, salt)),
+    ]
+
+
+def save(root, step, keep=10, **state):
+    return save_checkpoint(root, step, make_entries(step), {"step": step, **state}, ALONE, keep)
+
+
+def blank_entries():
+    return [Entry(entry.name, entry.layout, torch.zeros_like(entry.data)) for entry in make_entries()]
+
+
+def assert_loaded(entries, step):
+    for entry, expected in zip(entries, make_entries(step), strict=True):
+        assert torch.equal(entry.data, expected.data), entry.name
+
+
+def test_state_comes_back_as_it_was_saved(tmp_path):
+    state = {"step": 3, "rate": 0.1, "names": ["a", "é"], "none": None}
+    path = save_checkpoint(tmp_path / "checkpoints", 3, make_entries(), state, ALONE, keep=1)
+    assert path == tmp_path / "checkpoints" / "step-00000003"
+    assert read_state(path) == state
+    assert load_checkpoint(path, blank_entries(), ALONE) == state
+
+
+@given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
+@settings(max_examples=60, deadline=None)
+def test_any_flipped_bit_is_noticed_when_loading(place, bit):
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(Path(folder), 1)
+        files = sorted(path.iterdir())
+        target = files[place % len(files)]
+        data = bytearray(target.read_bytes())
+        data[place % len(data)] ^= 1 << bit
+        target.write_bytes(data)
+        with pytest.raises(DamagedCheckpoint, match="changed after it was"):
+            load_checkpoint(path, blank_entries(), ALONE)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.bin"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "missing"])
+def test_damaged_newest_is_passed_over_and_said(tmp_path, capsys, name, damage):
+    old, new = save(tmp_path, 1), save(tmp_path, 2)
+    file = new / name
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1] if damage == "cut" else b"")
+    assert newest_checkpoint(tmp_path) == old
+    assert str(file.parent) in capsys.readouterr().err
+    entries = blank_entries()
+    assert load_newest(tmp_path, entries, ALONE) == {"step": 1}
+    assert_loaded(entries, 1)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000002.bad"]
+
+
+def test_flipped_bit_falls_back_to_the_older_checkpoint(tmp_path, capsys):
+    save(tmp_path, 1)
+    file = save(tmp_path, 2) / "rank-00000.bin"
+    data = bytearray(file.read_bytes())
+    data[3] ^= 4
+    file.write_bytes(data)
+    entries = blank_entries()
+    assert load_newest(tmp_path, entries, ALONE) == {"step": 1}
+    assert_loaded(entries, 1)
+    assert "step-00000002.bad" in capsys.readouterr().err
+
+
+def test_all_damaged_is_no_reason_to_start_from_scratch(tmp_path):
+    for step in (1, 2):
+        (save(tmp_path, step) / "rank-00000.bin").unlink()
+    with pytest.raises(CheckpointError, match="all 2 checkpoints"):
+        load_newest(tmp_path, blank_entries(), ALONE)
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert load_newest(tmp_path / "nowhere", blank_entries(), ALONE) is None
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (Entry("weight/v", Layout((5, 3)), torch.zeros(15)), "has no weight/v; nearest: weight/w"),
+        (Entry("weight/w", Layout((3, 5)), torch.zeros(15)), r"float32\[3, 5\] here, but float32\[5, 3\]"),
+        (Entry("weight/w", Layout((5, 3)), torch.zeros(15).double()), "float64.* here, but float32"),
+    ],
+)
+def test_another_name_shape_or_dtype_is_a_mistake_and_not_damage(tmp_path, entry, message):
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_newest(tmp_path, [entry], ALONE)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_piece_that_the_manifest_lacks_is_an_error_that_counts(tmp_path):
+    path = save(tmp_path, 1)
+    manifest = read_manifest(path)
+    record = manifest.entries["weight/w"]
+    holed = Manifest(
+        2,
+        1,
+        {},
+        {"weight/w": type(record)(record.shape, record.dtype, ())},
+        manifest.files,
+    )
+    folder = begin(tmp_path, 2, {}, 0)
+    (folder / "rank-00000.bin").write_bytes((path / "rank-00000.bin").read_bytes())
+    with pytest.raises(CheckpointError, match="lacks 15 of the 15 elements of weight/w"):
+        load_checkpoint(finish(folder, holed), blank_entries()[:1], ALONE)
+
+
+def test_newest_keep_checkpoints_stay(tmp_path):
+    for step in (5, 10, 100, 15):
+        save(tmp_path, step, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000100", "step-00000015"]
+
+
+def test_damaged_checkpoint_does_not_count_as_kept(tmp_path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "rank-00000.bin").unlink()
+    save(tmp_path, 3, keep=2)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3", "2", "1"]
+
+
+def test_committed_step_is_not_written_again(tmp_path):
+    path = save(tmp_path, 4)
+    before = (path / "manifest.json").stat().st_ino
+    assert save(tmp_path, 4) == path
+    assert (path / "manifest.json").stat().st_ino == before
+
+
+def test_committed_step_is_never_overwritten_by_another_state(tmp_path):
+    path = save(tmp_path, 4)
+    before = (path / "manifest.json").read_bytes()
+    with pytest.raises(CheckpointError, match="exists already, with another state"):
+        save(tmp_path, 4, tokens=1)
+    assert (path / "manifest.json").read_bytes() == before
+
+
+def test_damaged_checkpoint_of_the_step_makes_way(tmp_path, capsys):
+    (save(tmp_path, 4) / "rank-00000.bin").unlink()
+    entries = blank_entries()
+    load_checkpoint(save(tmp_path, 4), entries, ALONE)
+    assert_loaded(entries, 4)
+    assert "step-00000004.bad" in capsys.readouterr().err
+
+
+def test_too_small_a_disk_is_an_error_before_anything_is_written(tmp_path):
+    with pytest.raises(CheckpointError, match=r"needs 1,000,000,000,001,048,576 bytes, [\d,]+ are free"):
+        begin(tmp_path, 1, {}, 10**18)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_manifest_of_another_format_is_not_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr("framework.checkpoint.index.FORMAT", 99)
+    path = save(tmp_path, 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="has format 99, this version reads format 1") as caught:
+        load_checkpoint(path, blank_entries(), ALONE)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+
+
+def test_manifest_is_plain_json(tmp_path):
+    document = json.loads((save(tmp_path, 1) / "manifest.json").read_text())
+    assert document["manifest"]["entries"]["weight/w"]["shape"] == [5, 3]
+
+
+def test_inspect_prints_what_is_there_and_finds_damage(tmp_path, capsys):
+    path = save(tmp_path / "checkpoints", 12, tokens=3456)
+    assert inspect_command(tmp_path) == 0
+    printed = capsys.readouterr().out
+    for words in ("step     12", "tokens   3456", "saved by 1 ranks", "weight ", "exp_avg ", "float32", "bfloat16"):
+        assert words in printed
+    file = path / "rank-00000.bin"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    assert inspect_command(path) == 86
+    assert "DAMAGED" in capsys.readouterr().out
+
+
+def test_inspect_of_something_else_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="neither a checkpoint"):
+        inspect_command(tmp_path)
+
+
+def test_committed_name_sorts_by_step(tmp_path):
+    assert committed_name(tmp_path, 9).name < committed_name(tmp_path, 10).name
