@@ -1,0 +1,265 @@
+"""Pretrained weights in and out: a Hugging Face folder is read by boxes and written one unit at a time.
+
+Reading: a rank asks for boxes and only their bytes are read, except where the folder stores a parameter in other pieces
+than the model has (experts one by one); then the pieces that the boxes' rows need are joined first.
+Writing: the meta model tells every tensor's file and place, so units are written as they come and memory holds one.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from framework.errors import ModelError
+from framework.mesh.box import Box
+from framework.model.conversions import Assembly, assemble, dropped_on_save, kept_dtype, match_keys, to_checkpoint
+from framework.model.safetensors_files import LazyFiles, Place, plan_files
+
+# Names shown per kind of difference: an error stays on one screen even when not one of 40,000 experts' keys matches.
+SHOWN = 20
+
+
+def resolve_folder(name_or_path: str) -> Path:
+    """The local folder of a model: `name_or_path` itself if it is one, else the snapshot of that Hugging Face hub name.
+
+    Of a hub repository only the safetensors, JSON and tokenizer files of its top folder are fetched, once.
+    Raises ModelError when there is neither such a folder nor a hub model that can be reached.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        snapshot = snapshot_download(
+            name_or_path,
+            allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"],
+            ignore_patterns=["*/*", "consolidated*"],
+        )
+    except HFValidationError as error:
+        raise ModelError(f"{name_or_path} is no folder here and no hub name (owner/name): correct the path") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{name_or_path} is no folder here, no snapshot of it is in the hub cache, and the hub cannot be reached: "
+            f"run `hf download {name_or_path}` where there is internet, or give the path of a local folder"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelError(
+            f"{name_or_path} is no folder here and the hub refuses it ({str(error).splitlines()[0]}): "
+            "correct the name; for a gated or private model accept its terms and run `hf auth login`"
+        ) from error
+    return Path(snapshot)
+
+
+def read_weights(
+    folder: Path, model_meta: PreTrainedModel, wanted: Mapping[str, list[Box]]
+) -> Iterator[tuple[str, Box, Tensor]]:
+    """Boxes of a Hugging Face folder: (name, box, CPU tensor of box.sizes in the folder's dtype), in any order.
+
+    wanted: by entry of the model's state dict, the boxes of the global tensor that this rank needs. A tied weight may
+    be asked for under any of its names and be stored under any of them.
+    A tensor may be a view of the file or of a joined tensor: copy it out before taking the next.
+    Raises ModelError, before any weight is read, with the names that are missing, superfluous or of another shape.
+    """
+    _refuse_quantized(folder)
+    with ExitStack() as stack:
+        files = LazyFiles(folder, stack)
+        assemblies, unexpected = match_keys(model_meta, files.keys())
+        stored = {name: _stored_names(model_meta, name, assemblies) for name in wanted}
+        needed = list(dict.fromkeys(assemblies[name] for names in stored.values() for name in names))
+        differences = Differences(
+            missing=tuple(name for name, names in stored.items() if not names),
+            unexpected=tuple(unexpected),
+            shapes=tuple(_different_shapes(model_meta, needed, files)),
+        )
+        if differences.any:
+            raise ModelError(f"{folder} does not hold the weights of this model\n{differences.explain(model_meta)}")
+
+        asked: dict[str, list[tuple[str, Box]]] = {}
+        for name, names in stored.items():
+            _refuse_untied(files, [assemblies[other] for other in names], wanted[name])
+            asked.setdefault(names[0], []).extend((name, box) for box in wanted[name])
+        for assembly in needed:
+            boxes = [(target, name, box) for target in assembly.targets for name, box in asked.get(target, ())]
+            yield from _read_assembly(model_meta, files, assembly, boxes)
+
+
+def write_weights(
+    folder: Path,
+    model_meta: PreTrainedModel,
+    tensors: Iterable[dict[str, Tensor]],
+    dtype: torch.dtype,
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Write a model as a folder that `from_pretrained` loads, with the keys and values of `save_pretrained`.
+
+    tensors: full CPU tensors by entry of the state dict, one dict per unit; together all entries, a tied weight under
+    any of its names. Floating-point tensors are stored in `dtype`, or in fp32 where the family keeps that.
+    Memory: one unit and its converted copy. The folder appears complete or not at all.
+    Raises ModelError if the folder has content already or the disk too little room.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} exists already: choose another folder or remove it")
+    dropped, to_dtype = dropped_on_save(model_meta), kept_dtype(model_meta, dtype)
+
+    def to_folder(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        named = {model_meta.all_tied_weights_keys.get(name, name): tensor for name, tensor in entries.items()}
+        kept = {name: tensor for name, tensor in named.items() if name not in dropped}
+        cast = {name: t.to(to_dtype(name)) if t.is_floating_point() else t for name, t in kept.items()}
+        return to_checkpoint(model_meta, cast)
+
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        places = plan_files(partial, to_folder(model_meta.state_dict()), max_shard_bytes)
+        written: set[str] = set()
+        for unit in tensors:
+            written |= _write_places(places, to_folder(unit))
+            del unit  # or it would live on while the iterator gathers the next one
+        assert written == set(places), f"no unit holds {sorted(set(places) - written)}"
+        _write_configs(partial, model_meta, dtype)
+        _publish(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What keeps a folder from being the weights of a model. `shapes`: (name, in the folder, in the model)."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def any(self) -> bool:
+        return bool(self.missing or self.unexpected or self.shapes)
+
+    def explain(self, model: PreTrainedModel) -> str:
+        """All names, and the way out; a vocabulary of another size has a way out of its own."""
+        shapes = [f"{name}: {list(stored)}, the model has {list(own)}" for name, stored, own in self.shapes]
+        lines = [*_shown("missing", self.missing), *_shown("not of this model", self.unexpected)]
+        lines += _shown("of another shape", shapes)
+        rows = {s[0] for name, s, own in self.shapes if name in _vocabulary_entries(model) and s[1:] == own[1:]}
+        if rows:
+            lines.append(
+                f"The vocabularies differ: set model.config.vocab_size={rows.pop()}, with the folder's tokenizer"
+            )
+        else:
+            lines.append(
+                "Remove the values of model.config that contradict the folder's config.json, or give another folder"
+            )
+        return "\n".join(lines)
+
+
+def _shown(title: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    more = [f"    ... and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return [f"  {title} ({len(names)}):", *(f"    {name}" for name in names[:SHOWN]), *more] if names else []
+
+
+def _vocabulary_entries(model: PreTrainedModel) -> set[str]:
+    ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    weights = [end.weight for end in ends]
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if any(p is w for w in weights)}
+
+
+def _stored_names(model: PreTrainedModel, name: str, assemblies: Mapping[str, Assembly]) -> list[str]:
+    """The names under which the folder has this weight: its own first, then those of the weights tied to it."""
+    ties = model.all_tied_weights_keys
+    source = ties.get(name, name)
+    tied = [other for other, other_source in ties.items() if other_source == source]
+    return [candidate for candidate in dict.fromkeys([name, source, *tied]) if candidate in assemblies]
+
+
+def _different_shapes(
+    model: PreTrainedModel, assemblies: Iterable[Assembly], files: LazyFiles
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """(name, shape in the folder, shape in the model) where they differ, from the files' headers alone."""
+    own = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
+    for assembly in assemblies:
+        try:
+            made = assemble(model, assembly, lambda key: torch.empty(files.slice(key).get_shape(), device="meta"))
+        except (RuntimeError, ValueError) as error:
+            keys = ", ".join(key for _, key in assembly.sources[:SHOWN])
+            raise ModelError(f"{files.folder}: {keys} do not join to {assembly.targets[0]}: {error}") from error
+        yield from ((name, tuple(t.shape), own[name]) for name, t in made.items() if tuple(t.shape) != own[name])
+
+
+def _read_assembly(
+    model: PreTrainedModel, files: LazyFiles, assembly: Assembly, asked: list[tuple[str, str, Box]]
+) -> Iterator[tuple[str, Box, Tensor]]:
+    """The boxes of one assembly's targets; asked: (target, name under which it was asked for, box)."""
+    if not asked:
+        return
+    if assembly.converter is None:
+        stored = files.slice(assembly.sources[0][1])
+        yield from ((name, box, stored[box.slices()]) for _, name, box in asked)
+        return
+    first_row = 0
+    if assembly.stacks_rows:
+        first_row = min(box.offsets[0] for _, _, box in asked)
+        assembly = assembly.rows(first_row, max(box.offsets[0] + box.sizes[0] for _, _, box in asked))
+    made = assemble(model, assembly, lambda key: files.slice(key)[...])
+    for target, name, box in asked:
+        joined = made[target]
+        origin = Box((first_row, *[0] * joined.ndim)[: joined.ndim], tuple(joined.shape))
+        yield name, box, joined[box.relative_to(origin).slices()]
+
+
+def _refuse_untied(files: LazyFiles, copies: list[Assembly], boxes: list[Box]) -> None:
+    """A folder may hold a tied weight several times, but with equal values."""
+    keys = [assembly.sources[0][1] for assembly in copies]
+    for box in boxes if len(keys) > 1 else ():
+        first, *others = (files.slice(key)[box.slices()] for key in keys)
+        if not all(torch.equal(first, other) for other in others):
+            raise ModelError(
+                f"{' and '.join(keys)} are one weight of the model (tied), but differ in {files.folder}: "
+                "set model.config.tie_word_embeddings=false"
+            )
+
+
+def _refuse_quantized(folder: Path) -> None:
+    config = folder / "config.json"
+    values = json.loads(config.read_text()) if config.is_file() else {}
+    if quantization := values.get("quantization_config"):
+        raise ModelError(
+            f"{folder} holds weights quantized by {quantization.get('quant_method', 'an unnamed method')}, which cannot "
+            "be trained: give a bf16 folder of the model, or dequantize it with transformers and save that"
+        )
+
+
+def _write_places(places: Mapping[str, Place], tensors: Mapping[str, Tensor]) -> set[str]:
+    for key, tensor in tensors.items():
+        places[key].write(tensor)
+    return set(tensors)
+
+
+def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json: for use, so with the key-value cache that training switches off."""
+    config, generation = deepcopy(model.config), deepcopy(model.generation_config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    for switched_off in (config, config.get_text_config(), generation):
+        if getattr(switched_off, "use_cache", None) is False:
+            switched_off.use_cache = True
+    config.save_pretrained(folder)
+    if model.can_generate():
+        generation.save_pretrained(folder)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Give the finished folder its name, once its bytes are on the disk."""
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    os.replace(partial, folder)
