@@ -27,7 +27,8 @@ class Axis:
     """One direction of the mesh. Size 1 is the identity: there is no group and every collective returns its input.
 
     `rank` is the index of this process along the axis; `ranks` are the world ranks of the axis, in order;
-    `group` is a torch process group over them, None when the size is 1.
+    `group` is a torch process group over them, None when the size is 1. `buffers` are receive buffers that no operation
+    uses just now: `comm/` takes them and gives them back.
     """
 
     name: str
@@ -36,3 +37,4 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: Any = None
     traffic: Traffic = field(default_factory=Traffic)
+    buffers: list[Any] = field(default_factory=list)

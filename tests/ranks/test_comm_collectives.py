@@ -136,6 +136,14 @@ def reduce_rough_numbers(rank, world, rendezvous, dtype, numel):
     return x
 
 
+def scatter_rough_numbers(rank, world, rendezvous):
+    mesh = connect_world(rank, world, rendezvous)
+    xs = [torch.randn(world, 1001, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    collectives.reduce_scatter(xs[rank][rank], xs[rank], mesh.axis("dp"))
+    mesh.close()
+    return xs[rank][rank]
+
+
 def read_ledger(rank, world, rendezvous):
     """One call of each operation on a full tensor of 96 fp32 elements; and what the ledger says of it."""
     mesh = connect_world(rank, world, rendezvous)
@@ -196,6 +204,13 @@ def test_operations_in_flight_complete_in_any_order_of_waits(pool, world):
 def test_all_reduce_is_bitwise_equal_on_all_ranks(pool, dtype, numel):
     results = pool.run(4, reduce_rough_numbers, dtype, numel)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_reduce_scatter_adds_in_the_order_of_ranks(pool, world):
+    """Bitwise, and in place: so a result does not depend on where the parts are cut."""
+    expected = sum(torch.randn(world, 1001, generator=torch.Generator().manual_seed(r)) for r in range(world))
+    assert torch.equal(torch.stack(pool.run(world, scatter_rough_numbers)), expected)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
