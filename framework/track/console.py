@@ -1,0 +1,130 @@
+"""The run on the terminal: a progress bar where there is a terminal, one plain line per report in a log; the same fields
+in the same order in both. Ends with a summary block."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from tqdm import tqdm
+
+from framework.errors import EXIT_DONE, EXIT_RESUME
+from framework.track.report import RunInfo, StepReport
+
+_BAR = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
+
+
+class Console:
+    """Writes to one stream. A bar tells elapsed and remaining time by itself; a log line ends with the remaining time."""
+
+    def __init__(self, stream: TextIO = sys.stderr, now: Callable[[], float] = time.monotonic):
+        self._stream = stream
+        self._now = now
+        self._bar: tqdm | None = None
+        self._run: RunInfo | None = None
+        self._first: tuple[int, float] | None = None  # step and clock of the first report: later steps are all warm
+        self._last: StepReport | None = None
+        self._last_validation_loss: float | None = None
+
+    def open(self, run: RunInfo) -> None:
+        self._run = run
+        self.say(_headline(run))
+        if self._stream.isatty():
+            self._bar = tqdm(
+                total=run.total_steps,
+                initial=run.start_step,
+                desc=run.run_id,
+                file=self._stream,
+                bar_format=_BAR,
+                dynamic_ncols=True,
+            )
+
+    def report(self, report: StepReport) -> None:
+        assert self._run is not None, "report before open"
+        self._first = self._first or (report.step, self._now())
+        self._last = report
+        if report.validation_loss is not None:
+            self._last_validation_loss = report.validation_loss
+        fields = format_fields(report)
+        if self._bar is not None:
+            self._bar.set_postfix_str(" | ".join(fields), refresh=False)
+            self._bar.update(report.step - self._bar.n)
+        else:
+            remaining = format_duration(self._remaining_s(report))
+            self.say(" | ".join([f"step {report.step}/{self._run.total_steps}", *fields, f"eta {remaining}"]))
+
+    def say(self, line: str) -> None:
+        """One line of text that does not tear the progress bar."""
+        tqdm.write(line, file=self._stream)
+        self._stream.flush()
+
+    def close(self, exit_code: int) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._run is not None:
+            self.say(_summary(self._run, self._last, self._last_validation_loss, exit_code))
+
+    def _remaining_s(self, report: StepReport) -> float:
+        """By the mean pace since the first report, which includes validation and saving; at first by the step itself."""
+        assert self._run is not None
+        assert self._first is not None
+        first_step, first_s = self._first
+        steps_timed = report.step - first_step
+        pace_s = (self._now() - first_s) / steps_timed if steps_timed else report.step_s
+        return pace_s * (self._run.total_steps - report.step)
+
+
+def format_fields(report: StepReport) -> list[str]:
+    """The fields of a line. MFU is absent where the device has no stated peak, validation loss where none was measured."""
+    fields = [
+        f"loss {report.loss:.4f}",
+        f"grad {report.gradient_norm:.3g}",
+        f"lr {report.lr:.2e}",
+        f"{format_count(report.tokens_per_s)} tokens/s",
+        f"wait {report.data_wait_s / report.step_s if report.step_s else 0:.1%}",
+    ]
+    if report.mfu is not None:
+        fields.append(f"mfu {report.mfu:.1%}")
+    if report.validation_loss is not None:
+        fields.append(f"validation {report.validation_loss:.4f}")
+    return fields
+
+
+def format_count(count: float) -> str:
+    """Three digits and a decimal prefix: 12.3k, 4.56M."""
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= limit:
+            return f"{count / limit:.3g}{suffix}"
+    return f"{count:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """1:02:03, or 02:03 under an hour."""
+    return tqdm.format_interval(round(seconds))
+
+
+def _headline(run: RunInfo) -> str:
+    degrees = " ".join(f"{axis}={size}" for axis, size in run.degrees.items() if size > 1)
+    where = f"{run.world} rank{'s' * (run.world > 1)}" + (f" ({degrees})" if degrees else "") + f" on {run.device}"
+    start = f", going on after step {run.start_step}" if run.start_step else ""
+    size = f"{run.model}, {format_count(run.num_parameters)} parameters"
+    return f"run {run.run_id}: {size}, {run.total_steps} steps of {format_count(run.tokens_per_step)} tokens, {where}{start}"
+
+
+def _summary(run: RunInfo, last: StepReport | None, validation_loss: float | None, exit_code: int) -> str:
+    endings = {EXIT_DONE: "done", EXIT_RESUME: "stopped and saved"}
+    ending = endings.get(exit_code, f"ended with exit code {exit_code}")
+    if last is None:
+        return f"{ending}: run {run.run_id}, no step reported"
+    lines = [
+        f"{ending}: run {run.run_id}, step {last.step} of {run.total_steps}, {format_count(last.tokens)} tokens",
+        f"  loss             {last.loss:.4f}",
+    ]
+    if validation_loss is not None:
+        entropy = f"  (unigram entropy {run.unigram_entropy:.4f})" if run.unigram_entropy is not None else ""
+        lines.append(f"  validation loss  {validation_loss:.4f}{entropy}")
+    lines.append(f"  throughput       {format_count(last.tokens_per_s)} tokens/s")
+    if last.mfu is not None:
+        lines.append(f"  mfu              {last.mfu:.1%}")
+    lines += [f"  {what:<15}  {command}" for what, command in run.commands.items()]
+    return "\n".join(lines)

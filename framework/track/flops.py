@@ -1,0 +1,118 @@
+"""Model FLOPs per token and their share of the device's peak (MFU), after PaLM (Chowdhery et al. 2022, appendix B).
+
+    flops per token = 6 N + 6 sum over layers of heads (d_qk + d_v) reach
+
+N: weights that a token is multiplied with, forward once and backward twice, two FLOPs each. reach: tokens that a query may
+see, the whole context or the layer's window; as in PaLM the causal half is not taken off. With d_qk = d_v = d it is
+PaLM's 6 N + 12 L H d T. Recomputation does no useful work and is not counted.
+"""
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+# Dense bf16 tensor-core peak of one device, FLOP/s, by a part of the name that the driver reports; the first match counts.
+# From the makers' data sheets, halved where they state the figure "with sparsity". SXM unless the name says otherwise.
+PEAK_BF16_FLOPS = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("GH200", 989.4e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989.4e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989.4e12),
+    ("H800 PCIe", 756e12),
+    ("H800", 989.4e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("MI300X", 1307.4e12),
+    ("MI325X", 1307.4e12),
+)
+
+# What configs call the number of experts that a token is sent to.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters, tied ones once. active: those a token meets. multiplied: active ones without mere lookups."""
+
+    total: int
+    active: int
+    multiplied: int
+
+
+def measure_model(model: PreTrainedModel) -> ModelSize:
+    """Counts from shapes; the model may be on meta. Stacked experts [E, ...] are active by experts per token over E."""
+    experts_per_token = _experts_per_token(model.config.get_text_config())
+    head = model.get_output_embeddings()
+    head_weight = getattr(head, "weight", None)
+    lookups = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} - {id(head_weight)}
+    total = active = multiplied = 0
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        total += count
+        if parameter.ndim == 3 and ".experts." in name and experts_per_token:
+            count = count * experts_per_token // parameter.shape[0]
+        active += count
+        multiplied += 0 if id(parameter) in lookups else count
+    return ModelSize(total, active, multiplied)
+
+
+def flops_per_token(model: PreTrainedModel, context: int) -> float:
+    """Training FLOPs per token at sequences of `context` tokens."""
+    config = model.config.get_text_config()
+    return 6.0 * (measure_model(model).multiplied + attention_width(config) * sum(attention_reach(config, context)))
+
+
+def attention_width(config: PretrainedConfig) -> int:
+    """heads (d_qk + d_v) of a layer; 0 for models without attention."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return 0
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention
+        return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    return heads * 2 * head_dim
+
+
+def attention_reach(config: PretrainedConfig, context: int) -> list[int]:
+    """Tokens that a query of each layer may see: 0 for linear attention and state-space layers."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        is_windowed = window is not None and getattr(config, "use_sliding_window", True)
+        layer_types = ["sliding_attention" if is_windowed else "full_attention"] * config.num_hidden_layers
+    reaches = {
+        "full_attention": context,
+        "hybrid": context,
+        "sliding_attention": min(window or context, context),
+        "chunked_attention": min(getattr(config, "attention_chunk_size", None) or context, context),
+    }
+    return [reaches.get(kind, 0) for kind in layer_types]
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 peak of the device that the driver calls `device_name`; None on a CPU or an unknown device."""
+    for name, peak in PEAK_BF16_FLOPS:
+        if re.search(rf"\b{re.escape(name)}\b", device_name):
+            return peak
+    return None
+
+
+def mfu(tokens_per_s: float, flops_per_token: float, num_devices: int, peak: float | None) -> float | None:
+    """Share of the peak of all devices, 0 to 1, that useful FLOPs reach; None without a known peak."""
+    return None if peak is None else tokens_per_s * flops_per_token / (num_devices * peak)
+
+
+def _experts_per_token(config: PretrainedConfig) -> int | None:
+    counts = (getattr(config, key, None) for key in _EXPERTS_PER_TOKEN)
+    return next((count for count in counts if count), None)

@@ -1,0 +1,104 @@
+"""metrics.jsonl: one JSON object per reported step, the source of truth of a run's curves.
+
+Strict JSON. JSON has no NaN and no infinity, and a diverged loss must stay visible beside a metric that is not measured
+(`null`): they are the strings "NaN", "Infinity" and "-Infinity", as in the Protocol Buffers JSON mapping; Python's
+`float()` reads them back. `unix_s` is the wall clock when the step was reported.
+
+Each line is flushed to the operating system, so a killed process loses nothing; only a failing machine may lose the last
+lines. On a resume at step k the records beyond k, of steps whose weights are lost, are dropped: one record per step remains.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from framework.track.report import RunInfo, StepReport
+
+METRICS_FILE = "metrics.jsonl"
+_NON_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+class Jsonl:
+    """Appends each report to `run_dir/metrics.jsonl`. Rank 0 only: one writer per file."""
+
+    def __init__(self, run_dir: Path, now: Callable[[], float] = time.time):
+        self._path = run_dir / METRICS_FILE
+        self._now = now
+        self._file: TextIO | None = None
+        self._is_torn = False
+
+    def open(self, run: RunInfo) -> None:
+        truncate(self._path, run.start_step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def report(self, report: StepReport) -> None:
+        assert self._file is not None, "report before open"
+        line = json.dumps(encode({**asdict(report), "unix_s": self._now()}), allow_nan=False)
+        # A write that failed half-way (full disk) must not spoil the record that follows it.
+        separator, self._is_torn = ("\n" if self._is_torn else ""), True
+        self._file.write(f"{separator}{line}\n")
+        self._file.flush()
+        self._is_torn = False
+
+    def close(self, exit_code: int) -> None:
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file in order, non-finite numbers as floats; lines that a crash tore are left out."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            record = decode(line)
+            if record is not None:
+                yield record
+
+
+def truncate(path: Path, last_step: int) -> None:
+    """Drop the records of steps beyond `last_step` and lines that a crash tore; atomic, nothing is lost if interrupted."""
+    if not path.exists():
+        return
+    partial = path.with_suffix(".tmp")
+    with partial.open("w", encoding="utf-8") as kept:
+        for record in read_records(path):
+            if record["step"] <= last_step:
+                kept.write(json.dumps(encode(record), allow_nan=False) + "\n")
+        kept.flush()
+        os.fsync(kept.fileno())
+    os.replace(partial, path)
+
+
+def encode(value: Any) -> Any:
+    """`value` with non-finite floats as strings, recursively."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(line: str) -> dict[str, Any] | None:
+    """One line as a record with floats restored; None if it is torn."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return _decode_value(record) if isinstance(record, dict) and "step" in record else None
+
+
+def _decode_value(value: Any) -> Any:
+    if isinstance(value, str) and value in _NON_FINITE:
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _decode_value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode_value(item) for item in value]
+    return value

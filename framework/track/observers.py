@@ -1,0 +1,67 @@
+"""All observers of a run behind one door that lets no failure of theirs through: a run is worth more than its curves."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from framework.recipe.schema import Recipe
+from framework.track.console import Console
+from framework.track.jsonl import Jsonl
+from framework.track.report import Observer, RunInfo, StepReport, save_run_info
+from framework.track.summary import Summary
+from framework.track.wandb import Wandb
+
+logger = logging.getLogger(__name__)
+
+
+class Observers:
+    """Fans out to each observer in order, closes in reverse order. A rank without observers holds an empty one.
+
+    An observer that cannot open is left out. One that raises later is shouted about once and still told of later steps (a
+    full disk may be freed); how often it failed is said at the end.
+    """
+
+    def __init__(self, observers: Iterable[Observer] = (), shout: Callable[[str], None] = logger.warning):
+        self._observers = list(observers)
+        self._shout = shout
+        self._failures: Counter[str] = Counter()
+
+    def open(self, run: RunInfo) -> None:
+        self._observers = [each for each in self._observers if self._is_done(each, partial(each.open, run))]
+
+    def report(self, report: StepReport) -> None:
+        for each in self._observers:
+            self._is_done(each, partial(each.report, report))
+
+    def close(self, exit_code: int) -> None:
+        for each in reversed(self._observers):
+            self._is_done(each, partial(each.close, exit_code))
+        for name, count in self._failures.items():
+            if count > 1:
+                self._shout(f"{name} failed {count} times in this run")
+
+    def _is_done(self, observer: Observer, call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except Exception as error:  # whatever an observer does, training goes on: this is the one place for it
+            name = type(observer).__name__.lower()
+            self._failures[name] += 1
+            if self._failures[name] == 1:
+                self._shout(f"{name} failed, training goes on: {type(error).__name__}: {error}")
+            return False
+        return True
+
+
+def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo) -> Observers:
+    """The observers that the recipe asks for, opened. For rank 0; other ranks use `Observers()`."""
+    console = Console()
+    observers: list[Observer] = [console, Jsonl(run_dir)]
+    if recipe.track.wandb.mode != "disabled":
+        observers.append(Wandb(run_dir, say=console.say))
+    observers.append(Summary(run_dir))
+    save_run_info(run_dir, run)
+    opened = Observers(observers)
+    opened.open(run)
+    return opened

@@ -1,0 +1,80 @@
+"""What observers are told: once what is run (`RunInfo`), then one `StepReport` per reported step. docs/metrics.md defines
+each metric: unit, where it is measured, over which ranks."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+RUN_INFO_FILE = "run_info.json"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step as rank 0 sees it. Counts are of the whole run, `traffic` is of this step and this rank."""
+
+    step: int
+    samples: int
+    tokens: int
+    loss: float
+    gradient_norm: float
+    lr: float
+    step_s: float
+    tokens_per_s: float
+    tokens_per_s_per_rank: tuple[float, ...]
+    data_wait_s: float
+    mfu: float | None
+    memory_bytes: int
+    traffic: dict[str, dict[str, int]] = field(default_factory=dict)
+    validation_loss: float | None = None
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is run. JSON-able; kept as `run_info.json` beside the metrics so that a report can be written afterwards.
+
+    config: the recipe as plain dicts. start_step: steps done before this process took over (0: a fresh run).
+    degrees: {axis: size}. flops_per_token, peak_flops (of one device), unigram_entropy (nats per token): None if unknown.
+    commands: {what: command line}, what a user may want to type next.
+    """
+
+    run_id: str
+    config: dict[str, Any]
+    total_steps: int
+    start_step: int = 0
+    tokens_per_step: int = 0
+    world: int = 1
+    degrees: dict[str, int] = field(default_factory=dict)
+    device: str = "cpu"
+    model: str = ""
+    num_parameters: int = 0
+    num_parameters_active: int = 0
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    unigram_entropy: float | None = None
+    commands: dict[str, str] = field(default_factory=dict)
+
+
+class Observer(Protocol):
+    """Watches a run from rank 0. Whatever it raises is contained: see `observers.py`."""
+
+    def open(self, run: RunInfo) -> None: ...
+
+    def report(self, report: StepReport) -> None: ...
+
+    def close(self, exit_code: int) -> None: ...
+
+
+def save_run_info(run_dir: Path, run: RunInfo) -> None:
+    """Written whole or not at all."""
+    path = run_dir / RUN_INFO_FILE
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(asdict(run), indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def load_run_info(run_dir: Path) -> RunInfo:
+    """The `RunInfo` of the run's newest process."""
+    return RunInfo(**json.loads((run_dir / RUN_INFO_FILE).read_text(encoding="utf-8")))

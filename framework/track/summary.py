@@ -1,0 +1,245 @@
+"""The report that ends every run: report.png (curves) and report.txt (one page), from run_info.json and metrics.jsonl only,
+so that it can be written again at any time: `write_report(run_dir)`."""
+
+import math
+import os
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from framework.track.console import format_count, format_duration
+from framework.track.jsonl import METRICS_FILE, read_records
+from framework.track.report import RunInfo, StepReport, load_run_info
+
+REPORT_TEXT = "report.txt"
+REPORT_PICTURE = "report.png"
+
+_CURVES = (
+    "step",
+    "tokens",
+    "loss",
+    "lr",
+    "gradient_norm",
+    "step_s",
+    "tokens_per_s",
+    "data_wait_s",
+    "memory_bytes",
+    "mfu",
+)
+
+
+class Summary:
+    """Writes the report when a run ends, however it ends."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+
+    def open(self, run: RunInfo) -> None:
+        """Nothing to prepare: all comes from the files of the run."""
+
+    def report(self, report: StepReport) -> None:
+        """As above."""
+
+    def close(self, exit_code: int) -> None:
+        write_report(self._run_dir)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The metrics of a run by column, one value per reported step; `validation` is (step, loss)."""
+
+    columns: dict[str, list[Any]]
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self.columns[name]
+
+
+def write_report(run_dir: Path) -> list[Path]:
+    """Write report.txt and, if a step was reported, report.png; returns what was written."""
+    run = load_run_info(run_dir)
+    curves = collect_curves(read_records(run_dir / METRICS_FILE))
+    written = []
+    if curves["step"]:
+        written.append(run_dir / REPORT_PICTURE)
+        _replace(written[-1], draw(run, curves))
+    written.append(run_dir / REPORT_TEXT)
+    _replace(written[-1], describe(run, curves, run_dir).encode())
+    return written
+
+
+def collect_curves(records: Iterable[dict[str, Any]]) -> Curves:
+    """Columns of the records; one pass, so that only the columns are held."""
+    columns: dict[str, list[Any]] = {name: [] for name in _CURVES}
+    validation, last = [], {}
+    for record in records:
+        for name, column in columns.items():
+            column.append(record[name])
+        if record["validation_loss"] is not None:
+            validation.append((record["step"], record["validation_loss"]))
+        last = record
+    return Curves(columns, validation, last)
+
+
+def describe(run: RunInfo, curves: Curves, run_dir: Path) -> str:
+    """The page of text."""
+    blocks = [_what_was_run(run)]
+    if curves["step"]:
+        blocks += [_results(run, curves), _speed(run, curves), _traffic(curves.last["traffic"])]
+    else:
+        blocks.append(["Results", "  no step was reported"])
+    blocks.append(_files(run_dir))
+    if run.commands:
+        blocks.append(["Next", *_table([(what, command) for what, command in run.commands.items()])])
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def draw(run: RunInfo, curves: Curves) -> bytes:
+    """The four curves over steps as a PNG."""
+    import io
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
+    figure.suptitle(f"{run.run_id}   {run.model}, {format_count(run.num_parameters)} parameters, {_where(run)}")
+    loss, lr, norm, rate = figure.subplots(2, 2).flat
+    for axes, name, title, unit in (
+        (loss, "loss", "Loss", "nats per token"),
+        (lr, "lr", "Learning rate", "rate"),
+        (norm, "gradient_norm", "Gradient norm before clipping", "norm"),
+        (rate, "tokens_per_s", "Throughput of the whole run", "tokens/s"),
+    ):
+        _plot(axes, curves["step"], curves[name], is_noisy=name != "lr")
+        axes.set(title=title, xlabel="step", ylabel=unit)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    if curves.validation:
+        loss.plot(*zip(*curves.validation, strict=True), color="C1", marker="o", markersize=4, label="validation")
+    if run.unigram_entropy is not None:
+        loss.axhline(run.unigram_entropy, color="0.4", linestyle="--", linewidth=1, label="unigram entropy")
+    loss.legend(frameon=False)
+    if any(value > 0 for value in curves["gradient_norm"]):
+        norm.set_yscale("log")
+    rate.set_ylim(0, 1.2 * max(curves["tokens_per_s"]) or 1)
+    rate.yaxis.set_major_formatter(lambda value, _: format_count(value))
+    lr.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()
+
+
+def _plot(axes: Any, steps: list[int], values: list[float], is_noisy: bool) -> None:
+    """The values; where they are noisy and many, pale behind their means over a hundredth of the run each."""
+    width = len(values) // 100
+    if not is_noisy or width < 2:
+        axes.plot(steps, values, color="C0", linewidth=1.5, marker="o" if len(values) == 1 else None, label="training")
+        return
+    axes.plot(steps, values, color="C0", alpha=0.3, linewidth=0.8)
+    starts = range(0, len(values), width)
+    centres = [statistics.fmean(steps[start : start + width]) for start in starts]
+    means = [_finite_mean(values[start : start + width]) for start in starts]
+    axes.plot(centres, means, color="C0", linewidth=1.8, label=f"training, mean of {width} reports")
+
+
+def _finite_mean(values: list[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else math.nan
+
+
+def _what_was_run(run: RunInfo) -> list[str]:
+    active = (
+        f", {format_count(run.num_parameters_active)} active" if run.num_parameters_active < run.num_parameters else ""
+    )
+    optim, precision = run.config.get("optim", {}), run.config.get("precision", {})
+    return [
+        f"Run {run.run_id}",
+        *_table(
+            [
+                ("model", f"{run.model}, {format_count(run.num_parameters)} parameters{active}"),
+                ("layout", _where(run)),
+                ("batch", f"{format_count(run.tokens_per_step)} tokens per step, {run.total_steps} steps asked for"),
+                ("optimizer", f"{optim.get('name', '')}, {_join(optim, 'lr', 'weight_decay', 'clip_norm')}"),
+                ("precision", _join(precision, "compute", "master", "reduce")),
+            ]
+        ),
+    ]
+
+
+def _results(run: RunInfo, curves: Curves) -> list[str]:
+    steps, losses = curves["step"], curves["loss"]
+    rows = [
+        ("steps", f"{steps[-1]} of {run.total_steps}, {format_count(curves['tokens'][-1])} tokens"),
+        ("loss", f"{losses[-1]:.4f} at step {steps[-1]}; {losses[0]:.4f} at step {steps[0]}"),
+    ]
+    if curves.validation:
+        step, loss = curves.validation[-1]
+        best_step, best = min(curves.validation, key=lambda pair: pair[1])
+        rows.append(("validation loss", f"{loss:.4f} at step {step}; lowest {best:.4f} at step {best_step}"))
+    if run.unigram_entropy is not None:
+        rows.append(("unigram entropy", f"{run.unigram_entropy:.4f}, the loss of knowing word frequencies only"))
+    if curves.last["skipped_steps"]:
+        rows.append(("skipped steps", f"{curves.last['skipped_steps']}, for gradients that were not finite"))
+    return ["Results (nats per token)", *_table(rows)]
+
+
+def _speed(run: RunInfo, curves: Curves) -> list[str]:
+    total_s = sum(curves["step_s"])
+    rows = [
+        ("time", f"{format_duration(total_s)} in {len(curves['step'])} reported steps"),
+        ("step", f"{statistics.median(curves['step_s']):.3g} s median, {max(curves['step_s']):.3g} s longest"),
+        ("throughput", f"{format_count(statistics.median(curves['tokens_per_s']))} tokens/s median"),
+    ]
+    rates = curves.last["tokens_per_s_per_rank"]
+    if len(rates) > 1:
+        slowest = rates.index(min(rates))
+        rows.append(("slowest rank", f"{slowest} with {format_count(rates[slowest])} tokens/s in the last step"))
+    if curves.last["mfu"] is not None and run.peak_flops:
+        peak = f"{format_count(run.peak_flops)}FLOP/s per device (dense bf16)"
+        rows.append(("mfu", f"{statistics.median(curves['mfu']):.1%} median of a peak of {peak}"))
+    rows.append(("data wait", f"{sum(curves['data_wait_s']) / total_s if total_s else 0:.2%} of the time"))
+    rows.append(("memory", f"{max(curves['memory_bytes']) / 2**20:.0f} MiB at the peak of rank 0"))
+    return ["Speed", *_table(rows)]
+
+
+def _traffic(traffic: dict[str, dict[str, int]]) -> list[str]:
+    rows = [
+        (axis, f"{counts['calls']} calls, {format_count(counts['bytes'])}B") for axis, counts in sorted(traffic.items())
+    ]
+    return ["Traffic of rank 0 in the last step", *_table(rows)] if rows else []
+
+
+def _files(run_dir: Path) -> list[str]:
+    names = (
+        ("recipe.yaml", "the recipe, composed"),
+        (METRICS_FILE, "every metric, defined in docs/metrics.md"),
+        (REPORT_PICTURE, "curves"),
+        ("checkpoints", "states to resume from"),
+        ("wandb", "the mirror for wandb"),
+    )
+    rows = [(str(run_dir / name), what) for name, what in names if (run_dir / name).exists()]
+    return ["Files", *_table(rows)]
+
+
+def _where(run: RunInfo) -> str:
+    degrees = ", ".join(f"{axis}={size}" for axis, size in run.degrees.items() if size > 1)
+    return f"{run.world} rank{'s' * (run.world > 1)}{f' ({degrees})' if degrees else ''} on {run.device}"
+
+
+def _join(group: dict[str, Any], *keys: str) -> str:
+    return ", ".join(f"{key} {group[key]}" for key in keys if key in group)
+
+
+def _table(rows: list[tuple[str, str]]) -> list[str]:
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"  {name:<{width}}  {value}" for name, value in rows if value]
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write the file whole or leave what was there."""
+    partial = path.with_suffix(path.suffix + ".tmp")
+    partial.write_bytes(content)
+    os.replace(partial, path)

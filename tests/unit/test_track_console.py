@@ -1,0 +1,103 @@
+"""The console: equal fields in bar and log, remaining time from the clock it is given, a summary at the end."""
+
+import io
+
+import pytest
+
+from framework.track.console import Console, format_count
+from framework.track.report import RunInfo, StepReport
+
+RUN = RunInfo("demo-1", {}, total_steps=100, tokens_per_step=512, world=2, degrees={"dp": 2}, model="llama",
+              num_parameters=5_200_000, unigram_entropy=5.5, commands={"resume": "meshwright resume-it"})  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def report(step, validation_loss=None, mfu=None):
+    return StepReport(step, step * 8, step * 512, 3.25, 0.75, 3e-4, 0.5, 1024.0, (512.0, 512.0), 0.01, mfu, 1 << 20,
+                      validation_loss=validation_loss)  # fmt: skip
+
+
+def run_console(stream, reports, seconds_per_report=2.0, exit_code=0):
+    clock = iter(seconds_per_report * i for i in range(10_000))
+    console = Console(stream, now=lambda: next(clock))
+    console.open(RUN)
+    for each in reports:
+        console.report(each)
+    console.close(exit_code)
+    return stream.getvalue()
+
+
+def test_a_log_has_one_line_per_report_with_the_same_fields_in_the_same_order():
+    lines = run_console(io.StringIO(), [report(step) for step in (1, 2, 3)]).splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split(" | ")[0] for line in steps] == ["step 1/100", "step 2/100", "step 3/100"]
+    names = [[field.split()[0] for field in line.split(" | ")] for line in steps]
+    assert names == [["step", "loss", "grad", "lr", "1.02k", "wait", "eta"]] * 3
+    assert "loss 3.2500 | grad 0.75 | lr 3.00e-04 | 1.02k tokens/s | wait 2.0%" in steps[0]
+
+
+def test_the_remaining_time_follows_the_clock_not_the_step_time():
+    lines = run_console(io.StringIO(), [report(10), report(20), report(30)], seconds_per_report=30.0).splitlines()
+    etas = [line.split("eta ")[1] for line in lines if "eta" in line]
+    assert etas == [
+        "00:45",
+        "04:00",
+        "03:30",
+    ]  # 90 steps of 0.5 s; then 3 s per step, which includes validation and saving
+
+
+def test_a_terminal_gets_a_bar_with_the_fields_of_the_log():
+    text = run_console(Terminal(), [report(step, mfu=0.41) for step in range(1, 101)])
+    bar = text.split("\r")[-1]
+    assert "100/100" in bar
+    assert "loss 3.2500 | grad 0.75 | lr 3.00e-04 | 1.02k tokens/s | wait 2.0% | mfu 41.0%" in bar
+
+
+def test_a_resumed_bar_starts_at_the_step_it_goes_on_from():
+    stream = Terminal()
+    console = Console(stream)
+    console.open(RunInfo("demo-1", {}, total_steps=100, start_step=40))
+    assert "40/100" in stream.getvalue()
+    console.close(0)
+
+
+def test_the_summary_has_the_last_losses_the_entropy_and_the_next_commands():
+    text = run_console(io.StringIO(), [report(99, validation_loss=3.5), report(100)])
+    summary = text[text.index("done: run demo-1") :]
+    for part in (
+        "step 100 of 100",
+        "loss             3.2500",
+        "3.5000  (unigram entropy 5.5000)",
+        "meshwright resume-it",
+    ):
+        assert part in summary
+
+
+@pytest.mark.parametrize(("exit_code", "words"), [(85, "stopped and saved: run"), (88, "ended with exit code 88: run")])
+def test_the_summary_says_how_a_run_ended(exit_code, words):
+    assert words in run_console(io.StringIO(), [report(7)], exit_code=exit_code)
+
+
+def test_a_run_that_failed_before_its_first_step_still_closes():
+    assert "ended with exit code 86: run demo-1, no step reported" in run_console(io.StringIO(), [], exit_code=86)
+
+
+def test_a_line_said_during_the_bar_is_a_line_of_its_own():
+    stream = Terminal()
+    console = Console(stream)
+    console.open(RUN)
+    console.report(report(1))
+    console.say("wandb: https://wandb.ai/run")
+    assert "wandb: https://wandb.ai/run\n" in stream.getvalue()
+    console.close(0)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (12_345, "12.3k"), (4_560_000, "4.56M"), (7e9, "7G"), (2.5e12, "2.5T")]
+)
+def test_counts_are_three_digits_with_a_prefix(count, text):
+    assert format_count(count) == text

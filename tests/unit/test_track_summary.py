@@ -1,0 +1,83 @@
+"""The report of a run is written from its files alone, at any time, also for a run of one step or of NaN."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from framework.track.jsonl import Jsonl
+from framework.track.report import RunInfo, StepReport, save_run_info
+from framework.track.summary import write_report
+
+RUN = RunInfo("demo-1", {"optim": {"name": "adamw", "lr": 1e-3}}, total_steps=400, tokens_per_step=512, world=2,
+              degrees={"dp": 2}, model="llama", num_parameters=5_200_000, num_parameters_active=1_300_000,
+              peak_flops=989.4e12, unigram_entropy=5.5, commands={"resume": "meshwright resume-it"})  # fmt: skip
+
+
+def report(step, **values):
+    base = StepReport(step, step * 8, step * 512, 9.0 / step + 2, 1.0, 1e-3, 0.5, 1024.0, (500.0, 524.0), 0.01, 0.4,
+                      step << 20, {"batch": {"calls": 3, "bytes": 20_900_000}})  # fmt: skip
+    return replace(base, **values)
+
+
+def write_run(run_dir, reports):
+    save_run_info(run_dir, RUN)
+    jsonl = Jsonl(run_dir)
+    jsonl.open(RUN)
+    for each in reports:
+        jsonl.report(each)
+    jsonl.close(0)
+
+
+def picture_size(path):
+    """Width and height from a PNG's header."""
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+
+
+def test_the_page_states_what_was_run_and_the_numbers_of_its_steps(tmp_path):
+    steps = [report(step, validation_loss={200: 3.2, 400: 3.4}.get(step)) for step in range(1, 401)]
+    write_run(tmp_path, steps)
+    text, picture = sorted(write_report(tmp_path), key=lambda path: path.suffix, reverse=True)
+    page = text.read_text()
+    for line in (
+        "llama, 5.2M parameters, 1.3M active",
+        "2 ranks (dp=2) on cpu",
+        "400 of 400, 205k tokens",
+        "2.0225 at step 400; 11.0000 at step 1",
+        "3.4000 at step 400; lowest 3.2000 at step 200",
+        "5.5000",
+        "03:20 in 400 reported steps",
+        "0.5 s median",
+        "1.02k tokens/s median",
+        "0 with 500 tokens/s",
+        "40.0% median of a peak of 989TFLOP/s per device (dense bf16)",
+        "2.00% of the time",
+        "400 MiB at the peak",
+        "3 calls, 20.9MB",
+        "meshwright resume-it",
+        str(picture),
+    ):
+        assert line in page, line
+    assert picture_size(picture) == (1320, 840)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [report(1)],
+        [report(step, loss=math.nan, gradient_norm=math.inf) for step in range(1, 301)],
+        [report(step, step_s=0.0, tokens_per_s=0.0, gradient_norm=0.0, mfu=None, traffic={}) for step in (1, 2)],
+    ],
+    ids=["one step", "diverged", "all zero"],
+)
+def test_odd_runs_get_a_report_too(tmp_path, reports):
+    write_run(tmp_path, reports)
+    assert {path.name for path in write_report(tmp_path)} == {"report.txt", "report.png"}
+
+
+def test_a_run_without_a_step_gets_its_page_only(tmp_path):
+    write_run(tmp_path, [])
+    assert [path.name for path in write_report(tmp_path)] == ["report.txt"]
+    assert "no step was reported" in (tmp_path / "report.txt").read_text()
