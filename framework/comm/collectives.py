@@ -7,9 +7,9 @@ algorithm, for n ranks and a full tensor of F bytes:
     all_gather, reduce_scatter   (n-1)/n F        all_to_all       the parts meant for others
 
 Tensors are contiguous. On CPU (gloo) all-gather and reduce-scatter are made of point-to-point messages that land in
-place, which is faster there than gloo's own (docs/benchmarks.md); on CUDA (NCCL) they are NCCL's. All ranks get
-bitwise equal results from an all-reduce. Ranks issue the operations of one axis in the same order; waits may come in
-any order.
+place, which is faster there than gloo's own (scripts/bench/collectives.py); on CUDA (NCCL) they are NCCL's. All ranks
+get bitwise equal results from an all-reduce. Ranks issue the operations of one axis in the same order; waits may come
+in any order.
 """
 
 import pickle
@@ -205,13 +205,12 @@ def _scatter_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
         works.append(dist.isend(parts[to], group=axis.group, group_dst=to, tag=_SCATTER_TAG))
 
     def add() -> None:
-        first, *others, last = [*received[: axis.rank], parts[axis.rank], *received[axis.rank :]]
-        total = first
-        for term in others:
-            # Not into `out`: it may be this rank's own part, whose turn may be yet to come. received[0] has had its
-            # turn.
+        terms: list[Tensor] = [*received[: axis.rank], parts[axis.rank], *received[axis.rank :]]
+        total = terms[0]
+        for term in terms[1:-1]:
+            # Not into `out`, which may be this rank's own part, still to be added; received[0] has been added.
             total = torch.add(total, term, out=received[0])
-        torch.add(total, last, out=out.view(-1))
+        torch.add(total, terms[-1], out=out.view(-1))
         axis.buffers.append(buffer)
 
     return Pending(works, [x], add)

@@ -1,0 +1,55 @@
+"""Connect: what the launcher started must be what the recipe's topology asks for."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from framework.errors import TopologyError
+from framework.mesh.connect import connect
+from framework.mesh.topology import AXIS_NAMES, Topology
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("unlaunched")
+def test_one_rank_needs_no_launcher_and_no_process_group():
+    mesh = connect(Topology(), CPU)
+    assert not dist.is_initialized()
+    assert mesh.rank == 0
+    assert {(name, axis.size, axis.rank, axis.ranks, axis.group) for name, axis in mesh.axes.items()} == {
+        (name, 1, 0, (0,), None) for name in AXIS_NAMES
+    }
+    mesh.close()
+
+
+@pytest.mark.usefixtures("unlaunched")
+def test_several_ranks_without_a_launcher_are_an_error():
+    with pytest.raises(TopologyError, match=r"rank 0 of 1 launched, but .* 1 x 2 x 1 x 2 = 4: launch 4 ranks"):
+        connect(Topology(dp=2, tp=2), CPU)
+
+
+def test_a_launched_world_of_another_size_is_an_error(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for topology in (Topology(), Topology(dp=4)):
+        with pytest.raises(TopologyError, match="rank 1 of 2 launched"):
+            connect(topology, CPU)
+
+
+def test_a_rendezvous_needs_a_rank_of_the_world(tmp_path):
+    rendezvous = (tmp_path / "rendezvous").as_uri()
+    for rank in (None, 2, -1):
+        with pytest.raises(TopologyError):
+            connect(Topology(dp=2), CPU, rendezvous, rank)
+
+
+@pytest.mark.usefixtures("unlaunched")
+def test_an_unknown_axis_is_an_error_that_names_the_axes():
+    with pytest.raises(TopologyError, match="expert_batch"):
+        connect(Topology(), CPU).axis("sp")
