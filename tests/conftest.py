@@ -3,8 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks.pool import RankPool
+
+# A property must hold, not be fast: a busy machine is no counter-example.
+settings.register_profile("meshwright", deadline=None)
+settings.load_profile("meshwright")
 
 
 @pytest.fixture(scope="session")
