@@ -2,6 +2,7 @@
 launcher what to do next (0 done; 85 saved, run me again; 86 the user's mistake, do not retry; 87 bad node; 88 numerics)."""
 
 EXIT_DONE = 0
+EXIT_FAILED = 1
 EXIT_RESUME = 85
 EXIT_USER = 86
 EXIT_NODE = 87

@@ -113,3 +113,8 @@ def _start_communicators(groups: dict[tuple[int, ...], Any], device: torch.devic
     ranks that take no part in that call."""
     for group in groups.values():
         dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its machine, as the launcher says; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))

@@ -8,6 +8,8 @@ from types import FrameType, TracebackType
 # SIGINT: Ctrl-C. SIGTERM: schedulers, launchers and preemption. SIGUSR1: a job's time limit is near.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
+STOPPING = "\nstopping after this step and saving; Ctrl-C again stops at once\n"
+
 
 class StopRequest:
     """From enter to exit the stop signals only set `requested`; afterwards they do what they did before.
@@ -34,6 +36,8 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self._interrupts += number == signal.SIGINT
+        if number == signal.SIGINT and self._interrupts == 1:
+            os.write(sys.stderr.fileno(), STOPPING.encode())
         if self._interrupts > 1:
             # No unwinding: it could wait for other ranks. A save that is cut here leaves the former checkpoints intact.
             os.write(sys.stderr.fileno(), b"\nstopped at once; the run resumes from its newest checkpoint\n")

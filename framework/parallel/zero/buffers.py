@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.model.plan import Unit
+from framework.model.products import linear_product
 
 FROZEN = ""
 
@@ -36,6 +37,33 @@ class Slot:
         return self.group != FROZEN
 
 
+class GradientPlace:
+    """Where one parameter's gradient is collected: a view of its unit's gradient buffer, written first, then added to.
+
+    `tick` stands for the parameter in autograd's graph where a layer writes its gradient here itself. `sources`: the leaves
+    of autograd's graph that have to finish before the gradient of a backward is complete.
+    """
+
+    def __init__(self, parameter: nn.Parameter, view: Tensor):
+        self.parameter = parameter
+        self.view = view
+        self.tick = nn.Parameter(torch.zeros((), device=view.device))
+        self.sources: tuple[nn.Parameter, ...] = (parameter,)
+        self.touched = False
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a finished gradient, cast to the reduce dtype."""
+        if self.touched:
+            self.view.add_(gradient)
+        else:
+            self.view.copy_(gradient)
+        self.touched = True
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left @ right^T. left: [m, k], right: [n, k], any strides; the place: [m, n]."""
+        self.add(linear_product(left, right))
+
+
 class UnitBuffer:
     """The parameters of one unit that share a compute dtype. Plans without memory; `allocate` owns it."""
 
@@ -52,6 +80,7 @@ class UnitBuffer:
         self.axis = axis
         self.compute = self.master = self.gradient = torch.empty(0)
         self.parameters: dict[str, nn.Parameter] = {}
+        self.places: dict[str, GradientPlace] = {}
 
     def allocate(self, device: torch.device) -> None:
         """Memory for parameters, gradients and the master copy; parameters become views of it."""
@@ -63,6 +92,9 @@ class UnitBuffer:
         for slot in self.slots:
             view = self.compute[slot.start : slot.stop].view(slot.shape)
             self.parameters[slot.name] = nn.Parameter(view, requires_grad=slot.is_trained)
+        for slot in self.trained:
+            place = self.gradient_of(slot).view(slot.shape)
+            self.places[slot.name] = GradientPlace(self.parameters[slot.name], place)
 
     def values(self, slot: Slot) -> Tensor:
         """The flat values of a slot that are the truth: master for trained ones, compute for frozen ones."""

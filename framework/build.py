@@ -1,0 +1,297 @@
+"""Recipe -> Run: the spine. Reads top to bottom: structure, layout, memory, values, data, loop."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from framework.checkpoint.load import load_newest, newest_checkpoint
+from framework.checkpoint.save import save_checkpoint
+from framework.data.loader import Loader, validation_batches
+from framework.data.prepared import Prepared, open_prepared
+from framework.errors import EXIT_FAILED, DataError, MeshwrightError, RecipeError
+from framework.mesh.connect import Mesh, connect, local_rank
+from framework.mesh.topology import Topology
+from framework.model.load import build_meta, choose_experts, load_config
+from framework.model.materialize import initialize_unit, set_parameter, understands_packing
+from framework.model.plan import Unit, find_units, tied_names
+from framework.model.weights import read_weights, resolve_folder
+from framework.optim.groups import GroupAssignment, group_parameters
+from framework.optim.optimizers import FlatOptimizer, Span
+from framework.parallel.parallelize import parallelize
+from framework.parallel.zero.buffers import FROZEN, UnitBuffer
+from framework.parallel.zero.linear import write_gradients_directly
+from framework.parallel.zero.reduce import GradientSync
+from framework.recipe.derive import Derived, derive
+from framework.recipe.schema import Precision, Recipe
+from framework.track.flops import flops_per_token, measure_model, mfu, peak_flops
+from framework.track.observers import Observers, open_observers
+from framework.track.report import RunInfo
+from framework.train.faults import StopRequest
+from framework.train.loop import Loop, Services
+from framework.train.state import RunState, entries
+from framework.train.step import Run, evaluate
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = False) -> Run:
+    """The model of `config` on this rank, laid out, with its values and its optimizer.
+
+    resumes: leave the parameters' values to a checkpoint that is loaded next.
+    """
+    model = build_meta(config, recipe.model.attention)
+    units = find_units(model)
+    assignments = _group(recipe, model, units)
+    groups = dict.fromkeys((name for unit in units for name in unit.parameters), FROZEN)
+    groups |= {each.parameter: _group_key(each) for each in assignments}
+
+    compute, master = compute_dtype(recipe.precision, mesh.device), DTYPES[recipe.precision.master]
+    choose_experts(model, recipe.model.experts, compute)
+    batch_axis = mesh.axis("batch")
+    buffers = parallelize(model, units, groups, recipe.memory, compute, master, mesh.device, batch_axis)
+    materialize(model, units, buffers, recipe, mesh.device, resumes)
+
+    settings = {_group_key(each): each for each in assignments}
+    spans = [(buffer, group) for buffer in buffers for group in buffer.spans()]
+    optimizer = FlatOptimizer(recipe.optim, [_span(buffer, settings[group]) for buffer, group in spans])
+    write_gradients_directly(model, {name: place for buffer in buffers for name, place in buffer.places.items()})
+    sync = GradientSync(buffers, batch_axis)
+    return Run(model, buffers, sync, optimizer, spans, mesh, recipe.optim.clip_norm, recipe.train.seed)
+
+
+def materialize(
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    buffers: Sequence[UnitBuffer],
+    recipe: Recipe,
+    device: torch.device,
+    resumes: bool,
+) -> None:
+    """Memory and values: seeded, or read from `model.weights`, one unit at a time, or none yet if a checkpoint follows."""
+    ties = tied_names(model)
+    for unit in units:
+        draws = recipe.model.weights is None and not resumes
+        values = initialize_unit(model, unit, recipe.train.seed, unit.parameters if draws else ())
+        for buffer in (buffer for buffer in buffers if buffer.name == unit.name):
+            buffer.allocate(device)
+            for slot in buffer.slots:
+                if slot.name in values:
+                    buffer.values(slot).copy_(values[slot.name].flatten())
+    if recipe.model.weights is not None and not resumes:
+        _read_pretrained(model, buffers, resolve_folder(recipe.model.weights))
+    for buffer in buffers:
+        buffer.publish()
+        for name, parameter in buffer.parameters.items():
+            set_parameter(model, ties[name], parameter)
+    for module in model.modules():
+        for name, tensor in module.named_buffers(recurse=False):
+            module._buffers[name] = tensor.to(device)
+
+
+def train_rank(recipe: Recipe, run_dir: Path) -> int:
+    """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint."""
+    derived = derive(recipe)
+    prepared = open_prepared(recipe)
+    config = load_config(recipe.model)
+    _check_data_fits(recipe, prepared, config)
+    topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp, ep=derived.ep)
+    mesh = connect(topology, choose_device(recipe.launch.device))
+    with StopRequest() as stop:
+        try:
+            code = _train(recipe, derived, prepared, config, mesh, run_dir, stop)
+        finally:
+            mesh.close()
+    return code
+
+
+def _train(
+    recipe: Recipe,
+    derived: Derived,
+    prepared: Prepared,
+    config: PretrainedConfig,
+    mesh: Mesh,
+    run_dir: Path,
+    stop: StopRequest,
+) -> int:
+    world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
+    resumes = newest_checkpoint(root) is not None
+    run = build(recipe, config, mesh, resumes)
+    state = restore(run, root) if resumes else RunState(run_dir.name, prepared.fingerprint)
+    if state.data != prepared.fingerprint:
+        raise DataError(
+            f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
+            " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
+        )
+    info = _describe(recipe, derived, prepared, config, mesh, state)
+    observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
+
+    def save() -> None:
+        state.num_updates = run.optimizer.num_updates
+        owned = entries(run.buffers, run.optimizer, run.spans, whole=False)
+        save_checkpoint(root, state.step, owned, state.to_json(), world, recipe.checkpoint.keep)
+
+    def validate() -> float:
+        return evaluate(
+            run,
+            validation_batches(
+                prepared,
+                context=derived.context,
+                pack=recipe.data.pack,
+                sequences_per_microbatch=derived.sequences_per_microbatch,
+                dp_rank=dp.rank,
+                dp_size=dp.size,
+                limit=recipe.train.validation_sequences,
+            ),
+        )
+
+    loader = Loader(
+        prepared,
+        seed=recipe.train.seed,
+        context=derived.context,
+        pack=recipe.data.pack,
+        sequences_per_microbatch=derived.sequences_per_microbatch,
+        num_microbatches=derived.accumulation,
+        dp_rank=dp.rank,
+        dp_size=dp.size,
+    )
+    services = Services(
+        validate,
+        save,
+        observers.report,
+        lambda tokens_per_s: mfu(tokens_per_s, info.flops_per_token or 0.0, world.size, info.peak_flops),
+        stop,
+    )
+    code = EXIT_FAILED
+    try:
+        with loader:
+            code = Loop(run, state, recipe, derived, loader, services).train()
+    except MeshwrightError as error:
+        code = error.exit_code
+        raise
+    finally:
+        observers.close(code)
+    return code
+
+
+def _describe(
+    recipe: Recipe, derived: Derived, prepared: Prepared, config: PretrainedConfig, mesh: Mesh, state: RunState
+) -> RunInfo:
+    """What observers are told before the first step."""
+    model = build_meta(config, recipe.model.attention)
+    size = measure_model(model)
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    run = f"{recipe.run.root}/{state.run_id}"
+    return RunInfo(
+        run_id=state.run_id,
+        config=asdict(recipe),
+        total_steps=recipe.train.steps,
+        start_step=state.step,
+        tokens_per_step=derived.tokens_per_step,
+        world=derived.world,
+        degrees={name: mesh.axis(name).size for name in ("pp", "dp", "cp", "tp", "ep")},
+        device=device,
+        model=config.model_type,
+        num_parameters=size.total,
+        num_parameters_active=size.active,
+        flops_per_token=flops_per_token(model, derived.context),
+        peak_flops=peak_flops(device),
+        unigram_entropy=prepared.unigram_entropy,
+        commands={
+            "resume": f"meshwright train run.id={state.run_id}",
+            "export": f"meshwright export {run} --to {run}/export",
+            "generate": f"meshwright generate {run}/export --prompt '...'",
+        },
+    )
+
+
+def restore(run: Run, checkpoints: Path) -> RunState:
+    """Fill a run from the newest whole checkpoint, whatever layout saved it."""
+    held = entries(run.buffers, run.optimizer, run.spans, whole=True)
+    values = load_newest(checkpoints, held, run.mesh.axis("world"))
+    assert values is not None, f"no checkpoint in {checkpoints}"
+    state = RunState.from_json(values)
+    run.optimizer.num_updates = state.num_updates
+    for buffer in run.buffers:
+        buffer.publish()
+    return state
+
+
+def choose_device(device: str) -> torch.device:
+    """This rank's device: the one of its local rank if there are GPUs, unless the recipe says otherwise."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RecipeError("launch.device=cuda, but torch sees no GPU here: use launch.device=auto or cpu")
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward; auto is bf16 where the device multiplies it natively."""
+    if precision.compute != "auto":
+        return DTYPES[precision.compute]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        flags = Path("/proc/cpuinfo")
+        native = flags.exists() and re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags.read_text()) is not None
+    return torch.bfloat16 if native else torch.float32
+
+
+def _check_data_fits(recipe: Recipe, prepared: Prepared, config: PretrainedConfig) -> None:
+    """Every token has an embedding, and packed documents are understood by the model."""
+    vocabulary = config.get_text_config().vocab_size
+    if vocabulary < prepared.vocab_size:
+        raise DataError(
+            f"model.config.vocab_size={vocabulary} is smaller than the tokenizer's {prepared.vocab_size} entries"
+            f" ({prepared.tokenizer}): set model.config.vocab_size to at least {prepared.vocab_size}, or use a smaller tokenizer"
+        )
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < recipe.batch.context:
+        raise RecipeError(
+            f"batch.context={recipe.batch.context} is longer than the model's positions,"
+            f" model.config.max_position_embeddings={limit}: shorten the one or raise the other"
+        )
+    if recipe.data.pack == "documents" and not understands_packing(build_meta(config, recipe.model.attention)):
+        raise RecipeError(
+            f"data.pack=documents, but {config.model_type} models do not derive their mask from positions, so documents would"
+            " see one another: use data.pack=concat"
+        )
+
+
+def _group(recipe: Recipe, model: PreTrainedModel, units: Sequence[Unit]) -> list[GroupAssignment]:
+    """Optimizer groups of the trained parameters; a pattern of model.freeze that matches nothing is an error."""
+    names = [name for unit in units for name in unit.parameters]
+    for pattern in recipe.model.freeze:
+        if not any(re.search(pattern, name) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise RecipeError(
+                f"model.freeze: {pattern!r} matches no parameter; names look like {', '.join(near or names[:3])}"
+            )
+    frozen = {name for name in names if any(re.search(pattern, name) for pattern in recipe.model.freeze)}
+    if len(frozen) == len(names):
+        raise RecipeError("model.freeze leaves no parameter to train: take a pattern out")
+    parameters = [(name, tuple(model.get_parameter(name).shape), name not in frozen) for name in names]
+    return group_parameters(parameters, recipe.optim)
+
+
+def _group_key(assignment: GroupAssignment) -> str:
+    return f"{assignment.group} x{assignment.lr_ratio:g} decay {assignment.weight_decay:g}"
+
+
+def _span(buffer: UnitBuffer, assignment: GroupAssignment) -> Span:
+    where = slice(*buffer.spans()[_group_key(assignment)])
+    return Span(buffer.master[where], buffer.gradient[where], assignment.lr_ratio, assignment.weight_decay)
+
+
+def _read_pretrained(model: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
+    """Only the boxes that this rank holds are read; every element must be found."""
+    slots = {slot.name: (buffer, slot) for buffer in buffers for slot in buffer.slots}
+    wanted = {name: buffer.layout(slot).whole().boxes() for name, (buffer, slot) in slots.items()}
+    for name, box, values in read_weights(folder, model, wanted):
+        buffer, slot = slots[name]
+        buffer.values(slot).view(slot.shape)[box.slices()].copy_(values)

@@ -1,0 +1,65 @@
+"""Linear layers that write their weight's gradient where it will be reduced.
+
+    Y = X W^T + b        dX = dY W        G += dY^T X        db = sum dY
+
+Autograd would allocate dY^T X anew in every microbatch, and someone would copy or add it into the unit's gradient buffer.
+Here the layer does it, in place where the product can accumulate, as Megatron's fused gradient accumulation does. The weight
+is looked up at the time of use, in forward and again in backward, so it may move in between.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from framework.model.products import linear_product
+from framework.parallel.zero.buffers import GradientPlace
+
+
+class _DirectLinear(torch.autograd.Function):
+    """`tick` stands for the weight in autograd's graph: its hook fires when all uses of the weight have run backward."""
+
+    @staticmethod
+    def forward(ctx, x, tick, bias, place, is_transposed):
+        weight = place.parameter.data
+        ctx.save_for_backward(x)
+        ctx.place, ctx.is_transposed = place, is_transposed
+        return linear_product(x, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        weight = ctx.place.parameter.data
+        dx = linear_product(dy, weight if ctx.is_transposed else weight.t()) if ctx.needs_input_grad[0] else None
+        dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        left, right = (x_rows, dy_rows) if ctx.is_transposed else (dy_rows, x_rows)
+        ctx.place.add_product(left.t(), right.t())
+        db = dy_rows.sum(0) if ctx.needs_input_grad[2] else None
+        return dx, torch.zeros_like(ctx.place.tick), db, None, None
+
+
+def find_linears(model: nn.Module, places: Mapping[str, GradientPlace]) -> list[tuple[nn.Module, GradientPlace]]:
+    """The linear modules whose weight is trained, each with its weight's place; a tied head is among them."""
+    by_parameter = {id(place.parameter): place for place in places.values()}
+    modules = (module for module in model.modules() if type(module) in (nn.Linear, Conv1D))
+    return [(module, by_parameter[id(module.weight)]) for module in modules if id(module.weight) in by_parameter]
+
+
+def write_gradients_directly(model: nn.Module, places: Mapping[str, GradientPlace]) -> None:
+    """Give each Linear (and GPT-2's transposed Conv1D) of the model the forward above. Results are those of autograd."""
+    linears = find_linears(model, places)
+    modules = {module for module, _ in linears}
+    other_uses = {p for module in model.modules() if module not in modules for p in module.parameters(recurse=False)}
+    for module, place in linears:
+        place.sources = (place.tick, place.parameter) if place.parameter in other_uses else (place.tick,)
+        module.forward = _direct_forward(module, place)  # type: ignore[method-assign]
+
+
+def _direct_forward(module: nn.Module, place: GradientPlace):
+    is_transposed = isinstance(module, Conv1D)
+
+    def forward(x: Tensor) -> Tensor:
+        return _DirectLinear.apply(x, place.tick, module.bias, place, is_transposed)
+
+    return forward

@@ -1,0 +1,172 @@
+"""The loop: batch, step, report, and what falls due. All ranks decide alike, because they read the same summed votes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from framework.comm import ledger
+from framework.data.loader import Loader
+from framework.errors import EXIT_DONE, EXIT_RESUME, NumericsError
+from framework.optim.schedules import learning_rate
+from framework.recipe.derive import Derived
+from framework.recipe.schema import Recipe
+from framework.track.memory import peak_memory_bytes
+from framework.track.report import StepReport
+from framework.train.faults import StopRequest
+from framework.train.state import RunState
+from framework.train.step import Run, train_step
+
+# A run that has skipped so many steps in a row has left the finite numbers for good.
+SKIPPED_STEPS_LIMIT = 20
+
+
+class Reading:
+    """A vector on its way from the device to the host: started now, waited for only when its values are asked for."""
+
+    def __init__(self, vector: Tensor):
+        self._done = torch.cuda.Event() if vector.is_cuda else None
+        self._host = torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector, non_blocking=True)
+        if self._done:
+            self._done.record()
+
+    def values(self) -> list[float]:
+        if self._done:
+            self._done.synchronize()
+        return self._host.tolist()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that has been sent to the device and not yet read. Seconds are this rank's; votes are in `reading`."""
+
+    reading: Reading
+    step: int
+    samples: int
+    tokens: int
+    lr: float
+    seconds: float
+    traffic: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the loop calls. `save` and `validate` are collective; `report` does nothing but on rank 0."""
+
+    validate: Callable[[], float]
+    save: Callable[[], None]
+    report: Callable[[StepReport], None]
+    flops_per_second_to_mfu: Callable[[float], float | None]
+    stop: StopRequest
+
+
+class Loop:
+    """Trains from `state` to `train.steps`. Reports lag one step behind the device, so that nothing waits for it."""
+
+    def __init__(self, run: Run, state: RunState, recipe: Recipe, derived: Derived, loader: Loader, services: Services):
+        self.run, self.state, self.recipe, self.derived = run, state, recipe, derived
+        self.loader, self.services = loader, services
+        self._unread: Taken | None = None
+        self._skipped_in_a_row = 0
+        self._last_save_s = time.monotonic()
+        self._busy_s, self._wait_s = 0.0, 0.0
+        self._stop = self._save_by_clock = False
+
+    def train(self) -> int:
+        """Returns the exit code: done, or saved and to be run again."""
+        while self.state.step < self.recipe.train.steps and not self._stop:
+            self._take_step()
+            is_last = self.state.step == self.recipe.train.steps
+            if self._is_due(self.recipe.train.validate_every_steps) or (
+                is_last and self.recipe.train.validate_every_steps
+            ):
+                self._read(self.services.validate())
+            if self._is_due(self.recipe.checkpoint.every_steps) or self._save_by_clock or is_last:
+                self._save()
+        if self.state.step == self.recipe.train.steps:
+            return EXIT_DONE
+        self._save()
+        return EXIT_RESUME
+
+    def _take_step(self) -> None:
+        """Send a step to the device, then read the one before: in the steady state that wait is the device's step time."""
+        state, recipe = self.state, self.recipe
+        started = time.perf_counter()
+        before = ledger.snapshot(self.run.mesh)
+        microbatches = self.loader.batch(state.samples)
+        loaded = time.perf_counter()
+        lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
+        reading = Reading(train_step(self.run, microbatches, state.step, lr, self._votes()))
+        state.step += 1
+        state.samples += self.derived.sequences_per_step
+        state.tokens += self.derived.tokens_per_step
+        traffic = ledger.totals(ledger.difference(ledger.snapshot(self.run.mesh), before))
+        self._wait_s, self._busy_s = loaded - started, time.perf_counter() - loaded
+        self._read()
+        seconds = time.perf_counter() - started
+        self._unread = Taken(reading, state.step, state.samples, state.tokens, lr, seconds, traffic)
+
+    def _votes(self) -> list[float]:
+        """[stop?, save now?] then (busy, waiting) seconds of the step before, each rank in its own place."""
+        minutes = self.recipe.checkpoint.every_minutes
+        due = minutes is not None and time.monotonic() - self._last_save_s > 60 * minutes
+        votes = [float(self.services.stop.requested), float(due and self.run.mesh.rank == 0)]
+        seconds = [0.0] * (2 * self.derived.world)
+        seconds[2 * self.run.mesh.rank : 2 * self.run.mesh.rank + 2] = self._busy_s, self._wait_s
+        return votes + seconds
+
+    def _read(self, validation_loss: float | None = None) -> None:
+        """Conclude the step that was sent last, if it is still unread."""
+        taken, self._unread = self._unread, None
+        if taken is None:
+            return
+        loss, norm, stop, save, *seconds = taken.reading.values()
+        self._stop, self._save_by_clock = self._stop or stop > 0, save > 0
+        finite = abs(loss) + norm < float("inf")
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        self.state.skipped_steps += not finite
+        self._report(taken, loss, norm, seconds, validation_loss)
+        if self._skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
+            raise NumericsError(
+                f"loss or gradient was not finite in {SKIPPED_STEPS_LIMIT} steps in a row, the last one step {taken.step}: no "
+                "update was made from them. Resume from an older checkpoint with a lower optim.lr or a longer "
+                "optim.schedule.warmup_steps, or look at the data of these steps"
+            )
+
+    def _report(
+        self, taken: Taken, loss: float, norm: float, seconds: list[float], validation_loss: float | None
+    ) -> None:
+        every = self.recipe.track.every_steps
+        if taken.step % every and validation_loss is None and taken.step != self.recipe.train.steps:
+            return
+        tokens_per_s = self.derived.tokens_per_step / taken.seconds
+        tokens_of_rank = self.derived.tokens_per_step / self.derived.dp
+        self.services.report(
+            StepReport(
+                step=taken.step,
+                samples=taken.samples,
+                tokens=taken.tokens,
+                loss=loss,
+                gradient_norm=norm,
+                lr=taken.lr,
+                step_s=taken.seconds,
+                tokens_per_s=tokens_per_s,
+                tokens_per_s_per_rank=tuple(tokens_of_rank / busy if busy else 0.0 for busy in seconds[0::2]),
+                data_wait_s=max(seconds[1::2]),
+                mfu=self.services.flops_per_second_to_mfu(tokens_per_s),
+                memory_bytes=peak_memory_bytes(self.run.mesh.device),
+                traffic=taken.traffic,
+                validation_loss=validation_loss,
+                skipped_steps=self.state.skipped_steps,
+            )
+        )
+
+    def _is_due(self, every_steps: int | None) -> bool:
+        return every_steps is not None and self.state.step % every_steps == 0
+
+    def _save(self) -> None:
+        self._read()
+        self.services.save()
+        self._last_save_s, self._save_by_clock = time.monotonic(), False

@@ -1,0 +1,76 @@
+"""What a training run leaves behind to be compared: losses, norms, first gradients, last weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from framework.comm.collectives import gather_objects
+from framework.mesh.axis import Axis
+from framework.mesh.box import Box
+from framework.mesh.layout import Layout
+from framework.model.load import build_meta
+from framework.model.loss import IGNORE
+from framework.model.materialize import initialize_unit, seed_for
+from framework.model.plan import find_units
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """losses and norms by step; gradients after step 1, clipped, and weights after the last step, full, by parameter name."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """input_ids and shifted labels of one optimizer step, int64 [sequences, context]."""
+
+    input_ids: Tensor
+    labels: Tensor
+
+
+def make_batches(config: PretrainedConfig, num_steps: int, sequences: int, context: int, seed: int) -> list[TokenBatch]:
+    """Random tokens with deliberately uneven loss masks: each sequence keeps another share of its labels, one keeps none."""
+    generator = torch.Generator().manual_seed(seed_for(seed, "verify"))
+    vocabulary = config.get_text_config().vocab_size
+    batches = []
+    for _ in range(num_steps):
+        tokens = torch.randint(0, vocabulary, (sequences, context + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        kept = torch.linspace(0.0, 1.0, sequences)[torch.randperm(sequences, generator=generator)]
+        if sequences > 1:
+            labels[torch.rand(labels.shape, generator=generator) >= kept[:, None]] = IGNORE
+        batches.append(TokenBatch(tokens[:, :-1].clone(), labels))
+    return batches
+
+
+def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
+    """The seeded initial parameters of the whole model, fp32, by name."""
+    model = build_meta(config)
+    values: dict[str, Tensor] = {}
+    for unit in find_units(model):
+        values |= initialize_unit(model, unit, seed, unit.parameters)
+    return values
+
+
+def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Axis) -> dict[str, Tensor]:
+    """Full tensors, on every rank, from what each rank owns of them (flat, in interval order): box arithmetic only."""
+    own: dict[str, list[tuple[Box, Tensor]]] = {}
+    for name, (layout, flat) in parts.items():
+        boxes = layout.boxes()
+        pieces = flat.detach().cpu().split([box.numel for box in boxes]) if boxes else ()
+        own[name] = [(box, piece.view(box.sizes)) for box, piece in zip(boxes, pieces, strict=True)]
+    shapes = {name: layout.shape for name, (layout, _) in parts.items()}
+    full: dict[str, Tensor] = {}
+    for of_rank in gather_objects((shapes, own), world):
+        for name, pieces in of_rank[1].items():
+            for box, piece in pieces:
+                if name not in full:
+                    full[name] = torch.full(of_rank[0][name], torch.nan, dtype=piece.dtype)
+                full[name][box.slices()] = piece
+    return full

@@ -1,0 +1,60 @@
+"""The layout under test: the same builder and the same step that train, fed with given batches."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from framework.build import build
+from framework.data.pack import Microbatch
+from framework.mesh.connect import Mesh
+from framework.mesh.layout import Layout
+from framework.optim.schedules import learning_rate
+from framework.parallel.zero.buffers import Slot, UnitBuffer
+from framework.recipe.schema import Recipe
+from framework.train.step import Run, train_step
+from framework.verify.evidence import Evidence, TokenBatch, gather_full
+
+
+def run_layout(recipe: Recipe, config: PretrainedConfig, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
+    """Train the recipe's layout on the batches; the evidence is gathered on every rank."""
+    run = build(recipe, config, mesh)
+    losses, norms, gradients = [], [], {}
+    for step, batch in enumerate(batches):
+        lr = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
+        loss, norm = train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, lr, ()).tolist()
+        losses.append(loss)
+        norms.append(norm)
+        if step == 0:
+            gradients = gather_full(owned_gradients(run), mesh.axis("world"))
+    return Evidence(tuple(losses), tuple(norms), gradients, gather_full(owned_weights(run), mesh.axis("world")))
+
+
+def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[Microbatch]:
+    """This rank's microbatches, in the loader's order: microbatch m of rank r holds sequences from (m * dp + r) * b."""
+    dp, b = mesh.axis("dp"), sequences_per_microbatch
+    starts = range(dp.rank * b, len(batch.input_ids), dp.size * b)
+    return [Microbatch(batch.input_ids[i : i + b], batch.labels[i : i + b], None) for i in starts]
+
+
+def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:
+    """Layout and owned elements of every gradient: zero where a parameter is frozen, as the oracle has it."""
+    return {
+        slot.name: _owned(
+            buffer, slot, buffer.gradient_of(slot) if slot.is_trained else torch.zeros_like(buffer.values(slot))
+        )
+        for buffer in run.buffers
+        for slot in buffer.slots
+    }
+
+
+def owned_weights(run: Run) -> dict[str, tuple[Layout, Tensor]]:
+    """Layout and owned elements of every parameter, in the master dtype."""
+    return {slot.name: _owned(buffer, slot, buffer.values(slot)) for buffer in run.buffers for slot in buffer.slots}
+
+
+def _owned(buffer: UnitBuffer, slot: Slot, flat: Tensor) -> tuple[Layout, Tensor]:
+    layout = buffer.layout(slot)
+    start, stop = layout.interval or (0, flat.numel())
+    return layout, flat[start:stop]
