@@ -1,6 +1,7 @@
 """The report that ends every run: report.png (curves) and report.txt (one page), from run_info.json and metrics.jsonl only,
 so that it can be written again at any time: `write_report(run_dir)`."""
 
+import io
 import math
 import os
 import statistics
@@ -99,8 +100,6 @@ def describe(run: RunInfo, curves: Curves, run_dir: Path) -> str:
 
 def draw(run: RunInfo, curves: Curves) -> bytes:
     """The four curves over steps as a PNG."""
-    import io
-
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
