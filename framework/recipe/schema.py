@@ -4,6 +4,8 @@ Each field carries its meaning and its range in its metadata, so that `check`, `
 `Literal` types list the legal values. Derived numbers (accumulation, dp, tokens per step) are never stored: see `derive.py`.
 """
 
+# ruff: noqa: RUF009  (`key` and `group` are what ruff does not know them to be: dataclasses.field)
+
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
@@ -27,14 +29,20 @@ def group(kind: type) -> Any:
 class Train:
     steps: int = key("optimizer steps of the whole run", 1000, low=1)
     seed: int = key("seeds initialisation, data order and dropout", 1234, low=0)
-    validate_every_steps: int | None = key("validate after every so many steps and after the last; null: never", None, low=1)
+    validate_every_steps: int | None = key(
+        "validate after every so many steps and after the last; null: never", None, low=1
+    )
     validation_sequences: int | None = key("sequences of one validation; null: the whole validation split", None, low=1)
 
 
 @dataclass(frozen=True)
 class Batch:
-    sequences_per_step: int | None = key("sequences that one optimizer step consumes (or state tokens_per_step)", None, low=1)
-    tokens_per_step: int | None = key("tokens that one optimizer step consumes (or state sequences_per_step)", None, low=1)
+    sequences_per_step: int | None = key(
+        "sequences that one optimizer step consumes (or state tokens_per_step)", None, low=1
+    )
+    tokens_per_step: int | None = key(
+        "tokens that one optimizer step consumes (or state sequences_per_step)", None, low=1
+    )
     sequences_per_microbatch: int = key("sequences in one forward pass of one rank", 1, low=1)
     context: int = key("tokens in a sequence", 1024, low=2)
 
@@ -44,7 +52,9 @@ class Model:
     family: str = key("Hugging Face `model_type`, such as llama, gpt2, mixtral", "llama")
     config: dict[str, Any] = key("values of the Hugging Face config; what is not set keeps the family's default", {})
     weights: str | None = key("hub name or folder of pretrained weights; null: train from scratch", None)
-    tokenizer: str | None = key("hub name or folder; null: that of `weights`, else trained offline (data.bpe_vocab)", None)
+    tokenizer: str | None = key(
+        "hub name or folder; null: that of `weights`, else trained offline (data.bpe_vocab)", None
+    )
     attention: str = key("attention implementation, as Hugging Face names them; auto: its own choice", "auto")
     experts: str = key("experts implementation, as Hugging Face names them; auto: its own choice", "auto")
     freeze: list[str] = key("regular expressions over parameter names that are not trained", [])
@@ -54,7 +64,9 @@ class Model:
 class Source:
     path: str = key("a file, folder or glob (jsonl, json, parquet, txt, py ...), a hub dataset, or `python-stdlib`")
     weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
-    format: Literal["auto", "jsonl", "parquet", "text", "hub"] = key("how to read it; auto: by the file's ending", "auto")
+    format: Literal["auto", "jsonl", "parquet", "text", "hub"] = key(
+        "how to read it; auto: by the file's ending", "auto"
+    )
     field: str = key("the field of a record that holds the text", "text")
 
 
@@ -62,7 +74,9 @@ class Source:
 class Data:
     sources: dict[str, Source] = key("named sources, blended by weight", {})
     root: str = key("folder of the token stores; each store is named by its fingerprint", "tokens")
-    bpe_vocab: int | None = key("train a byte-level BPE of this many entries where there is no tokenizer", None, low=260)
+    bpe_vocab: int | None = key(
+        "train a byte-level BPE of this many entries where there is no tokenizer", None, low=260
+    )
     pack: Literal["concat", "documents"] = key(
         "concat: documents follow one another and attend across; documents: positions restart and attention stays inside",
         "concat",
@@ -87,13 +101,17 @@ class Zero:
 
 @dataclass(frozen=True)
 class Memory:
-    activation_checkpointing: Literal["none", "full"] = key("full: keep each layer's input, compute the rest again", "none")
+    activation_checkpointing: Literal["none", "full"] = key(
+        "full: keep each layer's input, compute the rest again", "none"
+    )
     compile: Literal["auto", "never", "always"] = key("torch.compile per layer; auto: on GPUs", "auto")
 
 
 @dataclass(frozen=True)
 class Precision:
-    compute: Literal["auto", "bf16", "fp32", "fp64"] = key("forward and backward; auto: bf16 where the device has it, else fp32", "auto")
+    compute: Literal["auto", "bf16", "fp32", "fp64"] = key(
+        "forward and backward; auto: bf16 where the device has it, else fp32", "auto"
+    )
     master: Literal["fp32", "fp64"] = key("the optimizer's weights", "fp32")
     reduce: Literal["fp32", "fp64"] = key("gradient accumulation and reduction", "fp32")
 

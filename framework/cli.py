@@ -1,0 +1,376 @@
+"""The command line: `meshwright COMMAND [options] [overrides]`.
+
+Each command is one function that composes and checks the recipe and calls the room that does the work. Rooms are imported
+inside these functions, so that `check` and `--help` answer at once, without torch.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from framework.errors import EXIT_DONE, MeshwrightError, RecipeError
+from framework.recipe.schema import Recipe
+
+EXIT_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. `composes`: it takes the overrides of a recipe."""
+
+    name: str
+    summary: str
+    run: Callable[[argparse.Namespace], int]
+    add_options: Callable[[argparse.ArgumentParser], None]
+    composes: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. The exit code is one of errors.py's, or 130 after Ctrl-C; a fault of ours keeps its traceback."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except MeshwrightError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("meshwright: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `meshwright check --keys | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+
+
+def _dispatch(argv: list[str]) -> int:
+    commands = _commands()
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_overview(commands))
+        return EXIT_DONE
+    command = next((command for command in commands if command.name == name), None)
+    if command is None:
+        raise RecipeError(_explain_command(name, [command.name for command in commands]))
+    return command.run(_parse(command, argv[1:]))
+
+
+def _commands() -> tuple[Command, ...]:
+    return (
+        Command("train", "check the recipe and train it here", _train, _add_train, True),
+        Command("check", "every mistake of a recipe at once, or what it says in full", _check, _add_check, True),
+        Command("verify", "the recipe's layout on CPU ranks against stock Hugging Face", _verify, _add_verify, True),
+        Command("plan", "layouts and bytes per rank, without any device", _plan, _add_nothing, True),
+        Command("prepare", "text to token store, resumable and on all cores", _prepare, _add_prepare, True),
+        Command("generate", "let a trained model continue a text", _generate, _add_generate, False),
+        Command("export", "a run's model as a folder that from_pretrained loads", _export, _add_export, False),
+        Command("inspect", "what a checkpoint holds", _inspect, _add_inspect, False),
+    )
+
+
+# --- the commands, each with its options
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="train every combination of values such as optim.lr=1e-3,3e-4 batch.context=256,512, one after another",
+    )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    if arguments.multirun:
+        return _sweep(arguments)
+    recipe = _compose_run(arguments)
+    from framework.launch.local import train
+
+    return train(recipe, arguments.overrides, arguments.recipes)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sources", action="store_true", help="say which file or override set each value")
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="WORD",
+        help="explain all keys, or those with WORD in their name or meaning; composes nothing",
+    )
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from framework.recipe.compose import compose
+    from framework.recipe.derive import derive
+    from framework.recipe.describe import describe_derived, describe_keys, describe_sources
+    from framework.recipe.saved import to_yaml
+
+    if arguments.keys is not None:
+        print(describe_keys(arguments.keys))
+        return EXIT_DONE
+    composition = compose(arguments.overrides, arguments.recipes)
+    recipe = composition.require()
+    print(describe_sources(recipe, composition.origins) if arguments.sources else to_yaml(recipe).rstrip())
+    print()
+    print(describe_derived(derive(recipe)))
+    return EXIT_DONE
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model-config", type=Path, metavar="FILE", help="a config.json to take instead of the recipe's model"
+    )
+    parser.add_argument("--fp64", action="store_true", help="compare in fp64, to 1e-9 instead of 1e-5")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="CPU ranks (default: what the layout needs)")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    recipe = _compose(arguments)
+    from framework.verify.command import verify
+
+    return verify(recipe, arguments.model_config, arguments.fp64, arguments.steps, arguments.ranks)
+
+
+def _add_nothing(parser: argparse.ArgumentParser) -> None:
+    """A command without options of its own."""
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    recipe = _compose(arguments)
+    from framework.verify.plan import plan
+
+    return plan(recipe)
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    recipe = _compose(arguments)
+    from framework.data.prepare import prepare_command
+
+    return prepare_command(recipe, arguments.workers)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's id or folder, or an exported folder")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=100, metavar="N", help="at most so many tokens (default: 100)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest token (default: 0.8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from framework.model.generate import generate_command
+
+    folder = _find_run(arguments.run)
+    return generate_command(folder, arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.seed)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's id or folder")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to write")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from framework.launch.export import export_command
+
+    return export_command(_find_run(arguments.run), arguments.to)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="CHECKPOINT", help="a checkpoint's folder")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from framework.checkpoint.inspect import inspect_command
+
+    return inspect_command(arguments.path)
+
+
+# --- recipes and runs
+
+
+def _compose(arguments: argparse.Namespace) -> Recipe:
+    from framework.recipe.compose import compose
+
+    return compose(arguments.overrides, arguments.recipes).require()
+
+
+def _compose_run(arguments: argparse.Namespace) -> Recipe:
+    """The recipe to train. `train run.id=X train.steps=500` goes on with what run X saved rather than with config.yaml's
+    defaults, so its values are judged beside those; a command that chooses recipes says itself what it wants."""
+    from framework.recipe.compose import compose
+    from framework.recipe.files import search_path
+    from framework.recipe.overrides import parse_overrides
+
+    composition = compose(arguments.overrides, arguments.recipes)
+    run = composition.draft.run
+    chosen = parse_overrides(arguments.overrides, search_path(arguments.recipes)).choices
+    if run.id is not None and not chosen:
+        saved = Path(run.root) / run.id / "recipe.yaml"
+        if saved.is_file():
+            composition = compose(arguments.overrides, arguments.recipes, base=saved)
+    return composition.require()
+
+
+def _find_run(name: str) -> Path:
+    """A folder as it is, or a run's id in the default folder of runs."""
+    folder = Path(name)
+    return folder if folder.exists() or len(folder.parts) > 1 else Path(Recipe().run.root) / name
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    """Trains every combination of a multirun's values in turn. All are checked before the first one starts."""
+    from framework.recipe.compose import compose, expand_sweep
+
+    combinations = expand_sweep(arguments.overrides)
+    mistakes, ids = [], []
+    for combination in combinations:
+        composition = compose(combination, arguments.recipes)
+        ids.append(composition.draft.run.id)
+        try:
+            composition.require()
+        except RecipeError as error:
+            mistakes.append(f"{' '.join(combination)}\n{error}")
+    if mistakes:
+        raise RecipeError("\n\n".join(mistakes))
+    taken = next((run_id for run_id in ids if run_id is not None and ids.count(run_id) > 1), None)
+    if taken is not None:
+        raise RecipeError(
+            f"run.id={taken} would name {ids.count(taken)} runs of this sweep: leave it out, or give each its own"
+        )
+    folders = [part for folder in arguments.recipes for part in ("--recipes", str(folder))]
+    return _run_in_turn([["train", *folders, *combination] for combination in combinations])
+
+
+def _run_in_turn(commands: Sequence[Sequence[str]]) -> int:
+    """Runs each command in a process of its own, so that none leaves device memory or process groups to the next. A failure
+    does not stop the others, Ctrl-C does, after the run has saved. Returns the first exit code that is not 0."""
+    codes: list[int] = []
+    for number, command in enumerate(commands, start=1):
+        print(f"[{number}/{len(commands)}] meshwright {' '.join(command)}", flush=True)
+        code, interrupted = _run_process([sys.executable, "-m", "framework", *command])
+        codes.append(code)
+        if interrupted:
+            break
+    for command, code in zip(commands, codes, strict=False):
+        print(f"{'done' if code == EXIT_DONE else f'exit {code}':8} meshwright {' '.join(command)}")
+    return next((code for code in codes if code != EXIT_DONE), EXIT_DONE)
+
+
+def _run_process(command: Sequence[str]) -> tuple[int, bool]:
+    """(exit code, whether Ctrl-C was pressed). The terminal sends Ctrl-C to the process as well; it saves, and is waited for."""
+    interrupted = False
+    with subprocess.Popen(command) as process:
+        while True:
+            try:
+                return process.wait(), interrupted
+            except KeyboardInterrupt:
+                interrupted = True
+
+
+# --- arguments and help
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is an error as any other: explained, with our exit code."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(f"{message}\n{self.format_usage().strip()}")
+
+
+def _parse(command: Command, argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog=f"meshwright {command.name}",
+        description=command.summary[0].upper() + command.summary[1:] + ".",
+        epilog=_explain_overrides() if command.composes and {"-h", "--help"} & set(argv) else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if command.composes:
+        parser.add_argument(
+            "overrides", nargs="*", metavar="OVERRIDE", help="recipes to choose and values to set, see below"
+        )
+        parser.add_argument(
+            "--recipes",
+            action="append",
+            default=[],
+            type=Path,
+            metavar="DIR",
+            help="a folder of your own recipes, searched before the shipped ones; may be given several times",
+        )
+    command.add_options(parser)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown and not command.composes:
+        parser.error(f"there is no option {' '.join(unknown)}")
+    if unknown:
+        raise RecipeError(_explain_flags(unknown, parser.format_usage()))
+    return arguments
+
+
+def _overview(commands: Iterable[Command]) -> str:
+    lines = [f"  {command.name:10} {command.summary}" for command in commands]
+    return "\n".join(
+        [
+            "usage: meshwright COMMAND [options] [overrides]",
+            "",
+            *lines,
+            "",
+            "`meshwright COMMAND --help` explains a command and lists the recipes.",
+            "The first run:  meshwright train experiment=quickstart",
+        ]
+    )
+
+
+def _explain_overrides() -> str:
+    from framework.recipe.describe import describe_group_keys, describe_groups
+    from framework.recipe.files import search_path
+
+    return f"""overrides, in Hydra's grammar:
+  group=recipe      choose a recipe:  model=gpt2  optim=lion  experiment=quickstart
+  key=value         set a value:      train.steps=500  model.config.num_hidden_layers=4
+  +key=value        add a value;  ++key=value  set or add it;  ~key  leave it out
+
+groups and their recipes:
+{describe_groups(search_path())}
+
+keys (`meshwright check --keys [WORD]` explains them):
+{describe_group_keys()}"""
+
+
+def _explain_flags(flags: Iterable[str], usage: str) -> str:
+    from framework.recipe.overrides import explain_flag
+    from framework.recipe.problem import render_problems
+    from framework.recipe.suggest import nearest
+
+    options = re.findall(r"--[a-z-]+", usage)
+    guesses = {flag: nearest(flag.partition("=")[0], options) for flag in flags}
+    mistyped = [f"there is no option {flag}; did you mean {guess[0]}?" for flag, guess in guesses.items() if guess]
+    keys = [explain_flag(flag) for flag, guess in guesses.items() if not guess]
+    return "\n".join([*mistyped, *([render_problems(keys)] if keys else [])])
+
+
+def _explain_command(name: str, commands: Sequence[str]) -> str:
+    from framework.recipe.suggest import nearest
+
+    if "=" in name:
+        return f"the command comes first: meshwright train {name} (commands: {', '.join(commands)})"
+    guess = nearest(name, commands)
+    return (
+        f"there is no command {name}; " + (f"did you mean {guess[0]}? " if guess else "") + f"({', '.join(commands)})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

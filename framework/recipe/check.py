@@ -1,0 +1,182 @@
+"""Rules between the keys of a recipe. Each rule names the keys that it reads and stays silent where one of them is wrong
+already, so that a mistake is reported once and with its own reason."""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from framework.recipe.derive import find_batch_problems, find_world_problems
+from framework.recipe.origins import origin_of
+from framework.recipe.problem import Problem, render_problems
+from framework.recipe.schema import Optim, Recipe
+
+__all__ = ["Problem", "check_recipe", "render_problems"]
+
+Rule = Callable[[Recipe], Iterator[Problem]]
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # what folders, wandb ids and SLURM job names all take
+
+
+def check_recipe(recipe: Recipe, origins: Mapping[str, str], broken: Collection[str] = ()) -> list[Problem]:
+    """Everything that contradicts itself in a recipe whose single values are sound; `broken`: keys that are not."""
+    problems: list[Problem] = []
+    for reads, rule in _rules():
+        wrong = [*broken, *(problem.key for problem in problems)]
+        if not any(key == read or key.startswith(f"{read}.") for key in wrong for read in reads):
+            found = rule(recipe)
+            problems += [replace(problem, origin=origin_of(origins, problem.key)) for problem in found]
+    return problems
+
+
+def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
+    """(keys or groups that the rule reads, rule), in the order in which one mistake hides another."""
+    return (
+        (("parallel", "zero"), _unavailable),
+        (("parallel", "launch.ranks"), find_world_problems),
+        (("parallel", "launch.ranks", "batch"), find_batch_problems),
+        (("precision",), _precision),
+        (("optim.schedule", "train.steps"), _schedule),
+        (("optim.name", "optim.betas", "optim.eps", "optim.momentum"), _optimizer),
+        (("optim.clip_norm",), _clipping),
+        (("optim.groups",), _group_patterns),
+        (("model.freeze",), _freeze_patterns),
+        (("data.sources",), _sources),
+        (("data.bpe_vocab", "model.tokenizer", "model.weights"), _tokenizer),
+        (("data.validation", "train.validate_every_steps"), _validation),
+        (("checkpoint.every_minutes",), _checkpoint),
+        (("run",), _run),
+    )
+
+
+def _unavailable(recipe: Recipe) -> Iterator[Problem]:
+    for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+        degree = getattr(recipe.parallel, axis)
+        if degree != 1:
+            message = f"{name} parallelism is not available in this version"
+            yield Problem(
+                f"parallel.{axis}", degree, message, f"parallel.{axis}=1; ranks are data-parallel (parallel.dp)"
+            )
+    if recipe.zero.stage != 0:
+        yield Problem("zero.stage", recipe.zero.stage, "ZeRO is not available in this version", "zero.stage=0")
+
+
+def _precision(recipe: Recipe) -> Iterator[Problem]:
+    precision = recipe.precision
+    if precision.compute != "fp64":
+        return
+    for name in ("master", "reduce"):
+        if getattr(precision, name) != "fp64":
+            message = "less precise than precision.compute=fp64, which would be lost in it"
+            fix = f"precision.{name}=fp64 (precision=fp64 sets all three); or precision.compute=fp32"
+            yield Problem(f"precision.{name}", getattr(precision, name), message, fix)
+
+
+def _schedule(recipe: Recipe) -> Iterator[Problem]:
+    schedule, steps = recipe.optim.schedule, recipe.train.steps
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    if warmup > steps:
+        message = f"the warm-up is longer than the run of train.steps={steps}"
+        yield Problem(
+            "optim.schedule.warmup_steps", warmup, message, f"at most {steps}; or train.steps={warmup} and more"
+        )
+    if decay is None:
+        return
+    if schedule.name != "wsd":
+        fix = "optim.schedule.decay_steps=null; or optim/schedule=wsd"
+        yield Problem("optim.schedule.decay_steps", decay, f"only wsd has a decay of its own, not {schedule.name}", fix)
+    elif warmup <= steps < warmup + decay:
+        message = f"warm-up and decay, {warmup} + {decay} steps, are longer than the run of train.steps={steps}"
+        fix = (
+            f"optim.schedule.decay_steps={steps - warmup} or less"
+            if warmup < steps
+            else f"train.steps={warmup + decay}"
+        )
+        yield Problem("optim.schedule.decay_steps", decay, message, fix)
+
+
+def _optimizer(recipe: Recipe) -> Iterator[Problem]:
+    optim, default = recipe.optim, Optim()
+    for name, owners in (("betas", ("adamw", "lion")), ("eps", ("adamw",)), ("momentum", ("sgd",))):
+        value = getattr(optim, name)
+        if optim.name not in owners and value != getattr(default, name):
+            fix = f"leave it out (~optim.{name}); or optim={' or optim='.join(owners)}"
+            yield Problem(f"optim.{name}", _plain(value), f"{optim.name} has no {name}, so it would do nothing", fix)
+    if any(beta >= 1.0 for beta in optim.betas):
+        yield Problem(
+            "optim.betas", _plain(optim.betas), "at 1 a moment never forgets; each must be below 1", "0.9 to 0.999"
+        )
+    if optim.momentum >= 1.0:
+        yield Problem("optim.momentum", optim.momentum, "at 1 it never forgets; it must be below 1", "0.9")
+
+
+def _clipping(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.optim.clip_norm == 0.0:
+        message = "a gradient clipped to norm 0 trains nothing"
+        yield Problem("optim.clip_norm", 0.0, message, "optim.clip_norm=null for no clipping")
+
+
+def _group_patterns(recipe: Recipe) -> Iterator[Problem]:
+    for name, group in recipe.optim.groups.items():
+        yield from _pattern(f"optim.groups.{name}.pattern", group.pattern)
+
+
+def _freeze_patterns(recipe: Recipe) -> Iterator[Problem]:
+    for pattern in recipe.model.freeze:
+        yield from _pattern("model.freeze", pattern)
+
+
+def _pattern(key: str, pattern: str) -> Iterator[Problem]:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        fix = "escape . [ ( with a backslash where they are meant as such"
+        yield Problem(key, pattern, f"not a regular expression: {error}", fix)
+
+
+def _sources(recipe: Recipe) -> Iterator[Problem]:
+    sources = recipe.data.sources
+    if not sources:
+        fix = "a data recipe such as data=python_stdlib; or data.sources.NAME.path=..."
+        yield Problem("data.sources", None, "there is nothing to train on", fix)
+    elif not any(source.weight for source in sources.values()):
+        first = next(iter(sources))
+        message = "every source has weight 0, which leaves it out"
+        yield Problem(f"data.sources.{first}.weight", 0.0, message, f"data.sources.{first}.weight=1")
+
+
+def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
+    vocab = recipe.data.bpe_vocab
+    given = next((name for name in ("tokenizer", "weights") if getattr(recipe.model, name) is not None), None)
+    if vocab is not None and given is not None:
+        has = f"model.{given}={getattr(recipe.model, given)} has a tokenizer already; a second one would be trained"
+        yield Problem("data.bpe_vocab", vocab, has, f"data.bpe_vocab=null; or model.{given}=null")
+    elif vocab is None and given is None:
+        fix = "model.tokenizer=<hub name or folder>; or data.bpe_vocab=4096 to train one on the data"
+        yield Problem("model.tokenizer", None, "there is no tokenizer", fix)
+
+
+def _validation(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.train.validate_every_steps is not None and recipe.data.validation == 0.0:
+        message = f"no documents are held out, but train.validate_every_steps={recipe.train.validate_every_steps}"
+        yield Problem("data.validation", 0.0, message, "data.validation=0.005; or train.validate_every_steps=null")
+
+
+def _checkpoint(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.checkpoint.every_minutes == 0.0:
+        yield Problem(
+            "checkpoint.every_minutes", 0.0, "would save without end", "checkpoint.every_minutes=null for never"
+        )
+
+
+def _run(recipe: Recipe) -> Iterator[Problem]:
+    for name in ("id", "name"):
+        value = getattr(recipe.run, name)
+        if value is not None and not _RUN_ID.fullmatch(value):
+            message = "names a folder and a wandb run: letters, digits, . _ - only, 64 at most, none of . _ - first"
+            cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("._-")[:64]
+            yield Problem(f"run.{name}", value, message, f"run.{name}={cleaned}" if cleaned else "")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,173 @@
+"""A plain tree (dicts, lists, scalars) to the recipe's dataclasses: strictly, and with every mistake at once.
+
+Hydra composes untyped, so this is the one place where a key's name, type and range are judged, alike for YAML files, the
+command line and a saved recipe.
+"""
+
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, cast
+
+from framework.recipe.keys import join, legal_values, named_group, split_optional
+from framework.recipe.origins import origin_of
+from framework.recipe.problem import Problem, show
+from framework.recipe.schema import Recipe
+from framework.recipe.suggest import explain_unknown, nearest
+
+MANDATORY = "???"  # how OmegaConf and Hydra write "must be given"
+
+
+def to_recipe(tree: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[Recipe, list[Problem]]:
+    """The recipe that `tree` says, and all that is wrong with it. Where a value cannot be read the recipe keeps the
+    schema's default, so that the other keys can still be checked; with problems it is a draft and must not be run."""
+    conversion = _Conversion(origins)
+    recipe = conversion.group(tree, Recipe, "")
+    return cast(Recipe, recipe), conversion.problems
+
+
+class _Mistake(Exception):
+    """A value that does not fit its key: what is wrong, and how to write it if that is clear."""
+
+    def __init__(self, message: str, fix: str = ""):
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class _Limits:
+    low: float | None
+    high: float | None
+
+
+@dataclass
+class _Conversion:
+    origins: Mapping[str, str]
+    problems: list[Problem] = field(default_factory=list)
+
+    def group(self, tree: Any, kind: type, path: str) -> Any:
+        """A dataclass from a mapping; None where a key without a default is missing."""
+        if not isinstance(tree, Mapping):
+            names = ", ".join(f.name for f in fields(kind))
+            self._report(path, tree, "this is a group of keys, not a value", f"set the keys below it: {names}")
+            tree = {}
+        kinds = typing.get_type_hints(kind)
+        values: dict[str, Any] = {}
+        for f in fields(kind):
+            where = join(path, f.name)
+            if f.name in tree:
+                self._field(values, f, tree[f.name], kinds[f.name], where)
+            elif f.default is MISSING and f.default_factory is MISSING:
+                message = f"must be given: {f.metadata['doc']}"
+                self.problems.append(
+                    Problem(where, None, message, f"{where}=...", origin_of(self.origins, path), missing=True)
+                )
+        for name in tree:
+            if name not in kinds:
+                self._unknown(join(path, name), tree[name])
+        required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+        return kind(**values) if required <= values.keys() else None
+
+    def _field(self, values: dict[str, Any], f: Any, value: Any, kind: Any, where: str) -> None:
+        if is_dataclass(kind):
+            values[f.name] = self.group(value, cast(type, kind), where)
+        elif (named := named_group(kind)) and isinstance(value, Mapping):
+            elements = {str(name): self.group(value[name], named, join(where, name)) for name in value}
+            values[f.name] = {name: element for name, element in elements.items() if element is not None}
+        else:
+            limits = _Limits(f.metadata["low"], f.metadata["high"])
+            try:
+                values[f.name] = _convert(value, kind, limits)
+            except _Mistake as mistake:
+                self._report(where, value, mistake.message, mistake.fix)
+
+    def _unknown(self, path: str, value: Any) -> None:
+        """Reports the leaves of what is unknown: a foreign section has one translation per key."""
+        if isinstance(value, Mapping) and value and not explain_unknown(path).final:
+            for name in value:
+                self._unknown(join(path, name), value[name])
+        else:
+            self._report(path, None if isinstance(value, Mapping) else value, "unknown key", explain_unknown(path).fix)
+
+    def _report(self, key: str, value: Any, message: str, fix: str) -> None:
+        self.problems.append(Problem(key, value, message, fix, origin_of(self.origins, key)))
+
+
+def _convert(value: Any, kind: Any, limits: _Limits) -> Any:
+    inner, optional = split_optional(kind)
+    if value is None and optional:
+        return None
+    legal = legal_values(kind, limits.low, limits.high)
+    if value is None or value == MANDATORY:
+        raise _Mistake(f"must be given: {legal}")
+    origin, parts = typing.get_origin(inner), typing.get_args(inner)
+    if origin is Literal:
+        return _convert_choice(value, parts, legal)
+    if origin in (list, tuple):
+        return _convert_sequence(value, inner, limits, legal)
+    if origin is dict:
+        return _convert_mapping(value)
+    return _convert_scalar(value, inner, limits, legal)
+
+
+def _convert_scalar(value: Any, kind: Any, limits: _Limits, legal: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        raise _Mistake(f"must be {legal}", _rewrite(value, kind))
+    if kind is float and not math.isfinite(value):
+        raise _Mistake(f"must be {legal}, and finite")
+    if (limits.low is not None and value < limits.low) or (limits.high is not None and value > limits.high):
+        raise _Mistake(f"must be {legal}")
+    return value
+
+
+def _rewrite(value: Any, kind: type) -> str:
+    """How to write what was probably meant, where that is certain."""
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if kind is str and isinstance(value, bool | int | float):
+        return f'quote it, so that it is text: "{show(value)}"; the shell needs quotes around that: \'"{show(value)}"\''
+    if kind in (int, float) and isinstance(value, str):
+        try:
+            return f"write {kind(value.replace(',', ''))}, without quotes"
+        except ValueError:
+            return ""
+    return ""
+
+
+def _convert_choice(value: Any, legal: tuple[str, ...], words: str) -> str:
+    if value in legal:
+        return value
+    guess = nearest(str(value), legal)
+    raise _Mistake(f"must be {words}", f"did you mean {guess[0]}?" if guess else "")
+
+
+def _convert_sequence(value: Any, kind: Any, limits: _Limits, legal: str) -> Any:
+    parts = typing.get_args(kind)
+    if not isinstance(value, list | tuple):
+        example = ", ".join([show(value)] * (len(parts) if typing.get_origin(kind) is tuple else 1))
+        raise _Mistake(f"must be {legal}", f"write it as a list: [{example}]")
+    if typing.get_origin(kind) is list:
+        return [_convert_element(element, parts[0], limits) for element in value]
+    if len(value) != len(parts):
+        raise _Mistake(f"must be {legal}; this one has {len(value)}")
+    return tuple(_convert_element(element, part, limits) for element, part in zip(value, parts, strict=True))
+
+
+def _convert_element(element: Any, kind: Any, limits: _Limits) -> Any:
+    try:
+        return _convert(element, kind, limits)
+    except _Mistake as mistake:
+        raise _Mistake(f"{show(element)} in it {mistake.message}", mistake.fix) from None
+
+
+def _convert_mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _Mistake("must be named values", "write name: value lines below it")
+    wrong = [name for name in value if not isinstance(name, str)]
+    if wrong:
+        raise _Mistake(f"its names must be text; {show(wrong[0])} is not", "quote the name")
+    return dict(value)

@@ -1,0 +1,146 @@
+"""The numbers that follow from a recipe and are therefore not in it: dp, accumulation, tokens.
+
+world = dp tp pp cp, and ep divides dp cp. One optimizer step consumes
+    sequences_per_step = dp * accumulation * sequences_per_microbatch,   tokens_per_step = sequences_per_step * context.
+The user states the left side and the microbatch; dp and accumulation follow.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from framework.errors import RecipeError
+from framework.recipe.problem import Problem, render_problems
+from framework.recipe.schema import Batch, Recipe
+
+
+@dataclass(frozen=True)
+class Derived:
+    world: int  # ranks
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    sequences_per_step: int
+    tokens_per_step: int
+    sequences_per_microbatch: int
+    accumulation: int  # microbatches of one rank in one step
+    context: int  # tokens in a sequence
+    total_tokens: int  # of the whole run
+
+
+def derive(recipe: Recipe) -> Derived:
+    """RecipeError if the degrees do not fit the ranks or the batch does not divide."""
+    problems = list(find_world_problems(recipe)) or list(find_batch_problems(recipe))
+    if problems:
+        raise RecipeError(render_problems(problems))
+    parallel, batch = recipe.parallel, recipe.batch
+    dp = _dp(recipe)
+    sequences = _sequences(batch)
+    return Derived(
+        world=recipe.launch.ranks,
+        dp=dp,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        sequences_per_step=sequences,
+        tokens_per_step=sequences * batch.context,
+        sequences_per_microbatch=batch.sequences_per_microbatch,
+        accumulation=sequences // (dp * batch.sequences_per_microbatch),
+        context=batch.context,
+        total_tokens=sequences * batch.context * recipe.train.steps,
+    )
+
+
+def find_world_problems(recipe: Recipe) -> Iterator[Problem]:
+    """The degrees multiply to the number of ranks."""
+    parallel, ranks = recipe.parallel, recipe.launch.ranks
+    inner = parallel.tp * parallel.pp * parallel.cp
+    if parallel.dp is None and ranks % inner:
+        message = (
+            f"tp * pp * cp = {parallel.tp} * {parallel.pp} * {parallel.cp} = {inner} does not divide the {ranks} ranks"
+        )
+        yield Problem("launch.ranks", ranks, message, f"launch.ranks={_listed(_multiples(ranks, inner))}")
+        return
+    if parallel.dp is not None and parallel.dp * inner != ranks:
+        message = (
+            f"dp * tp * pp * cp = {parallel.dp} * {parallel.tp} * {parallel.pp} * {parallel.cp} = {parallel.dp * inner}, "
+            f"but there are {ranks} ranks"
+        )
+        ways = [f"launch.ranks={parallel.dp * inner}"]
+        if ranks % inner == 0:
+            ways += [f"parallel.dp={ranks // inner}", "parallel.dp=null, which fills the ranks"]
+        yield Problem("parallel.dp", parallel.dp, message, "; or ".join(ways))
+        return
+    batch_ranks = _dp(recipe) * parallel.cp
+    if batch_ranks % parallel.ep:
+        message = f"ep divides dp * cp = {batch_ranks}, and {parallel.ep} does not"
+        yield Problem(
+            "parallel.ep", parallel.ep, message, f"parallel.ep={_listed(_divisors(batch_ranks, parallel.ep))}"
+        )
+
+
+def find_batch_problems(recipe: Recipe) -> Iterator[Problem]:
+    """The batch is stated once, and is whole microbatches on every rank. Reads sound degrees only."""
+    batch = recipe.batch
+    if batch.sequences_per_step is not None and batch.tokens_per_step is not None:
+        message = f"the batch is stated twice: batch.tokens_per_step={batch.tokens_per_step} as well"
+        fix = "keep one: batch.tokens_per_step=null, or batch.sequences_per_step=null"
+        yield Problem("batch.sequences_per_step", batch.sequences_per_step, message, fix)
+    elif batch.sequences_per_step is not None:
+        yield from _undivided(recipe, "batch.sequences_per_step", batch.sequences_per_step, tokens_each=1)
+    elif batch.tokens_per_step is not None:
+        yield from _undivided(recipe, "batch.tokens_per_step", batch.tokens_per_step, tokens_each=batch.context)
+    else:
+        fix = "batch.sequences_per_step=32, or batch.tokens_per_step=..."
+        yield Problem("batch.sequences_per_step", None, "the batch of one step is not stated", fix)
+
+
+def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Iterator[Problem]:
+    """`amount` in units of `tokens_each` is whole microbatches on every rank, or the ways to make it so."""
+    dp, microbatch = _dp(recipe), recipe.batch.sequences_per_microbatch
+    unit = dp * microbatch * tokens_each
+    if amount % unit == 0:
+        return
+    factors = f"{dp} dp ranks * {microbatch} sequences per microbatch"
+    if tokens_each > 1:
+        factors += f" * {tokens_each} tokens per sequence"
+    ways = [f"{key}={_listed(_multiples(amount, unit))}"]
+    sequences, rest = divmod(amount, tokens_each)
+    if rest == 0:
+        if sequences % dp == 0:
+            ways.append(f"batch.sequences_per_microbatch={_listed(_divisors(sequences // dp, microbatch))}")
+        if sequences % microbatch == 0:
+            inner = recipe.launch.ranks // dp
+            ranks = [d * inner for d in _divisors(sequences // microbatch, dp)]
+            ways.append(f"launch.ranks={_listed(ranks)}" + (" with parallel.dp=null" if recipe.parallel.dp else ""))
+    yield Problem(key, amount, f"not a multiple of {factors} = {unit}", "; or ".join(ways))
+
+
+def _dp(recipe: Recipe) -> int:
+    parallel = recipe.parallel
+    return parallel.dp or recipe.launch.ranks // (parallel.tp * parallel.pp * parallel.cp)
+
+
+def _sequences(batch: Batch) -> int:
+    if batch.sequences_per_step is not None:
+        return batch.sequences_per_step
+    assert batch.tokens_per_step is not None, "find_batch_problems lets no recipe without a batch pass"
+    return batch.tokens_per_step // batch.context
+
+
+def _multiples(amount: int, unit: int) -> list[int]:
+    """The multiples of `unit` next to `amount`, below and above."""
+    below = amount // unit * unit
+    return [below, below + unit] if below else [unit]
+
+
+def _divisors(amount: int, near: int, count: int = 3) -> list[int]:
+    """The divisors of `amount` nearest to `near`, in order."""
+    divisors = [d for d in range(1, amount + 1) if amount % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:count])
+
+
+def _listed(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers)

@@ -1,0 +1,65 @@
+"""Recipes and their keys in words, for `check` and `--help`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict
+from pathlib import Path
+
+from framework.recipe.derive import Derived
+from framework.recipe.keys import Key, flatten, list_groups, list_keys
+from framework.recipe.overrides import list_options
+from framework.recipe.problem import show
+from framework.recipe.saved import plain
+from framework.recipe.schema import Recipe
+
+
+def describe_derived(derived: Derived) -> str:
+    """The numbers that follow from a recipe, each with how it comes about."""
+    d = derived
+    axes = " x ".join(f"{axis} {getattr(d, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep"))
+    microbatches = f"{d.accumulation} microbatch{'es' if d.accumulation != 1 else ''} of {d.sequences_per_microbatch}"
+    rows = (
+        ("world", f"{d.world} rank{'s' if d.world != 1 else ''}: {axes}"),
+        ("step", f"{d.sequences_per_step:,} sequences of {d.context:,} tokens = {d.tokens_per_step:,} tokens"),
+        ("accumulation", f"{microbatches} on " + (f"each of {d.dp} dp ranks" if d.dp != 1 else "the only dp rank")),
+        ("run", f"{d.total_tokens // d.tokens_per_step:,} steps = {d.total_tokens:,} tokens"),
+    )
+    return "\n".join(f"{name:13} {text}" for name, text in rows)
+
+
+def describe_sources(recipe: Recipe, origins: Mapping[str, str]) -> str:
+    """One line per key: its value, and the file and line or the override that set it."""
+    rows = [
+        (f"{key} = {show(value)}", origins.get(key, "default")) for key, value in flatten(plain(asdict(recipe))).items()
+    ]
+    column = min(max(len(text) for text, _ in rows), 72)
+    return "\n".join(f"{text:{column}}   {origin}" for text, origin in rows)
+
+
+def describe_keys(word: str = "") -> str:
+    """Every key whose path or meaning has `word` in it: default, legal values, meaning."""
+    found = [key for key in list_keys() if word.lower() in f"{key.path} {key.doc}".lower()]
+    if not found:
+        return f"no key has {word!r} in its name or meaning"
+    return "\n".join(_describe_key(key) for key in found)
+
+
+def describe_groups(folders: Sequence[Path]) -> str:
+    """The groups of recipes and the recipes in them, one group a line, in the schema's order."""
+    found = {folder.name for root in folders for folder in root.iterdir() if folder.is_dir()}
+    known = [group for group in list_groups() if any((root / group).is_dir() for root in folders)]
+    groups = {group: list_options(group, folders) for group in [*known, *sorted(found - set(known))]}
+    return "\n".join(f"  {group:15} {' '.join(options)}" for group, options in groups.items() if options)
+
+
+def describe_group_keys() -> str:
+    """The names of all keys, one group a line."""
+    rows: dict[str, list[str]] = {}
+    for key in list_keys():
+        group, _, name = key.path.rpartition(".")
+        rows.setdefault(group, []).append(name)
+    return "\n".join(f"  {group:17} {' '.join(names)}" for group, names in rows.items())
+
+
+def _describe_key(key: Key) -> str:
+    default = "must be given" if key.default is MISSING else show(plain(key.default))
+    return f"{key.path} = {default}\n    {key.doc}\n    {key.legal}"

@@ -1,0 +1,269 @@
+"""What other systems call our keys: their name to our key, or to a sentence where there is no such key.
+
+A name may be dotted (`zero_optimization.stage`); it is looked up with everything before it left out, so that
+`training.local_batch_size` is found with and without its section. Names are lower case with underscores.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_ACCUMULATION = "accumulation follows from batch.sequences_per_step / (dp * batch.sequences_per_microbatch)"
+_BATCH = "batch.sequences_per_step (of one optimizer step) or batch.sequences_per_microbatch (of one forward pass of one rank)"
+_EPOCHS = "a run is measured in steps: train.steps; a token store that is used up starts its next epoch by itself"
+_DTYPE = "precision.compute (bf16, fp32, fp64 or auto); fp16 is not available"
+_NO_ZERO = "only zero.stage=0 is available in this version"
+_NO_OFFLOAD = "offloading is not available in this version"
+_WARMUP_RATIO = "optim.schedule.warmup_steps, in steps"
+_OUTPUT = "run.root (the folder of all runs) and run.id (this run's folder in it)"
+_RESUME = "a run with the same run.id resumes from its newest checkpoint by itself"
+_WANDB = "track.wandb.mode: auto, online, offline or disabled"
+_MODEL = (
+    "the architecture is a Hugging Face config: model.family and model.config.*, or a recipe such as model=llama3_2_1b"
+)
+_OPTIMIZER = "optim.name, or an optimizer's recipe: optim=adamw, optim=lion, optim=sgd"
+_BETAS = "optim.betas=[0.9,0.95], a list of two"
+_DATA = "data.sources.NAME.path"
+
+_HF_TRAINER = MappingProxyType(
+    {
+        "learning_rate": "optim.lr",
+        "per_device_train_batch_size": "batch.sequences_per_microbatch",
+        "per_gpu_train_batch_size": "batch.sequences_per_microbatch",
+        "per_device_eval_batch_size": "validation uses batch.sequences_per_microbatch",
+        "gradient_accumulation_steps": _ACCUMULATION,
+        "max_steps": "train.steps",
+        "num_train_epochs": _EPOCHS,
+        "warmup_steps": "optim.schedule.warmup_steps",
+        "warmup_ratio": _WARMUP_RATIO,
+        "lr_scheduler_type": "optim.schedule.name",
+        "lr_scheduler_kwargs": "the keys of optim.schedule",
+        "max_grad_norm": "optim.clip_norm",
+        "adam_beta1": _BETAS,
+        "adam_beta2": _BETAS,
+        "adam_epsilon": "optim.eps",
+        "optim_args": _OPTIMIZER,
+        "bf16": "precision.compute",
+        "fp16": _DTYPE,
+        "tf32": _DTYPE,
+        "torch_dtype": "precision.compute",
+        "dtype": "precision.compute",
+        "gradient_checkpointing": "memory.activation_checkpointing",
+        "torch_compile": "memory.compile",
+        "save_steps": "checkpoint.every_steps",
+        "save_strategy": "checkpoint.every_steps or checkpoint.every_minutes",
+        "save_total_limit": "checkpoint.keep",
+        "eval_steps": "train.validate_every_steps",
+        "eval_strategy": "train.validate_every_steps",
+        "evaluation_strategy": "train.validate_every_steps",
+        "logging_steps": "track.every_steps",
+        "report_to": _WANDB,
+        "run_name": "run.id",
+        "output_dir": _OUTPUT,
+        "overwrite_output_dir": "a run's folder is never overwritten: give another run.id",
+        "resume_from_checkpoint": _RESUME,
+        "model_name_or_path": "model.weights",
+        "config_name": "model.family and model.config",
+        "tokenizer_name": "model.tokenizer",
+        "attn_implementation": "model.attention",
+        "dataset_name": _DATA,
+        "train_file": _DATA,
+        "validation_split_percentage": "data.validation, a share from 0 to 0.5",
+        "block_size": "batch.context",
+        "max_seq_length": "batch.context",
+        "max_length": "batch.context",
+        "dataset_text_field": "data.sources.NAME.field",
+        "packing": "data.pack",
+        "dataloader_num_workers": "training reads a memory-mapped token store and needs no loader processes",
+        "local_rank": "the launcher sets ranks: launch.ranks",
+        "nproc_per_node": "launch.ranks",
+        "num_processes": "launch.ranks",
+        "fsdp": _NO_ZERO,
+        "deepspeed": _NO_ZERO,
+        "use_cpu": "launch.device",
+        "no_cuda": "launch.device",
+    }
+)
+_DEEPSPEED = MappingProxyType(
+    {
+        "train_batch_size": "batch.sequences_per_step",
+        "train_micro_batch_size_per_gpu": "batch.sequences_per_microbatch",
+        "micro_batch_per_gpu": "batch.sequences_per_microbatch",
+        "gradient_clipping": "optim.clip_norm",
+        "zero_optimization": "zero.stage",
+        "zero_optimization.stage": "zero.stage",
+        "zero_stage": "zero.stage",
+        "zero_optimization.offload_optimizer.device": _NO_OFFLOAD,
+        "zero_optimization.offload_param.device": _NO_OFFLOAD,
+        "zero_optimization.overlap_comm": "gradient reduction overlaps with backward always",
+        "zero_optimization.contiguous_gradients": "gradients are contiguous always",
+        "zero_optimization.reduce_bucket_size": "gradients are reduced unit by unit; there is no bucket size to set",
+        "zero_optimization.allgather_bucket_size": _NO_ZERO,
+        "bf16.enabled": "precision.compute",
+        "fp16.enabled": _DTYPE,
+        "fp16.loss_scale": _DTYPE,
+        "optimizer.type": "optim.name",
+        "optimizer.params.lr": "optim.lr",
+        "optimizer.params.betas": "optim.betas",
+        "optimizer.params.eps": "optim.eps",
+        "optimizer.params.weight_decay": "optim.weight_decay",
+        "scheduler.type": "optim.schedule.name",
+        "scheduler.params.warmup_num_steps": "optim.schedule.warmup_steps",
+        "scheduler.params.total_num_steps": "train.steps",
+        "warmup_num_steps": "optim.schedule.warmup_steps",
+        "total_num_steps": "train.steps",
+        "steps_per_print": "track.every_steps",
+        "wall_clock_breakdown": "metrics.jsonl has the times of every step",
+        "communication_data_type": "precision.reduce",
+        "activation_checkpointing.partition_activations": "memory.activation_checkpointing",
+    }
+)
+_MEGATRON = MappingProxyType(
+    {
+        "tensor_model_parallel_size": "parallel.tp",
+        "pipeline_model_parallel_size": "parallel.pp",
+        "context_parallel_size": "parallel.cp",
+        "expert_model_parallel_size": "parallel.ep",
+        "data_parallel_size": "parallel.dp",
+        "tensor_parallel_size": "parallel.tp",
+        "pipeline_parallel_size": "parallel.pp",
+        "expert_parallel_size": "parallel.ep",
+        "tp_size": "parallel.tp",
+        "pp_size": "parallel.pp",
+        "cp_size": "parallel.cp",
+        "ep_size": "parallel.ep",
+        "dp_size": "parallel.dp",
+        "sequence_parallel": "sequence parallelism comes with parallel.tp; it is not available in this version",
+        "use_distributed_optimizer": _NO_ZERO,
+        "micro_batch_size": "batch.sequences_per_microbatch",
+        "global_batch_size": "batch.sequences_per_step",
+        "rampup_batch_size": "the batch is the same in every step: batch.sequences_per_step",
+        "seq_length": "batch.context",
+        "encoder_seq_length": "batch.context",
+        "max_position_embeddings": "model.config.max_position_embeddings (of the model) or batch.context (of this run)",
+        "train_iters": "train.steps",
+        "train_samples": "train.steps * batch.sequences_per_step are the samples of a run",
+        "lr_decay_style": "optim.schedule.name",
+        "lr_decay_iters": "train.steps, or optim.schedule.decay_steps with wsd",
+        "lr_wsd_decay_iters": "optim.schedule.decay_steps",
+        "lr_wsd_decay_style": "wsd decays linearly: optim.schedule.decay_steps sets how long",
+        "lr_warmup_iters": "optim.schedule.warmup_steps",
+        "lr_warmup_fraction": _WARMUP_RATIO,
+        "min_lr": "optim.schedule.final_ratio (over optim.lr)",
+        "clip_grad": "optim.clip_norm",
+        "adam_eps": "optim.eps",
+        "sgd_momentum": "optim.momentum",
+        "optimizer": _OPTIMIZER,
+        "recompute_granularity": "memory.activation_checkpointing",
+        "recompute_activations": "memory.activation_checkpointing",
+        "save_interval": "checkpoint.every_steps",
+        "save": _OUTPUT,
+        "load": _RESUME,
+        "eval_interval": "train.validate_every_steps",
+        "eval_iters": "train.validation_sequences, in sequences",
+        "log_interval": "track.every_steps",
+        "data_path": _DATA,
+        "split": "data.validation, a share from 0 to 0.5",
+        "tokenizer_model": "model.tokenizer",
+        "tokenizer_type": "model.tokenizer",
+        "vocab_size": "model.config.vocab_size",
+        "num_layers": "model.config.num_hidden_layers (n_layer in gpt2)",
+        "hidden_size": "model.config.hidden_size",
+        "ffn_hidden_size": "model.config.intermediate_size",
+        "num_attention_heads": "model.config.num_attention_heads",
+        "num_query_groups": "model.config.num_key_value_heads",
+        "init_method_std": "model.config.initializer_range",
+        "accumulate_allreduce_grads_in_fp32": "precision.reduce",
+        "overlap_grad_reduce": "gradient reduction overlaps with backward always",
+        "attention_backend": "model.attention",
+        "distributed_timeout_minutes": "there is no such key",
+        "wandb_project": "track.wandb.project",
+        "wandb_exp_name": "run.id",
+    }
+)
+_TORCHTITAN = MappingProxyType(
+    {
+        "training.steps": "train.steps",
+        "training.seed": "train.seed",
+        "local_batch_size": "batch.sequences_per_microbatch",
+        "seq_len": "batch.context",
+        "max_norm": "optim.clip_norm",
+        "mixed_precision_param": "precision.compute",
+        "mixed_precision_reduce": "precision.reduce",
+        "training.dataset": _DATA,
+        "dataset_path": _DATA,
+        "data_parallel_replicate_degree": "parallel.dp",
+        "data_parallel_shard_degree": _NO_ZERO + "; replicas: parallel.dp",
+        "tensor_parallel_degree": "parallel.tp",
+        "pipeline_parallel_degree": "parallel.pp",
+        "context_parallel_degree": "parallel.cp",
+        "expert_parallel_degree": "parallel.ep",
+        "optimizer.name": "optim.name",
+        "optimizer.lr": "optim.lr",
+        "optimizer.eps": "optim.eps",
+        "optimizer.weight_decay": "optim.weight_decay",
+        "beta1": _BETAS,
+        "beta2": _BETAS,
+        "lr_scheduler.warmup_steps": "optim.schedule.warmup_steps",
+        "lr_scheduler.decay_type": "optim.schedule.name",
+        "decay_ratio": "optim.schedule.decay_steps, in steps",
+        "min_lr_factor": "optim.schedule.final_ratio",
+        "lr_min": "optim.schedule.final_ratio",
+        "activation_checkpoint.mode": "memory.activation_checkpointing",
+        "compile.enable": "memory.compile",
+        "checkpoint.interval": "checkpoint.every_steps",
+        "checkpoint.keep_latest_k": "checkpoint.keep",
+        "checkpoint.folder": _OUTPUT,
+        "metrics.log_freq": "track.every_steps",
+        "enable_wandb": _WANDB,
+        "hf_assets_path": "model.tokenizer, and model.weights for pretrained weights",
+        "initial_load_path": "model.weights",
+        "model.name": "model.family",
+        "model.flavor": _MODEL,
+        "validation.freq": "train.validate_every_steps",
+        "job.dump_folder": _OUTPUT,
+    }
+)
+_OTHERS = MappingProxyType(
+    {
+        "batch_size": _BATCH,
+        "total_batch_size": "batch.tokens_per_step",
+        "device_batch_size": "batch.sequences_per_microbatch",
+        "accumulate_grad_batches": _ACCUMULATION,
+        "grad_accum_steps": _ACCUMULATION,
+        "gradient_accumulation": _ACCUMULATION,
+        "gradient_clip_val": "optim.clip_norm",
+        "grad_clip": "optim.clip_norm",
+        "max_epochs": _EPOCHS,
+        "epochs": _EPOCHS,
+        "max_iters": "train.steps",
+        "context_length": "batch.context",
+        "sequence_length": "batch.context",
+        "sequence_len": "batch.context",
+        "num_gpus": "launch.ranks",
+        "devices": "launch.ranks",
+        "world_size": "launch.ranks",
+        "precision": "precision.compute, or a recipe: precision=bf16",
+        "scheduler": "optim.schedule.name, or a recipe: optim/schedule=wsd",
+        "lr_scheduler": "optim.schedule.name, or a recipe: optim/schedule=wsd",
+        "freeze_layers": "model.freeze",
+        "pretrained_model_name_or_path": "model.weights",
+        "random_seed": "train.seed",
+        "out_dir": _OUTPUT,
+    }
+)
+
+
+def foreign_names() -> Mapping[str, tuple[str, str]]:
+    """name -> (whose name it is, our key or a sentence). Where two systems share a name the first one stands for both."""
+    systems = {
+        "HF Trainer": _HF_TRAINER,
+        "DeepSpeed": _DEEPSPEED,
+        "Megatron": _MEGATRON,
+        "torchtitan": _TORCHTITAN,
+        "": _OTHERS,
+    }
+    table: dict[str, tuple[str, str]] = {}
+    for system, names in systems.items():
+        for name, ours in names.items():
+            table.setdefault(name, (system, ours))
+    return MappingProxyType(table)

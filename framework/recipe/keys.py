@@ -1,0 +1,108 @@
+"""The schema's keys as a flat list: what help prints, what suggestions search, what a wrong value is told."""
+
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+from framework.recipe.schema import Recipe
+
+NAME = "NAME"  # stands in a path for a name that the user chooses, as in data.sources.NAME.weight
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the recipe that holds a value (a group of keys is no key)."""
+
+    path: str
+    kind: Any
+    doc: str
+    default: Any  # dataclasses.MISSING: must be given
+    low: float | None
+    high: float | None
+
+    @property
+    def legal(self) -> str:
+        return legal_values(self.kind, self.low, self.high)
+
+
+def list_keys(group: type = Recipe, path: str = "") -> Iterator[Key]:
+    """Every key below `group`, in the schema's order; `path` is the group's own."""
+    kinds = typing.get_type_hints(group)
+    for field in fields(group):
+        where = join(path, field.name)
+        kind = kinds[field.name]
+        if is_dataclass(kind):
+            yield from list_keys(typing.cast(type, kind), where)
+        elif named := named_group(kind):
+            yield from list_keys(named, join(where, NAME))
+        else:
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            yield Key(where, kind, field.metadata["doc"], default, field.metadata["low"], field.metadata["high"])
+
+
+def list_groups() -> list[str]:
+    """The schema's groups of keys, as the folders of their recipes are named: optim, optim/schedule."""
+    groups = dict.fromkeys(key.path.rpartition(".")[0] for key in list_keys())
+    return [group.replace(".", "/") for group in groups if NAME not in group]
+
+
+def join(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Dotted key -> value for every leaf; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        where = join(path, name)
+        leaves |= flatten(value, where) if isinstance(value, Mapping) and value else {where: value}
+    return leaves
+
+
+def split_optional(kind: Any) -> tuple[Any, bool]:
+    """(the type without None, whether null is legal)."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind, False
+    inner = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    assert len(inner) == 1, f"the schema's unions are of one type and None, not {kind}"
+    return inner[0], True
+
+
+def named_group(kind: Any) -> type | None:
+    """The dataclass of a `dict[str, dataclass]`, whose keys the user chooses; None for any other type."""
+    if typing.get_origin(kind) is dict and is_dataclass(element := typing.get_args(kind)[1]):
+        return typing.cast(type, element)
+    return None
+
+
+def legal_values(kind: Any, low: float | None, high: float | None) -> str:
+    """The legal values in words: `a whole number of at least 1, or null`."""
+    inner, optional = split_optional(kind)
+    words = _legal(inner, low, high)
+    return f"{words}, or null" if optional else words
+
+
+def _legal(kind: Any, low: float | None, high: float | None) -> str:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if kind is bool:
+        return "true or false"
+    if kind in (int, float):
+        return ("a whole number" if kind is int else "a number") + _range(low, high)
+    if kind is str:
+        return "text"
+    if origin is Literal:
+        return "one of " + ", ".join(parts)
+    if origin is list:
+        return f"a list, each {_legal(parts[0], low, high)}"
+    if origin is tuple:
+        return f"a list of {len(parts)}, each {_legal(parts[0], low, high)}"
+    assert origin is dict or is_dataclass(kind), f"the schema has a type that nothing converts: {kind}"
+    return "named values" if origin is dict else "a group of keys"
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f" from {low:g} to {high:g}"
+    return "" if low is None else f" of at least {low:g}"

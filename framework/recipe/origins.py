@@ -1,0 +1,71 @@
+"""Where each value of a recipe was written: which file and line, or the command line.
+
+Hydra says which files it merged, in which order and at which place of the tree, but not what each one set; so the files are
+read once more, for the positions of their keys. Later files win, as in the merge itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.recipe.keys import join
+from framework.recipe.problem import COMMAND_LINE, DEFAULT
+
+
+def trace_file(origins: dict[str, str], file: Path, package: str, label: str) -> None:
+    """Enters the keys of `file`, which Hydra placed at `package` (dotted, "" for the top)."""
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode):
+        set_origin(origins, package, f"{label}:1")
+        return
+    for path, line in _positions(root, package):
+        if path != join(package, "defaults"):
+            set_origin(origins, path, f"{label}:{line}")
+
+
+def trace_value(origins: dict[str, str], key: str, value: Any) -> None:
+    """Enters an override of the command line; the keys of a mapping are merged one by one."""
+    if isinstance(value, Mapping) and value:
+        for name in value:
+            trace_value(origins, join(key, name), value[name])
+    else:
+        set_origin(origins, key, COMMAND_LINE)
+
+
+def set_origin(origins: dict[str, str], path: str, label: str) -> None:
+    """`path` was set to a value: what it replaced, above or below it, is gone."""
+    remove_origin(origins, path)
+    parts = path.split(".")
+    for length in range(1, len(parts)):
+        origins.pop(".".join(parts[:length]), None)
+    origins[path] = label
+
+
+def remove_origin(origins: dict[str, str], path: str) -> None:
+    for old in [key for key in origins if key == path or key.startswith(path + ".")]:
+        del origins[old]
+
+
+def origin_of(origins: Mapping[str, str], key: str) -> str:
+    """The origin of a key, of something below it, or of the nearest thing above it."""
+    below = next((label for path, label in origins.items() if path.startswith(key + ".")), None)
+    parts = key.split(".")
+    above = (origins.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
+    return origins.get(key) or below or next((label for label in above if label), DEFAULT)
+
+
+def find_file(config_path: str, folders: Sequence[Path]) -> Path | None:
+    """The file of a Hydra config path such as `optim/adamw`: the first on the search path."""
+    name = config_path if config_path.endswith((".yaml", ".yml")) else f"{config_path}.yaml"
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def _positions(node: yaml.MappingNode, path: str) -> Iterator[tuple[str, int]]:
+    for name, value in node.value:
+        where = join(path, name.value)
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _positions(value, where)
+        else:
+            yield where, name.start_mark.line + 1

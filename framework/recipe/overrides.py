@@ -1,0 +1,212 @@
+"""The command line's overrides in Hydra's grammar: which choose a recipe of a group, which set a value, which sweep.
+
+Group choices go to Hydra. Values are applied here, one by one and untyped: Hydra stops at the first unknown key and advises a
+`+` that does not help, while a wrong key or value belongs into the one list of problems.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from framework.errors import RecipeError
+from framework.recipe.keys import list_groups, list_keys
+from framework.recipe.origins import find_file, origin_of, remove_origin, trace_value
+from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
+from framework.recipe.suggest import explain_unknown, nearest
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Parsed overrides. `choices` are sound: each names a recipe that exists."""
+
+    choices: list[Override] = field(default_factory=list)
+    values: list[Override] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> CommandLine:
+    """Sorts overrides into group choices (checked against the recipes in `folders`) and values."""
+    command = CommandLine()
+    for text in overrides:
+        try:
+            override = _parse(text)
+        except OverrideParseException:
+            command.problems.append(_explain_grammar(text))
+            continue
+        problem = _explain_form(override, folders)
+        if problem:
+            command.problems.append(problem)
+        elif is_choice(override, folders):
+            command.choices.append(override)
+        else:
+            command.values.append(override)
+    return command
+
+
+def is_choice(override: Override, folders: Sequence[Path]) -> bool:
+    """Hydra's own rule: the key is a folder of recipes and the value is not a mapping (`optim={lr: 1}` sets values)."""
+    key = override.key_or_group
+    return is_group(key, folders) and not isinstance(override.value(), dict)
+
+
+def is_group(key: str, folders: Sequence[Path]) -> bool:
+    return "." not in key and any((folder / key).is_dir() for folder in folders)
+
+
+def list_options(group: str, folders: Sequence[Path]) -> list[str]:
+    """The recipes of a group, by name; those of a group inside it (optim/schedule) are not among them."""
+    inner = set(list_groups()) - {group}
+    options = set()
+    for folder in folders:
+        for file in (folder / group).rglob("*.yaml"):
+            if file.parent.relative_to(folder).as_posix() not in inner:
+                options.add(file.relative_to(folder / group).with_suffix("").as_posix())
+    return sorted(options)
+
+
+def missing_option(group: str, option: str, folders: Sequence[Path], origin: str) -> Problem:
+    """The problem that `group` has no recipe `option`."""
+    options = list_options(group, folders)
+    guess = nearest(option, options)
+    fix = (f"did you mean {group}={guess[0]}? " if guess else "") + f"there are: {', '.join(options) or 'none'}"
+    return Problem(group, option, f"no recipe {option}.yaml in the folder {group}/", fix, origin)
+
+
+def apply_values(tree: DictConfig, values: Iterable[Override], origins: dict[str, str]) -> list[Problem]:
+    """Sets, adds (`+`, `++`) and removes (`~`) values in the composed tree, in the order given."""
+    problems = []
+    for override in values:
+        try:
+            problem = _apply(tree, override, origins)
+        except OmegaConfBaseException as error:  # such as a malformed ${interpolation}
+            problem = Problem(override.key_or_group, override.value(), str(error).splitlines()[0], "", COMMAND_LINE)
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def expand_sweep(overrides: Iterable[str]) -> list[list[str]]:
+    """The cartesian product of a multirun's overrides, the last one varying fastest: `a=1,2 b=x,y` gives four lists.
+    Choices and `range(...)` expand as in Hydra's basic sweeper."""
+    choices, problems = [], []
+    for text in overrides:
+        try:
+            override = _parse(text)
+            choices.append(_alternatives(override, text))
+        except OverrideParseException:
+            problems.append(_explain_grammar(text))
+        except HydraException as error:
+            problems.append(Problem(text, None, str(error), "list the values: key=a,b,c", COMMAND_LINE))
+    if problems:
+        raise RecipeError(render_problems(problems))
+    return [list(combination) for combination in itertools.product(*choices)]
+
+
+def explain_flag(flag: str) -> Problem:
+    """A key written as a flag: `--learning_rate=1e-3`."""
+    name, _, value = flag.lstrip("-").partition("=")
+    known = {key.path for key in list_keys()}
+    fix = f"write {name}={value or '...'}" if name in known else explain_unknown(name).fix
+    return Problem(flag, None, "no such option; recipe keys are written key=value, without dashes", fix, COMMAND_LINE)
+
+
+def _parse(text: str) -> Override:
+    return OverridesParser.create().parse_overrides([text])[0]
+
+
+def _alternatives(override: Override, text: str) -> list[str]:
+    if not override.is_sweep_override():
+        return [text]
+    if not override.is_discrete_sweep() or isinstance(override._value, Glob):
+        raise HydraException("only lists of values and range(...) can be swept")
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+
+
+def _explain_grammar(text: str) -> Problem:
+    key, equals, value = text.partition("=")
+    if not equals:
+        return Problem(text, None, "an override is written key=value", explain_unknown(key).fix, COMMAND_LINE)
+    fix = f"text with characters such as = , : [ ] {{ }} is quoted twice, for the shell and for Hydra: '{key}=\"...\"'"
+    return Problem(key, value, "this value is not in Hydra's grammar", fix, COMMAND_LINE)
+
+
+def _explain_form(override: Override, folders: Sequence[Path]) -> Problem | None:
+    """What is wrong with an override that does parse, before anything is composed."""
+    key, text = override.key_or_group, override.input_line or ""
+    if override.is_sweep_override():
+        plain = text.partition("=")[2]
+        fix = f"a list is {key}=[{plain}]; a text with a comma is '{key}=\"{plain}\"'; a sweep: meshwright train -m"
+        return Problem(key, plain, "several values", fix, COMMAND_LINE)
+    if override.is_hydra_override():
+        fix = "recipes of your own: --recipes DIR; folders of runs: run.root"
+        return Problem(text, None, "Hydra's own settings have no effect here", fix, COMMAND_LINE)
+    if is_choice(override, folders):
+        return _explain_choice(override, folders)
+    if override.package is not None:
+        return Problem(text, None, f"{key} is not a folder of recipes", f"write {key}=...", COMMAND_LINE)
+    return None
+
+
+def _explain_choice(override: Override, folders: Sequence[Path]) -> Problem | None:
+    group, value = override.key_or_group, override.value()
+    if override.is_delete():
+        return None
+    shown = value if isinstance(value, list) else [value]
+    if value is None:
+        return Problem(group, None, "null is not a recipe", f"leave the group out: ~{group}", COMMAND_LINE)
+    if override.is_force_add() or (override.is_add() and override.package is None and _is_chosen(group, folders)):
+        fix = f"write {group}={show(value)}"
+        return Problem(
+            override.input_line or group, None, f"{group} has a place already; nothing to add", fix, COMMAND_LINE
+        )
+    for option in shown:
+        if not isinstance(option, str) or find_file(f"{group}/{option}", folders) is None:
+            return missing_option(group, str(option), folders, COMMAND_LINE)
+    return None
+
+
+def _is_chosen(group: str, folders: Sequence[Path]) -> bool:
+    """Whether config.yaml's defaults list has the group (if it cannot be read, composing will say so)."""
+    file = find_file("config", folders)
+    try:
+        config = OmegaConf.load(file) if file else OmegaConf.create()
+    except yaml.YAMLError:
+        return True
+    defaults = config.get("defaults", []) if isinstance(config, DictConfig) else []
+    return any(group in entry for entry in defaults if isinstance(entry, DictConfig))
+
+
+def _apply(tree: DictConfig, override: Override, origins: dict[str, str]) -> Problem | None:
+    key, value = override.key_or_group, override.value()
+    if override.is_delete():
+        return _remove(tree, key, value, origins)
+    adds_one = override.is_add() and not isinstance(value, dict | list)
+    if adds_one and OmegaConf.select(tree, key, throw_on_missing=False) is not None:
+        where = origin_of(origins, key)
+        return Problem(f"+{key}", value, f"{key} is set already ({where})", f"write {key}={show(value)}", COMMAND_LINE)
+    OmegaConf.update(tree, key, value, merge=True, force_add=True)
+    trace_value(origins, key, value)
+    return None
+
+
+def _remove(tree: DictConfig, key: str, value: Any, origins: dict[str, str]) -> Problem | None:
+    parent_key, _, name = key.rpartition(".")
+    parent = OmegaConf.select(tree, parent_key) if parent_key else tree
+    if not isinstance(parent, DictConfig) or name not in parent:
+        fix = "it has its default" if key in {known.path for known in list_keys()} else explain_unknown(key).fix
+        return Problem(f"~{key}", None, "not set by any recipe, so there is nothing to remove", fix, COMMAND_LINE)
+    if value is not None and parent[name] != value:
+        message = f"{key} is {show(parent[name])}, not {show(value)}, and stays"
+        return Problem(f"~{key}", value, message, f"write ~{key}", COMMAND_LINE)
+    del parent[name]
+    remove_origin(origins, key)
+    return None

@@ -1,0 +1,92 @@
+"""A mistake in a recipe, and how a list of them is put before the user."""
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: the key and its value (None: nothing to show), why it cannot work, how to fix it, where it was written
+    (`recipes/optim/adamw.yaml:3`, `command line`, `default`). `missing`: the key is not written anywhere."""
+
+    key: str
+    value: Any
+    message: str
+    fix: str = ""
+    origin: str = ""
+    missing: bool = False
+
+
+def render_problems(problems: Sequence[Problem]) -> str:
+    """All problems in the order of their files and lines: `key = value` and origin in two columns, below them what is wrong
+    and, after an arrow, what to do."""
+    width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
+    ordered = sorted(problems, key=lambda problem: _place(problem.origin))
+    heads = [_head(problem) for problem in ordered]
+    column = min(max((len(head) for head in heads), default=0), width * 3 // 5)
+    lines = [f"{len(ordered)} problem{'s' if len(ordered) != 1 else ''} in the recipe"]
+    for problem, head in zip(ordered, heads, strict=True):
+        lines += ["", f"  {head:{column}}   {problem.origin}".rstrip()]
+        lines += _explanation(problem, width)
+    return "\n".join(lines)
+
+
+def label_of(file: Path) -> str:
+    """A file's name as short as it still opens from here."""
+    here = Path.cwd()
+    file = file.resolve()
+    return file.relative_to(here).as_posix() if file.is_relative_to(here) else str(file)
+
+
+def yaml_problem(error: Exception, label: str) -> Problem:
+    """A file that is not YAML, or not UTF-8: the parser's reason and its line. `label` stands for a file without a name."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return Problem(label, None, f"not a text file of YAML: {error}", "", label)
+    mark = error.problem_mark
+    file = label if mark.name.startswith("<") else label_of(Path(mark.name))
+    reason = ", ".join(part for part in (error.context, error.problem) if part)
+    looks_right = isinstance(error, yaml.constructor.ConstructorError)  # such as a key that is there twice
+    fix = "" if looks_right else "check indentation (spaces, no tabs), colons and brackets at and above this line"
+    return Problem(Path(file).name, None, f"not valid YAML: {reason}", fix, f"{file}:{mark.line + 1}")
+
+
+def show(value: Any) -> str:
+    """A value as a recipe writes it, on one line and not longer than reads well."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    text = text.removesuffix("...").strip()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _head(problem: Problem) -> str:
+    return problem.key if problem.value is None else f"{problem.key} = {show(problem.value)}"
+
+
+def _explanation(problem: Problem, width: int) -> list[str]:
+    """On one line if that is short, else the fix on lines of its own."""
+    if not problem.fix:
+        return _wrap(problem.message, width, "    ", "    ")
+    together = f"    {problem.message} -> {problem.fix}"
+    if len(together) <= width:
+        return [together]
+    return _wrap(problem.message, width, "    ", "    ") + _wrap(problem.fix, width, "    -> ", "       ")
+
+
+def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _place(origin: str) -> tuple[bool, str, int]:
+    """Sorts the command line first, then files, each by line."""
+    file, _, line = origin.rpartition(":")
+    return (origin != COMMAND_LINE, file, int(line)) if line.isdigit() else (origin != COMMAND_LINE, origin, 0)

@@ -1,0 +1,94 @@
+"""Recipes on disk: the resolved recipe of a run, which every rank, requeue and resume reads."""
+
+import os
+import re
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_omega_conf_dumper, get_yaml_loader
+
+from framework.errors import RecipeError
+from framework.recipe.convert import to_recipe
+from framework.recipe.origins import trace_file
+from framework.recipe.problem import Problem, label_of, render_problems, yaml_problem
+from framework.recipe.schema import Recipe
+
+
+def load_recipe(path: Path) -> Recipe:
+    """A saved recipe, converted strictly. Errors: RecipeError if it is not there, or with every mistake made in editing it."""
+    tree, origins, problems = _read(Path(path))
+    recipe, wrong = to_recipe(tree, origins)
+    if problems or wrong:
+        raise RecipeError(render_problems(problems or wrong))
+    return recipe
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Writes the recipe as YAML such that `load_recipe` gives an equal one. The file is whole or not there."""
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(to_yaml(recipe))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp's 0o600 would hide the recipe from others who share the folder of runs
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML, one key a line. OmegaConf's dumper quotes the texts that its loader takes for numbers (`'1e-3'`),
+    which PyYAML's own does not. Letters of all scripts stay readable, unless PyYAML would not read back what it writes (as
+    with U+0085); then they are escaped."""
+    tree = plain(asdict(recipe))
+    text = _dump(tree, readable=True)
+    return text if yaml.load(text, Loader=get_yaml_loader()) == tree else _dump(tree, readable=False)
+
+
+def read_base(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
+    """A saved recipe as the tree on which overrides are applied; its values are resolved, so a `${` in them is text."""
+    tree, origins, problems = _read(Path(path))
+    return OmegaConf.create(_escape(tree)), origins, problems
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=get_yaml_loader())
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}: no recipe can be read there") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return {}, {}, [yaml_problem(error, label_of(path))]
+    if not isinstance(tree, dict):
+        return {}, {}, [Problem(str(path), None, "this is not a recipe: its keys are missing", "", label_of(path))]
+    origins: dict[str, str] = {}
+    trace_file(origins, path, "", label_of(path))
+    return tree, origins, []
+
+
+def _dump(tree: dict[str, Any], readable: bool) -> str:
+    return yaml.dump(tree, Dumper=get_omega_conf_dumper(), sort_keys=False, allow_unicode=readable, width=120)
+
+
+def plain(value: Any) -> Any:
+    """Tuples as lists: YAML has no tuples."""
+    if isinstance(value, dict):
+        return {name: plain(element) for name, element in value.items()}
+    return [plain(element) for element in value] if isinstance(value, list | tuple) else value
+
+
+def _escape(value: Any) -> Any:
+    """Text that OmegaConf resolves to itself: `\\${` stands for `${`, and backslashes before it are doubled."""
+    if isinstance(value, dict):
+        return {name: _escape(element) for name, element in value.items()}
+    if isinstance(value, list):
+        return [_escape(element) for element in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
+    return value

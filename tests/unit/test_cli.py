@@ -1,0 +1,343 @@
+"""The program as a user meets it: outputs, exit codes, and how fast it answers."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from framework import cli
+from framework.errors import EXIT_USER, MeshwrightError, NumericsError
+
+COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
+
+
+@pytest.fixture
+def run(capsys):
+    """run("check", "a=b") -> (exit code, stdout, stderr)"""
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        code = cli.main(argv)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    """Puts a recorder in place of the function of a room that a command calls, where the import finds it."""
+    import types
+
+    calls = []
+
+    def install(module: str, name: str, code: int = 0, error: BaseException | None = None):
+        def room(*arguments):
+            calls.append(arguments)
+            if error is not None:
+                raise error
+            return code
+
+        stand_in = types.ModuleType(module)
+        setattr(stand_in, name, room)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+        return calls
+
+    return install
+
+
+class TestHelp:
+    def test_the_overview_names_all_commands(self, run):
+        for argv in ([], ["--help"], ["-h"], ["help"]):
+            code, out, _ = run(*argv)
+            assert code == 0
+            assert all(f"  {command} " in out for command in COMMANDS)
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_each_command_explains_itself(self, command, capsys):
+        with pytest.raises(SystemExit) as exit:
+            cli.main([command, "--help"])
+        assert exit.value.code == 0
+        assert f"usage: meshwright {command}" in capsys.readouterr().out
+
+    def test_commands_that_compose_list_recipes_and_keys(self, capsys):
+        with pytest.raises(SystemExit):
+            cli.main(["check", "--help"])
+        out = capsys.readouterr().out
+        assert "llama3_2_1b" in out
+        assert "quickstart" in out
+        assert "optim.schedule    name warmup_steps" in out
+        assert "--sources" in out
+
+    def test_keys_are_explained_and_searched(self, run):
+        _, out, _ = run("check", "--keys")
+        assert "optim.lr = 0.0003\n    peak learning rate\n    a number of at least 0" in out
+        _, out, _ = run("check", "--keys", "warm-up")
+        assert out.startswith("optim.schedule.name")
+        assert "model.family" not in out
+        assert "no key has 'xyzzy'" in run("check", "--keys", "xyzzy")[1]
+
+
+class TestCheck:
+    def test_prints_the_recipe_and_what_follows(self, run):
+        code, out, err = run("check", "experiment=quickstart", "launch.ranks=4")
+        assert (code, err) == (0, "")
+        assert "  lr: 0.0015" in out
+        assert "4 ranks: dp 4 x tp 1" in out
+        assert "32 sequences of 256 tokens = 8,192 tokens" in out
+        assert "1 microbatch of 8 on each of 4 dp ranks" in out
+
+    def test_the_printed_recipe_is_the_recipe(self, run, tmp_path):
+        from framework.recipe.compose import compose, load_recipe
+
+        _, out, _ = run("check", "experiment=pretrain_gpt2")
+        path = tmp_path / "recipe.yaml"
+        path.write_text(out.rpartition("\n\n")[0])
+        assert load_recipe(path) == compose(["experiment=pretrain_gpt2"]).require()
+
+    def test_sources(self, run):
+        code, out, _ = run("check", "--sources", "experiment=quickstart", "train.seed=7")
+        lines = {line.split(" = ")[0]: line for line in out.splitlines() if " = " in line}
+        assert code == 0
+        assert lines["train.seed"].endswith("command line")
+        assert lines["optim.eps"].endswith("recipes/optim/adamw.yaml:5")
+        assert lines["run.id"].endswith("default")
+
+    def test_options_may_stand_anywhere_among_overrides(self, run):
+        assert run("check", "train.seed=7", "--sources", "train.steps=30") == run(
+            "check", "--sources", "train.seed=7", "train.steps=30"
+        )
+
+    def test_mistakes_are_one_screen_with_exit_code_86(self, run):
+        code, out, err = run("check", "learning_rate=1e-3", "paralel.tp=2", "optim=adamv", "train.steps=x")
+        assert (code, out) == (EXIT_USER, "")
+        assert "4 problems in the recipe" in err
+        assert "optim.lr (HF Trainer: learning_rate)" in err
+        assert "did you mean parallel.tp?" in err
+        assert "did you mean optim=adamw?" in err
+        assert "whole number" in err
+        assert "Traceback" not in err
+        assert len(err.splitlines()) <= 24
+        assert max(map(len, err.splitlines())) <= 120
+
+    def test_recipes_of_the_users_own(self, run, tmp_path):
+        (tmp_path / "experiment").mkdir()
+        (tmp_path / "experiment" / "own.yaml").write_text(
+            "# @package _global_\ndefaults: [quickstart, _self_]\ntrain: {steps: 777}\n"
+        )
+        code, out, _ = run("check", "--recipes", str(tmp_path), "experiment=own")
+        assert code == 0
+        assert "steps: 777" in out
+        assert run("check", "experiment=own")[0] == EXIT_USER
+
+
+class TestArguments:
+    def test_unknown_commands_and_options_have_a_suggestion(self, run):
+        assert run("chekc")[0] == EXIT_USER
+        assert "did you mean check?" in run("chekc")[2]
+        assert "did you mean --sources?" in run("check", "--soruces")[2]
+        assert "the command comes first: meshwright train experiment=x" in run("experiment=x")[2]
+
+    def test_keys_written_as_flags_are_explained(self, run):
+        code, _, err = run("train", "--learning_rate=1e-3", "--optim.lr=3", "--bf16")
+        assert code == EXIT_USER
+        assert "optim.lr (HF Trainer: learning_rate)" in err
+        assert "write optim.lr=3" in err
+        assert "precision.compute (HF Trainer: bf16)" in err
+
+    def test_missing_arguments_are_the_users_mistake(self, run):
+        code, _, err = run("export", "runs/x")
+        assert code == EXIT_USER
+        assert "--to" in err
+
+    @pytest.mark.parametrize(
+        ("argv", "module", "name", "expected"),
+        [
+            (["plan"], "framework.verify.plan", "plan", ()),
+            (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", (3,)),
+            (["verify", "--fp64", "--steps", "5"], "framework.verify.command", "verify", (None, True, 5, None)),
+        ],
+    )
+    def test_composing_commands_pass_the_recipe_on(self, run, rooms, argv, module, name, expected):
+        calls = rooms(module, name, code=5)
+        assert run(*argv, "train.seed=42")[0] == 5
+        ((recipe, *rest),) = calls
+        assert recipe.train.seed == 42
+        assert tuple(rest) == expected
+
+    def test_commands_on_runs_pass_their_arguments_on(self, run, rooms, tmp_path):
+        generated = rooms("framework.model.generate", "generate_command")
+        run("generate", str(tmp_path), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "9", "--seed", "3")
+        assert generated.pop() == (tmp_path, "def", 9, 0.0, 3)
+        exported = rooms("framework.launch.export", "export_command")
+        run("export", "some-run", "--to", str(tmp_path))
+        assert [str(part) for part in exported.pop()] == ["runs/some-run", str(tmp_path)]
+        inspected = rooms("framework.checkpoint.inspect", "inspect_command")
+        run("inspect", str(tmp_path))
+        assert inspected.pop() == (tmp_path,)
+
+    @pytest.mark.parametrize("command", ["train", "verify", "plan", "prepare"])
+    def test_a_wrong_recipe_reaches_no_room(self, run, rooms, command):
+        calls = [
+            *rooms("framework.launch.local", "train"),
+            *rooms("framework.verify.command", "verify"),
+            *rooms("framework.verify.plan", "plan"),
+            *rooms("framework.data.prepare", "prepare_command"),
+        ]
+        assert run(command, "train.steps=0")[0] == EXIT_USER
+        assert calls == []
+
+
+class TestErrors:
+    @pytest.mark.parametrize("error", [MeshwrightError("what, why, how"), NumericsError("what, why, how")])
+    def test_typed_errors_are_printed_without_a_traceback(self, run, rooms, error):
+        rooms("framework.verify.plan", "plan", error=error)
+        assert run("plan") == (error.exit_code, "", "meshwright: what, why, how\n")
+
+    def test_control_c_is_130(self, run, rooms):
+        rooms("framework.verify.plan", "plan", error=KeyboardInterrupt())
+        assert run("plan")[0] == 130
+
+    def test_our_own_faults_keep_their_traceback(self, rooms):
+        rooms("framework.verify.plan", "plan", error=ZeroDivisionError())
+        with pytest.raises(ZeroDivisionError):
+            cli.main(["plan"])
+
+
+class TestTrain:
+    def test_a_new_run_is_composed_in_full(self, run, rooms):
+        calls = rooms("framework.launch.local", "train")
+        assert run("train", "experiment=quickstart", "optim.lr=0.5")[0] == 0
+        ((recipe, overrides, folders),) = calls
+        assert (recipe.launch.ranks, recipe.optim.lr) == (2, 0.5)
+        assert (overrides, folders) == (["experiment=quickstart", "optim.lr=0.5"], [])
+
+    def test_values_for_a_run_that_exists_are_judged_beside_what_it_saved(self, run, rooms, tmp_path):
+        """9 sequences are no batch of config.yaml's microbatches of 8; of the saved ones of 3 they are."""
+        from framework.recipe.compose import compose, save_recipe
+
+        saved = compose(["optim=lion", "batch.sequences_per_step=6", "batch.sequences_per_microbatch=3"]).require()
+        (tmp_path / "mine").mkdir()
+        save_recipe(saved, tmp_path / "mine" / "recipe.yaml")
+        calls = rooms("framework.launch.local", "train")
+        argv = ["train", "run.id=mine", f"run.root={tmp_path}", "batch.sequences_per_step=9"]
+        assert run(*argv)[0] == 0
+        assert calls[0][0].optim.name == "lion"
+        code, _, err = run(*argv, "optim=sgd")
+        assert code == EXIT_USER
+        assert "batch.sequences_per_step" in err
+
+
+class TestSweep:
+    @pytest.fixture
+    def processes(self, monkeypatch):
+        started = []
+
+        def start(codes):
+            def run_process(command):
+                started.append(command)
+                return codes[len(started) - 1]
+
+            monkeypatch.setattr(cli, "_run_process", run_process)
+            return started
+
+        return start
+
+    def test_every_combination_is_a_process_of_its_own(self, run, processes, tmp_path):
+        started = processes([(0, False)] * 4)
+        code, out, _ = run(
+            "train", "-m", "--recipes", str(tmp_path), "optim=adamw,lion", "train.seed=1,2", "train.steps=50"
+        )
+        assert code == 0
+        prefix = [sys.executable, "-m", "framework", "train", "--recipes", str(tmp_path)]
+        assert started == [
+            [*prefix, f"optim={optim}", f"train.seed={seed}", "train.steps=50"]
+            for optim in ("adamw", "lion")
+            for seed in (1, 2)
+        ]
+        assert "[4/4]" in out
+
+    def test_a_failure_stops_no_other_and_its_code_is_returned(self, run, processes):
+        started = processes([(88, False), (0, False), (1, False)])
+        code, out, _ = run("train", "-m", "train.seed=1,2,3")
+        assert (code, len(started)) == (88, 3)
+        assert "exit 88  meshwright train train.seed=1" in out
+        assert "done     meshwright train train.seed=2" in out
+
+    def test_control_c_ends_the_sweep_with_the_code_of_the_run_that_saved(self, run, processes):
+        started = processes([(0, False), (85, True), (0, False)])
+        assert run("train", "-m", "train.seed=1,2,3")[0] == 85
+        assert len(started) == 2
+
+    def test_nothing_starts_if_one_combination_is_wrong(self, run, processes):
+        started = processes([])
+        code, _, err = run("train", "-m", "optim.lr=1e-3,x", "optim=adamw,lino")
+        assert (code, started) == (EXIT_USER, [])
+        assert err.count("optim.lr = x") == 2
+        assert err.count("did you mean optim=lion?") == 2
+
+    def test_runs_of_a_sweep_need_names_of_their_own(self, run, processes):
+        assert "would name 2 runs" in run("train", "-m", "run.id=x", "train.seed=1,2")[2]
+        started = processes([(0, False)] * 2)
+        assert run("train", "-m", "run.id=a,b")[0] == 0
+        assert len(started) == 2
+
+    def test_a_child_is_waited_for_through_control_c(self, tmp_path):
+        """The parent gets SIGINT as well; it must not kill a child that is still saving."""
+        child = "import signal, time; signal.signal(signal.SIGINT, lambda *_: None); time.sleep(1); print('saved', flush=True)"
+        parent = (
+            "import os, signal, sys, threading; from framework import cli\n"
+            "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+            f"print(cli._run_process([sys.executable, '-c', {child!r}]))"
+        )
+        out = subprocess.run(
+            [sys.executable, "-c", parent], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+        assert out == "saved\n(0, True)\n"
+
+    def test_without_m_several_values_are_a_mistake(self, run):
+        code, _, err = run("train", "train.seed=1,2")
+        assert code == EXIT_USER
+        assert "train -m" in err
+
+
+class TestSpeed:
+    BUDGET_S = 1.5
+
+    @pytest.mark.parametrize(
+        "argv", [["--help"], ["check", "--help"], ["check", "experiment=quickstart"], ["check", "lr=3"]]
+    )
+    def test_check_and_help_answer_at_once(self, argv):
+        """Best of five, since the machine may be busy with other tests."""
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-m", "framework", *argv], capture_output=True, check=False)
+            times.append(time.perf_counter() - start)
+            if times[-1] < self.BUDGET_S:
+                return
+        pytest.fail(f"meshwright {' '.join(argv)} took {min(times):.2f} s at best")
+
+    def test_neither_imports_torch_or_transformers(self):
+        program = (
+            "import sys; from framework import cli\n"
+            "cli.main(['--help']); cli.main(['check']); cli.main(['check', '--sources']); cli.main(['check', 'x=1'])\n"
+            "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers', 'numpy', 'datasets')))"
+        )
+        assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+    def test_python_m_framework_is_the_same_program(self):
+        done = subprocess.run([sys.executable, "-m", "framework", "chekc"], capture_output=True, text=True, check=False)
+        assert done.returncode == EXIT_USER
+        assert "did you mean check?" in done.stderr
+
+    def test_a_reader_that_leaves_is_no_fault(self):
+        done = subprocess.run(
+            f"{sys.executable} -m framework check --keys | head -1",
+            shell=True,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout == "train.steps = 1000\n"
+        assert done.stderr == ""

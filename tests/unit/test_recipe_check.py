@@ -1,0 +1,205 @@
+"""Derived numbers and the rules between keys."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from framework.errors import RecipeError
+from framework.recipe.check import check_recipe
+from framework.recipe.compose import compose
+from framework.recipe.derive import derive
+from framework.recipe.problem import Problem
+from framework.recipe.schema import Batch, Data, Launch, Parallel, Recipe, Source, Train
+
+SOUND = replace(
+    Recipe(),
+    batch=Batch(sequences_per_step=8),
+    data=Data(sources={"a": Source("x")}, bpe_vocab=512),
+)
+
+
+def problems_of(*overrides: str) -> dict[str, Problem]:
+    """Of the default recipe with overrides; one problem per key is part of the claim."""
+    problems = compose(list(overrides)).problems
+    assert len({problem.key for problem in problems}) == len(problems)
+    return {problem.key: problem for problem in problems}
+
+
+def recipe_with(ranks=1, sequences=None, tokens=None, microbatch=1, context=8, **degrees) -> Recipe:
+    return replace(
+        SOUND,
+        batch=Batch(sequences, tokens, microbatch, context),
+        parallel=Parallel(**degrees),
+        launch=Launch(ranks=ranks),
+    )
+
+
+class TestDerive:
+    def test_the_smallest_sound_recipe_has_no_problems(self):
+        assert check_recipe(SOUND, {}) == []
+
+    @given(
+        dp=st.integers(1, 6), inner=st.tuples(*[st.integers(1, 3)] * 3), microbatch=st.integers(1, 5),
+        accumulation=st.integers(1, 5), context=st.integers(2, 9), steps=st.integers(1, 9), fill=st.booleans(),
+        in_tokens=st.booleans(),
+    )  # fmt: skip
+    def test_dp_and_accumulation_follow(self, dp, inner, microbatch, accumulation, context, steps, fill, in_tokens):
+        tp, pp, cp = inner
+        world, sequences = dp * tp * pp * cp, dp * microbatch * accumulation
+        batch = {"tokens": sequences * context} if in_tokens else {"sequences": sequences}
+        recipe = recipe_with(
+            world, microbatch=microbatch, context=context, dp=None if fill else dp, tp=tp, pp=pp, cp=cp, **batch
+        )
+        d = derive(replace(recipe, train=Train(steps=steps)))
+        assert (d.world, d.dp, d.tp, d.pp, d.cp, d.ep) == (world, dp, tp, pp, cp, 1)
+        assert (d.sequences_per_step, d.accumulation) == (sequences, accumulation)
+        assert (d.tokens_per_step, d.total_tokens) == (sequences * context, sequences * context * steps)
+
+    @given(ranks=st.integers(1, 40), sequences=st.integers(1, 200), microbatch=st.integers(1, 12))
+    def test_every_way_out_of_an_undivided_batch_is_one(self, ranks, sequences, microbatch):
+        recipe = recipe_with(ranks, sequences, microbatch=microbatch)
+        if sequences % (ranks * microbatch) == 0:
+            assert derive(recipe).accumulation * ranks * microbatch == sequences
+            return
+        with pytest.raises(RecipeError):
+            derive(recipe)
+        (problem,) = check_recipe(recipe, {})
+        ways = [way.split("=") for way in problem.fix.split("; or ")]
+        assert ways
+        for key, numbers in ways:
+            for number in map(int, numbers.split(" or ")):
+                changed = {
+                    "batch.sequences_per_step": recipe_with(ranks, number, microbatch=microbatch),
+                    "batch.sequences_per_microbatch": recipe_with(ranks, sequences, microbatch=number),
+                    "launch.ranks": recipe_with(number, sequences, microbatch=microbatch),
+                }[key]
+                assert derive(changed).accumulation >= 1
+
+    @given(ranks=st.integers(1, 24), dp=st.none() | st.integers(1, 6), degrees=st.tuples(*[st.integers(1, 4)] * 4))
+    def test_the_degrees_multiply_to_the_world_or_the_ways_out_do(self, ranks, dp, degrees):
+        tp, pp, cp, ep = degrees
+        recipe = recipe_with(ranks, tokens=8 * 10**6, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
+        fits = ranks % (tp * pp * cp) == 0 if dp is None else dp * tp * pp * cp == ranks
+        if not fits:
+            with pytest.raises(RecipeError, match=r"does not divide|but there are"):
+                derive(recipe)
+        elif (ranks // (tp * pp)) % ep:
+            with pytest.raises(RecipeError, match="ep divides dp"):
+                derive(recipe)
+
+    def test_a_batch_in_tokens_is_whole_sequences(self):
+        with pytest.raises(RecipeError, match=r"batch\.tokens_per_step=16 or 24"):
+            derive(recipe_with(tokens=20))
+
+    def test_the_message_names_the_numbers(self):
+        (problem,) = check_recipe(recipe_with(4, 28, microbatch=2), {"batch.sequences_per_step": "here:1"})
+        assert problem.message == "not a multiple of 4 dp ranks * 2 sequences per microbatch = 8"
+        assert problem.fix == (
+            "batch.sequences_per_step=24 or 32; or batch.sequences_per_microbatch=1 or 7; or launch.ranks=1 or 2 or 7"
+        )
+        assert problem.origin == "here:1"
+
+
+class TestBatch:
+    def test_stated_twice(self):
+        problem = problems_of("batch.tokens_per_step=8192")["batch.sequences_per_step"]
+        assert "batch.tokens_per_step=8192 as well" in problem.message
+        assert problems_of("batch.tokens_per_step=8192", "batch.sequences_per_step=null") == {}
+
+    def test_not_stated(self):
+        assert "not stated" in problems_of("batch.sequences_per_step=null")["batch.sequences_per_step"].message
+
+    def test_filling_the_world(self):
+        composition = compose(["launch.ranks=4"])
+        assert derive(composition.require()).dp == 4
+
+    def test_degrees_that_do_not_multiply_to_the_world(self):
+        problem = problems_of("launch.ranks=3", "parallel.dp=2")["parallel.dp"]
+        assert problem.fix == "launch.ranks=2; or parallel.dp=3; or parallel.dp=null, which fills the ranks"
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+def test_axes_of_later_versions_are_said_to_be_unavailable_and_nothing_else(axis):
+    problems = problems_of(f"parallel.{axis}=2", "launch.ranks=3")
+    assert problems.keys() == {f"parallel.{axis}"}
+    assert "not available in this version" in problems[f"parallel.{axis}"].message
+
+
+def test_zero_is_said_to_be_unavailable_beside_other_mistakes():
+    assert problems_of("zero.stage=2", "batch.sequences_per_step=7").keys() == {
+        "zero.stage",
+        "batch.sequences_per_step",
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["precision.compute=fp64", "precision.master=fp64"], "precision.reduce", "less precise"),
+        (["precision.compute=fp64", "precision.reduce=fp64"], "precision.master", "less precise"),
+        (["optim.schedule.warmup_steps=300"], "optim.schedule.warmup_steps", "longer than the run of train.steps=250"),
+        (["optim/schedule=wsd", "optim.schedule.decay_steps=240"], "optim.schedule.decay_steps", "20 + 240"),
+        (["optim.schedule.decay_steps=10"], "optim.schedule.decay_steps", "only wsd"),
+        (["optim=sgd", "optim.betas=[0.8,0.9]"], "optim.betas", "sgd has no betas"),
+        (["optim=lion", "optim.eps=1e-5"], "optim.eps", "lion has no eps"),
+        (["optim.momentum=0.5"], "optim.momentum", "adamw has no momentum"),
+        (["optim.betas=[0.9,1.0]"], "optim.betas", "below 1"),
+        (["optim=sgd", "optim.momentum=1.0"], "optim.momentum", "below 1"),
+        (["optim.clip_norm=0"], "optim.clip_norm", "trains nothing"),
+        (["model.freeze=['a(']"], "model.freeze", "not a regular expression"),
+        (["optim.groups.head.pattern='['"], "optim.groups.head.pattern", "not a regular expression"),
+        (["~data.sources.stdlib"], "data.sources", "nothing to train on"),
+        (["data.sources.stdlib.weight=0"], "data.sources.stdlib.weight", "weight 0"),
+        (["data.bpe_vocab=null", "model.config.vocab_size=9"], "model.tokenizer", "no tokenizer"),
+        (["model.tokenizer=gpt2"], "data.bpe_vocab", "has a tokenizer already"),
+        (["model.weights=gpt2"], "data.bpe_vocab", "has a tokenizer already"),
+        (["train.validate_every_steps=5", "data.validation=0"], "data.validation", "held out"),
+        (["checkpoint.every_minutes=0"], "checkpoint.every_minutes", "without end"),
+        (["run.id=a/b"], "run.id", "letters"),
+        (["run.id=.hidden"], "run.id", "letters"),
+        (["run.name='what ever'"], "run.name", "letters"),
+    ],
+)
+def test_contradictions(overrides, key, says):
+    problems = problems_of(*overrides)
+    assert problems.keys() == {key}
+    assert says in problems[key].message
+    assert problems[key].origin != ""
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optim.schedule.warmup_steps=250"],
+        ["optim/schedule=wsd", "optim.schedule.decay_steps=230"],
+        ["optim=sgd", "optim.betas=[0.9,0.95]"],
+        ["precision=fp64"],
+        ["precision.master=fp64"],
+        ["model=gpt2", "model.weights=gpt2"],
+        ["run.id=a.b_c-9"],
+        ["model.freeze=['^model[.]layers[.][0-3][.]']"],
+        ["data.sources.b.path=x", "data.sources.b.weight=0"],
+    ],
+)
+def test_sound_neighbours_of_contradictions(overrides):
+    assert problems_of(*overrides) == {}
+
+
+def test_independent_contradictions_are_all_reported():
+    problems = problems_of(
+        "precision.compute=fp64", "optim.schedule.warmup_steps=1000", "run.id=a/b", "model.freeze=['[']",
+        "batch.sequences_per_step=7", "optim.clip_norm=0", "model.tokenizer=x",
+    )  # fmt: skip
+    assert problems.keys() == {
+        "precision.master", "precision.reduce", "optim.schedule.warmup_steps", "run.id", "model.freeze",
+        "batch.sequences_per_step", "optim.clip_norm", "data.bpe_vocab",
+    }  # fmt: skip
+
+
+def test_the_fixes_of_a_contradiction_fix_it():
+    assert problems_of("optim=sgd", "optim.betas=[0.8,0.9]", "~optim.betas") == {}
+    assert problems_of("data.bpe_vocab=null", "model.config.vocab_size=9", "model.tokenizer=gpt2") == {}
+    fix = problems_of("run.id='a b/c'")["run.id"].fix
+    assert problems_of(fix) == {}

@@ -1,0 +1,103 @@
+"""Every shipped recipe composes, checks, says what it is for, and builds the model that it names."""
+
+from pathlib import Path
+
+import pytest
+
+from framework.recipe.compose import compose
+from framework.recipe.derive import derive
+from framework.recipe.files import shipped_recipes
+from framework.recipe.keys import list_groups
+from framework.recipe.overrides import list_options
+
+FOLDERS = [shipped_recipes()]
+OPTIONS = [
+    (group, option)
+    for group in [*(g for g in list_groups() if (shipped_recipes() / g).is_dir()), "experiment"]
+    for option in list_options(group, FOLDERS)
+]
+# What recipes leave to the user on purpose.
+GIVEN = {
+    "files": ["data.sources.files.path=x.jsonl"],
+    "finetune_qwen3_0_6b": ["data.sources.files.path=x.jsonl"],
+}
+
+# As published with the weights (DeepSeek-V3: without its second-token module).
+PARAMETERS = {
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "mistral_7b": 7_248_023_552,
+    "mixtral_8x7b": 46_702_792_704,
+    "gemma2_9b": 9_241_705_984,
+    "deepseek_v3": 671_026_404_352,
+    "gpt2": 124_439_808,
+    "tiny_llama": 5_475_584,
+}
+
+
+def test_every_file_is_the_default_or_an_option_of_a_group():
+    files = {
+        file.relative_to(shipped_recipes()).with_suffix("").as_posix() for file in shipped_recipes().rglob("*.yaml")
+    }
+    assert files == {"config", *(f"{group}/{option}" for group, option in OPTIONS)}
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
+def test_every_option_composes_and_checks(group, option):
+    recipe = compose([f"{group}={option}", *GIVEN.get(option, [])]).require()
+    assert derive(recipe).accumulation >= 1
+
+
+@pytest.mark.parametrize("file", sorted(shipped_recipes().rglob("*.yaml")), ids=lambda file: file.stem)
+def test_every_recipe_begins_with_its_purpose(file: Path):
+    comments = [line for line in file.read_text().splitlines()[:2] if not line.startswith("# @package")]
+    assert comments[0].startswith("# ")
+    assert len(comments[0]) > 20
+
+
+@pytest.mark.parametrize("experiment", [option for group, option in OPTIONS if group == "experiment"])
+def test_every_experiment_names_its_runs(experiment):
+    recipe = compose([f"experiment={experiment}", *GIVEN.get(experiment, [])]).require()
+    assert recipe.run.name != "run"
+
+
+def test_the_quickstart_needs_no_network_and_two_ranks():
+    recipe = compose(["experiment=quickstart"]).require()
+    assert recipe.launch.ranks == 2
+    assert recipe.model.weights is recipe.model.tokenizer is None
+    assert [source.path for source in recipe.data.sources.values()] == ["python-stdlib"]
+    assert recipe.train.validate_every_steps is not None
+
+
+def test_every_model_recipe_is_counted():
+    assert PARAMETERS.keys() == set(list_options("model", FOLDERS))
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_the_architecture_has_the_published_number_of_parameters(model):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    recipe = compose([f"model={model}"]).require().model
+    config = AutoConfig.for_model(recipe.family, **recipe.config)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in built.parameters()) == PARAMETERS[model]
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_every_config_value_is_one_of_the_family(model):
+    """A misspelt architecture value would be taken by Hugging Face as an attribute that nothing reads."""
+    from transformers import AutoConfig
+
+    recipe = compose([f"model={model}"]).require().model
+    family = AutoConfig.for_model(recipe.family)
+    unread = {"qwen3_moe": {"head_dim"}}.get(
+        recipe.family, set()
+    )  # read by its attention with getattr, without a default
+    assert set(recipe.config) - set(family.to_dict()) - set(family.attribute_map) <= unread

@@ -1,0 +1,105 @@
+"""From wrong names to right ones: our own misspelt, and what other systems call them."""
+
+import pytest
+
+from framework.recipe.foreign import foreign_names
+from framework.recipe.keys import NAME, list_keys
+from framework.recipe.suggest import explain_unknown
+
+KEYS = [key.path for key in list_keys()]
+
+
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [
+        ("learning_rate", "optim.lr (HF Trainer"),
+        ("per_device_train_batch_size", "batch.sequences_per_microbatch (HF Trainer"),
+        ("gradient_accumulation_steps", "batch.sequences_per_step / (dp * batch.sequences_per_microbatch)"),
+        ("max_steps", "train.steps (HF Trainer"),
+        ("num_train_epochs", "train.steps"),
+        ("warmup_steps", "optim.schedule.warmup_steps (HF Trainer"),
+        ("max_grad_norm", "optim.clip_norm (HF Trainer"),
+        ("bf16", "precision.compute (HF Trainer"),
+        ("save_steps", "checkpoint.every_steps (HF Trainer"),
+        ("zero_optimization.stage", "zero.stage (DeepSpeed"),
+        ("train_batch_size", "batch.sequences_per_step (DeepSpeed"),
+        ("train_micro_batch_size_per_gpu", "batch.sequences_per_microbatch (DeepSpeed"),
+        ("gradient_clipping", "optim.clip_norm (DeepSpeed"),
+        ("optimizer.params.lr", "optim.lr (DeepSpeed"),
+        ("tensor_model_parallel_size", "parallel.tp (Megatron"),
+        ("pipeline_model_parallel_size", "parallel.pp (Megatron"),
+        ("micro_batch_size", "batch.sequences_per_microbatch (Megatron"),
+        ("global_batch_size", "batch.sequences_per_step (Megatron"),
+        ("seq_length", "batch.context (Megatron"),
+        ("lr_decay_style", "optim.schedule.name (Megatron"),
+        ("clip_grad", "optim.clip_norm (Megatron"),
+        ("training.local_batch_size", "batch.sequences_per_microbatch (torchtitan"),
+        ("parallelism.tensor_parallel_degree", "parallel.tp (torchtitan"),
+        ("parallelism.pipeline_parallel_degree", "parallel.pp (torchtitan"),
+        ("parallelism.data_parallel_shard_degree", "zero.stage=0"),
+        ("training.steps", "train.steps (torchtitan"),
+    ],
+)
+def test_foreign_names_lead_to_ours(foreign, ours):
+    assert ours in explain_unknown(foreign).fix
+
+
+def test_foreign_names_are_found_below_any_section_and_as_flags():
+    for name in ("args.learning_rate", "optim.learning_rate", "a.b.learning-rate", "Learning_Rate"):
+        assert explain_unknown(name).fix.startswith("optim.lr"), name
+
+
+def test_the_table_is_sound():
+    for name, (_, ours) in foreign_names().items():
+        assert name == name.lower().replace("-", "_")
+        assert name not in KEYS, f"{name} is a key of ours"
+        is_ours = ours in KEYS or ours.startswith("model.config.")
+        assert is_ours or " " in ours, f"{name} leads to {ours}, which is neither a key nor a sentence"
+
+
+def test_sentences_speak_of_keys_that_exist():
+    groups = {path.split(".")[0] for path in KEYS}
+    for name, (_, ours) in foreign_names().items():
+        words = [word.strip("(),:;*").partition("=")[0] for word in ours.split()]
+        for word in words:
+            head, _, rest = word.partition(".")
+            if head in groups and rest and head != "model":
+                assert any(key == word or key.startswith(f"{word}.") for key in KEYS), f"{name}: {word}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("paralel.tp", "parallel.tp"),
+        ("tp", "parallel.tp"),
+        ("train.stpes", "train.steps"),
+        ("tran.steps", "train.steps"),
+        ("lr", "optim.lr"),
+        ("optim.weight_deca", "optim.weight_decay"),
+        ("optim.warmup", "optim.schedule.warmup_steps"),
+        ("batch.sequence_per_step", "batch.sequences_per_step"),
+        ("checkpoint.every_step", "checkpoint.every_steps"),
+        ("data.sources.web.wieght", "data.sources.web.weight"),
+        ("optim.groups.head.patern", "optim.groups.head.pattern"),
+        ("modle", "model"),
+        ("optim/shedule", "optim/schedule"),
+        ("wandb.project", "track.wandb.project"),
+    ],
+)
+def test_our_own_names_misspelt_or_misplaced(wrong, right):
+    assert explain_unknown(wrong).fix == f"did you mean {right}?"
+
+
+def test_every_key_is_found_again_after_a_slip_of_the_pen():
+    """Two letters swapped in the last part: the fix must name the key itself."""
+    for key in KEYS:
+        group, _, name = key.rpartition(".")
+        if len(name) < 5:
+            continue
+        slip = f"{group}.{name[0]}{name[2]}{name[1]}{name[3:]}".replace(NAME, "web")
+        if slip != key.replace(NAME, "web") and slip.rpartition(".")[2] not in foreign_names():
+            assert key.replace(NAME, "web") in explain_unknown(slip).fix, slip
+
+
+def test_what_resembles_nothing_is_sent_to_the_list():
+    assert explain_unknown("zzqqx.xxyq").fix == "`meshwright check --keys` lists all keys"
