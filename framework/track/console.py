@@ -15,10 +15,10 @@ _BAR = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{rema
 
 
 class Console:
-    """Writes to one stream. A bar tells elapsed and remaining time by itself; a log line ends with the remaining time."""
+    """Writes to one stream, standard error by default. A bar tells elapsed and remaining time; a line the remaining."""
 
-    def __init__(self, stream: TextIO = sys.stderr, now: Callable[[], float] = time.monotonic):
-        self._stream = stream
+    def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic):
+        self._stream = stream or sys.stderr
         self._now = now
         self._bar: tqdm | None = None
         self._run: RunInfo | None = None

@@ -255,7 +255,10 @@ def _build_trainer(setting: Setting, tokens: Tensor, keep_loss: Callable, hold: 
             row = tokens[index]
             return {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}
 
-    class KeepsLosses(Trainer):
+    class TakesTurns(Trainer):
+        def _get_train_sampler(self, *_: Any, **__: Any) -> torch.utils.data.Sampler:
+            return torch.utils.data.SequentialSampler(tokens)
+
         def training_step(self, *arguments: Any, **options: Any) -> Tensor:
             loss = super().training_step(*arguments, **options)
             keep_loss(loss.item())
@@ -274,7 +277,6 @@ def _build_trainer(setting: Setting, tokens: Tensor, keep_loss: Callable, hold: 
         max_steps=setting.steps,
         per_device_train_batch_size=setting.case.sequences,
         gradient_accumulation_steps=setting.case.accumulation,
-        train_sampling_strategy="sequential",
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         optim="adamw_torch_fused",
@@ -292,7 +294,7 @@ def _build_trainer(setting: Setting, tokens: Tensor, keep_loss: Callable, hold: 
         ddp_backend="gloo" if setting.world > 1 else None,
         ddp_find_unused_parameters=False,
     )
-    trainer = KeepsLosses(stock_model(setting), arguments, train_dataset=Samples(), callbacks=[Holds()])
+    trainer = TakesTurns(stock_model(setting), arguments, train_dataset=Samples(), callbacks=[Holds()])
     trainer.remove_callback(PrinterCallback)
     return trainer
 
