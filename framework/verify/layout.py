@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from framework.build import build
+from framework.build import build, compute_dtype
 from framework.data.pack import Microbatch
 from framework.mesh.connect import Mesh
 from framework.mesh.layout import Layout
@@ -14,16 +14,19 @@ from framework.optim.schedules import learning_rate
 from framework.parallel.zero.buffers import Slot, UnitBuffer
 from framework.recipe.schema import Recipe
 from framework.train.step import Run, train_step
+from framework.verify.double import keep_double
 from framework.verify.evidence import Evidence, TokenBatch, gather_full
 
 
 def run_layout(recipe: Recipe, config: PretrainedConfig, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
     """Train the recipe's layout on the batches; the evidence is gathered on every rank."""
-    run = build(recipe, config, mesh)
+    run, dtype = build(recipe, config, mesh), compute_dtype(recipe.precision, mesh.device)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         lr = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
-        loss, norm = train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, lr, ()).tolist()
+        microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
+        with keep_double(dtype):
+            loss, norm = train_step(run, microbatches, step, lr, ()).tolist()
         losses.append(loss)
         norms.append(norm)
         if step == 0:

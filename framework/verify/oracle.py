@@ -16,6 +16,7 @@ from framework.model.loss import IGNORE
 from framework.optim.groups import group_parameters
 from framework.optim.schedules import learning_rate
 from framework.recipe.schema import Optim, Recipe
+from framework.verify.double import keep_double
 from framework.verify.evidence import Evidence, TokenBatch
 
 
@@ -35,7 +36,8 @@ def run_oracle(
             rate = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
             group["lr"] = rate * group["lr_ratio"]
         optimizer.zero_grad()
-        losses.append(_accumulate(model, batch, recipe.batch.sequences_per_microbatch))
+        with keep_double(dtype):
+            losses.append(_accumulate(model, batch, recipe.batch.sequences_per_microbatch))
         limit = float("inf") if recipe.optim.clip_norm is None else recipe.optim.clip_norm
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
         if step == 0:

@@ -1,0 +1,125 @@
+"""Layouts beside the oracle: cases as values, and the body that runs many of them on one set of ranks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from framework.build import DTYPES
+from framework.mesh.connect import connect
+from framework.mesh.topology import Topology
+from framework.recipe.schema import Batch, Memory, Optim, Precision, Recipe, Train
+from framework.verify.compare import TOLERANCES, Row, compare, render
+from framework.verify.evidence import Evidence, TokenBatch, initial_weights, make_batches
+from framework.verify.layout import run_layout
+from framework.verify.oracle import run_oracle
+from tests.families import Family, build_config
+from tests.ranks.pool import RankPool
+
+STEPS = 3
+CONTEXT = 9
+# Divides into any of 1 to 4 ranks x 1 or 3 microbatches.
+SEQUENCES = 36
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run of a tiny model, and recipes by which it is laid out; they differ in nothing that may matter.
+
+    `changes`: config values on top of the family's. `by_microbatch`: the oracle accumulates over the recipe's microbatches;
+    else it takes each batch at once. A router's balancing term is no sum over tokens, so there the microbatches do matter.
+    """
+
+    name: str
+    family: Family
+    layouts: Mapping[str, Recipe]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    by_microbatch: bool = False
+
+    @property
+    def config(self) -> PretrainedConfig:
+        config = build_config(self.family, **self.changes)
+        config.use_cache = False
+        return config
+
+    @property
+    def recipe(self) -> Recipe:
+        """The oracle's."""
+        recipe = next(iter(self.layouts.values()))
+        rows = recipe.batch.sequences_per_microbatch if self.by_microbatch else recipe.batch.sequences_per_step
+        return replace(recipe, batch=replace(recipe.batch, sequences_per_microbatch=rows))
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.recipe.precision.compute]
+
+    def batches(self) -> list[TokenBatch]:
+        sequences = self.recipe.batch.sequences_per_step
+        assert sequences is not None
+        return make_batches(self.config, STEPS, sequences, CONTEXT, seed=11)
+
+
+def small_recipe(
+    precision: str, world: int, accumulation: int = 1, sequences: int = SEQUENCES, clip_norm: float | None = None
+) -> Recipe:
+    """A recipe whose global batch does not depend on the layout.
+
+    In fp32 Adam's eps is 1e-3, as in `meshwright verify`: at 1e-8 it divides rounding noise by itself.
+    """
+    master = "fp32" if precision == "bf16" else precision
+    return Recipe(
+        train=Train(steps=STEPS, seed=5),
+        batch=Batch(
+            sequences_per_step=sequences,
+            sequences_per_microbatch=sequences // (world * accumulation),
+            context=CONTEXT,
+        ),
+        memory=Memory(compile="never"),
+        precision=Precision(precision, master, master),  # type: ignore[arg-type]
+        optim=Optim(lr=1e-2, eps=1e-8 if precision == "fp64" else 1e-3, clip_norm=clip_norm),
+    )
+
+
+def run_cases(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> dict[str, list[Row]]:
+    """Body: every layout on all ranks; then each rank compares its share of the cases with the oracle."""
+    mesh = connect(Topology(dp=world), CPU, rendezvous, rank)
+    found = {
+        (case.name, label): run_layout(recipe, case.config, case.batches(), mesh)
+        for case in cases
+        for label, recipe in case.layouts.items()
+    }
+    mesh.close()
+    rows = {}
+    for case in cases[rank::world]:
+        expected = expect(case)
+        rows |= {f"{case.name}, {label}": compare(found[case.name, label], expected) for label in case.layouts}
+    return rows
+
+
+def expect(case: Case) -> Evidence:
+    """The oracle's evidence. A recipe that clips must do so in each step, or it would test nothing."""
+    weights = initial_weights(case.config, case.recipe.train.seed)
+    evidence = run_oracle(case.recipe, case.config, weights, case.batches(), DTYPES[case.recipe.precision.compute])
+    limit = case.recipe.optim.clip_norm
+    assert limit is None or min(evidence.norms) > limit, (
+        f"{case.name}: norms {evidence.norms} are not clipped at {limit}"
+    )
+    return evidence
+
+
+def assert_equal(pool: RankPool, world: int, cases: Sequence[Case]) -> None:
+    """All layouts equal their oracles within the tolerance of their precision."""
+    rows: dict[str, list[Row]] = {}
+    for of_rank in pool.run(world, run_cases, cases):
+        rows |= of_rank
+    tolerances = {f"{case.name}, {label}": case.tolerance for case in cases for label in case.layouts}
+    assert rows.keys() == tolerances.keys()
+    failed = {name: each for name, each in rows.items() if worst_error(each) > tolerances[name]}
+    assert not failed, "\n\n".join(f"{name}\n{render(each, tolerances[name])}" for name, each in failed.items())
+
+
+def worst_error(rows: Iterable[Row]) -> float:
+    return max(row.error for row in rows)
