@@ -59,8 +59,8 @@ def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo) -> Observers:
     console = Console()
     observers: list[Observer] = [console, Jsonl(run_dir)]
     if recipe.track.wandb.mode != "disabled":
-        observers.append(Wandb(run_dir, say=console.say))
-    observers.append(Summary(run_dir))
+        observers.append(Wandb(run_dir, console.say))
+    observers.append(Summary(run_dir, console.say))
     save_run_info(run_dir, run)
     opened = Observers(observers)
     opened.open(run)

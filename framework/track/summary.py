@@ -5,7 +5,7 @@ import io
 import math
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,11 @@ _CURVES = (
 
 
 class Summary:
-    """Writes the report when a run ends, however it ends."""
+    """Writes the report when a run ends, however it ends, and says where it is."""
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, say: Callable[[str], None]):
         self._run_dir = run_dir
+        self._say = say
 
     def open(self, run: RunInfo) -> None:
         """Nothing to prepare: all comes from the files of the run."""
@@ -44,7 +45,7 @@ class Summary:
         """As above."""
 
     def close(self, exit_code: int) -> None:
-        write_report(self._run_dir)
+        self._say(f"report: {', '.join(str(path) for path in write_report(self._run_dir))}")
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def _results(run: RunInfo, curves: Curves) -> list[str]:
         best_step, best = min(curves.validation, key=lambda pair: pair[1])
         rows.append(("validation loss", f"{loss:.4f} at step {step}; lowest {best:.4f} at step {best_step}"))
     if run.unigram_entropy is not None:
-        rows.append(("unigram entropy", f"{run.unigram_entropy:.4f}, the loss of knowing word frequencies only"))
+        rows.append(("unigram entropy", f"{run.unigram_entropy:.4f}, the loss of knowing token frequencies only"))
     if curves.last["skipped_steps"]:
         rows.append(("skipped steps", f"{curves.last['skipped_steps']}, for gradients that were not finite"))
     return ["Results (nats per token)", *_table(rows)]

@@ -102,5 +102,6 @@ def test_a_run_leaves_metrics_info_and_report_behind(tmp_path, monkeypatch):
     observers.report(REPORT)
     observers.close(0)
     assert "step 1/1 | loss 2.5000" in stream.getvalue()
+    assert f"report: {tmp_path}/report.png, {tmp_path}/report.txt\n" in stream.getvalue()
     assert {path.name for path in tmp_path.iterdir()} == {"run_info.json", "metrics.jsonl", "report.txt", "report.png"}
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 2.5
