@@ -1,0 +1,139 @@
+"""The loader: the microbatches of this rank at a cursor, with the next step's read in the background.
+
+Identity: sample j of microbatch m on dp rank r is the global sample cursor + (m dp + r) b + j, b = sequences_per_microbatch.
+So the samples of one step are [cursor, cursor + M dp b) for every split into M microbatches, dp ranks and b sequences.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+
+from framework.data.order import Order, permute
+from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, count_samples
+from framework.data.prepared import Prepared
+
+# Takes about a millisecond.
+SAMPLES_LOCATED_AT_ONCE = 2048
+
+
+class Loader:
+    """Feeds the training split. It has no position of its own: the cursor of the caller is all the state there is.
+
+    data_wait_s: seconds that `batch` has kept its callers waiting so far.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        seed: int,
+        context: int,
+        pack: Mode,
+        sequences_per_microbatch: int,
+        num_microbatches: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """num_microbatches: of this rank in one step; clock: seconds."""
+        streams = [source.streams["train"] for source in prepared.sources]
+        sizes = [count_samples(stream.num_tokens, context) for stream in streams]
+        self._order = Order.of(
+            seed,
+            {source.name: (source.weight, size) for source, size in zip(prepared.sources, sizes, strict=True)},
+        )
+        self._packer = Packer(streams, context, pack, prepared.eos_id)
+        self._b = sequences_per_microbatch
+        first = (np.arange(num_microbatches) * dp_size + dp_rank) * self._b
+        self._offsets = (first[:, None] + np.arange(self._b)).reshape(-1)  # of this rank's samples from the cursor
+        self._located = np.empty((0, 2, len(self._offsets)), dtype=np.int64)  # [step, (source, sample), row]
+        self._located_from = 0
+        self.sequences_per_step = num_microbatches * dp_size * self._b
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+        self._clock = clock
+        self.data_wait_s = 0.0
+
+    def batch(self, cursor: int) -> list[Microbatch]:
+        """This rank's microbatches of the step whose first global sample is `cursor`; starts to read the step after it.
+
+        Any cursor >= 0 may follow any other; one that was not expected is read now.
+        """
+        start_s = self._clock()
+        if self._ahead is None or self._ahead[0] != cursor:
+            self._ahead = cursor, self._thread.submit(self._read, cursor)
+        microbatches = self._ahead[1].result()
+        following = cursor + self.sequences_per_step
+        self._ahead = following, self._thread.submit(self._read, following)
+        self.data_wait_s += self._clock() - start_s
+        return microbatches
+
+    def _read(self, cursor: int) -> list[Microbatch]:
+        return split_rows(self._packer.pack(*self._locate(cursor)), self._b)
+
+    def _locate(self, cursor: int) -> np.ndarray:
+        """(source, sample) of this rank's rows, of many steps at once: one call costs as much for 1 sample as for 500."""
+        step, rest = divmod(cursor - self._located_from, self.sequences_per_step)
+        if rest or not 0 <= step < len(self._located):
+            steps = np.arange(max(1, SAMPLES_LOCATED_AT_ONCE // len(self._offsets)))
+            index = cursor + steps[:, None] * self.sequences_per_step + self._offsets
+            source, sample = self._order.locate(index.reshape(-1))
+            self._located = np.stack([source.reshape(index.shape), sample.reshape(index.shape)], axis=1)
+            self._located_from, step = cursor, 0
+        return self._located[step]
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def split_rows(rows: Microbatch, size: int) -> list[Microbatch]:
+    """Cuts [n, T] into microbatches of [size, T]; views, contiguous."""
+    positions = [None] * (len(rows.input_ids) // size) if rows.position_ids is None else rows.position_ids.split(size)
+    parts = zip(rows.input_ids.split(size), rows.labels.split(size), positions, strict=True)
+    return [Microbatch(*part) for part in parts]
+
+
+def validation_batches(
+    prepared: Prepared,
+    *,
+    context: int,
+    pack: Mode,
+    sequences_per_microbatch: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    limit: int | None = None,
+) -> Iterator[Microbatch]:
+    """One pass over the validation split: every sequence of every source once, on one of the dp ranks.
+
+    limit (train.validation_sequences): at most so many, a fixed random choice that no seed changes. Each rank gets the same
+    number of microbatches; sequences that are wanting have no labels (all -100), so a loss summed over labels is exact.
+    """
+    streams = [source.streams["validation"] for source in prepared.sources]
+    source, sample = _list_samples([count_samples(stream.num_tokens, context) for stream in streams], limit)
+    per_round = dp_size * sequences_per_microbatch
+    missing = -len(sample) % per_round
+    source = np.append(source, np.zeros(missing, dtype=np.int64)).reshape(-1, dp_size, sequences_per_microbatch)
+    sample = np.append(sample, np.full(missing, NO_SAMPLE)).reshape(-1, dp_size, sequences_per_microbatch)
+    packer = Packer(streams, context, pack, prepared.eos_id)
+    return (packer.pack(source[turn, dp_rank], sample[turn, dp_rank]) for turn in range(len(sample)))
+
+
+def _list_samples(sizes: list[int], limit: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(source, sample) of all samples, or of `limit` of them: the first of a permutation."""
+    total = sum(sizes)
+    starts = np.cumsum([0, *sizes])
+    chosen = np.arange(total)
+    if limit is not None and limit < total:
+        index = np.arange(limit, dtype=np.uint64)
+        chosen = np.sort(permute(index, np.full_like(index, total), np.zeros_like(index)).astype(np.int64))
+    source = np.searchsorted(starts, chosen, side="right") - 1
+    return source, chosen - starts[source]

@@ -1,0 +1,150 @@
+"""Sample order: which sample of which source stands at global index g, a pure function of (seed, source names, g).
+
+Identity:  g -> (source s, position p in s) -> epoch e = p // size_s -> sample = permutation[seed, s, e](p % size_s)
+
+Nothing is materialised but one period of the blend, so any index is reached at once and the whole data state is the
+integer g: rank, microbatch size and worker count do not appear. Each source wraps into its next epoch on its own.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor, lcm
+
+import numpy as np
+import xxhash
+
+# Longest period of a blend: its table takes 2.5 MB and a second. Weights that need a longer one are rounded to it.
+MAX_PERIOD = 1 << 18
+
+# A Feistel network of 4 rounds with random round functions is a pseudo-random permutation (Luby and Rackoff, 1988);
+# the other four make up for our cheap round function on domains of a few samples.
+FEISTEL_ROUNDS = 8
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of 64-bit words in which every input bit reaches every output bit (finaliser of SplitMix64).
+
+    x: [n] uint64; arrays wrap around silently, which is meant.
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Element by element, the image of `index` under the permutation of [0, size) that `key` chooses.
+
+    A Feistel network permutes the next power of two >= size; an image outside [0, size) is permuted again until it is
+    inside ("cycle walking", less than two walks on average), which leaves a permutation of [0, size).
+    index: [n] uint64 < size; size: [n] uint64 in [1, 2^53); key: [n] uint64.
+    """
+    bits = np.frexp((size - np.uint64(1)).astype(np.float64))[1].astype(np.uint64)  # bit length of the largest index
+    image = _encrypt(index, bits, key)
+    outside = np.flatnonzero(image >= size)
+    while outside.size:
+        image[outside] = _encrypt(image[outside], bits[outside], key[outside])
+        outside = outside[image[outside] >= size[outside]]
+    return image
+
+
+def _encrypt(x: np.ndarray, bits: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """A permutation of [0, 2^bits): each half in turn is changed by what the other half and the key say."""
+    low_bits = bits >> np.uint64(1)
+    low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
+    high_mask = (np.uint64(1) << (bits - low_bits)) - np.uint64(1)
+    high, low = x >> low_bits, x & low_mask
+    for _ in range(FEISTEL_ROUNDS // 2):
+        key = key + GOLDEN
+        low = low ^ (mix(high ^ key) & low_mask)
+        key = key + GOLDEN
+        high = high ^ (mix(low ^ key) & high_mask)
+    return (high << low_bits) | low
+
+
+def count_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest integers in the proportion of `weights`: how many samples each source has in one period.
+
+    Weights count as the decimal numbers they are written as (0.7, 0.2, 0.1 -> 7, 2, 1). Where the period would exceed
+    MAX_PERIOD they are rounded to shares of MAX_PERIOD, at least one each: off by < 4 samples in a million.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    relative = [weight / total for weight in exact]
+    period = lcm(*(share.denominator for share in relative))
+    if period <= MAX_PERIOD:
+        return tuple(int(share * period) for share in relative)
+    shares = [max(1, floor(share * MAX_PERIOD)) for share in relative]
+    by_remainder = sorted(range(len(shares)), key=lambda k: shares[k] - relative[k] * MAX_PERIOD)
+    missing = MAX_PERIOD - sum(shares)
+    for k in by_remainder[: max(0, missing)]:
+        shares[k] += 1
+    shares[int(np.argmax(shares))] += min(0, missing)  # the at-least-one rule may have given away too many
+    return tuple(shares)
+
+
+def interleave(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """One period of the blend: the source in each slot, and how many slots of that source come before it.
+
+    |count_s(n) - n share_s / period| < 1 for every source s and every prefix n. Sample j of a source may stand in slots
+    floor(j / w) to ceil((j + 1) / w) - 1, w = share / period, and of the sources that may take a slot the one with the
+    earliest deadline does: on one processor that always succeeds (Pfair: Baruah, Cohen, Plaxton, Varvel 1996), whereas
+    giving the slot to the source that lags most can fall behind by more than one with many sources.
+    Returns source: [period] uint16, rank: [period] int64.
+    """
+    period = sum(shares)
+    source = np.empty(period, dtype=np.uint16)
+    rank = np.empty(period, dtype=np.int64)
+    waiting = [(0, s, 0) for s in range(len(shares))]  # (first slot allowed, source, j)
+    ready: list[tuple[int, int, int]] = []  # (deadline, source, j)
+    for slot in range(period):
+        while waiting and waiting[0][0] <= slot:
+            _, s, j = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(j + 1) * period // shares[s]), s, j))
+        _, s, j = heapq.heappop(ready)
+        source[slot], rank[slot] = s, j
+        if j + 1 < shares[s]:
+            heapq.heappush(waiting, ((j + 1) * period // shares[s], s, j + 1))
+    return source, rank
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of all samples of all epochs. Build it with `Order.of`; ask it with `locate`.
+
+    sizes: [sources] samples per epoch; keys: [sources]; slot_source, slot_rank: one period of the blend.
+    """
+
+    sizes: np.ndarray
+    keys: np.ndarray
+    shares: np.ndarray
+    slot_source: np.ndarray
+    slot_rank: np.ndarray
+
+    @classmethod
+    def of(cls, seed: int, sources: Mapping[str, tuple[float, int]]) -> "Order":
+        """`sources`: name -> (weight > 0, samples per epoch >= 1). A source's order does not depend on the others."""
+        shares = count_shares([weight for weight, _ in sources.values()])
+        slot_source, slot_rank = interleave(shares)
+        return cls(
+            sizes=np.array([size for _, size in sources.values()], dtype=np.int64),
+            keys=np.array(
+                [xxhash.xxh64_intdigest(name.encode(), seed=seed % 2**64) for name in sources], dtype=np.uint64
+            ),
+            shares=np.array(shares, dtype=np.int64),
+            slot_source=slot_source,
+            slot_rank=slot_rank,
+        )
+
+    def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, sample in that source) of each global index.  index: [n] int64 -> two of [n] int64."""
+        period, slot = np.divmod(index, len(self.slot_source))
+        source = self.slot_source[slot].astype(np.int64)
+        position = period * self.shares[source] + self.slot_rank[slot]
+        size = self.sizes[source]
+        epoch, place = np.divmod(position, size)
+        key = mix(self.keys[source] + mix(epoch.astype(np.uint64) + GOLDEN))
+        return source, permute(place.astype(np.uint64), size.astype(np.uint64), key).astype(np.int64)

@@ -1,0 +1,303 @@
+"""From the recipe's sources to token stores, once, before and outside of training.
+
+    sources --list--> files --plan--> shards --tokenize, all cores--> one store per source --open--> Prepared
+
+`prepare` builds what is missing and reuses what is there: a finished store at once, a finished shard of an interrupted one.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from framework.data.prepared import Place, Places, Prepared, check_vocabulary, locate, open_prepared
+from framework.data.records import read_records
+from framework.data.shard import ShardJob, check_bad_records, hash_document, tokenize_shards
+from framework.data.source import SourceFile, Span, download_dataset, plan_shards
+from framework.data.store import (
+    STORE_VERSION,
+    BadRecord,
+    ShardReport,
+    StoreMeta,
+    choose_dtype,
+    fingerprint_shards,
+    open_stream,
+    shard_path,
+    write_atomically,
+)
+from framework.data.tokenize import TokenizerInfo, load_tokenizer, read_info, save_tokenizer, train_bpe
+from framework.errors import EXIT_DONE, DataError
+from framework.recipe.schema import Recipe
+
+# Text that a BPE is trained on, spread evenly over the sources: a fraction of a minute. More changes few merges.
+BPE_TRAINING_BYTES = 64 << 20
+
+
+def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -> Prepared:
+    """Tokenizes the sources of a recipe into stores under data.root, as far as they are not there, and opens them.
+
+    workers: processes; None: one per core this process may use. progress: bar and notes on stderr.
+    Killed at any moment, it goes on where it was when called again, to the same bytes; called twice at once, the second
+    waits for the first. DataError for what the user can put right, a full disk included.
+    """
+    places = locate(recipe)
+    root = Path(recipe.data.root)
+    _make_root(root)
+    try:
+        with ExitStack() as stack:
+            for folder in sorted(place.folder for place in places.stores if StoreMeta.read(place.folder) is None):
+                stack.enter_context(_lock(folder, progress))
+            absent = [place for place in places.stores if StoreMeta.read(place.folder) is None]
+            if absent:
+                _build(recipe, places, absent, workers or count_cores(), progress)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(_explain_full_disk(error, root, places)) from error
+    return open_prepared(recipe)
+
+
+def prepare_command(recipe: Recipe, workers: int | None = None) -> int:
+    """`meshwright prepare`: prepares, prints what there is, returns the exit code."""
+    start_s, start_cpu_s = time.perf_counter(), _count_cpu_s()
+    prepared = prepare(recipe, workers)
+    wall_s, cpu_s = time.perf_counter() - start_s, _count_cpu_s() - start_cpu_s
+    print(describe(prepared))
+    print(f"{wall_s:.1f} s, {cpu_s:.1f} s of CPU: {cpu_s / wall_s:.1f} of {count_cores()} cores")
+    return EXIT_DONE
+
+
+def describe(prepared: Prepared) -> str:
+    """A few lines for people: what each source holds, the tokenizer, the unigram entropy."""
+    rows = [f"{'source':16} {'weight':>7} {'split':10} {'documents':>12} {'tokens':>15} {'bad':>6}  store"]
+    for source in prepared.sources:
+        for split, stream in source.streams.items():
+            rows.append(
+                f"{source.name:16} {source.weight:7g} {split:10} {stream.num_documents:12,} {stream.num_tokens:15,} "
+                f"{source.meta.num_bad_records:6}  {source.folder}"
+            )
+    rows.append(f"tokenizer: {prepared.vocab_size} entries, end of sequence {prepared.eos_id}, {prepared.tokenizer}")
+    if prepared.unigram_entropy is not None:
+        rows.append(f"unigram entropy of the validation split: {prepared.unigram_entropy:.4f} nats per token")
+    rows.append(f"fingerprint: {prepared.fingerprint}")
+    return "\n".join(rows)
+
+
+def count_cores() -> int:
+    """Cores that this process may use (a SLURM or container mask counts), where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _count_cpu_s() -> float:
+    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _make_root(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise DataError(f"data.root={root}: no folder can be made there ({error.strerror}). Set another one") from error
+
+
+@contextmanager
+def _lock(folder: Path, progress: bool) -> Iterator[None]:
+    """Only one process at a time builds a store. The kernel lets go of the lock when its holder ends, however it ends."""
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                print(f"waiting for another process that prepares {folder}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _explain_full_disk(error: OSError, root: Path, places: Places) -> str:
+    source_bytes = sum(file.num_bytes for place in places.stores for file in place.files or ())
+    reports = [ShardReport.read(path) for place in places.stores for path in place.folder.glob("[0-9]*.json")]
+    done_bytes = sum(report.num_source_bytes for report in reports if report)
+    written_bytes = sum(path.stat().st_size for place in places.stores for path in place.folder.glob("*.tokens"))
+    # Before the first shard is done: 3.4 bytes of text in a token of 2 bytes.
+    ratio = written_bytes / done_bytes if done_bytes else 0.6
+    needed_bytes = int(ratio * (source_bytes - done_bytes))
+    return (
+        f"{error.filename}: {error.strerror}. About {needed_bytes:,} more bytes are needed for the token stores and "
+        f"{shutil.disk_usage(root).free:,} are free under data.root={root}. Make room or set another data.root, and run the "
+        f"same command again: finished shards are kept"
+    )
+
+
+@dataclass(frozen=True)
+class Construction:
+    """A store to build: its place, its files (of a hub dataset those in the cache), and its planned shards."""
+
+    place: Place
+    files: tuple[SourceFile, ...]
+    shards: list[list[Span]]
+
+
+def _build(recipe: Recipe, places: Places, absent: Sequence[Place], workers: int, progress: bool) -> None:
+    tokenizer_folder, tokenizer = _keep_tokenizer(recipe, places, progress)
+    check_vocabulary(recipe, tokenizer.vocab_size)
+    threshold = _initial_threshold(recipe)
+    constructions = [Construction(place, files := _get_files(place), plan_shards(files)) for place in absent]
+    jobs = []
+    for construction in constructions:
+        construction.place.folder.mkdir(exist_ok=True)
+        for shard in range(len(construction.shards)):
+            jobs.append(_make_job(recipe, construction, shard, tokenizer_folder, tokenizer, threshold))
+    _run(recipe, jobs, workers, progress)
+    for construction in constructions:
+        reports = _read_reports(construction)
+        settled = settle_threshold(threshold, reports)
+        moved = [shard for shard, report in enumerate(reports) if is_moved(report, settled)]
+        again = [_make_job(recipe, construction, shard, tokenizer_folder, tokenizer, settled) for shard in moved]
+        for job in again:
+            shard_path(job.folder, job.shard, "json").unlink()
+        _run(recipe, again, workers, progress)
+        _finish(recipe, construction, tokenizer_folder, tokenizer, settled)
+
+
+def _get_files(place: Place) -> tuple[SourceFile, ...]:
+    assert place.files is not None, "the store of a source whose files are gone is complete"
+    return place.files or download_dataset(place.name, place.source)
+
+
+def _initial_threshold(recipe: Recipe) -> int:
+    return int(recipe.data.validation * 2**64)
+
+
+def settle_threshold(threshold: int, reports: Sequence[ShardReport]) -> int:
+    """The threshold nearest to `threshold` that leaves a document on each side, where there are two different ones.
+
+    A store with a single document keeps it for training (threshold 0).
+    """
+    lowest = min((report.lowest_hash for report in reports if report.lowest_hash is not None), default=0)
+    highest = max((report.highest_hash for report in reports if report.highest_hash is not None), default=0)
+    if threshold == 0 or lowest == highest:
+        return 0
+    return min(max(threshold, lowest + 1), highest)
+
+
+def is_moved(report: ShardReport, threshold: int) -> bool:
+    """May a document of this shard change sides under the new threshold?"""
+    if report.lowest_hash is None or report.highest_hash is None:
+        return False
+    low, high = sorted((report.threshold, threshold))
+    return report.lowest_hash < high and report.highest_hash >= low and low != high
+
+
+def _make_job(
+    recipe: Recipe, construction: Construction, shard: int, folder: Path, tokenizer: TokenizerInfo, threshold: int
+) -> ShardJob:
+    return ShardJob(
+        source=construction.place.name,
+        folder=construction.place.folder,
+        shard=shard,
+        spans=tuple(construction.shards[shard]),
+        field=construction.place.source.field,
+        tokenizer_folder=folder,
+        tokenizer=tokenizer,
+        threshold=threshold,
+        max_bad_records=recipe.data.bad_records,
+    )
+
+
+def _run(recipe: Recipe, jobs: list[ShardJob], workers: int, progress: bool) -> None:
+    """Runs the jobs whose shards are not finished; DataError once a source has too many bad records."""
+    pending = [job for job in jobs if not shard_path(job.folder, job.shard, "json").exists()]
+    bad_records: dict[str, list[BadRecord]] = {job.source: [] for job in jobs}
+    num_bytes = sum(job.num_bytes for job in jobs)
+    done_bytes = num_bytes - sum(job.num_bytes for job in pending)
+    bar = tqdm(
+        total=num_bytes,
+        initial=done_bytes,
+        desc="tokenize",
+        unit="B",
+        unit_scale=True,
+        disable=not progress or not pending,
+    )
+    with bar, closing(tokenize_shards(pending, workers)) as finished:
+        for job, report in finished:
+            bar.update(job.num_bytes)
+            bad_records[job.source] += report.bad_records
+            check_bad_records(job.source, bad_records[job.source], recipe.data.bad_records)
+
+
+def _read_reports(construction: Construction) -> list[ShardReport]:
+    folder = construction.place.folder
+    reports = [ShardReport.read(shard_path(folder, shard, "json")) for shard in range(len(construction.shards))]
+    assert all(reports), f"{folder}: shards without a report after all jobs were run"
+    return [report for report in reports if report]
+
+
+def _finish(
+    recipe: Recipe, construction: Construction, tokenizer_folder: Path, tokenizer: TokenizerInfo, threshold: int
+) -> None:
+    """Writes what concerns the whole store; meta.json last, for it says that the store is complete."""
+    place = construction.place
+    reports = _read_reports(construction)
+    bad_records = [record for report in reports for record in report.bad_records]
+    check_bad_records(place.name, bad_records, recipe.data.bad_records)
+    if bad_records:
+        with write_atomically(place.folder / "quarantine.jsonl") as file:
+            file.writelines(json.dumps(asdict(record)).encode() + b"\n" for record in bad_records)
+    splits = [report.splits for report in reports]
+    meta = StoreMeta(
+        version=STORE_VERSION,
+        source={"path": place.source.path, "format": place.source.format, "field": place.source.field},
+        files=[[file.name, file.num_bytes, file.mtime_ns] for file in construction.files],
+        tokenizer_folder=tokenizer_folder.name,
+        tokenizer_hash=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        dtype=choose_dtype(tokenizer.vocab_size).name,
+        threshold=threshold,
+        shards=splits,
+        num_bad_records=len(bad_records),
+        num_source_bytes=sum(report.num_source_bytes for report in reports),
+        fingerprint=fingerprint_shards(splits, tokenizer.hash),
+    )
+    counts = open_stream(place.folder, meta, "validation").count_ids(tokenizer.vocab_size)
+    with write_atomically(place.folder / "validation.counts") as file:
+        file.write(counts.tobytes())
+    meta.write(place.folder)
+
+
+def _keep_tokenizer(recipe: Recipe, places: Places, progress: bool) -> tuple[Path, TokenizerInfo]:
+    """The tokenizer's folder beside the stores, made if it is not there."""
+    assert places.tokenizer is not None, "files are gone, so there is a complete store and nothing to build"
+    with _lock(places.tokenizer, progress):
+        info = read_info(places.tokenizer)
+        if info is None:
+            name = recipe.model.tokenizer or recipe.model.weights
+            tokenizer = load_tokenizer(name) if name else _train_tokenizer(recipe, places, progress)
+            info = save_tokenizer(tokenizer, places.tokenizer)
+    return places.tokenizer, info
+
+
+def _train_tokenizer(recipe: Recipe, places: Places, progress: bool) -> object:
+    assert recipe.data.bpe_vocab is not None, "checked when the places were named"
+    if progress:
+        print(f"training a byte-level BPE of {recipe.data.bpe_vocab} entries on the sources", file=sys.stderr)
+    return train_bpe(_sample_texts(recipe, places.stores), recipe.data.bpe_vocab)
+
+
+def _sample_texts(recipe: Recipe, stores: Sequence[Place]) -> Iterator[str]:
+    """The text of every n-th shard of all sources, held-out documents left out."""
+    shards = [(place, spans) for place in stores for spans in plan_shards(_get_files(place))]
+    num_bytes = sum(span.num_bytes for _, spans in shards for span in spans)
+    for place, spans in shards[:: num_bytes // BPE_TRAINING_BYTES + 1]:
+        texts = (record.text for span in spans for record in read_records(span, place.source.field))
+        yield from (text for text in texts if text and hash_document(text) >= _initial_threshold(recipe))

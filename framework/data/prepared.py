@@ -1,0 +1,224 @@
+"""Prepared data: the token stores of a recipe, found by name, checked and mapped into memory. What every rank opens.
+
+A folder under data.root is named by a key of the recipe's words (path, format, field, tokenizer, validation) and a key of
+the files (names, sizes, times). So a changed file makes a new store and never touches one that a run is reading; and where
+the files are gone, the one complete store of these words still serves.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from framework.data.source import SourceFile, list_files
+from framework.data.store import SPLITS, STORE_VERSION, Split, StoreMeta, TokenStream, open_stream
+from framework.errors import DataError
+from framework.recipe.schema import Recipe, Source
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the store of a source is or will be. files: None where they are gone, () for a hub dataset."""
+
+    name: str
+    source: Source
+    files: tuple[SourceFile, ...] | None
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where all that a recipe needs is or will be. tokenizer: None where files are gone, and the stores name theirs."""
+
+    stores: tuple[Place, ...]
+    tokenizer: Path | None
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """One source, opened."""
+
+    name: str
+    weight: float
+    folder: Path
+    meta: StoreMeta
+    streams: dict[Split, TokenStream]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All sources of positive weight, in the recipe's order, and their common tokenizer.
+
+    vocab_size: one more than the tokenizer's largest id. fingerprint: of names, weights, tokens and their order: what the
+    data cursor of a checkpoint refers to. unigram_entropy: nats per token; the entropy -sum p ln p of the token frequencies
+    p of the validation split itself, all sources together. No predictor that ignores context has a lower loss there, not
+    even one that knows p, so a lower validation loss shows that context is used. None without a validation split.
+    """
+
+    sources: tuple[PreparedSource, ...]
+    tokenizer: Path
+    vocab_size: int
+    eos_id: int
+    fingerprint: str
+    unigram_entropy: float | None
+
+    def count_documents(self, split: Split) -> int:
+        return sum(source.streams[split].num_documents for source in self.sources)
+
+    def count_tokens(self, split: Split) -> int:
+        return sum(source.streams[split].num_tokens for source in self.sources)
+
+
+def locate(recipe: Recipe) -> Places:
+    """Names the folders. Reads no data; DataError where a source is missing and no complete store of it is left."""
+    sources = {name: source for name, source in recipe.data.sources.items() if source.weight > 0}
+    if not sources:
+        raise DataError("data.sources has no source of positive weight. Set data.sources.<name>.path")
+    missing: DataError | None = None
+    files: dict[str, tuple[SourceFile, ...] | None] = {}
+    for name, source in sources.items():
+        try:
+            files[name] = list_files(name, source)
+        except DataError as error:
+            files[name] = None
+            missing = missing or error
+    tokenizer_words, tokenizer_files = _describe_tokenizer(recipe, sources, list(files.values()))
+    places = []
+    for name, source in sources.items():
+        words = {"tokenizer": tokenizer_words, "validation": recipe.data.validation, **_describe_source(source)}
+        stem = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-{_key(words)}"
+        files_key = _key_files([files[name], *tokenizer_files])
+        folder = Path(recipe.data.root) / f"{stem}-{files_key}" if files_key else _find_only(recipe, stem, missing)
+        places.append(Place(name, source, files[name], folder))
+    tokenizer_key = _key_files(tokenizer_files)
+    tokenizer = Path(recipe.data.root) / f"tokenizer-{_key(tokenizer_words)}-{tokenizer_key}"
+    return Places(tuple(places), tokenizer if tokenizer_key else None)
+
+
+def _describe_source(source: Source) -> dict[str, Any]:
+    """What of a source decides on its tokens; its weight does not."""
+    return {"path": source.path, "format": source.format, "field": source.field, "version": STORE_VERSION}
+
+
+def _describe_tokenizer(
+    recipe: Recipe, sources: dict[str, Source], files: list[tuple[SourceFile, ...] | None]
+) -> tuple[dict[str, Any], list[tuple[SourceFile, ...] | None]]:
+    """(the recipe's words, the listings) that decide on the tokenizer: its own files, or the text that it is trained on."""
+    name = recipe.model.tokenizer or recipe.model.weights
+    if name:
+        return {"tokenizer": name}, [_list_tokenizer_files(Path(name).expanduser())]
+    if recipe.data.bpe_vocab is None:
+        raise DataError(
+            "model.tokenizer, model.weights and data.bpe_vocab are all null: there is no tokenizer. Set model.tokenizer to "
+            "a folder or hub name, or data.bpe_vocab to the size of one to train on the sources"
+        )
+    described = [_describe_source(source) for source in sources.values()]
+    return {"bpe_vocab": recipe.data.bpe_vocab, "validation": recipe.data.validation, "sources": described}, files
+
+
+def _list_tokenizer_files(folder: Path) -> tuple[SourceFile, ...]:
+    """A local tokenizer's own files, not the weights and logs beside them; () for a tokenizer of the hub."""
+    patterns = ("*token*", "vocab*", "merges*", "*.model")
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    stats = [(path, path.stat()) for path in paths]
+    return tuple(SourceFile(path.name, path, "text", stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+
+
+def _key(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())[:10]
+
+
+def _key_files(listings: list[tuple[SourceFile, ...] | None]) -> str | None:
+    """None where the files of one listing are gone."""
+    known = [listing for listing in listings if listing is not None]
+    if len(known) < len(listings):
+        return None
+    return _key([[[file.name, file.num_bytes, file.mtime_ns] for file in listing] for listing in known])
+
+
+def _find_only(recipe: Recipe, stem: str, missing: DataError | None) -> Path:
+    """The only complete store of this stem, whatever its files were."""
+    complete = sorted(path.parent for path in Path(recipe.data.root).glob(f"{stem}-*/meta.json"))
+    if len(complete) == 1:
+        return complete[0]
+    assert missing is not None, "a store is searched for only where files are gone"
+    if not complete:
+        raise missing
+    raise DataError(
+        f"{missing}. {len(complete)} stores of earlier files are left and one alone would be used: delete all but one of "
+        f"{', '.join(map(str, complete))}"
+    )
+
+
+def open_prepared(recipe: Recipe) -> Prepared:
+    """Opens what `prepare` has built, without tokenizing: reads meta files, checks sizes, maps memory.
+
+    DataError, naming the command, where a store is not there; naming the folder, where it is damaged.
+    """
+    found = [(place, StoreMeta.read(place.folder)) for place in locate(recipe).stores]
+    absent = [place for place, meta in found if meta is None]
+    if absent:
+        names = ", ".join(f"data.sources.{place.name} (expected in {place.folder})" for place in absent)
+        raise DataError(
+            f"not prepared, or changed since: {names}. Run `meshwright prepare` with the same overrides to tokenize"
+        )
+    sources = tuple(_open_source(place, meta, recipe) for place, meta in found if meta is not None)
+    metas = [source.meta for source in sources]
+    hashes = {meta.tokenizer_hash for meta in metas}
+    tokenizer = Path(recipe.data.root) / metas[0].tokenizer_folder
+    if len(hashes) > 1 or not (tokenizer / "info.json").exists():
+        raise DataError(
+            f"the stores {', '.join(str(source.folder) for source in sources)} do not share one tokenizer that is still "
+            f"there. Delete them and run `meshwright prepare` again"
+        )
+    check_vocabulary(recipe, metas[0].vocab_size)
+    if recipe.data.validation > 0 and not any(source.streams["validation"].num_tokens for source in sources):
+        raise DataError(
+            f"data.validation={recipe.data.validation} holds documents out, but no source has two different documents. "
+            f"Set data.validation=0 (and train.validate_every_steps=null), or give more documents"
+        )
+    counts = [np.fromfile(source.folder / "validation.counts", dtype=np.int64) for source in sources]
+    identity = [[source.name, source.weight, source.meta.fingerprint] for source in sources]
+    return Prepared(
+        sources=sources,
+        tokenizer=tokenizer,
+        vocab_size=metas[0].vocab_size,
+        eos_id=metas[0].eos_id,
+        fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
+        unigram_entropy=compute_entropy(np.sum(counts, axis=0)),
+    )
+
+
+def _open_source(place: Place, meta: StoreMeta, recipe: Recipe) -> PreparedSource:
+    if meta.num_bad_records > recipe.data.bad_records:
+        raise DataError(
+            f"{place.folder / 'quarantine.jsonl'} lists {meta.num_bad_records} bad records of data.sources.{place.name}, "
+            f"data.bad_records={recipe.data.bad_records}. Repair the source, or raise data.bad_records"
+        )
+    streams = {split: open_stream(place.folder, meta, split) for split in SPLITS}
+    if streams["train"].num_tokens < 2:
+        raise DataError(
+            f"data.sources.{place.name}.path={place.source.path}: no text to train on was found in "
+            f"{len(meta.files)} files. Set another path, or data.sources.{place.name}.weight=0 to leave the source out"
+        )
+    return PreparedSource(place.name, place.source.weight, place.folder, meta, streams)
+
+
+def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:
+    """DataError where the recipe states a model vocabulary that the tokenizer exceeds."""
+    stated = recipe.model.config.get("vocab_size")
+    if stated is not None and stated < vocab_size:
+        raise DataError(
+            f"model.config.vocab_size={stated} is smaller than the tokenizer's vocabulary of {vocab_size}: ids from {stated} "
+            f"on would have no embedding. Set model.config.vocab_size to {vocab_size} or more, or choose a smaller tokenizer"
+        )
+
+
+def compute_entropy(counts: np.ndarray) -> float | None:
+    """-sum p ln p in nats of the frequencies p = counts / sum(counts); None where there are no counts."""
+    p = counts[counts > 0] / max(1, counts.sum())
+    return float(-(p * np.log(p)).sum()) if p.size else None

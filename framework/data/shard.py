@@ -1,0 +1,176 @@
+"""Tokenizing the shards of stores, on all cores.
+
+A shard is a function of its job alone, so it does not matter which process writes it, when, or how often.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from framework.data.records import Record, count_rows_before, read_records
+from framework.data.source import Span
+from framework.data.store import SPLITS, BadRecord, ShardReport, SplitWriter, choose_dtype, shard_path
+from framework.data.tokenize import Encode, TokenizerInfo, load_encoder
+from framework.errors import DataError
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard to write. source: its name; threshold: a document whose hash is below it is held out;
+    max_bad_records: data.bad_records."""
+
+    source: str
+    folder: Path
+    shard: int
+    spans: tuple[Span, ...]
+    field: str
+    tokenizer_folder: Path
+    tokenizer: TokenizerInfo
+    threshold: int
+    max_bad_records: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(span.num_bytes for span in self.spans)
+
+
+def hash_document(text: str) -> int:
+    """64 bits of the text alone: a document stays in its split whatever the file, the order and the seed of the run, and
+    exact copies never stand on both sides."""
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def tokenize_shard(job: ShardJob) -> ShardReport:
+    """Writes a shard and its report. DataError as soon as it alone has more than `max_bad_records`."""
+    clear_shard(job.folder, job.shard)
+    dtype = choose_dtype(job.tokenizer.vocab_size)
+    hashes: list[int] = []
+    bad_records: list[BadRecord] = []
+    with ExitStack() as stack:
+        writers = {split: SplitWriter(stack, job.folder, job.shard, split, dtype) for split in SPLITS}
+        for document in _read_documents(job):
+            if isinstance(document, BadRecord):
+                bad_records.append(document)
+                check_bad_records(job.source, bad_records, job.max_bad_records)
+            else:
+                hashes.append(document.hash)
+                writers["validation" if document.hash < job.threshold else "train"].add(document.ids)
+        reports = {split: writer.finish() for split, writer in writers.items()}
+    report = ShardReport(
+        threshold=job.threshold,
+        splits={split: report for split, report in reports.items() if report},
+        num_source_bytes=job.num_bytes,
+        bad_records=tuple(bad_records),
+        lowest_hash=min(hashes, default=None),
+        highest_hash=max(hashes, default=None),
+    )
+    report.write(shard_path(job.folder, job.shard, "json"))
+    return report
+
+
+def clear_shard(folder: Path, shard: int) -> None:
+    """Removes what an earlier or unfinished attempt left. The report goes first: it says that the rest is complete."""
+    shard_path(folder, shard, "json").unlink(missing_ok=True)
+    for path in folder.glob(f"{shard:05d}.*"):
+        path.unlink()
+
+
+@dataclass(frozen=True)
+class Document:
+    """ids: [n] int64, closed by the end-of-sequence id."""
+
+    hash: int
+    ids: np.ndarray
+
+
+def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
+    encode = _load_encoder_once(job.tokenizer_folder)
+    for span in job.spans:
+        rows_before: int | None = None
+        for record in read_records(span, job.field):
+            document = _encode(record, encode, job.tokenizer)
+            if isinstance(document, Document):
+                yield document
+            else:
+                rows_before = count_rows_before(span) if rows_before is None else rows_before
+                yield BadRecord(str(span.file.path), rows_before + record.index + 1, document)
+
+
+@cache
+def _load_encoder_once(folder: Path) -> Encode:
+    """A worker runs many jobs of one tokenizer; a kept tokenizer's folder never changes."""
+    return load_encoder(folder)
+
+
+def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Document | str:
+    """The document of a record, or the problem that it has none."""
+    if record.text is None:
+        return str(record.problem)
+    ids = encode(record.text)
+    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        return f"token id {ids.max()} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}"
+    if not ids.size or ids[-1] != tokenizer.eos_id:
+        ids = np.append(ids, tokenizer.eos_id)
+    return Document(hash_document(record.text), ids)
+
+
+def check_bad_records(source: str, bad_records: list[BadRecord], allowed: int) -> None:
+    """DataError, naming the first, where a source has more bad records than data.bad_records."""
+    if len(bad_records) > allowed:
+        first = bad_records[0]
+        raise DataError(
+            f"{first.file}, row {first.row}: {first.reason}. data.sources.{source} has at least {len(bad_records)} bad "
+            f"records and data.bad_records={allowed}: repair the file, or raise data.bad_records to quarantine them"
+        )
+
+
+def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[ShardJob, ShardReport], None, None]:
+    """Runs the jobs in `workers` processes and yields each as it is finished, in any order.
+
+    The processes are spawned, because forking one that has threads (tokenizers, torch) may deadlock. They end with this
+    generator (close it, should you leave it early), and with this process even if it is killed: a pipe that only it holds
+    open then closes.
+    """
+    workers = min(workers, len(jobs))
+    if workers <= 1:
+        yield from ((job, tokenize_shard(job)) for job in jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(reader,))
+    try:
+        job_of = {executor.submit(tokenize_shard, job): job for job in jobs}
+        for future in as_completed(job_of):
+            yield job_of[future], future.result()
+        executor.shutdown()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"a worker of `meshwright prepare` was killed, perhaps for want of memory. Run it again with fewer than "
+            f"{workers} workers; finished shards are kept"
+        ) from error
+    finally:
+        writer.close()
+        executor.shutdown(cancel_futures=True)
+        reader.close()
+
+
+def _start_worker(parent: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes the pipe
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+
+
+def _exit_with_parent(parent: Connection) -> None:
+    parent.poll(None)
+    os._exit(0)

@@ -1,0 +1,143 @@
+"""The tokenizer: loaded by `transformers` or trained offline, then kept beside the token stores.
+
+The kept folder is what `AutoTokenizer.from_pretrained` loads, so ranks, generation and export need neither the hub nor the
+text it was trained on. `info.json` in it holds what training needs to know without importing transformers.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from framework.data.store import write_json
+from framework.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Has what normalisers, pre-tokenizers and post-processors treat specially.
+PROBE = "  Is it\tthe same?\n\n\tdef f(x): return x**2  # Äpfel, 猫, 🦊, e\u0301, 12345  "
+
+Encode = Callable[[str], np.ndarray]
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """vocab_size: one more than the largest id. hash: equal for tokenizers that encode alike."""
+
+    hash: str
+    vocab_size: int
+    eos_id: int
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a folder or of the hub. DataError where there is none."""
+    from transformers import AutoTokenizer  # two seconds, and the workers do not need it
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise DataError(
+            f"model.tokenizer: no tokenizer can be loaded from {name} ({str(error).partition(chr(10))[0]}). "
+            f"Set model.tokenizer to a folder or a hub name that has one"
+        ) from error
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE of at most `vocab_size` entries, the end-of-text token included; equal texts give equal entries."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, so that nothing is ever unknown
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerInfo:
+    """Writes `tokenizer` and its info; `folder` appears as a whole or not at all."""
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"model.tokenizer={tokenizer.name_or_path}: it has no end-of-sequence token, which closes every document. "
+            f"Choose another tokenizer, or save a copy with tokenizer.eos_token set"
+        )
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        _save_pretrained(tokenizer, unfinished)
+        info = TokenizerInfo(
+            hash=_hash_tokenizer(unfinished, tokenizer.eos_token_id),
+            vocab_size=max(tokenizer.get_vocab().values()) + 1,
+            eos_id=tokenizer.eos_token_id,
+        )
+        _check_encoder(tokenizer, unfinished)
+        write_json(unfinished / "info.json", asdict(info))
+        os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return info
+
+
+def _save_pretrained(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # all that the `tokenizers` library raises, with the system's words in it
+        if f"os error {errno.ENOSPC}" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+
+
+def read_info(folder: Path) -> TokenizerInfo | None:
+    """The info of a kept tokenizer, or None where there is none."""
+    try:
+        return TokenizerInfo(**json.loads((folder / "info.json").read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def load_encoder(folder: Path) -> Encode:
+    """text -> ids [n] int64, with the special tokens that the tokenizer itself adds (BOS of Llama, none of GPT-2).
+
+    Straight through the `tokenizers` library where it can be: workers then start in 0.2 s instead of 3 s.
+    """
+    if not (folder / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(str(folder))
+        return lambda text: np.asarray(tokenizer(text, verbose=False)["input_ids"], dtype=np.int64)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.no_truncation()  # some hub tokenizers are saved with a limit
+    backend.no_padding()
+    # encode_batch_fast leaves out the offsets, which encode() computes; a batch of one stays on this thread.
+    return lambda text: np.asarray(backend.encode_batch_fast([text])[0].ids, dtype=np.int64)
+
+
+def _check_encoder(tokenizer: Any, folder: Path) -> None:
+    expected, found = tokenizer(PROBE)["input_ids"], load_encoder(folder)(PROBE).tolist()
+    if expected != found:
+        raise DataError(
+            f"model.tokenizer={tokenizer.name_or_path}: its tokenizer.json encodes otherwise than transformers does "
+            f"({found[:8]} ... against {expected[:8]} ...). Save it anew with its save_pretrained, or choose another"
+        )
+
+
+def _hash_tokenizer(folder: Path, eos_id: int) -> str:
+    """Of tokenizer.json, which says how to encode; else of all files."""
+    files = [folder / "tokenizer.json"]
+    if not files[0].exists():
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+    digest = xxhash.xxh3_128(str(eos_id).encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,459 @@
+"""Preparing: equal bytes however it is interrupted and by how many workers, and clear words for what cannot be."""
+
+import errno
+import fcntl
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from framework.data.prepare import open_prepared, prepare, prepare_command, settle_threshold
+from framework.data.prepared import Prepared, compute_entropy
+from framework.data.shard import hash_document
+from framework.data.source import MIN_SHARD_BYTES
+from framework.data.store import ShardReport, Split, write_atomically
+from framework.data.tokenize import load_encoder
+from framework.errors import EXIT_DONE, EXIT_USER, DataError
+from framework.recipe.schema import Data, Model, Recipe, Source
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+
+
+def make_texts(count: int, seed: int = 0, num_words: int = 12) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{n} " + " ".join(rng.choices(WORDS, k=num_words)) for n in range(count)]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def make_recipe(root: Path, *paths: Path | str, **data: Any) -> Recipe:
+    sources = {f"s{number}": Source(str(path)) for number, path in enumerate(paths)}
+    return Recipe(data=Data(**{"sources": sources, "root": str(root), "bpe_vocab": 300, "validation": 0.1, **data}))
+
+
+def build(recipe: Recipe, workers: int = 1) -> Prepared:
+    return prepare(recipe, workers, progress=False)
+
+
+def read_documents(prepared: Prepared, split: Split, source: int = 0) -> list[str]:
+    """The texts of a split, by way of the kept tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer)
+    stream = prepared.sources[source].streams[split]
+    if not stream.num_tokens:
+        return []
+    tokens = stream.read(0, stream.num_tokens)
+    documents = np.split(tokens, stream.ends_within(0, stream.num_tokens))
+    assert documents[-1].size == 0
+    assert all(document[-1] == prepared.eos_id for document in documents[:-1])
+    return [tokenizer.decode(document[:-1]) for document in documents[:-1]]
+
+
+def read_tree(root: Path) -> dict[str, bytes]:
+    """Every file under a root but the lock files."""
+    paths = [path for path in root.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_the_store_holds_every_text_once(tmp_path: Path) -> None:
+    texts = make_texts(200)
+    prepared = build(make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", texts)))
+    train, held_out = read_documents(prepared, "train"), read_documents(prepared, "validation")
+    assert sorted(train + held_out) == sorted(texts)
+    assert [text for text in texts if text in set(train)] == train
+    assert held_out == [text for text in texts if hash_document(text) < 0.1 * 2**64]
+    assert prepared.count_documents("train") == len(train) > 150
+    stream = prepared.sources[0].streams["train"]
+    assert stream.read(0, 1).dtype == np.uint16
+
+
+def test_unigram_entropy_is_that_of_the_validation_tokens(tmp_path: Path) -> None:
+    prepared = build(make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(200))))
+    stream = prepared.sources[0].streams["validation"]
+    tokens = stream.read(0, stream.num_tokens).tolist()
+    frequencies = [tokens.count(token) / len(tokens) for token in set(tokens)]
+    assert prepared.unigram_entropy == pytest.approx(-sum(p * math.log(p) for p in frequencies), rel=1e-12)
+    assert compute_entropy(np.array([5, 5, 0, 5, 5])) == pytest.approx(math.log(4))
+    assert compute_entropy(np.zeros(4, dtype=np.int64)) is None
+
+
+def test_no_validation_split_where_none_is_asked_for(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
+    prepared = build(make_recipe(tmp_path / "tokens", source, validation=0.0))
+    assert prepared.count_tokens("validation") == 0
+    assert prepared.count_documents("train") == 50
+    assert prepared.unigram_entropy is None
+
+
+@pytest.mark.parametrize("num_documents", [2, 3, 10])
+@pytest.mark.parametrize("validation", [1e-9, 0.5])
+def test_a_tiny_corpus_has_documents_on_both_sides(tmp_path: Path, num_documents: int, validation: float) -> None:
+    texts = make_texts(num_documents)
+    prepared = build(make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", texts), validation=validation))
+    train, held_out = read_documents(prepared, "train"), read_documents(prepared, "validation")
+    assert train
+    assert held_out
+    assert sorted(train + held_out) == sorted(texts)
+    if validation < 1e-3:
+        assert held_out == [min(texts, key=hash_document)]
+
+
+def test_one_document_cannot_be_split(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", ["one"] * 3))
+    with pytest.raises(DataError, match=r"data.validation=0.1 .*Set data.validation=0"):
+        build(recipe)
+    assert build(replace(recipe, data=replace(recipe.data, validation=0.0))).count_documents("train") == 3
+
+
+def test_settled_threshold_moves_only_as_far_as_it_must() -> None:
+    def report(lowest: int | None, highest: int | None) -> ShardReport:
+        return ShardReport(0, {}, 0, (), lowest, highest)
+
+    reports = [report(50, 60), report(None, None), report(30, 90)]
+    assert settle_threshold(40, reports) == 40
+    assert settle_threshold(10, reports) == 31
+    assert settle_threshold(95, reports) == 90
+    assert settle_threshold(0, reports) == 0
+    assert settle_threshold(95, [report(7, 7)]) == 0
+
+
+def test_workers_do_not_change_a_byte(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(2500, num_words=100))
+    assert source.stat().st_size > 2.5 * MIN_SHARD_BYTES
+    one = build(make_recipe(tmp_path / "one", source))
+    three = build(make_recipe(tmp_path / "three", source), workers=3)
+    assert len(one.sources[0].meta.shards) == 3
+    assert read_tree(tmp_path / "one") == read_tree(tmp_path / "three")
+    assert one.fingerprint == three.fingerprint
+
+
+def test_a_finished_store_is_reused_untouched(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50)))
+    build(recipe)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").rglob("*.tokens")}
+    assert times
+    assert build(recipe).fingerprint == open_prepared(recipe).fingerprint
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").rglob("*.tokens")} == times
+
+
+def test_a_changed_file_makes_a_new_store_and_leaves_the_old(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
+    recipe = make_recipe(tmp_path / "tokens", source)
+    old = build(recipe)
+    write_jsonl(source, make_texts(51, seed=1))
+    with pytest.raises(DataError, match=r"not prepared, or changed since: data.sources.s0 .*meshwright prepare"):
+        open_prepared(recipe)
+    new = build(recipe)
+    assert new.fingerprint != old.fingerprint
+    assert old.sources[0].folder.exists()
+
+
+def test_a_store_outlives_its_source(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
+    recipe = make_recipe(tmp_path / "tokens", source)
+    fingerprint = build(recipe).fingerprint
+    source.unlink()
+    assert open_prepared(recipe).fingerprint == build(recipe).fingerprint == fingerprint
+    with pytest.raises(DataError, match="no such file"):
+        open_prepared(replace(recipe, data=replace(recipe.data, bpe_vocab=301)))
+
+
+def test_equal_text_elsewhere_has_an_equal_fingerprint(tmp_path: Path) -> None:
+    fingerprints = set()
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        source = write_jsonl(tmp_path / place / "a.jsonl", make_texts(50))
+        os.utime(source, (1, len(fingerprints)))
+        fingerprints.add(build(make_recipe(tmp_path / place / "tokens", source)).fingerprint)
+    assert len(fingerprints) == 1
+
+
+def test_weights_are_part_of_the_fingerprint_but_not_of_the_store(tmp_path: Path) -> None:
+    sources = [write_jsonl(tmp_path / f"{n}.jsonl", make_texts(50, n)) for n in range(2)]
+    recipe = make_recipe(tmp_path / "tokens", *sources)
+    heavier = {**recipe.data.sources, "s1": replace(recipe.data.sources["s1"], weight=3.0)}
+    one, two = build(recipe), open_prepared(replace(recipe, data=replace(recipe.data, sources=heavier)))
+    assert one.fingerprint != two.fingerprint
+    assert [source.folder for source in one.sources] == [source.folder for source in two.sources]
+
+
+def test_a_source_of_weight_zero_is_left_out(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50)), tmp_path / "missing")
+    left_out = {**recipe.data.sources, "s1": replace(recipe.data.sources["s1"], weight=0.0)}
+    prepared = build(replace(recipe, data=replace(recipe.data, sources=left_out)))
+    assert [source.name for source in prepared.sources] == ["s0"]
+
+
+def test_prepare_command_prints_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50)))
+    assert prepare_command(recipe, workers=1) == EXIT_DONE
+    printed = capsys.readouterr()
+    assert "unigram entropy of the validation split" in printed.out
+    assert "cores" in printed.out
+    assert "tokenize: 100%" in printed.err
+
+
+# Interrupted and concurrent
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from framework.data.prepare import prepare
+from framework.recipe.schema import Data, Recipe, Source
+if __name__ == "__main__":
+    data = Data(sources={"s0": Source(sys.argv[1])}, root=sys.argv[2], bpe_vocab=300, validation=0.1)
+    prepare(Recipe(data=data), workers=2, progress=False)
+"""
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {what}"
+        time.sleep(0.005)
+
+
+def list_children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds child processes through /proc")
+def test_after_kill_9_it_resumes_to_equal_bytes_and_leaves_no_worker(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(6000, num_words=100))
+    build(make_recipe(tmp_path / "whole", source), workers=2)
+    (tmp_path / "prepare.py").write_text(SCRIPT)
+    killed = subprocess.Popen([sys.executable, tmp_path / "prepare.py", source, tmp_path / "killed"])
+    wait_for(lambda: len(list((tmp_path / "killed").rglob("0*.json"))) >= 2, "two finished shards")
+    children = list_children(killed.pid)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    wait_for(lambda: not any(map(is_running, children)), "the workers to end with their parent")
+    finished = list((tmp_path / "killed").rglob("0*.json"))
+    assert len(children) >= 2
+    assert not list((tmp_path / "killed").rglob("meta.json"))
+    times = {path: path.stat().st_mtime_ns for path in finished}
+    build(make_recipe(tmp_path / "killed", source))
+    assert read_tree(tmp_path / "killed") == read_tree(tmp_path / "whole")
+    assert {path: path.stat().st_mtime_ns for path in finished} == times, "finished shards are not written again"
+
+
+def test_remains_of_an_unfinished_shard_do_not_survive(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(2500, num_words=100))
+    folder = build(make_recipe(tmp_path / "tokens", source)).sources[0].folder
+    expected = read_tree(folder)
+    (folder / "meta.json").unlink()
+    (folder / "00001.json").unlink()
+    (folder / "00001.train.tokens").write_bytes(b"half of a shard")
+    (folder / "00001.validation.tokens.unfinished").write_bytes(b"half of a shard")
+    build(make_recipe(tmp_path / "tokens", source))
+    assert read_tree(folder) == expected
+
+
+def test_a_shard_whose_only_document_changes_sides_leaves_no_files_of_the_other(tmp_path: Path) -> None:
+    for number in range(2):
+        write_jsonl(tmp_path / f"{number}.jsonl", make_texts(1, number, num_words=MIN_SHARD_BYTES // 4))
+    prepared = build(make_recipe(tmp_path / "tokens", f"{tmp_path}/*.jsonl", validation=1e-9))
+    found = sorted(path.name for path in prepared.sources[0].folder.glob("*.tokens"))
+    assert found in (
+        ["00000.train.tokens", "00001.validation.tokens"],
+        ["00000.validation.tokens", "00001.train.tokens"],
+    )
+
+
+def test_a_damaged_store_is_named(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50)))
+    tokens = build(recipe).sources[0].folder / "00000.train.tokens"
+    os.truncate(tokens, 10)
+    with pytest.raises(DataError, match=r"00000.train.tokens: 10 bytes, but .*Delete the folder"):
+        open_prepared(recipe)
+
+
+def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50)))
+    folder = build(recipe).sources[0].folder
+    (folder / "meta.json").unlink()
+    with open(folder.with_name(f".{folder.name}.lock")) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        second = threading.Thread(target=build, args=(recipe,))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()
+        assert not (folder / "meta.json").exists()
+    second.join(30)
+    assert (folder / "meta.json").exists()
+
+
+# What cannot be
+
+
+def test_bad_records_are_an_error_that_names_file_and_row(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(20))
+    source.write_bytes(source.read_bytes() + b'{"text": "broken\n{"body": "x"}\n')
+    recipe = make_recipe(tmp_path / "tokens", source)
+    with pytest.raises(
+        DataError, match=r"a.jsonl, row 21: not JSON.*s0 has at least 1 bad.*data.bad_records=0"
+    ) as caught:
+        build(recipe)
+    assert caught.value.exit_code == EXIT_USER
+    assert not list((tmp_path / "tokens").rglob("*.tokens*"))
+    with pytest.raises(DataError, match="not prepared"):
+        open_prepared(recipe)
+
+
+def test_bad_records_within_the_budget_are_quarantined(tmp_path: Path) -> None:
+    texts = make_texts(20)
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    source.write_bytes(b'{"text": "broken\n' + source.read_bytes() + b'{"body": "x"}\n')
+    recipe = make_recipe(tmp_path / "tokens", source, bad_records=2)
+    prepared = build(recipe)
+    assert sorted(read_documents(prepared, "train") + read_documents(prepared, "validation")) == sorted(texts)
+    quarantine = (prepared.sources[0].folder / "quarantine.jsonl").read_text().splitlines()
+    found = [(json.loads(line)["file"], json.loads(line)["row"]) for line in quarantine]
+    assert found == [(str(source), 1), (str(source), 22)]
+    with pytest.raises(DataError, match=r"quarantine.jsonl lists 2 bad records .*data.bad_records=1"):
+        open_prepared(replace(recipe, data=replace(recipe.data, bad_records=1)))
+
+
+def test_the_budget_counts_all_shards_of_a_source(tmp_path: Path) -> None:
+    for number in range(3):
+        path = write_jsonl(tmp_path / f"{number}.jsonl", make_texts(1000, number, num_words=100))
+        path.write_bytes(path.read_bytes() + b"broken\n")
+    with pytest.raises(DataError, match=r"row 1001: not JSON.*at least 2 bad"):
+        build(make_recipe(tmp_path / "tokens", f"{tmp_path}/*.jsonl", bad_records=1), workers=2)
+
+
+def test_an_id_outside_the_vocabulary_is_a_bad_record(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "one": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 77)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(tmp_path / "tokenizer")
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", ["one"]))
+    with pytest.raises(DataError, match=r"a.jsonl, row 1: token id 77 is outside the tokenizer's vocabulary of 3"):
+        build(replace(recipe, model=Model(tokenizer=str(tmp_path / "tokenizer"))))
+
+
+def test_a_model_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50)))
+    small = replace(recipe, model=Model(config={"vocab_size": 299}))
+    with pytest.raises(DataError, match=r"model.config.vocab_size=299 is smaller .* 300"):
+        build(small)
+    assert not list((tmp_path / "tokens").rglob("*.tokens*"))
+    assert build(replace(recipe, model=Model(config={"vocab_size": 300}))).vocab_size == 300
+    with pytest.raises(DataError, match=r"model.config.vocab_size=299"):
+        open_prepared(small)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(2500, num_words=100))
+    recipe = make_recipe(tmp_path / "tokens", source)
+    expected = build(make_recipe(tmp_path / "elsewhere", source))
+    rename = os.replace
+
+    def run_out_of_space(unfinished: Path, path: Path) -> None:
+        if path.name.startswith("00001."):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rename(unfinished, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", run_out_of_space)
+        with pytest.raises(
+            DataError, match=r"00001\.\w+\.\w+: No space left.*About [\d,]+ more bytes.*data.root="
+        ) as caught:
+            build(recipe)
+    assert caught.value.exit_code == EXIT_USER
+    assert [path.name for path in (tmp_path / "tokens").rglob("0*.json")] == ["00000.json"]
+    assert not list((tmp_path / "tokens").rglob("*.unfinished"))
+    assert build(recipe).fingerprint == expected.fingerprint
+    assert read_tree(tmp_path / "tokens") == read_tree(tmp_path / "elsewhere")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_file_that_does_not_fit_does_not_appear(tmp_path: Path) -> None:
+    (tmp_path / "a.unfinished").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left.*/a'") as caught, write_atomically(tmp_path / "a") as file:
+        file.write(b"text")
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_source_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n\n")
+    with pytest.raises(DataError, match=r"data.sources.s0.path=.*no text to train on"):
+        build(make_recipe(tmp_path / "tokens", tmp_path / "a.txt", validation=0.0))
+
+
+def test_a_missing_source_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.sources.s0.path=.*no such file"):
+        build(make_recipe(tmp_path / "tokens", tmp_path / "a.jsonl"))
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_no_tokenizer_is_an_error_that_names_the_keys(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(5))
+    with pytest.raises(DataError, match=r"Set model.tokenizer to .* or data.bpe_vocab"):
+        build(make_recipe(tmp_path / "tokens", source, bpe_vocab=None))
+    (tmp_path / "empty").mkdir()
+    recipe = replace(make_recipe(tmp_path / "tokens", source), model=Model(tokenizer=str(tmp_path / "empty")))
+    with pytest.raises(DataError, match=r"model.tokenizer: no tokenizer can be loaded from .*empty"):
+        build(recipe)
+
+
+# The tokenizer
+
+
+def test_a_given_tokenizer_is_used_as_it_is_and_kept(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["one two", "two one two"])
+    tokenizer = Tokenizer(
+        models.WordLevel({"<s>": 0, "</s>": 1, "one": 2, "two": 3, "<unk>": 70_000}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(2)
+    given = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    given.save_pretrained(tmp_path / "given")
+    recipe = make_recipe(tmp_path / "tokens", source, validation=0.0)
+    prepared = build(replace(recipe, model=Model(tokenizer=str(tmp_path / "given"))))
+    stream = prepared.sources[0].streams["train"]
+    assert stream.read(0, stream.num_tokens).tolist() == [0, 2, 3, 1, 0, 3, 2, 3, 1]
+    assert stream.read(0, 1).dtype == np.uint32
+    assert prepared.vocab_size == 70_001
+    assert AutoTokenizer.from_pretrained(prepared.tokenizer)("two")["input_ids"] == [0, 3]
+
+
+def test_a_trained_tokenizer_is_deterministic_and_lossless(tmp_path: Path) -> None:
+    texts = make_texts(300)
+    kept = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        recipe = make_recipe(tmp_path / name / "tokens", write_jsonl(tmp_path / name / "a.jsonl", texts))
+        kept.append(build(recipe).tokenizer)
+    assert (kept[0] / "tokenizer.json").read_bytes() == (kept[1] / "tokenizer.json").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(kept[0])
+    text = " tabs\t, Umlaute äöü, 猫 and 🦊\r\n  <|endofte"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert load_encoder(kept[0])(text).tolist() == tokenizer(text)["input_ids"]

@@ -1,0 +1,242 @@
+"""Sources: which files a path means, how they are cut, what records come out, and which are bad."""
+
+import gzip
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.data.records import Record, count_rows_before, read_records
+from framework.data.source import (
+    TEXT_DOCUMENT_BYTES,
+    SourceFile,
+    Span,
+    download_dataset,
+    is_hub_name,
+    list_files,
+    plan_shards,
+)
+from framework.errors import DataError
+from framework.recipe.schema import Source
+
+TEXTS = ["first text", "zweiter Text, mit Umlaut: ä", "third\nwith a line end"]
+
+
+def read_all(source: Source) -> list[Record]:
+    shards = plan_shards(list_files("s", source))
+    return [record for shard in shards for span in shard for record in read_records(span, source.field)]
+
+
+def write_lines(path: Path, values: list[object]) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def file_of(path: Path, kind: str) -> SourceFile:
+    return SourceFile(path.name, path, kind, path.stat().st_size, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.json", "array.json", "a.jsonl.gz", "array.json.gz", "a.parquet", "a.arrow", "saved"]
+)
+def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
+    path, rows = tmp_path / name, [{"text": text, "id": n} for n, text in enumerate(TEXTS)]
+    table = pyarrow.Table.from_pylist(rows)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if name == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    elif name.endswith(".parquet"):
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    elif name.endswith(".arrow"):
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        data = (json.dumps(rows, indent=2) if name.startswith("array") else lines).encode()
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    records = read_all(Source(str(path)))
+    assert [record.text for record in records] == TEXTS
+    assert all(record.problem is None for record in records)
+
+
+def test_a_text_file_is_one_document_and_blank_ones_are_none(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\n".encode())
+    (tmp_path / "b.txt").write_text("")
+    (tmp_path / "c.txt").write_text(" \n\n")
+    (tmp_path / "d.txt").write_text("three")
+    (tmp_path / ".hidden.txt").write_text("no")
+    assert [record.text for record in read_all(Source(str(tmp_path)))] == ["one\r\ntwo\n", "three"]
+
+
+def test_a_large_text_file_is_cut_at_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "large.txt"
+    text = "".join(f"line {number}: " + "x" * (number % 300) + "\n" for number in range(8000))
+    path.write_text(text)
+    pieces = [record.text or "" for record in read_all(Source(str(path)))]
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") for piece in pieces)
+    assert len(pieces) == -(-len(text) // TEXT_DOCUMENT_BYTES) > 5
+    assert max(map(len, pieces)) < TEXT_DOCUMENT_BYTES + 400
+
+
+@settings(deadline=None)
+@given(
+    lines=st.lists(st.text(alphabet="aä\u3042 ", max_size=12), max_size=12),
+    cuts=st.lists(st.integers(1, 150), max_size=4, unique=True),
+    last_newline=st.booleans(),
+)
+def test_spans_read_every_line_once_and_know_its_row(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], cuts: list[int], last_newline: bool
+) -> None:
+    path = tmp_path_factory.mktemp("spans") / "a.jsonl"
+    data = "\n".join(json.dumps({"text": "t" + line}, ensure_ascii=False) for line in lines) + "\n" * last_newline
+    path.write_bytes(data.encode())
+    file = file_of(path, "jsonl")
+    borders = [0, *sorted(cut for cut in cuts if cut < file.num_bytes), file.num_bytes]
+    spans = [Span(file, start, stop, stop - start) for start, stop in pairwise(borders)]
+    found = [
+        (count_rows_before(span) + record.index, record.text) for span in spans for record in read_records(span, "text")
+    ]
+    assert found == list(enumerate("t" + line for line in lines))
+
+
+def test_shards_cover_all_files_and_do_not_cut_small_ones(tmp_path: Path) -> None:
+    sizes = [10, 700_000, 5, 3_000_000, 20]
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}.txt").write_bytes(b"x" * size)
+    spans = [span for shard in plan_shards(list_files("s", Source(str(tmp_path)))) for span in shard]
+    for number, size in enumerate(sizes):
+        of_file = [(span.start, span.stop) for span in spans if span.file.name == f"{number}.txt"]
+        assert of_file[0][0] == 0
+        assert of_file[-1][1] == size
+        assert all(left[1] == right[0] for left, right in pairwise(of_file))
+    assert sum(span.num_bytes for span in spans) == sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "broken', "not JSON"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"content": "x", "id": 1}', "field `text` is missing (there is: content, id)"),
+        (b'{"text": 3}', "not a string but int"),
+        (b'{"text": null}', "not a string but NoneType"),
+        (b'{"text": " \\n"}', "is empty"),
+        (b'{"text": "\\ud800"}', "half of a surrogate pair"),
+        (b"[1, 2]", "not an object but list"),
+    ],
+)
+def test_a_bad_line_is_found_with_its_row_and_the_others_are_kept(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": "two"}\n')
+    one, bad, two = read_all(Source(str(path)))
+    assert (one.text, bad.text, two.text) == ("one", None, "two")
+    assert bad.index == 2
+    assert bad.problem is not None
+    assert problem in bad.problem
+
+
+def test_bad_rows_of_a_column_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    column = pyarrow.array([b"one", b"\xff", None, b"", b"two"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, row_group_size=2)
+    records = read_all(Source(str(path)))
+    spans = [span for shard in plan_shards(list_files("s", Source(str(path)))) for span in shard]
+    rows = [count_rows_before(span) + record.index for span in spans for record in read_records(span, "text")]
+    assert rows == [0, 1, 2, 3, 4]
+    assert [record.text for record in records] == ["one", None, None, None, "two"]
+    problems = [record.problem or "" for record in records]
+    for problem, expected in zip(problems, ["", "not UTF-8", "NoneType", "empty", ""], strict=True):
+        assert expected in problem
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.json"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(b'{"text": "one"}\n' * 1000)[:-20])
+    else:
+        path.write_bytes(b'[{"text": "one"}, {"te' * 20)
+    with pytest.raises(DataError, match=name) as caught:
+        read_all(Source(str(path)))
+    assert "Replace the file" in str(caught.value)
+
+
+def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["x"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"no field `text`.*content, id"):
+        read_all(Source(str(tmp_path / "a.parquet")))
+
+
+def test_a_missing_path_names_key_and_nearest(tmp_path: Path) -> None:
+    write_lines(tmp_path / "corpus_train.jsonl", [{"text": "x"}])
+    with pytest.raises(DataError) as caught:
+        list_files("web", Source(str(tmp_path / "corpus_trian.jsonl")))
+    assert "data.sources.web.path" in str(caught.value)
+    assert f"the nearest name there is {tmp_path / 'corpus_train.jsonl'}" in str(caught.value)
+    with pytest.raises(DataError, match=str(tmp_path / "corpus_train.jsonl")):
+        list_files("web", Source(str(tmp_path / "corpus_trainn" / "deep" / "a.jsonl")))
+
+
+def test_a_glob_takes_what_matches_and_a_folder_what_is_of_the_format(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / name, [{"text": name}])
+
+    def names(path: Path | str, format: str = "auto") -> list[str]:
+        return [Path(file.name).name for file in list_files("s", Source(str(path), format=format))]  # type: ignore[arg-type]
+
+    assert names(f"{tmp_path}/*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert names(f"{tmp_path}/**/*.jsonl") == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert names(tmp_path, "jsonl") == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert names(tmp_path, "text") == ["notes.txt"]
+    with pytest.raises(DataError, match=r"several kinds \(3 jsonl, 1 text\).*data.sources.s.format"):
+        names(tmp_path)
+    with pytest.raises(DataError, match=r"no files for data.sources.s.format=parquet"):
+        names(tmp_path, "parquet")
+
+
+def test_the_standard_library_is_a_corpus() -> None:
+    files = list_files("py", Source("python-stdlib"))
+    names = {file.name for file in files}
+    assert {"os.py", "json/__init__.py"} <= names
+    assert not [name for name in names if "site-packages" in name or name.startswith("test/")]
+    assert sum(file.num_bytes for file in files) > 5_000_000
+    assert Path(os.__file__) in {file.path for file in files}
+
+
+def test_hub_names() -> None:
+    names = ("owner/name", "owner/name:config", "HuggingFaceFW/fineweb-edu:sample-10BT", "o/n-v1.5")
+    paths = ("data/a.jsonl", "data/a.json.gz", "./data", "../owner/name", "/abs/path", "a/b/c", "name", "*/x")
+    assert all(is_hub_name(name) for name in names)
+    assert not any(is_hub_name(path) for path in paths)
+
+
+@pytest.fixture
+def offline_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.usefixtures("offline_datasets")
+def test_datasets_loads_what_the_hub_format_names(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    write_lines(tmp_path / "set" / "train.jsonl", [{"text": text} for text in TEXTS])
+    source = Source(str(tmp_path / "set"), format="hub")
+    assert list_files("s", source) == ()
+    shards = plan_shards(download_dataset("s", source))
+    records = [record for shard in shards for span in shard for record in read_records(span, "text")]
+    assert [record.text for record in records] == TEXTS
+
+
+@pytest.mark.usefixtures("offline_datasets")
+def test_a_hub_dataset_that_does_not_load_names_key_and_fix() -> None:
+    with pytest.raises(DataError, match=r"data.sources.web.path=nobody/nothing.*owner/name:configuration"):
+        download_dataset("web", Source("nobody/nothing"))
