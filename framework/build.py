@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.checkpoint.load import load_newest, newest_checkpoint
@@ -14,18 +15,22 @@ from framework.checkpoint.save import save_checkpoint
 from framework.data.loader import Loader, validation_batches
 from framework.data.prepared import Prepared, open_prepared
 from framework.errors import EXIT_FAILED, DataError, MeshwrightError, RecipeError
-from framework.mesh.connect import Mesh, connect, local_rank
+from framework.mesh.box import Box
+from framework.mesh.connect import Mesh, connect, local_rank, ranks_per_node
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta, choose_experts, load_config
 from framework.model.materialize import initialize_unit, set_parameter, understands_packing
 from framework.model.plan import Unit, find_units, tied_names
 from framework.model.weights import read_weights, resolve_folder
 from framework.optim.groups import GroupAssignment, group_parameters
-from framework.optim.optimizers import FlatOptimizer, Span
+from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.parallelize import parallelize
-from framework.parallel.zero.buffers import FROZEN, UnitBuffer
+from framework.parallel.zero.buffers import FROZEN, Span, UnitBuffer
+from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.hooks import UnitHooks
+from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.linear import write_gradients_directly
-from framework.parallel.zero.reduce import GradientSync
+from framework.parallel.zero.parameters import ParameterSync
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Precision, Recipe
 from framework.track.flops import flops_per_token, measure_model, mfu, peak_flops
@@ -52,16 +57,20 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
 
     compute, master = compute_dtype(recipe.precision, mesh.device), DTYPES[recipe.precision.master]
     choose_experts(model, recipe.model.experts, compute)
-    batch_axis = mesh.axis("batch")
-    buffers = parallelize(model, units, groups, recipe.memory, compute, master, mesh.device, batch_axis)
+    lifetimes, shard, replica = lifetimes_of(recipe.zero), mesh.axis("shard"), mesh.axis("replica")
+    buffers = parallelize(model, units, groups, recipe.memory, compute, master, mesh.device, lifetimes, shard, replica)
     materialize(model, units, buffers, recipe, mesh.device, resumes)
 
     settings = {_group_key(each): each for each in assignments}
-    spans = [(buffer, group) for buffer in buffers for group in buffer.spans()]
-    optimizer = FlatOptimizer(recipe.optim, [_span(buffer, settings[group]) for buffer, group in spans])
+    spans = [(buffer, span) for buffer in buffers if buffer.is_trained for span in buffer.spans]
+    optimizer = FlatOptimizer(recipe.optim, [_flat(buffer, span, settings[span.group]) for buffer, span in spans])
     write_gradients_directly(model, {name: place for buffer in buffers for name, place in buffer.places.items()})
-    sync = GradientSync(buffers, batch_axis)
-    return Run(model, buffers, sync, optimizer, spans, mesh, recipe.optim.clip_norm, recipe.train.seed)
+    gradients = GradientSync(buffers)
+    parameters = ParameterSync([[buffer for buffer in buffers if buffer.unit == unit.name] for unit in units])
+    hooks = UnitHooks(model, units, tied_names(model), parameters, gradients, lifetimes.prefetch_units)
+    return Run(
+        model, buffers, parameters, gradients, hooks, optimizer, spans, mesh, recipe.optim.clip_norm, recipe.train.seed
+    )
 
 
 def materialize(
@@ -77,11 +86,12 @@ def materialize(
     for unit in units:
         draws = recipe.model.weights is None and not resumes
         values = initialize_unit(model, unit, recipe.train.seed, unit.parameters if draws else ())
-        for buffer in (buffer for buffer in buffers if buffer.name == unit.name):
+        for buffer in (buffer for buffer in buffers if buffer.unit == unit.name):
             buffer.allocate(device)
             for slot in buffer.slots:
-                if slot.name in values:
-                    buffer.values(slot).copy_(values[slot.name].flatten())
+                layout, held = buffer.held(slot, buffer.master)
+                if slot.name in values and layout.interval is not None:
+                    held.copy_(values[slot.name].flatten()[slice(*layout.interval)])
     if recipe.model.weights is not None and not resumes:
         _read_pretrained(model, buffers, resolve_folder(recipe.model.weights))
     for buffer in buffers:
@@ -99,7 +109,7 @@ def train_rank(recipe: Recipe, run_dir: Path) -> int:
     prepared = open_prepared(recipe)
     config = load_config(recipe.model)
     _check_data_fits(recipe, prepared, config)
-    topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp, ep=derived.ep)
+    topology = make_topology(recipe, derived)
     mesh = connect(topology, choose_device(recipe.launch.device))
     with StopRequest() as stop:
         try:
@@ -209,6 +219,21 @@ def _describe(
     )
 
 
+def make_topology(recipe: Recipe, derived: Derived) -> Topology:
+    """The recipe's degrees. Stage 0 shards over one rank; a node is what LOCAL_WORLD_SIZE says, and null is everyone."""
+    batch = derived.dp * derived.cp
+    within = recipe.zero.shard_within
+    shard = batch if within is None else min(batch, ranks_per_node()) if within == "node" else within
+    return Topology(
+        pp=derived.pp,
+        dp=derived.dp,
+        cp=derived.cp,
+        tp=derived.tp,
+        ep=derived.ep,
+        shard=1 if recipe.zero.stage == 0 else shard,
+    )
+
+
 def restore(run: Run, checkpoints: Path) -> RunState:
     """Fill a run from the newest whole checkpoint, whatever layout saved it."""
     held = entries(run.buffers, run.optimizer, run.spans, whole=True)
@@ -283,15 +308,19 @@ def _group_key(assignment: GroupAssignment) -> str:
     return f"{assignment.group} x{assignment.lr_ratio:g} decay {assignment.weight_decay:g}"
 
 
-def _span(buffer: UnitBuffer, assignment: GroupAssignment) -> Span:
-    where = slice(*buffer.spans()[_group_key(assignment)])
-    return Span(buffer.master[where], buffer.gradient[where], assignment.lr_ratio, assignment.weight_decay)
+def _flat(buffer: UnitBuffer, span: Span, assignment: GroupAssignment) -> FlatSpan:
+    where = slice(span.start - buffer.start, span.stop - buffer.start)
+    return FlatSpan(buffer.master[where], buffer.reduced[where], assignment.lr_ratio, assignment.weight_decay)
 
 
 def _read_pretrained(model: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
     """Only the boxes that this rank holds are read; every element must be found."""
-    slots = {slot.name: (buffer, slot) for buffer in buffers for slot in buffer.slots}
-    wanted = {name: buffer.layout(slot).whole().boxes() for name, (buffer, slot) in slots.items()}
+    held = {slot.name: buffer.held(slot, buffer.master) for buffer in buffers for slot in buffer.slots}
+    places: dict[str, dict[Box, Tensor]] = {}
+    for name, (layout, values) in held.items():
+        boxes = layout.boxes()
+        parts = values.split([box.numel for box in boxes]) if boxes else ()
+        places[name] = dict(zip(boxes, parts, strict=True))
+    wanted = {name: list(boxes) for name, boxes in places.items() if boxes}
     for name, box, values in read_weights(folder, model, wanted):
-        buffer, slot = slots[name]
-        buffer.values(slot).view(slot.shape)[box.slices()].copy_(values)
+        places[name][box].copy_(values.flatten())

@@ -118,3 +118,8 @@ def _start_communicators(groups: dict[tuple[int, ...], Any], device: torch.devic
 def local_rank() -> int:
     """This process's number among the ranks of its machine, as the launcher says; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+
+
+def ranks_per_node() -> int:
+    """Ranks on this machine, as the launcher says; 1 without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))

@@ -8,13 +8,15 @@ axis, derived ones included, is a (size, stride) pair over this number:
     batch         dp x cp: who shares dense gradients and the ZeRO shards of dense parameters
     ep            the inner part of `batch`: who holds different experts
     expert_batch  what is left of `batch` after ep: who shares the gradients of the same experts
+    shard         the inner part of `batch`: who holds the ZeRO shards of the same dense parameters
+    replica       what is left of `batch` after shard: who holds equal shards
 """
 
 from dataclasses import dataclass
 
 from framework.errors import TopologyError
 
-AXIS_NAMES = ("world", "pp", "batch", "dp", "cp", "tp", "ep", "expert_batch")
+AXIS_NAMES = ("world", "pp", "batch", "dp", "cp", "tp", "ep", "expert_batch", "shard", "replica")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Topology:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    shard: int = 1
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "cp", "tp", "ep"):
@@ -37,6 +40,11 @@ class Topology:
             raise TopologyError(
                 f"parallel.ep={self.ep} does not divide dp x cp = {self.dp} x {self.cp} = {batch}, the ranks among"
                 f" which experts are divided: use ep in {legal}, or change dp or cp"
+            )
+        if self.shard < 1 or batch % self.shard:
+            raise TopologyError(
+                f"zero.shard_within={self.shard} does not divide dp x cp = {batch} ranks: use a degree in"
+                f" {[degree for degree in range(1, batch + 1) if batch % degree == 0]}"
             )
 
     @property
@@ -75,6 +83,8 @@ class Topology:
             "tp": (self.tp, 1),
             "ep": (self.ep, self.tp),
             "expert_batch": (batch // self.ep, self.ep * self.tp),
+            "shard": (self.shard, self.tp),
+            "replica": (batch // self.shard, self.shard * self.tp),
         }
         if axis not in table:
             raise TopologyError(f"no axis {axis!r}: the axes are {', '.join(AXIS_NAMES)}")

@@ -19,7 +19,7 @@ STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": 
 
 
 @dataclass(frozen=True)
-class Span:
+class FlatSpan:
     """A flat run of parameters with equal hyperparameters: values [n] and gradient [n] in the master dtype."""
 
     values: Tensor
@@ -31,7 +31,7 @@ class Span:
 class FlatOptimizer:
     """AdamW (Loshchilov & Hutter 2019), Lion (Chen et al. 2023) or SGD with momentum over flat spans."""
 
-    def __init__(self, optim: Optim, spans: Sequence[Span]):
+    def __init__(self, optim: Optim, spans: Sequence[FlatSpan]):
         self.spans = spans
         self.state_names = STATE_NAMES[optim.name] if optim.name != "sgd" or optim.momentum else ()
         groups = [{"params": [span.values], "weight_decay": span.weight_decay} for span in spans]

@@ -13,6 +13,7 @@ from framework.model.materialize import kept_in_fp32
 from framework.model.plan import Unit
 from framework.parallel.activation_checkpointing import checkpoint_activations
 from framework.parallel.zero.buffers import UnitBuffer, plan_buffers
+from framework.parallel.zero.lifetimes import Lifetimes
 from framework.recipe.schema import Memory
 
 
@@ -24,7 +25,9 @@ def parallelize(
     compute_dtype: torch.dtype,
     master_dtype: torch.dtype,
     device: torch.device,
-    batch_axis: Axis,
+    lifetimes: Lifetimes,
+    shard_axis: Axis,
+    replica_axis: Axis,
 ) -> list[UnitBuffer]:
     """Transform the layers and plan the unit buffers. `groups`: optimizer group of each parameter, "" if frozen."""
     layers = [model.get_submodule(unit.root) for unit in units if unit.is_layer]
@@ -40,4 +43,4 @@ def parallelize(
     shapes = {name: model.get_parameter(name).shape for unit in units for name in unit.parameters}
     fp32 = kept_in_fp32(model, compute_dtype)
     dtypes = {name: torch.float32 if name in fp32 else compute_dtype for name in shapes}
-    return plan_buffers(units, shapes, groups, dtypes, master_dtype, batch_axis)
+    return plan_buffers(units, shapes, groups, dtypes, master_dtype, lifetimes, shard_axis, replica_axis)

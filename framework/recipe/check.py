@@ -9,7 +9,7 @@ from typing import Any
 from framework.recipe.derive import find_batch_problems, find_world_problems
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Optim, Recipe
+from framework.recipe.schema import Optim, Recipe, Zero
 
 __all__ = ["Problem", "check_recipe", "render_problems"]
 
@@ -32,9 +32,10 @@ def check_recipe(recipe: Recipe, origins: Mapping[str, str], broken: Collection[
 def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
     """(keys or groups that the rule reads, rule), in the order in which one mistake hides another."""
     return (
-        (("parallel", "zero"), _unavailable),
+        (("parallel",), _unavailable),
         (("parallel", "launch.ranks"), find_world_problems),
         (("parallel", "launch.ranks", "batch"), find_batch_problems),
+        (("parallel", "launch.ranks", "zero"), _zero),
         (("precision",), _precision),
         (("optim.schedule", "train.steps"), _schedule),
         (("optim.name", "optim.betas", "optim.eps", "optim.momentum"), _optimizer),
@@ -57,8 +58,21 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"parallel.{axis}", degree, message, f"parallel.{axis}=1; ranks are data-parallel (parallel.dp)"
             )
-    if recipe.zero.stage != 0:
-        yield Problem("zero.stage", recipe.zero.stage, "ZeRO is not available in this version", "zero.stage=0")
+
+
+def _zero(recipe: Recipe) -> Iterator[Problem]:
+    within, batch = recipe.zero.shard_within, recipe.launch.ranks // (recipe.parallel.tp * recipe.parallel.pp)
+    if isinstance(within, int) and batch % within:
+        legal = ", ".join(str(degree) for degree in range(1, batch + 1) if batch % degree == 0)
+        message = f"does not divide the {batch} ranks among which is sharded (dp * cp)"
+        yield Problem("zero.shard_within", within, message, f"one of {legal}; or null for all")
+    defaults = Zero()
+    for name, stages in (("shard_within", (1, 2, 3)), ("accumulate", (2, 3)), ("keep_gathered", (3,))):
+        value = getattr(recipe.zero, name)
+        if recipe.zero.stage not in stages and value != getattr(defaults, name):
+            message = f"zero.stage={recipe.zero.stage} has no use for it"
+            fix = f"leave it out (~zero.{name}); or zero.stage={' or '.join(map(str, stages))}"
+            yield Problem(f"zero.{name}", value, message, fix)
 
 
 def _precision(recipe: Recipe) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast
 
-from framework.recipe.keys import join, legal_values, named_group, split_optional
+from framework.recipe.keys import is_union, join, legal_values, named_group, split_optional
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import Problem, show
 from framework.recipe.schema import Recipe
@@ -102,6 +102,9 @@ def _convert(value: Any, kind: Any, limits: _Limits) -> Any:
     legal = legal_values(kind, limits.low, limits.high)
     if value is None or value == MANDATORY:
         raise _Mistake(f"must be given: {legal}")
+    if is_union(inner):  # of a number and words
+        is_word = isinstance(value, str)
+        inner = next(part for part in typing.get_args(inner) if (typing.get_origin(part) is Literal) == is_word)
     origin, parts = typing.get_origin(inner), typing.get_args(inner)
     if origin is Literal:
         return _convert_choice(value, parts, legal)
@@ -129,7 +132,7 @@ def _rewrite(value: Any, kind: type) -> str:
     if kind is int and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     if kind is str and isinstance(value, bool | int | float):
-        return f'quote it, so that it is text: "{show(value)}"; the shell needs quotes around that: \'"{show(value)}"\''
+        return f"it was read as {show(value)}; quotes keep it text, within the shell's own on the command line: '...=\"...\"'"
     if kind in (int, float) and isinstance(value, str):
         try:
             return f"write {kind(value.replace(',', ''))}, without quotes"

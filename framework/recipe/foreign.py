@@ -11,7 +11,7 @@ _ACCUMULATION = "accumulation follows from batch.sequences_per_step / (dp * batc
 _BATCH = "batch.sequences_per_step (of one optimizer step) or batch.sequences_per_microbatch (of one forward pass of one rank)"
 _EPOCHS = "a run is measured in steps: train.steps; a token store that is used up starts its next epoch by itself"
 _DTYPE = "precision.compute (bf16, fp32, fp64 or auto); fp16 is not available"
-_NO_ZERO = "only zero.stage=0 is available in this version"
+_ZERO = "zero.stage: 1 shards optimizer state, 2 and gradients, 3 and parameters"
 _NO_OFFLOAD = "offloading is not available in this version"
 _WARMUP_RATIO = "optim.schedule.warmup_steps, in steps"
 _OUTPUT = "run.root (the folder of all runs) and run.id (this run's folder in it)"
@@ -77,8 +77,8 @@ _HF_TRAINER = MappingProxyType(
         "local_rank": "the launcher sets ranks: launch.ranks",
         "nproc_per_node": "launch.ranks",
         "num_processes": "launch.ranks",
-        "fsdp": _NO_ZERO,
-        "deepspeed": _NO_ZERO,
+        "fsdp": _ZERO,
+        "deepspeed": _ZERO,
         "use_cpu": "launch.device",
         "no_cuda": "launch.device",
     }
@@ -97,7 +97,7 @@ _DEEPSPEED = MappingProxyType(
         "zero_optimization.overlap_comm": "gradient reduction overlaps with backward always",
         "zero_optimization.contiguous_gradients": "gradients are contiguous always",
         "zero_optimization.reduce_bucket_size": "gradients are reduced unit by unit; there is no bucket size to set",
-        "zero_optimization.allgather_bucket_size": _NO_ZERO,
+        "zero_optimization.allgather_bucket_size": "parameters are gathered unit by unit; there is no bucket size to set",
         "bf16.enabled": "precision.compute",
         "fp16.enabled": _DTYPE,
         "fp16.loss_scale": _DTYPE,
@@ -133,7 +133,7 @@ _MEGATRON = MappingProxyType(
         "ep_size": "parallel.ep",
         "dp_size": "parallel.dp",
         "sequence_parallel": "sequence parallelism comes with parallel.tp; it is not available in this version",
-        "use_distributed_optimizer": _NO_ZERO,
+        "use_distributed_optimizer": "zero.stage=1 shards the optimizer state",
         "micro_batch_size": "batch.sequences_per_microbatch",
         "global_batch_size": "batch.sequences_per_step",
         "rampup_batch_size": "the batch is the same in every step: batch.sequences_per_step",
@@ -192,7 +192,7 @@ _TORCHTITAN = MappingProxyType(
         "training.dataset": _DATA,
         "dataset_path": _DATA,
         "data_parallel_replicate_degree": "parallel.dp",
-        "data_parallel_shard_degree": _NO_ZERO + "; replicas: parallel.dp",
+        "data_parallel_shard_degree": "zero.shard_within",
         "tensor_parallel_degree": "parallel.tp",
         "pipeline_parallel_degree": "parallel.pp",
         "context_parallel_degree": "parallel.cp",

@@ -63,11 +63,14 @@ def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 def split_optional(kind: Any) -> tuple[Any, bool]:
     """(the type without None, whether null is legal)."""
-    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+    if not is_union(kind):
         return kind, False
-    inner = [part for part in typing.get_args(kind) if part is not types.NoneType]
-    assert len(inner) == 1, f"the schema's unions are of one type and None, not {kind}"
-    return inner[0], True
+    inner = tuple(part for part in typing.get_args(kind) if part is not types.NoneType)
+    return typing.Union[inner], len(inner) < len(typing.get_args(kind))  # noqa: UP007  (of a tuple that is not written here)
+
+
+def is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
 def named_group(kind: Any) -> type | None:
@@ -92,8 +95,10 @@ def _legal(kind: Any, low: float | None, high: float | None) -> str:
         return ("a whole number" if kind is int else "a number") + _range(low, high)
     if kind is str:
         return "text"
+    if is_union(kind):
+        return " or ".join(_legal(part, low, high) for part in parts)
     if origin is Literal:
-        return "one of " + ", ".join(parts)
+        return "one of " + ", ".join(parts) if len(parts) > 1 else parts[0]
     if origin is list:
         return f"a list, each {_legal(parts[0], low, high)}"
     if origin is tuple:

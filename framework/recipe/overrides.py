@@ -136,7 +136,7 @@ def _explain_grammar(text: str) -> Problem:
     if not equals:
         return Problem(text, None, "an override is written key=value", explain_unknown(key).fix, COMMAND_LINE)
     fix = f"text with characters such as = , : [ ] {{ }} is quoted twice, for the shell and for Hydra: '{key}=\"...\"'"
-    return Problem(key, value, "this value is not in Hydra's grammar", fix, COMMAND_LINE)
+    return Problem(key, value, "this is not in Hydra's grammar", fix, COMMAND_LINE)
 
 
 def _explain_form(override: Override, folders: Sequence[Path]) -> Problem | None:

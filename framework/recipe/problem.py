@@ -40,10 +40,17 @@ def render_problems(problems: Sequence[Problem]) -> str:
     return "\n".join(lines)
 
 
+def shipped_recipes() -> Path:
+    """The repository's `recipes/`, beside the package."""
+    return Path(__file__).resolve().parents[2] / "recipes"
+
+
 def label_of(file: Path) -> str:
-    """A file's name as short as it still opens from here."""
-    here = Path.cwd()
-    file = file.resolve()
+    """A recipe's file for messages: `recipes/optim/adamw.yaml` for a shipped one, wherever one stands; any other as short as
+    it still opens from here."""
+    file, here, shipped = file.resolve(), Path.cwd(), shipped_recipes()
+    if file.is_relative_to(shipped):
+        return file.relative_to(shipped.parent).as_posix()
     return file.relative_to(here).as_posix() if file.is_relative_to(here) else str(file)
 
 

@@ -49,7 +49,7 @@ def to_yaml(recipe: Recipe) -> str:
     with U+0085); then they are escaped."""
     tree = plain(asdict(recipe))
     text = _dump(tree, readable=True)
-    return text if yaml.load(text, Loader=get_yaml_loader()) == tree else _dump(tree, readable=False)
+    return text if _reads_back(text, tree) else _dump(tree, readable=False)
 
 
 def read_base(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
@@ -74,6 +74,13 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
 
 def _dump(tree: dict[str, Any], readable: bool) -> str:
     return yaml.dump(tree, Dumper=get_omega_conf_dumper(), sort_keys=False, allow_unicode=readable, width=120)
+
+
+def _reads_back(text: str, tree: dict[str, Any]) -> bool:
+    try:
+        return yaml.load(text, Loader=get_yaml_loader()) == tree
+    except yaml.YAMLError:
+        return False
 
 
 def plain(value: Any) -> Any:

@@ -96,7 +96,20 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Zero:
-    stage: int = key("0: optimizer state, gradients and parameters replicated", 0, low=0, high=3)
+    stage: int = key(
+        "shards over the ranks: 1 optimizer state, 2 and gradients, 3 and parameters; 0 nothing", 0, low=0, high=3
+    )
+    shard_within: int | Literal["node"] | None = key(
+        "ranks among which is sharded, with replicas outside (HSDP): a degree, `node`, or null for all", None, low=1
+    )
+    accumulate: Literal["sharded", "local"] = key(
+        "stages 2, 3 over several microbatches: reduce each into the shard, or keep full gradients and reduce once",
+        "sharded",
+    )
+    keep_gathered: bool = key(
+        "stage 3: keep gathered parameters until the update, over all microbatches of a step", False
+    )
+    prefetch_units: int = key("units gathered ahead of the one in use", 1, low=0)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from framework.checkpoint.index import Entry
-from framework.mesh.layout import Layout
 from framework.optim.optimizers import FlatOptimizer
-from framework.parallel.zero.buffers import Slot, UnitBuffer
+from framework.parallel.zero.buffers import Span, UnitBuffer
 
 
 @dataclass
@@ -32,27 +33,23 @@ class RunState:
 
 
 def entries(
-    buffers: list[UnitBuffer], optimizer: FlatOptimizer, spans: list[tuple[UnitBuffer, str]], whole: bool
+    buffers: list[UnitBuffer], optimizer: FlatOptimizer, spans: list[tuple[UnitBuffer, Span]], whole: bool
 ) -> Iterator[Entry]:
     """Everything of a run that lives in tensors, as checkpoint entries over the run's own memory.
 
-    whole: False for saving (each rank the interval it owns), True for loading (each rank all that it holds).
+    whole: False for saving (each element once over all ranks), True for loading (each rank all that it holds).
     """
     for buffer in buffers:
+        cut = buffer.held if whole else buffer.counted
         for slot in buffer.slots:
-            yield _entry(f"weight/{slot.name}", buffer, slot, buffer.values(slot), whole)
-    for index, (buffer, group) in enumerate(spans):
-        start = buffer.spans()[group][0]
-        for slot in buffer.trained:
-            if slot.group == group:
-                for name in optimizer.state_names:
-                    state = optimizer.state(index, name)[slot.start - start : slot.stop - start]
-                    yield _entry(f"{name}/{slot.name}", buffer, slot, state, whole)
-
-
-def _entry(name: str, buffer: UnitBuffer, slot: Slot, values: Any, whole: bool) -> Entry:
-    layout: Layout = buffer.layout(slot)
-    if whole:
-        return Entry(name, layout.whole(), values)
-    start, stop = layout.interval or (0, values.numel())
-    return Entry(name, layout, values[start:stop])
+            yield Entry(f"weight/{slot.name}", *cut(slot, buffer.master))
+    for name in optimizer.state_names:
+        states: dict[UnitBuffer, list[tuple[Span, Tensor]]] = {}
+        for index, (buffer, span) in enumerate(spans):
+            states.setdefault(buffer, []).append((span, optimizer.state(index, name)))
+        for buffer, parts in states.items():
+            cut = buffer.held if whole else buffer.counted
+            for span, state in parts:
+                for slot in buffer.slots:
+                    if slot.group == span.group:
+                        yield Entry(f"{name}/{slot.name}", *cut(slot, state, span.start))

@@ -16,19 +16,23 @@ from framework.optim.clip import clip_divisor, squared_norm
 from framework.optim.optimizers import FlatOptimizer
 from framework.parallel.pipeline.execute import execute
 from framework.parallel.pipeline.schedules import one_forward_one_backward
-from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.reduce import GradientSync
+from framework.parallel.zero.buffers import Span, UnitBuffer
+from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.hooks import UnitHooks
+from framework.parallel.zero.parameters import ParameterSync
 
 
 @dataclass
 class Run:
-    """What a rank trains with. `spans`: (buffer, optimizer group) of each of the optimizer's spans."""
+    """What a rank trains with. `spans`: what each of the optimizer's flat tensors is of which buffer."""
 
     model: PreTrainedModel
     buffers: list[UnitBuffer]
-    sync: GradientSync
+    parameters: ParameterSync
+    gradients: GradientSync
+    hooks: UnitHooks
     optimizer: FlatOptimizer
-    spans: list[tuple[UnitBuffer, str]]
+    spans: list[tuple[UnitBuffer, Span]]
     mesh: Mesh
     clip_norm: float | None
     seed: int
@@ -41,36 +45,46 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
     so that all ranks decide alike without a collective of their own. Returns fp64 [2 + len(votes)] on the device: the loss
     of the batch, the norm of its gradient before clipping, the summed votes. Nothing here waits for the device.
     """
-    world, batch_axis = run.mesh.axis("world"), run.mesh.axis("batch")
+    batch_axis = run.mesh.axis("batch")
     inputs = [_to_device(microbatch, run.mesh.device) for microbatch in microbatches]
     num_tokens = torch.stack([count_loss_tokens(each.labels) for each in inputs]).sum()
     all_reduce(num_tokens, batch_axis)
-
-    run.model.train()
-    run.sync.start_step()
-    num_global = len(inputs) * batch_axis.size
+    num_microbatches = len(inputs) * batch_axis.size
     schedule = one_forward_one_backward(run.mesh.topology.pp, len(inputs))
+    run.model.train()
+    run.gradients.start_step()
 
     def forward(index: int) -> Tensor:
         torch.manual_seed(seed_for(run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank))
-        return _loss(run.model, inputs[index], num_tokens, num_global)
+        return _loss(run.model, inputs[index], num_tokens, num_microbatches)
 
-    losses = execute(schedule[run.mesh.axis("pp").rank], forward, run.sync.start_backward)
-    run.sync.finish()
+    def backward(loss: Tensor, is_last: bool) -> None:
+        run.gradients.start_backward(is_last)
+        loss.backward()
+        run.hooks.end_backward()
 
-    owned = (buffer.gradient[slice(*buffer.owned_trained)] for buffer in run.buffers)
-    sums = torch.zeros(2 + len(votes), dtype=torch.float64, device=run.mesh.device)
-    sums[0] = torch.stack(losses).sum()
-    sums[1] = squared_norm(owned, run.mesh.device)
-    sums[2:] = torch.tensor(votes, dtype=torch.float64)
-    all_reduce(sums, world)
-    sums[1].sqrt_()
-    divisor = clip_divisor(sums[1], run.clip_norm)
-    with run.optimizer.preserving(_untouched_spans(run)):
-        run.optimizer.step(lr, divisor, skip=~sums[:2].isfinite().all())
+    losses = execute(schedule[run.mesh.axis("pp").rank], forward, backward)
+    run.gradients.finish()
+    return _update(run, torch.stack(losses).sum(), lr, votes)
+
+
+def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor:
+    """Sum loss, norm, votes and what was reached over the world, then clip and step, unless they are not finite."""
+    counted = (buffer.counted_elements(buffer.reduced) for buffer in run.buffers if buffer.is_trained)
+    reached = [float(place.is_reached) for _, _, place in run.gradients.places]
+    sums = torch.tensor([0.0, 0.0, *votes, *reached], dtype=torch.float64, device=run.mesh.device)
+    sums[0] = loss
+    sums[1] = squared_norm(counted, run.mesh.device)
+    all_reduce(sums, run.mesh.axis("world"))
+    result, reached_anywhere = sums.split([2 + len(votes), len(reached)])
+    result[1].sqrt_()
+    divisor = clip_divisor(result[1], run.clip_norm)
+    run.parameters.update()
+    with run.optimizer.preserving(_unreached_spans(run, reached_anywhere)):
+        run.optimizer.step(lr, divisor, skip=~result[:2].isfinite().all())
     for buffer in run.buffers:
         buffer.publish()
-    return sums
+    return result
 
 
 @torch.no_grad()
@@ -113,11 +127,17 @@ def _to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
     )
 
 
-def _untouched_spans(run: Run) -> list[tuple[int, int, int]]:
-    """The untouched parameters as (span, start, stop) within the optimizer's spans."""
-    index = {(id(buffer), group): number for number, (buffer, group) in enumerate(run.spans)}
-    spans = []
-    for buffer, slot in run.sync.untouched():
-        start = buffer.spans()[slot.group][0]
-        spans.append((index[id(buffer), slot.group], slot.start - start, slot.stop - start))
-    return spans
+def _unreached_spans(run: Run, reached_anywhere: Tensor) -> list[tuple[int, int, int]]:
+    """(span, start, stop) within the optimizer's tensors of parameters that no rank's backward reached in this step: stock
+    optimizers leave those alone, decay included. Asks the device only where this rank's own backward missed a parameter."""
+    missed = {
+        (buffer, slot)
+        for (buffer, slot, place), reached in zip(run.gradients.places, reached_anywhere, strict=True)
+        if not place.is_reached and reached == 0
+    }
+    return [
+        (index, max(slot.start, span.start) - span.start, min(slot.stop, span.stop) - span.start)
+        for index, (owner, span) in enumerate(run.spans)
+        for buffer, slot in missed
+        if owner is buffer and max(slot.start, span.start) < min(slot.stop, span.stop)
+    ]

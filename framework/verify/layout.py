@@ -11,7 +11,6 @@ from framework.data.pack import Microbatch
 from framework.mesh.connect import Mesh
 from framework.mesh.layout import Layout
 from framework.optim.schedules import learning_rate
-from framework.parallel.zero.buffers import Slot, UnitBuffer
 from framework.recipe.schema import Recipe
 from framework.train.step import Run, train_step
 from framework.verify.double import keep_double
@@ -42,22 +41,14 @@ def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[
 
 
 def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:
-    """Layout and owned elements of every gradient: zero where a parameter is frozen, as the oracle has it."""
+    """Layout and own elements of every gradient: zero where a parameter is frozen, as the oracle has it."""
     return {
-        slot.name: _owned(
-            buffer, slot, buffer.gradient_of(slot) if slot.is_trained else torch.zeros_like(buffer.values(slot))
-        )
+        slot.name: buffer.counted(slot, buffer.reduced if buffer.is_trained else torch.zeros_like(buffer.master))
         for buffer in run.buffers
         for slot in buffer.slots
     }
 
 
 def owned_weights(run: Run) -> dict[str, tuple[Layout, Tensor]]:
-    """Layout and owned elements of every parameter, in the master dtype."""
-    return {slot.name: _owned(buffer, slot, buffer.values(slot)) for buffer in run.buffers for slot in buffer.slots}
-
-
-def _owned(buffer: UnitBuffer, slot: Slot, flat: Tensor) -> tuple[Layout, Tensor]:
-    layout = buffer.layout(slot)
-    start, stop = layout.interval or (0, flat.numel())
-    return layout, flat[start:stop]
+    """Layout and own elements of every parameter, in the master dtype."""
+    return {slot.name: buffer.counted(slot, buffer.master) for buffer in run.buffers for slot in buffer.slots}

@@ -127,11 +127,21 @@ def test_axes_of_later_versions_are_said_to_be_unavailable_and_nothing_else(axis
     assert "not available in this version" in problems[f"parallel.{axis}"].message
 
 
-def test_zero_is_said_to_be_unavailable_beside_other_mistakes():
-    assert problems_of("zero.stage=2", "batch.sequences_per_step=7").keys() == {
-        "zero.stage",
-        "batch.sequences_per_step",
-    }
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["zero.stage=4"], "zero.stage", "from 0 to 3"),
+        (["zero.stage=2", "zero.shard_within=3", "launch.ranks=4"], "zero.shard_within", "does not divide the 4 ranks"),
+        (["zero.stage=2", "zero.shard_within=rack"], "zero.shard_within", "a whole number of at least 1 or node"),
+        (["zero.stage=0", "zero.shard_within=1"], "zero.shard_within", "zero.stage=0 has no use for it"),
+        (["zero.stage=1", "zero.accumulate=local"], "zero.accumulate", "zero.stage=1 has no use for it"),
+        (["zero.stage=2", "zero.keep_gathered=true"], "zero.keep_gathered", "zero.stage=2 has no use for it"),
+    ],
+)
+def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
+    problems = problems_of(*overrides)
+    assert problems.keys() == {key}
+    assert says in problems[key].message
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ KEYS = [key.path for key in list_keys()]
         ("training.local_batch_size", "batch.sequences_per_microbatch (torchtitan"),
         ("parallelism.tensor_parallel_degree", "parallel.tp (torchtitan"),
         ("parallelism.pipeline_parallel_degree", "parallel.pp (torchtitan"),
-        ("parallelism.data_parallel_shard_degree", "zero.stage=0"),
+        ("parallelism.data_parallel_shard_degree", "zero.shard_within (torchtitan"),
         ("training.steps", "train.steps (torchtitan"),
     ],
 )

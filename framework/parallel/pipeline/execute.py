@@ -10,12 +10,12 @@ from framework.parallel.pipeline.actions import Action, Kind
 def execute(
     actions: Sequence[Action],
     forward: Callable[[int], Tensor],
-    before_backward: Callable[[bool], None],
+    backward: Callable[[Tensor, bool], None],
 ) -> list[Tensor]:
     """Run the actions; return the microbatches' losses, detached, in order of microbatch.
 
-    forward: computes a microbatch's loss by its index; before_backward: told before each backward whether it is the step's
-    last, which is when gradients may be reduced. A microbatch's graph lives from its F to its B and no longer.
+    forward: computes a microbatch's loss by its index; backward: is given that loss, and whether it is the step's last
+    backward, in which gradients are complete. A microbatch's graph lives from its F to its B and no longer.
     """
     live: dict[int, Tensor] = {}
     losses: dict[int, Tensor] = {}
@@ -27,7 +27,6 @@ def execute(
                 losses[action.microbatch] = live[action.microbatch].detach()
             case Kind.BACKWARD:
                 num_backwards -= 1
-                before_backward(num_backwards == 0)
-                live.pop(action.microbatch).backward()
+                backward(live.pop(action.microbatch), num_backwards == 0)
     assert not live, f"microbatches {sorted(live)} never ran backward"
     return [losses[index] for index in sorted(losses)]

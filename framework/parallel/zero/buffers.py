@@ -1,11 +1,14 @@
 """One flat buffer per unit: its parameters are views of it, its gradients views of a second one.
 
-    compute   [ span of group A | span of group B | frozen ]      what forward and backward read
-    master    [ span of group A | span of group B ]               what the optimizer updates; the same memory if dtypes agree
-    gradient  [ span of group A | span of group B | touched ]     one flag per trained parameter rides along in the reduction
+    full      [ group A | group B | pad ]     compute dtype; what forward and backward read; n equal parts
+    shard     my part of it                   compute dtype; what the others gather from me
+    master    my part of it                   master dtype; what the optimizer updates; `shard` itself if the dtypes agree
+    gradient  [ group A | group B | pad ]     reduce dtype; what backward writes
+    reduced   my part of it                   reduce dtype; the sum over ranks
 
-Parameters of one optimizer group lie side by side, so the optimizer is one fused call on a few flat tensors. A rank owns
-an equal interval of the buffer: what it owns is what it counts in the gradient norm and writes to a checkpoint.
+Parameters of one optimizer group lie side by side, so the optimizer is one fused call on a few flat tensors. Parts are equal
+intervals of the buffer, so an all-gather and a reduce-scatter work in place and only the tail is padded. A unit has one
+buffer for each compute dtype, and one more for its frozen parameters, which have neither master nor gradient.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,16 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from framework.mesh.axis import Axis
-from framework.mesh.layout import Layout
+from framework.mesh.layout import Layout, part
 from framework.model.plan import Unit
 from framework.model.products import linear_product
+from framework.parallel.zero.lifetimes import Lifetimes
 
 FROZEN = ""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place: elements [start, stop) of its unit's buffer. `group` is the optimizer group, FROZEN for none."""
+    """A parameter's place: elements [start, stop) of its buffer. `group`: its optimizer group, FROZEN for none."""
 
     name: str
     shape: torch.Size
@@ -32,106 +36,175 @@ class Slot:
     stop: int
     group: str
 
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a buffer that are one optimizer group's and in this rank's part."""
+
+    group: str
+    start: int
+    stop: int
+
+
+class BufferPool:
+    """Flat tensors that outlive their use, by size and dtype: layers are equal, so they take turns in the same memory.
+
+    New memory would cost a page fault every 4 KiB on CPUs.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of any content that nobody else holds until it is given back."""
+        idle = self._idle.get((numel, dtype))
+        return idle.pop() if idle else torch.zeros(numel, dtype=dtype, device=device)
+
+    def give_back(self, tensor: Tensor) -> None:
+        self._idle.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+
+class UnitBuffer:
+    """The parameters of one unit that share a compute dtype and are all trained or all frozen.
+
+    Plans without memory; `allocate` owns it. shard_axis: who holds the parts; replica_axis: who holds the same part.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        slots: tuple[Slot, ...],
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        lifetimes: Lifetimes,
+        shard_axis: Axis,
+        replica_axis: Axis,
+        pool: "BufferPool",
+    ):
+        self.unit, self.slots = unit, slots
+        self.is_trained = slots[0].group != FROZEN
+        self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
+        self.lifetimes, self.shard_axis, self.replica_axis = lifetimes, shard_axis, replica_axis
+        self.numel = slots[-1].stop
+        self.numel_part = -(-self.numel // shard_axis.size)
+        self.numel_padded = self.numel_part * shard_axis.size
+        self.start = shard_axis.rank * self.numel_part
+        self.stop = self.start + self.numel_part
+        self.pool = pool
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.places: dict[str, GradientPlace] = {}
+        self.full = self.shard = self.master = self.gradient = self.reduced = torch.empty(0)
+
     @property
-    def is_trained(self) -> bool:
-        return self.group != FROZEN
+    def spans(self) -> list[Span]:
+        """This rank's part of each optimizer group, without empty ones."""
+        bounds: dict[str, tuple[int, int]] = {}
+        for slot in self.slots:
+            bounds[slot.group] = (bounds.get(slot.group, (slot.start, 0))[0], slot.stop)
+        clipped = [Span(group, max(low, self.start), min(high, self.stop)) for group, (low, high) in bounds.items()]
+        return [span for span in clipped if span.start < span.stop]
+
+    def allocate(self, device: torch.device) -> None:
+        """All memory that lives from now on. Values are set in `master`; `publish` and a gather bring them to `full`."""
+        self.full = torch.zeros(self.numel_padded, dtype=self.compute_dtype, device=device)
+        mine = self.full[self.start : self.stop]
+        self.shard = mine if self.lifetimes.resident_parameters else torch.zeros_like(mine)
+        for slot in self.slots:
+            view = self.full[slot.start : slot.stop].view(slot.shape)
+            self.parameters[slot.name] = nn.Parameter(view, requires_grad=self.is_trained)
+        if not self.lifetimes.resident_parameters:
+            self.full.untyped_storage().resize_(0)
+        if not self.is_trained:
+            self.master = self.shard
+            return
+        same = self.compute_dtype == self.master_dtype
+        self.master = self.shard if same else torch.zeros_like(self.shard, dtype=self.master_dtype)
+        if self.lifetimes.keeps_gradients:
+            self.gradient = torch.zeros(self.numel_padded, dtype=self.master_dtype, device=device)
+            self.reduced = self.gradient[self.start : self.stop]
+        else:
+            self.reduced = torch.zeros(self.numel_part, dtype=self.master_dtype, device=device)
+        self.places = {slot.name: GradientPlace(self, slot) for slot in self.slots}
+
+    def open_gradient(self) -> None:
+        """Have memory for the full gradient, of any content: every place is written or zeroed before it is read."""
+        if not self.gradient.numel():
+            self.gradient = self.pool.take(self.numel_padded, self.master_dtype, self.full.device)
+
+    def close_gradient(self) -> Tensor:
+        """Take the full gradient out, for a reduction that reads it; the next one is written afresh. Whoever took it gives
+        it back to the pool, unless it is kept for the whole step."""
+        taken = self.gradient
+        for place in self.places.values():
+            place.is_written = False
+        if not self.lifetimes.keeps_gradients:
+            self.gradient = taken[:0]
+        return taken
+
+    def publish(self) -> None:
+        """Cast the updated master to the compute dtype, once a step; nothing to do where they are the same memory."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+
+    def held(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
+        """Of the slot, what is in this rank's part: its layout and its elements, flat.
+
+        values: a tensor over the part, or over a span of it that begins at element `origin` of the buffer.
+        """
+        return self._cut(slot, values, origin, self.start, self.stop)
+
+    def counted(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
+        """Of `held`, what this rank and no replica counts in a norm and writes to a checkpoint."""
+        low, high = part(self.numel_part, self.replica_axis.rank, self.replica_axis.size)
+        return self._cut(slot, values, origin, self.start + low, self.start + high)
+
+    def counted_elements(self, values: Tensor) -> Tensor:
+        """All that this rank counts, of a tensor over its part; padding is nobody's."""
+        low, high = part(self.numel_part, self.replica_axis.rank, self.replica_axis.size)
+        return values[low : max(low, min(high, self.numel - self.start))]
+
+    def _cut(self, slot: Slot, values: Tensor, origin: int | None, start: int, stop: int) -> tuple[Layout, Tensor]:
+        origin = self.start if origin is None else origin
+        low = min(max(start, slot.start), slot.stop)
+        high = max(min(stop, slot.stop), low)
+        axes = (self.replica_axis.name,)
+        interval = (low - slot.start, high - slot.start)
+        layout = Layout(tuple(slot.shape), replicated=axes, partial=axes, interval=interval)
+        return layout, values[low - origin : high - origin] if low < high else values[:0]
 
 
 class GradientPlace:
-    """Where one parameter's gradient is collected: a view of its unit's gradient buffer, written first, then added to.
+    """Where one parameter's gradient is collected: a view of its buffer's gradient, written first, then added to.
 
     `tick` stands for the parameter in autograd's graph where a layer writes its gradient here itself. `sources`: the leaves
-    of autograd's graph that have to finish before the gradient of a backward is complete.
+    of autograd's graph that have to finish before the gradient of a backward is complete. is_written: since the buffer was
+    last started afresh; is_reached: in this step.
     """
 
-    def __init__(self, parameter: nn.Parameter, view: Tensor):
-        self.parameter = parameter
-        self.view = view
-        self.tick = nn.Parameter(torch.zeros((), device=view.device))
-        self.sources: tuple[nn.Parameter, ...] = (parameter,)
-        self.touched = False
+    def __init__(self, buffer: UnitBuffer, slot: Slot):
+        self.parameter = buffer.parameters[slot.name]
+        self.tick = nn.Parameter(torch.zeros((), device=buffer.full.device))
+        self.sources: tuple[nn.Parameter, ...] = (self.parameter,)
+        self.is_written = self.is_reached = False
+        self._buffer, self._slot = buffer, slot
+
+    @property
+    def view(self) -> Tensor:
+        """The place in the buffer's gradient of the moment."""
+        return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._slot.shape)
 
     def add(self, gradient: Tensor) -> None:
         """Add a finished gradient, cast to the reduce dtype."""
-        if self.touched:
+        self._buffer.open_gradient()
+        if self.is_written:
             self.view.add_(gradient)
         else:
             self.view.copy_(gradient)
-        self.touched = True
+        self.is_written = self.is_reached = True
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right^T. left: [m, k], right: [n, k], any strides; the place: [m, n]."""
         self.add(linear_product(left, right))
-
-
-class UnitBuffer:
-    """The parameters of one unit that share a compute dtype. Plans without memory; `allocate` owns it."""
-
-    def __init__(
-        self, name: str, slots: tuple[Slot, ...], compute_dtype: torch.dtype, master_dtype: torch.dtype, axis: Axis
-    ):
-        self.name = name
-        self.slots = slots
-        self.trained = tuple(slot for slot in slots if slot.is_trained)
-        self.numel = slots[-1].stop
-        self.numel_trained = self.trained[-1].stop if self.trained else 0
-        self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
-        self.owned = (axis.rank * self.numel // axis.size, (axis.rank + 1) * self.numel // axis.size)
-        self.axis = axis
-        self.compute = self.master = self.gradient = torch.empty(0)
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.places: dict[str, GradientPlace] = {}
-
-    def allocate(self, device: torch.device) -> None:
-        """Memory for parameters, gradients and the master copy; parameters become views of it."""
-        self.compute = torch.empty(self.numel, dtype=self.compute_dtype, device=device)
-        trained = self.compute[: self.numel_trained]
-        same = self.compute_dtype == self.master_dtype
-        self.master = trained if same else torch.empty_like(trained, dtype=self.master_dtype)
-        self.gradient = torch.zeros(self.numel_trained + len(self.trained), dtype=self.master_dtype, device=device)
-        for slot in self.slots:
-            view = self.compute[slot.start : slot.stop].view(slot.shape)
-            self.parameters[slot.name] = nn.Parameter(view, requires_grad=slot.is_trained)
-        for slot in self.trained:
-            place = self.gradient_of(slot).view(slot.shape)
-            self.places[slot.name] = GradientPlace(self.parameters[slot.name], place)
-
-    def values(self, slot: Slot) -> Tensor:
-        """The flat values of a slot that are the truth: master for trained ones, compute for frozen ones."""
-        return (self.master if slot.is_trained else self.compute)[slot.start : slot.stop]
-
-    def gradient_of(self, slot: Slot) -> Tensor:
-        """The slot's gradient, flat, in the master dtype."""
-        return self.gradient[slot.start : slot.stop]
-
-    def touched_flag(self, slot: Slot) -> Tensor:
-        """Scalar > 0 after the reduction if any rank's backward reached the parameter in this step."""
-        return self.gradient[self.numel_trained + self.trained.index(slot)]
-
-    def publish(self) -> None:
-        """Cast the updated master to the compute dtype; nothing to do where they are the same memory."""
-        if self.compute_dtype != self.master_dtype:
-            self.compute[: self.numel_trained].copy_(self.master)
-
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """[start, stop) of each optimizer group."""
-        spans: dict[str, tuple[int, int]] = {}
-        for slot in self.trained:
-            start, _ = spans.get(slot.group, (slot.start, slot.stop))
-            spans[slot.group] = (start, slot.stop)
-        return spans
-
-    @property
-    def owned_trained(self) -> tuple[int, int]:
-        """[start, stop) of the trained elements that this rank owns."""
-        return min(self.owned[0], self.numel_trained), min(self.owned[1], self.numel_trained)
-
-    def layout(self, slot: Slot) -> Layout:
-        """Replicated over the axis and partial before its reduction; the interval is this rank's share of the slot."""
-        start = min(max(self.owned[0] - slot.start, 0), slot.stop - slot.start)
-        stop = min(max(self.owned[1] - slot.start, 0), slot.stop - slot.start)
-        axes = (self.axis.name,)
-        return Layout(tuple(slot.shape), replicated=axes, partial=axes, interval=(start, stop))
 
 
 def plan_buffers(
@@ -140,19 +213,24 @@ def plan_buffers(
     groups: Mapping[str, str],
     compute_dtypes: Mapping[str, torch.dtype],
     master_dtype: torch.dtype,
-    axis: Axis,
+    lifetimes: Lifetimes,
+    shard_axis: Axis,
+    replica_axis: Axis,
 ) -> list[UnitBuffer]:
-    """Buffers in order of computation, one per unit and compute dtype. `groups`: optimizer group by parameter name, FROZEN if
-    it is not trained; groups keep the order in which they first appear in `groups`, frozen parameters come last."""
+    """Buffers in order of computation. groups: optimizer group by parameter name, FROZEN if it is not trained; within a
+    buffer, groups keep the order in which they first appear in `groups`."""
     order = {group: index for index, group in enumerate(dict.fromkeys(groups.values()))}
-    order[FROZEN] = len(order)
+    pool = BufferPool()
     buffers = []
     for unit in units:
-        for dtype in dict.fromkeys(compute_dtypes[name] for name in unit.parameters):
-            names = [name for name in unit.parameters if compute_dtypes[name] == dtype]
+        kinds = {name: (compute_dtypes[name], groups[name] == FROZEN) for name in unit.parameters}
+        for kind in dict.fromkeys(kinds.values()):
+            names = [name for name in unit.parameters if kinds[name] == kind]
             slots, end = [], 0
             for name in sorted(names, key=lambda name: order[groups[name]]):
                 slots.append(Slot(name, shapes[name], end, end + shapes[name].numel(), groups[name]))
                 end = slots[-1].stop
-            buffers.append(UnitBuffer(unit.name, tuple(slots), dtype, master_dtype, axis))
+            buffers.append(
+                UnitBuffer(unit.name, tuple(slots), kind[0], master_dtype, lifetimes, shard_axis, replica_axis, pool)
+            )
     return buffers
