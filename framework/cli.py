@@ -7,6 +7,7 @@ inside these functions, so that `check` and `--help` answer at once, without tor
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -259,13 +260,13 @@ def _run_in_turn(commands: Sequence[Sequence[str]]) -> int:
     does not stop the others, Ctrl-C does, after the run has saved. Returns the first exit code that is not 0."""
     codes: list[int] = []
     for number, command in enumerate(commands, start=1):
-        print(f"[{number}/{len(commands)}] meshwright {' '.join(command)}", flush=True)
+        print(f"[{number}/{len(commands)}] meshwright {shlex.join(command)}", flush=True)
         code, interrupted = _run_process([sys.executable, "-m", "framework", *command])
         codes.append(code)
         if interrupted:
             break
     for command, code in zip(commands, codes, strict=False):
-        print(f"{'done' if code == EXIT_DONE else f'exit {code}':8} meshwright {' '.join(command)}")
+        print(f"{'done' if code == EXIT_DONE else f'exit {code}':8} meshwright {shlex.join(command)}")
     return next((code for code in codes if code != EXIT_DONE), EXIT_DONE)
 
 

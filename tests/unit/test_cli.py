@@ -1,8 +1,8 @@
 """The program as a user meets it: outputs, exit codes, and how fast it answers."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -308,15 +308,11 @@ class TestSpeed:
         "argv", [["--help"], ["check", "--help"], ["check", "experiment=quickstart"], ["check", "lr=3"]]
     )
     def test_check_and_help_answer_at_once(self, argv):
-        """Best of five, since the machine may be busy with other tests."""
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-m", "framework", *argv], capture_output=True, check=False)
-            times.append(time.perf_counter() - start)
-            if times[-1] < self.BUDGET_S:
-                return
-        pytest.fail(f"meshwright {' '.join(argv)} took {min(times):.2f} s at best")
+        """In seconds of the processor, which on an idle machine are those of the clock: other tests may run beside."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "framework", *argv], capture_output=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < self.BUDGET_S
 
     def test_neither_imports_torch_or_transformers(self):
         program = (

@@ -295,6 +295,36 @@ class TestMistakes:
         (folder / "experiment" / "x.yaml").write_bytes(b"\xff\xfe\x00")
         assert [p.origin for p in compose(["experiment=x"], [folder]).problems] == [f"{folder}/experiment/x.yaml"]
 
+    @pytest.mark.parametrize(
+        ("text", "line", "says"),
+        [
+            ("# @package _global_\ndefaults:\n  - /model: gpt2\n", ":3", "- override /model: gpt2"),
+            (
+                "# @package _global_\ndefaults: [override /model: gpt2, quickstart]\n",
+                "",
+                "at the end of the defaults list",
+            ),
+            ("# @package _global_\ndefaults: quickstart\n", "", "must be a list"),
+            ("# @package _global_\ndefaults: [x, _self_]\n", ":2", "leads back to its own file"),
+            ("# @package _global_\ndefaults: [quikstart]\n", ":2", "quickstart"),
+            ("# @package _global_\noptim: [1, 2]\n", "", "Cannot merge"),
+        ],
+    )
+    def test_what_hydra_objects_to_has_its_file(self, mine, text, line, says):
+        folder = mine("experiment/x", text)
+        (problem,) = compose(["experiment=x"], [folder]).problems
+        assert problem.origin == f"{folder}/experiment/x.yaml{line}"
+        assert says in f"{problem.message} {problem.fix}"
+
+    def test_a_recipe_that_extends_its_own_name_is_told_so(self, mine):
+        folder = mine("optim/adamw", "defaults: [adamw, _self_]\nlr: 1.0\n")
+        (problem,) = compose([], [folder]).problems
+        assert (problem.origin, "name of its own" in problem.fix) == (f"{folder}/optim/adamw.yaml:1", True)
+
+    def test_text_that_yaml_reads_as_a_number_is_told_so(self, mine):
+        folder = mine("experiment/x", "# @package _global_\nrun: {name: 12:30:45}\n")
+        assert "read as 45045" in problem_of(compose(["experiment=x"], [folder]), "run.name").fix
+
     def test_an_experiment_without_its_package_line_is_told_so(self, mine):
         folder = mine("experiment/x", "train: {steps: 3}\n")
         assert "# @package _global_" in problem_of(compose(["experiment=x"], [folder]), "experiment").fix

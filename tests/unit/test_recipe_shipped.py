@@ -6,9 +6,9 @@ import pytest
 
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
-from framework.recipe.files import shipped_recipes
 from framework.recipe.keys import list_groups
 from framework.recipe.overrides import list_options
+from framework.recipe.problem import shipped_recipes
 
 FOLDERS = [shipped_recipes()]
 OPTIONS = [
