@@ -61,9 +61,13 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
             if absent:
                 _build(recipe, places, absent, workers or count_cores(), progress)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise DataError(_explain_full_disk(error, root, places)) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(_explain_full_disk(error, root, places)) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise DataError(
+                f"data.root={root}: {error}. Set it to a folder that allows writing and file locks"
+            ) from error
+        raise
     return open_prepared(recipe)
 
 

@@ -274,7 +274,8 @@ def test_remains_of_an_unfinished_shard_do_not_survive(tmp_path: Path) -> None:
 
 def test_a_shard_whose_only_document_changes_sides_leaves_no_files_of_the_other(tmp_path: Path) -> None:
     for number in range(2):
-        write_jsonl(tmp_path / f"{number}.jsonl", make_texts(1, number, num_words=MIN_SHARD_BYTES // 4))
+        padded = {"text": f"document {number}", "other": "x" * MIN_SHARD_BYTES}
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(padded))
     prepared = build(make_recipe(tmp_path / "tokens", f"{tmp_path}/*.jsonl", validation=1e-9))
     found = sorted(path.name for path in prepared.sources[0].folder.glob("*.tokens"))
     assert found in (
@@ -411,6 +412,23 @@ def test_a_missing_source_makes_no_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.sources.s0.path=.*no such file"):
         build(make_recipe(tmp_path / "tokens", tmp_path / "a.jsonl"))
     assert not (tmp_path / "tokens").exists()
+
+
+def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(5)))
+    (tmp_path / "tokens").write_text("")
+    with pytest.raises(DataError, match=r"data.root=.*Set another one"):
+        build(recipe)
+
+
+def test_a_root_without_file_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(5)))
+    with pytest.raises(DataError, match=r"data.root=.*No locks available.*file locks"):
+        build(recipe)
 
 
 def test_no_tokenizer_is_an_error_that_names_the_keys(tmp_path: Path) -> None:
