@@ -23,9 +23,9 @@ def inspect_command(path: Path) -> int:
     verify_sizes(path, manifest)
     damages = verify_files(path, manifest)
     for damage in damages:
-        print(f"DAMAGED  {damage}")
+        print(f"DAMAGED       {damage}")
     if not damages:
-        print("verified every hash fits")
+        print("verified      every hash fits")
     return EXIT_USER if damages else EXIT_DONE
 
 
@@ -44,16 +44,18 @@ def find_checkpoint(path: Path) -> Path:
 
 def describe(path: Path, manifest: Manifest) -> list[str]:
     """The lines of the table: state, files, and entries by kind (what stands before the first slash of their names)."""
-    lines = [f"path     {path}", f"step     {manifest.step:,}"]
-    lines += [f"{name:<8} {value}" for name, value in manifest.state.items() if name != "step"]
+    lines = [f"path          {path}", f"step          {manifest.step:,}"]
+    lines += [f"{name:<13} {value}" for name, value in manifest.state.items() if name != "step"]
     size = sum(record.size for record in manifest.files.values())
-    lines.append(f"files    {len(manifest.files)}, saved by {manifest.world} ranks, {size:,} bytes")
-    lines.append("entries  " + f"{'kind':<14} {'tensors':>8} {'elements':>16} {'bytes':>18}  dtype")
+    lines.append(f"files         {len(manifest.files)}, saved by {manifest.world} ranks, {size:,} bytes")
+    lines.append("entries       " + f"{'kind':<14} {'tensors':>8} {'elements':>16} {'bytes':>18}  dtype")
     for kind, names in _kinds(manifest).items():
         records = [manifest.entries[name] for name in names]
         numel = sum(prod(record.shape) for record in records)
         dtypes = ", ".join(Counter(record.dtype for record in records))
-        lines.append(f"         {kind:<14} {len(names):>8,} {numel:>16,} {sum(map(_bytes, records)):>18,}  {dtypes}")
+        lines.append(
+            f"              {kind:<14} {len(names):>8,} {numel:>16,} {sum(map(_bytes, records)):>18,}  {dtypes}"
+        )
     return lines
 
 

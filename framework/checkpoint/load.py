@@ -47,7 +47,9 @@ def load_checkpoint(
     """
     outcome: dict[str, Any] | CheckpointError
     try:
-        outcome = _load(path, entries, buffer_bytes)
+        reader = Reader(path, buffer_bytes)
+        reader.fill(entries)
+        outcome = reader.manifest.state
     except CheckpointError as error:
         outcome = error
     failures = [other for other in gather_objects(outcome, world) if isinstance(other, CheckpointError)]
@@ -97,6 +99,42 @@ def verify_files(path: Path, manifest: Manifest) -> list[DamagedCheckpoint]:
     return damages
 
 
+class Reader:
+    """A checkpoint that is opened once and read in parts, by one rank on its own.
+
+    Raises DamagedCheckpoint, when opened and when read, if the files are not what was saved.
+    """
+
+    def __init__(self, path: Path, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        verify_sizes(path, self.manifest)
+        self._files = {name: VerifiedFile(path / name, record) for name, record in self.manifest.files.items()}
+        self._buffer_bytes = buffer_bytes
+
+    def fill(self, entries: Iterable[Entry]) -> None:
+        """Fill every entry's data. Raises CheckpointError for an entry that cannot be filled from this checkpoint."""
+        for entry in entries:
+            missing = _fill_entry(entry, self._record_of(entry), self._files, self._buffer_bytes)
+            if missing:
+                raise CheckpointError(
+                    f"{self.path} lacks {missing} of the {entry.data.numel()} elements of {entry.name}"
+                )
+
+    def _record_of(self, entry: Entry) -> EntryRecord:
+        record = self.manifest.entries.get(entry.name)
+        if record is None:
+            near = difflib.get_close_matches(entry.name, self.manifest.entries, n=3)
+            raise CheckpointError(f"{self.path} has no {entry.name}; nearest: {', '.join(near) or 'none'}")
+        wanted = (tuple(entry.layout.shape), dtype_name(entry.data.dtype))
+        if wanted != (record.shape, record.dtype):
+            raise CheckpointError(
+                f"{entry.name} is {wanted[1]}{list(wanted[0])} here, but {record.dtype}{list(record.shape)} in"
+                f" {self.path}: the model or its precision was changed"
+            )
+        return record
+
+
 class VerifiedFile:
     """Bytes of a file, each block checked against its hash when it is read.
 
@@ -136,32 +174,6 @@ class VerifiedFile:
                 where = f"bytes [{index * size}, {index * size + len(block)})"
                 raise DamagedCheckpoint(f"{self._path} was changed after it was saved, in {where}")
         return start, data
-
-
-def _load(path: Path, entries: Iterable[Entry], buffer_bytes: int) -> dict[str, Any]:
-    manifest = read_manifest(path)
-    verify_sizes(path, manifest)
-    files = {name: VerifiedFile(path / name, record) for name, record in manifest.files.items()}
-    for entry in entries:
-        missing = _fill_entry(entry, _record_of(entry, manifest, path), files, buffer_bytes)
-        if missing:
-            raise CheckpointError(f"{path} lacks {missing} of the {entry.data.numel()} elements of {entry.name}")
-    return manifest.state
-
-
-def _record_of(entry: Entry, manifest: Manifest, path: Path) -> EntryRecord:
-    """The record that the entry can be filled from. Raises CheckpointError when there is none."""
-    record = manifest.entries.get(entry.name)
-    if record is None:
-        near = difflib.get_close_matches(entry.name, manifest.entries, n=3)
-        raise CheckpointError(f"{path} has no {entry.name}; nearest: {', '.join(near) or 'none'}")
-    wanted = (tuple(entry.layout.shape), dtype_name(entry.data.dtype))
-    if wanted != (record.shape, record.dtype):
-        raise CheckpointError(
-            f"{entry.name} is {wanted[1]}{list(wanted[0])} here, but {record.dtype}{list(record.shape)} in {path}:"
-            f" the model or its precision was changed"
-        )
-    return record
 
 
 def _fill_entry(entry: Entry, record: EntryRecord, files: dict[str, VerifiedFile], buffer_bytes: int) -> int:

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import sys
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 # SIGINT: Ctrl-C. SIGTERM: schedulers, launchers and preemption. SIGUSR1: a job's time limit is near.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-STOPPING = "\nstopping after this step and saving; Ctrl-C again stops at once\n"
+STOPPING = "stopping after this step and saving; Ctrl-C again stops at once"
 
 
 class StopRequest:
@@ -37,8 +37,14 @@ class StopRequest:
         self.requested = True
         self._interrupts += number == signal.SIGINT
         if number == signal.SIGINT and self._interrupts == 1:
-            os.write(sys.stderr.fileno(), STOPPING.encode())
+            say_from_handler(STOPPING)
         if self._interrupts > 1:
             # No unwinding: it could wait for other ranks. A save that is cut here leaves the former checkpoints intact.
-            os.write(sys.stderr.fileno(), b"\nstopped at once; the run resumes from its newest checkpoint\n")
+            say_from_handler("stopped at once; the run resumes from its newest checkpoint")
             os._exit(128 + signal.SIGINT)
+
+
+def say_from_handler(text: str) -> None:
+    """A line on stderr, past Python's streams: a handler may have interrupted a write to them."""
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())

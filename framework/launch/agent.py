@@ -1,0 +1,162 @@
+"""Several ranks on this machine under torch's elastic agent, and what their deaths mean.
+
+The agent is the one that `torchrun` runs. It is held here directly rather than through `elastic_launch`, because it knows
+the ranks' process ids and so lets signals be forwarded: on a signal of its own it would give the ranks 30 s to save, kill
+them, and forget their exit codes.
+"""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from framework.errors import EXIT_DONE
+from framework.train.faults import STOPPING, say_from_handler
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+# How a rank fails when another one has gone: gloo's sockets, NCCL's and c10d's messages.
+LOST_PEER = ("gloo/transport", "Connection closed by peer", "NCCL", "DistNetworkError", "DistStoreError")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended: the exit code of the run, and what to tell the user if a rank failed."""
+
+    code: int
+    message: str = ""
+
+
+class Forwarding:
+    """While it is entered, signals to this process go to the ranks, and this process waits for what they make of it.
+
+    Ctrl-C reaches only the launching process: the agent gives each rank a session of its own. The first asks the ranks to
+    save and stop, the second kills them.
+    """
+
+    def __init__(self, agent: LocalElasticAgent) -> None:
+        self.num_interrupts = 0
+        self._agent = agent
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Forwarding":
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        self._former = {number: signal.signal(number, self._forward) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        pids = [worker.id for worker in self._agent.get_worker_group().workers if worker.id]
+        if not pids:
+            raise KeyboardInterrupt
+        self.num_interrupts += number == signal.SIGINT
+        if number == signal.SIGINT and self.num_interrupts == 1:
+            say_from_handler(STOPPING)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                if self.num_interrupts > 1:
+                    os.killpg(pid, signal.SIGKILL)
+                else:
+                    os.kill(pid, signal.SIGTERM)
+
+
+def run_ranks(arguments: tuple[str, ...], num_ranks: int, log: Path) -> Outcome:
+    """Run `python *arguments` as ranks 0 .. num_ranks-1, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set.
+
+    Returns when all have ended; when one fails, the agent ends the others. `log` gets one error file per failed rank.
+    """
+    # A c10d rendezvous on port 0 lets the operating system choose the port: none can be taken in between. The address is
+    # given because looking up this machine's name may be slow or wrong.
+    rendezvous = get_rendezvous_handler(
+        RendezvousParameters("c10d", "localhost:0", "ranks", min_nodes=1, max_nodes=1, local_addr="localhost")
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=arguments,
+        max_restarts=0,
+        local_addr="localhost",
+    )
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log)))
+    with _quiet_agent(), Forwarding(agent) as forwarding:
+        try:
+            result = agent.run()
+        except KeyboardInterrupt:
+            return Outcome(EXIT_INTERRUPTED)
+        except SignalException as death:
+            return Outcome(128 + death.sigval, f"the launching process got {death.sigval.name}")
+        finally:
+            rendezvous.shutdown()
+    outcome = judge(result.failures) if result.is_failed() else Outcome(EXIT_DONE)
+    was_cut = outcome.code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    return Outcome(EXIT_INTERRUPTED) if forwarding.num_interrupts and was_cut else outcome
+
+
+def judge(failures: Mapping[int, ProcessFailure]) -> Outcome:
+    """The run's exit code and the one message that matters, from the failures of its ranks by rank.
+
+    The first rank that failed of itself is the cause. The others fail because it is gone, or are ended by the agent.
+    """
+    rank, cause = min(failures.items(), key=lambda item: _precedence(item[1]))
+    code = cause.exitcode if cause.exitcode > 0 else 128 - cause.exitcode
+    if cause.exitcode < 0:
+        number = signal.Signals(-cause.exitcode)
+        hint = ": out of memory? `dmesg` knows" if number == signal.SIGKILL else ""
+        return Outcome(code, f"[rank {rank}] process {cause.pid} was killed by {number.name}{hint}")
+    return Outcome(code, f"[rank {rank}] {_read_error(cause)}" if _has_error(cause) else "")
+
+
+def _precedence(failure: ProcessFailure) -> tuple[int, float]:
+    """Lower is nearer to the cause: own errors by the time they were recorded, deaths, lost peers, the agent's SIGTERM."""
+    if _has_error(failure):
+        is_lost_peer = any(mark in _read_error(failure) for mark in LOST_PEER)
+        return (2 if is_lost_peer else 0), os.stat(failure.error_file).st_mtime_ns
+    return (3 if failure.exitcode == -signal.SIGTERM else 1), failure.exitcode
+
+
+def _has_error(failure: ProcessFailure) -> bool:
+    return isinstance(failure.message, dict)
+
+
+def _read_error(failure: ProcessFailure) -> str:
+    """A user's mistake as its message, anything else as the traceback that the rank recorded."""
+    message: Any = failure.message
+    if failure.exitcode == 1:
+        return message["extraInfo"]["py_callstack"].strip()
+    return message["message"].partition(": ")[2]
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """The agent neither logs (what it knows is in the outcome) nor takes over the signals that are forwarded."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    silent, key = logging.NullHandler(), "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    former = logger.propagate, os.environ.get(key)
+    logger.addHandler(silent)
+    logger.propagate = False
+    os.environ[key] = "SIGQUIT"
+    try:
+        yield
+    finally:
+        logger.removeHandler(silent)
+        logger.propagate = former[0]
+        os.environ.pop(key)
+        if former[1] is not None:
+            os.environ[key] = former[1]

@@ -1,0 +1,176 @@
+"""The run directory: one folder per run with all that it leaves behind, and one process at a time that may launch it.
+
+runs/quickstart-001/
+    recipe.yaml     what every rank, every resume and every requeue reads
+    run.json        the run's id, and each launch: when, where, with which overrides, what they changed
+    tokenizer/      the one that made the tokens; an export gets a copy
+    lock            held by the launching process; its text names the holder
+    lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
+    checkpoints/    step-N folders
+    log/            one error file per failed rank and launch
+    ...             and what observers write: metrics, report, curves
+"""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, TextIO
+
+from framework.errors import RunError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run. Nothing is opened or held by the object itself."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @classmethod
+    def create(cls, root: Path, run_id: str | None, name: str) -> "RunDirectory":
+        """A directory for a new run: `root/run_id`, or the first free `root/name-NNN` after the last one taken.
+
+        Safe against others who do the same at the same time. Raises RunError where it cannot be made or is not ours.
+        """
+        with explain_errors(root):
+            root.mkdir(parents=True, exist_ok=True)
+            run = cls(_claim_next(root, name)) if run_id is None else cls(root / run_id)
+            if run_id is not None:
+                run.path.mkdir(exist_ok=True)
+                if any(run.path.iterdir()) and not run.record.exists():
+                    raise RunError(f"{run.path} is not empty and not a run: choose another run.id or run.root")
+            if not run.record.exists():
+                _write_json(run.record, {"id": run.id, "created": _now(), "launches": []})
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """An existing run. Raises RunError, with the runs beside it, when there is none at `path`."""
+        run = cls(path)
+        if not run.recipe.is_file():
+            beside = sorted(each.parent.name for each in path.parent.glob("*/recipe.yaml"))
+            raise RunError(f"{path} is not a run (it has no recipe.yaml). Runs there: {', '.join(beside) or 'none'}")
+        return run
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run against every other launcher. Released when the process ends, however it ends.
+
+        Raises RunError while another process holds it, or while ranks of a launcher that died still run.
+        """
+        with explain_errors(self.path), ExitStack() as stack:
+            file = stack.enter_context(open(self.path / "lock", "a+"))
+            if not _try_lock(file):
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise RunError(f"{self.path} is in use by {holder}: wait for it, or stop it")
+            with open(self.path / "lock.ranks", "a+") as ranks:
+                if not _try_lock(ranks):
+                    raise RunError(
+                        f"{self.path} is in use by ranks whose launching process is gone: they save and end by"
+                        f" themselves; try again in a while"
+                    )
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}")
+            file.flush()
+            held = stack.pop_all()
+        with held:
+            yield
+
+    @contextmanager
+    def attend(self) -> Iterator[None]:
+        """What a rank holds while it runs; any number of ranks at once."""
+        with explain_errors(self.path):
+            file = open(self.path / "lock.ranks", "a+")  # noqa: SIM115
+            fcntl.flock(file, fcntl.LOCK_SH)
+        with file:
+            yield
+
+    def read_record(self) -> dict[str, Any]:
+        """The content of run.json."""
+        with explain_errors(self.path):
+            return json.loads(self.record.read_text())
+
+    def note_launch(self, overrides: list[str], changes: dict[str, Any]) -> None:
+        """Add a launch to run.json: the overrides, and the keys that they changed."""
+        record = self.read_record()
+        launch = {"time": _now(), "host": socket.gethostname(), "overrides": overrides, "changes": changes}
+        record["launches"].append(launch)
+        with explain_errors(self.path):
+            _write_json(self.record, record)
+
+
+@contextmanager
+def explain_errors(path: Path) -> Iterator[None]:
+    """What the file system says against writing at `path`, as a RunError."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or path
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(
+                f"no room at {place} ({error.strerror}): free space, or set run.root to a larger disk"
+            ) from error
+        raise RunError(f"cannot write at {place} ({error.strerror}): set run.root to a folder of yours") from error
+
+
+def _claim_next(root: Path, name: str) -> Path:
+    numbers = [int(m[1]) for path in root.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]
+    for number in count(max(numbers, default=0) + 1):
+        path = root / f"{name}-{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("count() does not end")
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(partial, path)

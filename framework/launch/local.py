@@ -1,0 +1,119 @@
+"""`meshwright train` on this machine: a new run or the next part of an old one, from the recipe to the exit code.
+
+check -> data -> run directory, lock, recipe.yaml -> ranks -> what to type next
+"""
+
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from framework.checkpoint.commit import newest_checkpoint
+from framework.checkpoint.index import read_manifest
+from framework.data.prepare import prepare
+from framework.errors import EXIT_DONE, EXIT_RESUME, RunError
+from framework.launch import rank
+from framework.launch.agent import Outcome, run_ranks
+from framework.launch.directory import RunDirectory, explain_errors
+from framework.launch.resume import resume_recipe
+from framework.recipe.compose import save_recipe
+from framework.recipe.derive import derive
+from framework.recipe.schema import Recipe, Run
+
+
+def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
+    """Train `recipe` as a new run, or go on with the run that `recipe.run.id` names; returns the exit code.
+
+    overrides, recipe_dirs: what `recipe` was composed from; on a resume they are applied to the saved recipe. Raises
+    RunError, and whatever else is the user's to mend, before the ranks start; what the ranks raise is printed.
+    """
+    run = RunDirectory(Path(recipe.run.root) / (recipe.run.id or ""))
+    if recipe.run.id is not None and run.recipe.exists():
+        return _resume(run, overrides, recipe_dirs)
+    return _begin(recipe, overrides)
+
+
+def summarize(recipe: Recipe) -> str:
+    """What is about to be trained, in a few lines."""
+    derived, sources = derive(recipe), ", ".join(recipe.data.sources)
+    degrees = " ".join(f"{axis}={getattr(derived, axis)}" for axis in ("pp", "dp", "cp", "tp", "ep"))
+    origin = f"weights of {recipe.model.weights}" if recipe.model.weights else f"from scratch, seed {recipe.train.seed}"
+    lines = {
+        "model": f"{recipe.model.family}, {origin}",
+        "data": f"{sources}, {derived.total_tokens:,} tokens in {recipe.train.steps:,} steps",
+        "batch": f"{derived.sequences_per_step} sequences of {derived.context} tokens = {derived.accumulation} x"
+        f" {derived.sequences_per_microbatch} on each of {derived.dp} data-parallel ranks",
+        "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
+    }
+    return "\n".join(f"{name:<8} {text}" for name, text in lines.items())
+
+
+def resume_command(run: RunDirectory, *more: str) -> str:
+    """What a user types to go on with the run."""
+    root = [] if run.path.parent == Path(Run().root) else [f"run.root={run.path.parent}"]
+    return shlex.join(["meshwright", "train", f"run.id={run.id}", *root, *more])
+
+
+def _begin(recipe: Recipe, overrides: list[str]) -> int:
+    """A new run. Its directory is made once the data is there: bad data leaves no run behind."""
+    print(summarize(recipe))
+    prepared = prepare(recipe)
+    run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
+    recipe = replace(recipe, run=replace(recipe.run, id=run.id))
+    with run.lock():
+        with explain_errors(run.path):
+            shutil.copytree(prepared.tokenizer, run.tokenizer, dirs_exist_ok=True)
+            save_recipe(recipe, run.recipe)
+        run.note_launch(overrides, {})
+        return _launch(run, recipe, from_step=0)
+
+
+def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> int:
+    """Go on with a run, under the saved recipe and the changes that it allows."""
+    with run.lock():
+        recipe, changes = resume_recipe(run, overrides, recipe_dirs)
+        step = _saved_step(run)
+        if step >= recipe.train.steps:
+            more = resume_command(run, f"train.steps={2 * step}")
+            raise RunError(
+                f"{run.path} is finished: {step:,} of {recipe.train.steps:,} steps are done. To train on: {more}"
+            )
+        print(summarize(recipe))
+        for change in changes:
+            print(f"changed  {change.key}: {change.was} -> {change.now}")
+        prepare(recipe)
+        if changes:
+            with explain_errors(run.path):
+                save_recipe(recipe, run.recipe)
+        run.note_launch(overrides, {change.key: change.now for change in changes})
+        return _launch(run, recipe, from_step=step)
+
+
+def _launch(run: RunDirectory, recipe: Recipe, from_step: int) -> int:
+    print(f"run      {run.path}" + (f", from step {from_step:,}" if from_step else ""), flush=True)
+    if recipe.launch.ranks == 1:
+        outcome = Outcome(rank.main(run.path))
+    else:
+        outcome = run_ranks(("-m", rank.__name__, str(run.path)), recipe.launch.ranks, run.log)
+    if outcome.message:
+        print(outcome.message, file=sys.stderr)
+    print(conclude(run, outcome.code), flush=True)
+    return outcome.code
+
+
+def conclude(run: RunDirectory, code: int) -> str:
+    """How the run ended, where it lies, and how to go on with it."""
+    step = _saved_step(run)
+    if code == EXIT_DONE:
+        return f"run      {run.path}\nlonger   {resume_command(run, f'train.steps={2 * step}')}"
+    how = "saved" if code == EXIT_RESUME else f"ended with exit code {code}; the newest checkpoint is"
+    if step == 0 and code != EXIT_RESUME:
+        return f"run      {run.path} ended with exit code {code} before its first checkpoint"
+    return f"run      {run.path} {how} at step {step:,}\nresume   {resume_command(run)}"
+
+
+def _saved_step(run: RunDirectory) -> int:
+    """The step of the newest whole checkpoint, 0 without any."""
+    newest = newest_checkpoint(run.checkpoints)
+    return read_manifest(newest).step if newest else 0

@@ -1,0 +1,92 @@
+"""One rank of a run: `python -m framework.launch.rank RUN_DIR`, or `main(run_dir)` in the launching process when it is alone.
+
+Torch is imported late: how many threads it may use is read from the environment at that time.
+"""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from framework.errors import MeshwrightError
+from framework.launch.directory import RunDirectory
+from framework.recipe.compose import load_recipe
+from framework.recipe.schema import Launch
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def main(run_dir: Path) -> int:
+    """Train as the rank that the environment says, to the exit code; an error is said, not raised."""
+    try:
+        return _train(run_dir)
+    except KeyboardInterrupt:
+        # The loop has not taken the signals over yet: there is nothing to save.
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        return tell(error)
+
+
+def tell(error: Exception) -> int:
+    """Say the error that is being handled, and return its exit code: to the launcher's error file where there is a launcher,
+    so that ranks which fail alike are heard once, else on stderr; a user's mistake without a traceback."""
+    is_explained = isinstance(error, MeshwrightError)
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    else:
+        place = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        print(f"{place}{error if is_explained else traceback.format_exc()}", file=sys.stderr)
+    return error.exit_code if isinstance(error, MeshwrightError) else EXIT_FAILED
+
+
+def count_threads(launch: Launch) -> int:
+    """CPU threads of one rank: as the recipe says, else an equal part of the cores this process may use."""
+    return launch.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // launch.ranks)
+
+
+def run_process(work: Callable[[], int]) -> NoReturn:
+    """The life of a rank's process: `work`, to its exit code. Ends without Python's teardown, which can wait forever for a
+    peer that is gone."""
+    faulthandler.enable()
+    _end_with_parent()
+    code = work()
+    # The launcher sends SIGTERM once the first rank has ended; from here on it must not replace the code.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _train(run_dir: Path) -> int:
+    run = RunDirectory.open(run_dir)
+    recipe = load_recipe(run.recipe)
+    threads = count_threads(recipe.launch)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    with run.attend():
+        import torch
+
+        from framework.build import train_rank
+
+        torch.set_num_threads(threads)
+        return train_rank(recipe, run_dir)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM when the launcher dies, even by SIGKILL: the rank then saves and ends, instead of
+    writing on into a run that somebody else may resume. Linux only; elsewhere `lock.ranks` still keeps others out."""
+    if sys.platform == "linux" and os.environ.get("TORCHELASTIC_RUN_ID"):
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    run_process(partial(main, Path(sys.argv[1])))

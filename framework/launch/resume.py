@@ -1,0 +1,94 @@
+"""Resume: the saved recipe goes on, with what the command line may change and nothing else.
+
+Every value of a run's recipe has shaped its weights, so a run whose recipe changes is another run. What may change is what
+does not touch the training run itself (layouts, places, rhythms), or what only adds to it (more steps).
+"""
+
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from framework.errors import RunError
+from framework.launch.directory import RunDirectory
+from framework.recipe.compose import compose, load_recipe
+from framework.recipe.files import search_path
+from framework.recipe.keys import flatten
+from framework.recipe.overrides import parse_overrides
+from framework.recipe.problem import show
+from framework.recipe.schema import Recipe
+
+# Patterns of the keys that a resume may change, each with the reason why the run stays the same run.
+MAY_CHANGE = (
+    ("train.steps", "more steps; a schedule that ends with the run stretches with it"),
+    ("train.validat*", "looks at the weights, does not change them"),
+    ("batch.sequences_per_microbatch", "sums in another grouping"),
+    ("parallel.*", "every layout is the same training run"),
+    ("zero.*", "every layout is the same training run"),
+    ("memory.*", "the same values in other memory"),
+    ("launch.*", "where it runs"),
+    ("checkpoint.*", "how often it saves"),
+    ("track.*", "who watches"),
+    ("data.root", "where the token stores lie; their fingerprints say what is in them"),
+    ("run.*", "the directory, which names itself"),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs from the saved recipe's."""
+
+    key: str
+    was: Any
+    now: Any
+
+    @property
+    def is_allowed(self) -> bool:
+        return any(fnmatch(self.key, pattern) for pattern, _ in MAY_CHANGE)
+
+
+def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> tuple[Recipe, list[Change]]:
+    """The recipe that the run goes on with, and what it changes. Raises RunError for a change that makes another run.
+
+    Values of the command line are set in the saved recipe. Its group choices (`experiment=quickstart`) were made when the
+    run began: they must still say the same of all that cannot change; of the rest the saved values stay.
+    """
+    saved = load_recipe(run.recipe)
+    resumed = compose(overrides, recipe_dirs, base=run.recipe).require()
+    changes = find_changes(saved, resumed)
+    refused = [change for change in changes if not change.is_allowed]
+    if parse_overrides(overrides, search_path(recipe_dirs)).choices:
+        named = {change.key for change in refused}
+        composed = compose(overrides, recipe_dirs).require()
+        others = [change for change in find_changes(saved, composed) if not change.is_allowed]
+        refused += [change for change in others if change.key not in named]
+    if refused:
+        raise RunError(explain_refusal(run, refused))
+    return resumed, [change for change in changes if not change.key.startswith("run.")]
+
+
+def find_changes(saved: Recipe, other: Recipe) -> list[Change]:
+    """All keys whose values differ, `(not set)` where one of the two has no such key."""
+    was, now = flatten(asdict(saved)), flatten(asdict(other))
+    absent = "(not set)"
+    keys = [*was, *(key for key in now if key not in was)]
+    found = [Change(key, was.get(key, absent), now.get(key, absent)) for key in keys]
+    return [change for change in found if change.was != change.now]
+
+
+def explain_refusal(run: RunDirectory, refused: list[Change]) -> str:
+    """The difference as a table, and the ways out."""
+    rows = [("key", "was", "now"), *((change.key, show(change.was), show(change.now)) for change in refused)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    table = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join(
+        [
+            f"{run.path} was begun with another recipe, and these keys cannot change within a run:",
+            *table,
+            f"to go on with the saved recipe:  meshwright train run.id={run.id}",
+            "for a run of the new recipe:     leave run.id out, or give one that is not taken",
+            f"what may change on resume:       {', '.join(pattern for pattern, _ in MAY_CHANGE)}",
+        ]
+    )

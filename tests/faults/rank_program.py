@@ -1,0 +1,95 @@
+"""A small program that the launcher's tests run as ranks: `python rank_program.py KIND FOLDER`. Its life and its errors are
+those of a real rank; only what it does in between is chosen by KIND. Each rank leaves FOLDER/ready-RANK when it is at work.
+"""
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from framework.errors import EXIT_DONE, EXIT_RESUME, DataError, NumericsError
+from framework.launch.directory import RunDirectory
+from framework.launch.rank import run_process, tell
+from framework.train.faults import StopRequest
+
+RANK = int(os.environ["RANK"])
+
+
+def work(kind: str, folder: Path) -> int:
+    with RunDirectory(folder).attend():
+        try:
+            return globals()[kind](folder)
+        except Exception as error:
+            return tell(error)
+
+
+def get_ready(folder: Path) -> None:
+    (folder / f"ready-{RANK}").write_text(str(os.getpid()))
+
+
+def say_environment(folder: Path) -> int:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    (folder / f"environment-{RANK}").write_text(" ".join(os.environ[name] for name in names))
+    return EXIT_DONE
+
+
+def stop_when_asked(folder: Path) -> int:
+    """Rank 1 takes longer to save than rank 0, as ranks do."""
+    with StopRequest() as stop:
+        get_ready(folder)
+        while not stop.requested:
+            time.sleep(0.01)
+        time.sleep(0.5 * RANK)
+        (folder / f"saved-{RANK}").write_text("")
+    return EXIT_RESUME
+
+
+def never_stop(folder: Path) -> int:
+    with StopRequest():
+        get_ready(folder)
+        while True:
+            time.sleep(0.01)
+
+
+def fail_alike(folder: Path) -> int:
+    raise NumericsError("loss is not finite")
+
+
+def fail_on_one_rank(folder: Path) -> int:
+    """Rank 1 finds a bad record while rank 0 waits for it in a collective."""
+    reduce_forever(folder, at_work=lambda: _raise(DataError("corpus/a.jsonl row 7 is broken")))
+
+
+def fail_by_our_fault(folder: Path) -> int:
+    reduce_forever(folder, at_work=lambda: {}["no such key"])
+
+
+def die_on_one_rank(folder: Path) -> int:
+    reduce_forever(folder, at_work=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def reduce_forever(folder, at_work) -> None:
+    """A real process group; after some rounds rank 1 does `at_work` instead."""
+    import torch
+
+    from framework.comm.collectives import all_reduce
+    from framework.mesh.connect import connect
+    from framework.mesh.topology import Topology
+
+    mesh = connect(Topology(dp=2), torch.device("cpu"))
+    with StopRequest():
+        while True:
+            for _ in range(5):
+                all_reduce(torch.ones(4), mesh.axis("world"))
+            if RANK == 1:
+                at_work()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+if __name__ == "__main__":
+    run_process(partial(work, sys.argv[1], Path(sys.argv[2])))

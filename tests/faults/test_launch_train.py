@@ -1,0 +1,194 @@
+"""`meshwright train` from end to end, on a tiny model and a tiny corpus: stopped, resumed, damaged, misused, exported."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from framework.checkpoint.commit import newest_checkpoint
+from framework.checkpoint.load import Reader
+from framework.cli import main
+from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunError
+from framework.launch.directory import RunDirectory
+from framework.launch.export import _read, export_command
+
+STEPS = 100
+WORDS = ("mesh", "axis", "layout", "box", "dual", "unit", "schedule", "state")
+RECIPE = (
+    "track=none",
+    "data=files",
+    "data.sources.files.path=corpus",
+    "data.bpe_vocab=300",
+    "data.validation=0",
+    "model.config={vocab_size: 320, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2,"
+    " num_attention_heads: 2, num_key_value_heads: 1, tie_word_embeddings: true}",
+    "precision=fp32",
+    f"train.steps={STEPS}",
+    "train.validate_every_steps=null",
+    "optim.schedule.warmup_steps=2",
+    "batch.sequences_per_step=4",
+    "batch.sequences_per_microbatch=2",
+    "batch.context=16",
+    "checkpoint.every_steps=20",
+    "launch.threads_per_rank=1",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a corpus and, in `runs/whole`, a run that nothing disturbed."""
+    place = tmp_path_factory.mktemp("train")
+    (place / "corpus").mkdir()
+    for number in range(20):
+        text = " ".join(WORDS[(number * index * index + index) % len(WORDS)] for index in range(1, 200))
+        (place / "corpus" / f"{number}.txt").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert train("run.id=whole") == EXIT_DONE
+    return place
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def train(*overrides):
+    return main(["train", *RECIPE, *overrides])
+
+
+def resume(run_id, *overrides):
+    return main(["train", f"run.id={run_id}", *overrides])
+
+
+def interrupt_after(run_id, steps):
+    """Ctrl-C once the run has reported so many steps."""
+
+    def send():
+        metrics = Path("runs", run_id, "metrics.jsonl").absolute()
+        while not metrics.exists() or metrics.read_text().count("\n") < steps:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def losses(run_id):
+    """By step, the newest word on each."""
+    lines = map(json.loads, Path("runs", run_id, "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def newest(run_id):
+    path = newest_checkpoint(RunDirectory(Path("runs", run_id)).checkpoints)
+    assert path is not None
+    return Reader(path)
+
+
+def weights(run_id):
+    reader = newest(run_id)
+    names = [name.removeprefix("weight/") for name in reader.manifest.entries if name.startswith("weight/")]
+    return {name: _read(reader, name) for name in names}
+
+
+def assert_same_weights(run_id, other):
+    mine, theirs = weights(run_id), weights(other)
+    assert list(mine) == list(theirs)
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]), name
+
+
+def test_interrupted_run_goes_on_bitwise_as_if_it_had_not_been(capsys):
+    interrupt_after("stopped", 5)
+    assert train("run.id=stopped") == EXIT_RESUME
+    stopped_at = newest("stopped").manifest.step
+    assert 5 <= stopped_at < STEPS
+    printed = capsys.readouterr()
+    assert f"saved at step {stopped_at}" in printed.out
+    assert "meshwright train run.id=stopped" in printed.out
+    assert resume("stopped") == EXIT_DONE
+    assert losses("stopped") == losses("whole")
+    assert_same_weights("stopped", "whole")
+
+
+def test_run_goes_on_with_another_number_of_ranks(capfd):
+    interrupt_after("moved", 5)
+    assert train("run.id=moved") == EXIT_RESUME
+    assert resume("moved", "launch.ranks=2", "batch.sequences_per_microbatch=1") == EXIT_DONE
+    assert "changed  launch.ranks: 1 -> 2" in capfd.readouterr().out
+    assert losses("moved") == pytest.approx(losses("whole"), rel=1e-5)
+    for name, weight in weights("moved").items():
+        assert torch.allclose(weight, weights("whole")[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_damaged_newest_checkpoint_costs_steps_and_nothing_else(capfd):
+    interrupt_after("damaged", 25)
+    assert train("run.id=damaged") == EXIT_RESUME
+    file = newest("damaged").path / "rank-00000.bin"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert resume("damaged") == EXIT_DONE
+    assert f"{file.parent}.bad" in capfd.readouterr().err
+    assert_same_weights("damaged", "whole")
+
+
+def test_finished_run_says_so_and_how_to_extend_it(capsys):
+    assert resume("whole") == EXIT_USER
+    error = capsys.readouterr().err
+    assert f"finished: {STEPS} of {STEPS} steps" in error
+    assert f"meshwright train run.id=whole train.steps={2 * STEPS}" in error
+
+
+def test_resume_with_a_changed_model_is_refused_with_the_difference(capsys):
+    before = Path("runs/whole/recipe.yaml").read_bytes()
+    assert resume("whole", "model.config.hidden_size=32", "train.steps=99") == EXIT_USER
+    assert "model.config.hidden_size  16   32" in capsys.readouterr().err
+    assert Path("runs/whole/recipe.yaml").read_bytes() == before
+
+
+def test_run_in_use_is_refused(capsys):
+    with RunDirectory(Path("runs/whole")).lock():
+        assert resume("whole", "train.steps=99") == EXIT_USER
+    assert f"in use by process {os.getpid()} on" in capsys.readouterr().err
+
+
+def test_bad_data_leaves_no_run_behind():
+    before = sorted(os.listdir("runs"))
+    assert train("data.sources.files.path=nowhere/*.txt") == EXIT_USER
+    assert sorted(os.listdir("runs")) == before
+
+
+def test_export_is_what_from_pretrained_loads(tmp_path, capsys):
+    assert export_command(Path("runs/whole"), tmp_path / "out") == EXIT_DONE
+    assert f"exported step {STEPS}" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = model.state_dict()
+    for name, weight in weights("whole").items():
+        assert torch.equal(loaded[name], weight), name
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer("mesh axis").input_ids) == "mesh axis"
+
+
+def test_export_does_not_touch_a_folder_with_content(tmp_path):
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(ModelError, match="exists already"):
+        export_command(Path("runs/whole"), tmp_path)
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_export_needs_a_run_and_a_checkpoint(tmp_path):
+    with pytest.raises(RunError, match="is not a run"):
+        export_command(tmp_path, tmp_path / "out")
+    empty = RunDirectory.create(tmp_path, "empty", "run")
+    empty.recipe.write_bytes(Path("runs/whole/recipe.yaml").read_bytes())
+    with pytest.raises(RunError, match="no whole checkpoint"):
+        export_command(empty.path, tmp_path / "out")

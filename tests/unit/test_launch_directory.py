@@ -1,0 +1,144 @@
+"""The run directory: who gets which name, who may launch, and what is said when that fails."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from framework.errors import EXIT_USER, RunError
+from framework.launch.directory import RunDirectory
+
+
+def create(root, run_id=None):
+    return RunDirectory.create(root, run_id, "demo")
+
+
+def test_runs_are_numbered_after_the_last_one(tmp_path):
+    root = tmp_path / "runs"
+    assert [create(root).id for _ in range(2)] == ["demo-001", "demo-002"]
+    (root / "demo-017").mkdir()
+    (root / "demo-extra-099").mkdir()
+    assert create(root).id == "demo-018"
+
+
+def test_runs_that_are_created_at_once_get_different_directories(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        runs = list(threads.map(lambda _: create(tmp_path), range(32)))
+    assert len({run.path for run in runs}) == 32
+
+
+def test_run_has_the_id_that_is_asked_for(tmp_path):
+    run = create(tmp_path, "mine")
+    assert run.path == tmp_path / "mine"
+    assert json.loads(run.record.read_text())["id"] == "mine"
+    assert create(tmp_path, "mine") == run
+
+
+def test_folder_of_something_else_is_not_taken(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("")
+    with pytest.raises(RunError, match="not empty and not a run"):
+        create(tmp_path, "thesis")
+    assert os.listdir(tmp_path / "thesis") == ["chapter1.tex"]
+
+
+def test_opening_what_is_not_a_run_names_the_runs_beside_it(tmp_path):
+    create(tmp_path).recipe.write_text("")
+    with pytest.raises(RunError, match=r"nothing is not a run .* Runs there: demo-001"):
+        RunDirectory.open(tmp_path / "nothing")
+
+
+def test_launches_are_recorded_in_order(tmp_path):
+    run = create(tmp_path)
+    run.note_launch(["train.steps=2"], {})
+    run.note_launch(["train.steps=4"], {"train.steps": 4})
+    launches = run.read_record()["launches"]
+    assert [launch["overrides"] for launch in launches] == [["train.steps=2"], ["train.steps=4"]]
+    assert launches[1]["changes"] == {"train.steps": 4}
+
+
+def hold(run, started, ranks_only):
+    with run.attend() if ranks_only else run.lock():
+        started.set()
+        signal.pause()
+
+
+@pytest.fixture
+def holder():
+    """Starts a process that holds a run; it is killed at the end."""
+    context = multiprocessing.get_context("fork")
+    processes = []
+
+    def start(run, ranks_only=False):
+        started = context.Event()
+        process = context.Process(target=hold, args=(run, started, ranks_only))
+        process.start()
+        processes.append(process)
+        assert started.wait(10)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def test_second_launcher_is_refused_and_told_who_holds_the_run(tmp_path, holder):
+    run = create(tmp_path)
+    process = holder(run)
+    with (
+        pytest.raises(RunError, match=rf"is in use by process {process.pid} on \S+ since 20\d\d-") as caught,
+        run.lock(),
+    ):
+        pass
+    assert caught.value.exit_code == EXIT_USER
+
+
+def test_lock_of_a_killed_launcher_is_free(tmp_path, holder):
+    run = create(tmp_path)
+    process = holder(run)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with run.lock():
+        pass
+
+
+def test_ranks_that_outlive_their_launcher_keep_others_out(tmp_path, holder):
+    run = create(tmp_path)
+    process = holder(run, ranks_only=True)
+    with pytest.raises(RunError, match="in use by ranks whose launching process is gone"), run.lock():
+        pass
+    process.kill()
+    process.join()
+    with run.lock(), run.attend(), run.attend():
+        pass
+
+
+def test_error_of_what_runs_under_the_lock_stays_what_it_is(tmp_path):
+    run = create(tmp_path)
+    with pytest.raises(FileNotFoundError), run.lock():
+        raise FileNotFoundError(2, "No such file or directory", "x")
+
+
+def test_root_that_cannot_be_written_is_an_error_with_its_path(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=rf"cannot write at {tmp_path}/file/runs .*set run.root"):
+        create(tmp_path / "file" / "runs")
+
+
+def test_full_disk_is_an_error_with_its_path(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(disk)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        (disk / "ballast").write_bytes(bytes(4096))
+        with pytest.raises(RunError, match=rf"no room at {disk}.* set run.root to a larger disk"):
+            create(disk)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,84 @@
+"""What a resume may change, and how a change that makes another run is refused."""
+
+import pytest
+
+from framework.errors import RunError
+from framework.launch.directory import RunDirectory
+from framework.launch.resume import MAY_CHANGE, Change, resume_recipe
+from framework.recipe.compose import compose, save_recipe
+from framework.recipe.keys import list_keys
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of the quickstart with another learning rate."""
+    run = RunDirectory.create(tmp_path, "x", "demo")
+    save_recipe(compose(["experiment=quickstart", "optim.lr=0.002", "run.id=x"]).require(), run.recipe)
+    return run
+
+
+def resume(run, *overrides):
+    return resume_recipe(run, [f"run.root={run.path.parent}", "run.id=x", *overrides], [])
+
+
+def test_resume_without_changes_is_the_saved_recipe(run):
+    recipe, changes = resume(run)
+    assert recipe.optim.lr == 0.002
+    assert recipe.run.name == "quickstart"
+    assert changes == []
+
+
+def test_allowed_changes_are_applied_and_listed(run):
+    recipe, changes = resume(run, "train.steps=900", "launch.ranks=4", "batch.sequences_per_microbatch=1")
+    assert (recipe.train.steps, recipe.launch.ranks, recipe.batch.sequences_per_microbatch) == (900, 4, 1)
+    assert {change.key for change in changes} == {"train.steps", "launch.ranks", "batch.sequences_per_microbatch"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=0.1",
+        "optim.weight_decay=0.5",
+        "model.config.hidden_size=512",
+        "model.config.new_key=1",
+        "model.freeze=[embed]",
+        "train.seed=7",
+        "batch.context=128",
+        "batch.sequences_per_step=64",
+        "data.validation=0.3",
+        "data.sources.more={path: /data}",
+        "precision.compute=bf16",
+    ],
+)
+def test_change_that_makes_another_run_is_refused_with_the_difference(run, override):
+    key, _, value = override.partition("=")
+    with pytest.raises(RunError, match="cannot change within a run") as caught:
+        resume(run, override, "train.steps=900")
+    table = [line for line in str(caught.value).splitlines() if line.lstrip().startswith(key)]
+    assert len(table) >= 1
+    assert "train.steps  " not in str(caught.value)
+    if "{" not in value:
+        assert value.strip("[]") in table[0]
+
+
+def test_repeating_the_first_command_goes_on(run):
+    recipe, changes = resume(run, "experiment=quickstart", "optim.lr=0.002")
+    assert recipe.optim.lr == 0.002
+    assert changes == []
+
+
+def test_recipe_that_is_chosen_anew_is_compared_in_full(run):
+    with pytest.raises(RunError, match=r"optim.lr +0.002 "):
+        resume(run, "experiment=quickstart")
+
+
+def test_choice_does_not_undo_what_may_change(run):
+    save_recipe(resume(run, "train.steps=900")[0], run.recipe)
+    recipe, _ = resume(run, "experiment=quickstart", "optim.lr=0.002")
+    assert recipe.train.steps == 900
+
+
+def test_every_pattern_of_what_may_change_names_a_key():
+    keys = [key.path for key in list_keys()]
+    for pattern, _ in MAY_CHANGE:
+        assert any(Change(key, 0, 1).is_allowed for key in keys if key.startswith(pattern.partition("*")[0])), pattern
