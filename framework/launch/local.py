@@ -62,6 +62,10 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock():
+        if run.recipe.exists():
+            raise RunError(
+                f"{run.path} was begun by another process meanwhile. To go on with it: {resume_command(run)}"
+            )
         with explain_errors(run.path):
             shutil.copytree(prepared.tokenizer, run.tokenizer, dirs_exist_ok=True)
             save_recipe(recipe, run.recipe)

@@ -50,7 +50,8 @@ def tell(error: Exception) -> int:
 
 def count_threads(launch: Launch) -> int:
     """CPU threads of one rank: as the recipe says, else an equal part of the cores this process may use."""
-    return launch.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // launch.ranks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return launch.threads_per_rank or max(1, cores // launch.ranks)
 
 
 def run_process(work: Callable[[], int]) -> NoReturn:

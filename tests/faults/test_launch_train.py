@@ -15,8 +15,10 @@ from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.load import Reader
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunError
+from framework.launch import local
 from framework.launch.directory import RunDirectory
 from framework.launch.export import _read, export_command
+from framework.recipe.compose import compose
 
 STEPS = 100
 WORDS = ("mesh", "axis", "layout", "box", "dual", "unit", "schedule", "state")
@@ -158,6 +160,14 @@ def test_run_in_use_is_refused(capsys):
     with RunDirectory(Path("runs/whole")).lock():
         assert resume("whole", "train.steps=99") == EXIT_USER
     assert f"in use by process {os.getpid()} on" in capsys.readouterr().err
+
+
+def test_run_that_another_process_began_meanwhile_is_left_alone():
+    before = Path("runs/whole/recipe.yaml").read_bytes()
+    recipe = compose([*RECIPE, "run.id=whole", "optim.lr=1"]).require()
+    with pytest.raises(RunError, match="begun by another process meanwhile"):
+        local._begin(recipe, [])
+    assert Path("runs/whole/recipe.yaml").read_bytes() == before
 
 
 def test_bad_data_leaves_no_run_behind():
