@@ -30,8 +30,8 @@ def compare(found: Evidence, expected: Evidence) -> list[Row]:
     return [
         _compare_numbers("loss", found.losses, expected.losses),
         _compare_numbers("gradient norm", found.norms, expected.norms),
-        _compare_tensors("gradient, step 1", found.gradients, expected.gradients),
-        _compare_tensors(f"weight, step {len(expected.losses)}", found.weights, expected.weights),
+        _compare_tensors("gradient, step 1", found.gradients, expected.gradients, {}),
+        _compare_tensors(f"weight, step {len(expected.losses)}", found.weights, expected.weights, expected.undecided),
     ]
 
 
@@ -53,16 +53,20 @@ def _compare_numbers(quantity: str, found: tuple[float, ...], expected: tuple[fl
     return Row(quantity, errors[worst], f"step {worst + 1}")
 
 
-def _compare_tensors(quantity: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Row:
+def _compare_tensors(
+    quantity: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], ignored: Mapping[str, Tensor]
+) -> Row:
     if found.keys() != expected.keys():
         return Row(quantity, float("inf"), "only one side has " + ", ".join(sorted(found.keys() ^ expected.keys())))
     largest = {name: float(tensor.abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()}
     floor = max(NOISE_SHARE * max(largest.values()), 1e-30)
-    errors = {
-        name: _finite(float((found[name].double() - tensor.double()).abs().max()) / max(largest[name], floor))
-        for name, tensor in expected.items()
-        if tensor.numel()
-    }
+    errors = {}
+    for name, tensor in expected.items():
+        if tensor.numel():
+            difference = (found[name].double() - tensor.double()).abs()
+            if name in ignored:
+                difference[ignored[name]] = 0.0
+            errors[name] = _finite(float(difference.max()) / max(largest[name], floor))
     worst = max(errors, key=errors.__getitem__)
     return Row(quantity, errors[worst], worst)
 

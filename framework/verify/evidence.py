@@ -1,6 +1,6 @@
 """What a training run leaves behind to be compared: losses, norms, first gradients, last weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,12 +18,16 @@ from framework.model.plan import find_units
 
 @dataclass(frozen=True)
 class Evidence:
-    """losses and norms by step; gradients after step 1, clipped, and weights after the last step, full, by parameter name."""
+    """losses and norms by step; gradients after step 1, clipped, and weights after the last step, full, by parameter name.
+
+    undecided: bool masks over weights that are what they are by the sign of rounding noise, and say nothing.
+    """
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    undecided: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from framework.recipe.schema import Optim, Recipe
 from framework.verify.double import keep_double
 from framework.verify.evidence import Evidence, TokenBatch
 
+# Sums of a few hundred terms err by some multiple of the dtype's eps, relative to the largest.
+NOISE_EPS = 100
+
 
 def run_oracle(
     recipe: Recipe,
@@ -45,7 +48,9 @@ def run_oracle(
             gradients = zeros | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     final = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Evidence(tuple(losses), tuple(norms), gradients, final)
+    states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    undecided = {name: state["undecided"] for name, state in states.items() if "undecided" in state}
+    return Evidence(tuple(losses), tuple(norms), gradients, final, undecided)
 
 
 def _accumulate(model: PreTrainedModel, batch: TokenBatch, sequences_per_microbatch: int) -> float:
@@ -92,16 +97,24 @@ def _stock_optimizer(optim: Optim, model: torch.nn.Module) -> torch.optim.Optimi
 
 
 class PlainLion(torch.optim.Optimizer):
-    """Lion as its paper's algorithm 2 states it, one parameter at a time: torch has none to compare with."""
+    """Lion as its paper's algorithm 2 states it, one parameter at a time: torch has none to compare with.
+
+    `undecided` marks elements that were ever updated by the sign of rounding noise: where the true gradient is zero (a key
+    bias: softmax does not see a shift) plus and minus are equally right.
+    """
 
     @torch.no_grad()
     def step(self, closure=None) -> None:  # type: ignore[override]
+        directions: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                moment = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
-                update = (beta1 * moment + (1 - beta1) * parameter.grad).sign()
-                parameter -= group["lr"] * (update + group["weight_decay"] * parameter)
-                moment.copy_(beta2 * moment + (1 - beta2) * parameter.grad)
+                if parameter.grad is not None:
+                    moment = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
+                    directions[parameter] = beta1 * moment + (1 - beta1) * parameter.grad
+                    parameter -= group["lr"] * (directions[parameter].sign() + group["weight_decay"] * parameter)
+                    moment.copy_(beta2 * moment + (1 - beta2) * parameter.grad)
+        largest = max(float(direction.abs().max()) for direction in directions.values())
+        for parameter, direction in directions.items():
+            is_noise = (direction != 0) & (direction.abs() < NOISE_EPS * torch.finfo(direction.dtype).eps * largest)
+            self.state[parameter]["undecided"] = self.state[parameter].get("undecided", is_noise) | is_noise
