@@ -1,11 +1,21 @@
 """From the recipe's words to an unmodified Hugging Face model on the meta device: structure without memory."""
 
 import difflib
+import inspect
 import json
+import re
+import sys
 from pathlib import Path
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from framework.errors import ModelError
 from framework.model.weights import resolve_folder
@@ -74,7 +84,7 @@ def _for_training(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _refuse_unknown_keys(known: PretrainedConfig, model: Model) -> None:
-    names = set(known.to_dict()) | set(getattr(known, "attribute_map", {})) | set(vars(known))
+    names = set(known.to_dict()) | set(getattr(known, "attribute_map", {})) | set(vars(known)) | _read_by_model(known)
     unknown = [name for name in model.config if name not in names]
     if unknown:
         lines = [
@@ -83,3 +93,10 @@ def _refuse_unknown_keys(known: PretrainedConfig, model: Model) -> None:
             for name in unknown
         ]
         raise ModelError("\n".join(lines))
+
+
+def _read_by_model(config: PretrainedConfig) -> set[str]:
+    """Values that the family's model asks of its config although the config does not declare them (qwen3_moe's head_dim)."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    source = inspect.getsource(sys.modules[model.__module__]) if model is not None else ""
+    return set(re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source))
