@@ -23,12 +23,14 @@ REDUCTIONS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduce-scatter under way: from the full gradient into `part`, which is `reduced` itself or a scratch to be added."""
+    """A reduce-scatter under way: from the full gradient into `part`, which is `reduced` itself or a scratch to be added.
+    is_last: it is of the step's last microbatch, whatever backward is under way when it is settled."""
 
     buffer: UnitBuffer
     pending: Pending
     full: Tensor
     part: Tensor
+    is_last: bool
 
 
 class GradientSync:
@@ -120,7 +122,7 @@ class GradientSync:
         part = reduced if is_first else buffer.pool.take(reduced.numel(), reduced.dtype, reduced.device)
         full = buffer.close_gradient()
         pending = start_reduce_scatter(part, full, buffer.shard_axis)
-        self._reductions.append(Reduction(buffer, pending, full, part))
+        self._reductions.append(Reduction(buffer, pending, full, part, self._is_last))
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or buffer.shard_axis.size == 1):
             self._settle()
 
@@ -134,5 +136,5 @@ class GradientSync:
             buffer.pool.give_back(reduction.part)
         if not buffer.lifetimes.keeps_gradients:
             buffer.pool.give_back(reduction.full)
-        if self._is_last:
+        if reduction.is_last:
             self._replications.append(start_all_reduce(buffer.reduced, buffer.replica_axis))
