@@ -17,9 +17,10 @@ from framework.data.prepared import Prepared, open_prepared
 from framework.errors import EXIT_FAILED, DataError, MeshwrightError, RecipeError
 from framework.mesh.box import Box
 from framework.mesh.connect import Mesh, connect, local_rank, ranks_per_node
+from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta, choose_experts, load_config
-from framework.model.materialize import initialize_unit, set_parameter, understands_packing
+from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter, understands_packing
 from framework.model.plan import Unit, find_units, tied_names
 from framework.model.weights import read_weights, resolve_folder
 from framework.optim.groups import GroupAssignment, group_parameters
@@ -31,6 +32,7 @@ from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.linear import write_gradients_directly
 from framework.parallel.zero.parameters import ParameterSync
+from framework.recipe import schema
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Precision, Recipe
 from framework.track.flops import flops_per_token, measure_model, mfu, peak_flops
@@ -112,10 +114,9 @@ def train_rank(recipe: Recipe, run_dir: Path) -> int:
     topology = make_topology(recipe, derived)
     mesh = connect(topology, choose_device(recipe.launch.device))
     with StopRequest() as stop:
-        try:
-            code = _train(recipe, derived, prepared, config, mesh, run_dir, stop)
-        finally:
-            mesh.close()
+        code = _train(recipe, derived, prepared, config, mesh, run_dir, stop)
+    # Not after an error: closing waits for the other ranks, which may be waiting for this one.
+    mesh.close()
     return code
 
 
@@ -142,8 +143,7 @@ def _train(
 
     def save() -> None:
         state.num_updates = run.optimizer.num_updates
-        owned = entries(run.buffers, run.optimizer, run.spans, whole=False)
-        save_checkpoint(root, state.step, owned, state.to_json(), world, recipe.checkpoint.keep)
+        save_checkpoint(root, state.step, entries(run, whole=False), state.to_json(), world, recipe.checkpoint.keep)
 
     def validate() -> float:
         return evaluate(
@@ -196,6 +196,7 @@ def _describe(
     size = measure_model(model)
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     run = f"{recipe.run.root}/{state.run_id}"
+    root = "" if recipe.run.root == schema.Run().root else f" run.root={recipe.run.root}"
     return RunInfo(
         run_id=state.run_id,
         config=asdict(recipe),
@@ -212,9 +213,9 @@ def _describe(
         peak_flops=peak_flops(device),
         unigram_entropy=prepared.unigram_entropy,
         commands={
-            "resume": f"meshwright train run.id={state.run_id}",
+            "resume": f"meshwright train run.id={state.run_id}{root}",
             "export": f"meshwright export {run} --to {run}/export",
-            "generate": f"meshwright generate {run}/export --prompt '...'",
+            "generate": f"meshwright generate {run}/export --prompt 'def '",
         },
     )
 
@@ -236,8 +237,7 @@ def make_topology(recipe: Recipe, derived: Derived) -> Topology:
 
 def restore(run: Run, checkpoints: Path) -> RunState:
     """Fill a run from the newest whole checkpoint, whatever layout saved it."""
-    held = entries(run.buffers, run.optimizer, run.spans, whole=True)
-    values = load_newest(checkpoints, held, run.mesh.axis("world"))
+    values = load_newest(checkpoints, entries(run, whole=True), run.mesh.axis("world"))
     assert values is not None, f"no checkpoint in {checkpoints}"
     state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates
@@ -321,6 +321,8 @@ def _read_pretrained(model: PreTrainedModel, buffers: Sequence[UnitBuffer], fold
         boxes = layout.boxes()
         parts = values.split([box.numel for box in boxes]) if boxes else ()
         places[name] = dict(zip(boxes, parts, strict=True))
+    for name, tensor in persistent_buffers(model).items():
+        places[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
     wanted = {name: list(boxes) for name, boxes in places.items() if boxes}
     for name, box, values in read_weights(folder, model, wanted):
         places[name][box].copy_(values.flatten())

@@ -13,14 +13,12 @@ from framework.checkpoint.index import Entry
 from framework.checkpoint.load import Reader
 from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
-from framework.mesh.box import Box
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta, load_config
-from framework.model.materialize import initialize_unit
+from framework.model.materialize import persistent_buffers
 from framework.model.plan import Unit, find_units
-from framework.model.weights import read_weights, resolve_folder, write_weights
+from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe
-from framework.recipe.schema import Recipe
 
 
 def export_command(run: Path, to: Path) -> int:
@@ -37,42 +35,24 @@ def export_command(run: Path, to: Path) -> int:
     model = build_meta(load_config(recipe.model), recipe.model.attention)
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
-    write_weights(to, model, _read_units(reader, recipe, model, units), dtype)
+    write_weights(to, model, _read_units(reader, model, units), dtype)
     shutil.copytree(directory.tokenizer, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("info.json"))
     print(f"exported step {reader.manifest.step:,} of {run} to {to}")
     return EXIT_DONE
 
 
-def _read_units(
-    reader: Reader, recipe: Recipe, model: PreTrainedModel, units: list[Unit]
-) -> Iterator[dict[str, Tensor]]:
+def _read_units(reader: Reader, model: PreTrainedModel, units: list[Unit]) -> Iterator[dict[str, Tensor]]:
     """Full tensors by name, unit after unit; then the buffers that belong to the model's state."""
     for unit in units:
-        yield {name: _read(reader, name) for name in unit.parameters}
-    buffers = _untrained_buffers(recipe, model, units)
+        yield {name: _read(reader, f"weight/{name}") for name in unit.parameters}
+    buffers = persistent_buffers(model)
     if buffers:
-        yield buffers
+        yield {name: _read(reader, f"buffer/{name}") for name in buffers}
 
 
 def _read(reader: Reader, name: str) -> Tensor:
-    record = reader.manifest.entries[f"weight/{name}"]
+    record = reader.manifest.entries[name]
     layout = Layout(record.shape)
     data = torch.empty(layout.numel_owned, dtype=getattr(torch, record.dtype))
-    reader.fill([Entry(f"weight/{name}", layout, data)])
+    reader.fill([Entry(name, layout, data)])
     return data.view(record.shape)
-
-
-def _untrained_buffers(recipe: Recipe, model: PreTrainedModel, units: list[Unit]) -> dict[str, Tensor]:
-    """Buffers of the state dict, which no optimizer changes: as they were when the run began."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name not in parameters}
-    if not shapes:
-        return {}
-    if recipe.model.weights is not None:
-        whole = {name: [Box((0,) * len(shape), tuple(shape))] for name, shape in shapes.items()}
-        return {
-            name: values.clone() for name, _, values in read_weights(resolve_folder(recipe.model.weights), model, whole)
-        }
-    for unit in units:
-        initialize_unit(model, unit, recipe.train.seed, ())
-    return {name: model.get_buffer(name) for name in shapes}

@@ -103,7 +103,21 @@ def _launch(run: RunDirectory, recipe: Recipe, from_step: int) -> int:
     if outcome.message:
         print(outcome.message, file=sys.stderr)
     print(conclude(run, outcome.code), flush=True)
+    if outcome.code == EXIT_DONE and recipe.train.sample is not None:
+        _show_sample(run, recipe.train.sample)
     return outcome.code
+
+
+def _show_sample(run: RunDirectory, prompt: str) -> None:
+    """Export the run and let it continue a text: what a newcomer wants to see. Imported here, because it needs torch."""
+    from framework.launch.export import export_command
+    from framework.model.generate import EXPORT_FOLDER, generate_command
+
+    folder = run.path / EXPORT_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    export_command(run.path, folder)
+    print(f"sample   meshwright generate {run.path} --prompt {shlex.quote(prompt)}")
+    generate_command(folder, prompt, max_new_tokens=80, temperature=0.7)
 
 
 def conclude(run: RunDirectory, code: int) -> str:

@@ -22,6 +22,7 @@ from framework.recipe.schema import Recipe
 MAY_CHANGE = (
     ("train.steps", "more steps; a schedule that ends with the run stretches with it"),
     ("train.validat*", "looks at the weights, does not change them"),
+    ("train.sample", "reads the finished weights"),
     ("batch.sequences_per_microbatch", "sums in another grouping"),
     ("parallel.*", "every layout is the same training run"),
     ("zero.*", "every layout is the same training run"),

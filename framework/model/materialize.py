@@ -64,6 +64,13 @@ def set_parameter(model: nn.Module, names: tuple[str, ...], parameter: nn.Parame
         model.get_submodule(path)._parameters[name] = parameter
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are part of the model's state dict, by name: values that no optimizer changes, yet weights all the same
+    (DeepSeek's correction of its router's bias)."""
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
+
+
 def kept_in_fp32(model: PreTrainedModel, compute: torch.dtype) -> set[str]:
     """Names of the parameters that the family keeps in fp32 beside a lower compute dtype (routers' biases, some norms)."""
     patterns = [pattern for pattern, dtype in model._get_dtype_plan(compute).items() if dtype == torch.float32]

@@ -32,6 +32,7 @@ class Train:
     validate_every_steps: int | None = key(
         "validate after every so many steps and after the last; null: never", None, low=1
     )
+    sample: str | None = key("after the run, export it to RUN/export and continue this text", None)
     validation_sequences: int | None = key("sequences of one validation; null: the whole validation split", None, low=1)
 
 

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
-
 from framework.checkpoint.index import Entry
-from framework.optim.optimizers import FlatOptimizer
-from framework.parallel.zero.buffers import Span, UnitBuffer
+from framework.mesh.layout import Layout
+from framework.model.materialize import persistent_buffers
+from framework.train.step import Run
 
 
 @dataclass
@@ -32,24 +31,22 @@ class RunState:
         return cls(**values)
 
 
-def entries(
-    buffers: list[UnitBuffer], optimizer: FlatOptimizer, spans: list[tuple[UnitBuffer, Span]], whole: bool
-) -> Iterator[Entry]:
+def entries(run: Run, whole: bool) -> Iterator[Entry]:
     """Everything of a run that lives in tensors, as checkpoint entries over the run's own memory.
 
-    whole: False for saving (each element once over all ranks), True for loading (each rank all that it holds).
+    weight/NAME: the truth of a parameter, its master copy, or what a frozen one is. buffer/NAME: a buffer of the model's
+    state dict. Others: the optimizer's state of that name. whole: False for saving (each element once over all ranks), True
+    for loading (each rank all that it holds).
     """
-    for buffer in buffers:
+    for buffer in run.buffers:
         cut = buffer.held if whole else buffer.counted
         for slot in buffer.slots:
             yield Entry(f"weight/{slot.name}", *cut(slot, buffer.master))
-    for name in optimizer.state_names:
-        states: dict[UnitBuffer, list[tuple[Span, Tensor]]] = {}
-        for index, (buffer, span) in enumerate(spans):
-            states.setdefault(buffer, []).append((span, optimizer.state(index, name)))
-        for buffer, parts in states.items():
+    for name, tensor in persistent_buffers(run.model).items():
+        yield Entry(f"buffer/{name}", Layout(tuple(tensor.shape), replicated=("world",)), tensor.view(-1))
+    for name in run.optimizer.state_names:
+        for index, (buffer, span) in enumerate(run.spans):
             cut = buffer.held if whole else buffer.counted
-            for span, state in parts:
-                for slot in buffer.slots:
-                    if slot.group == span.group:
-                        yield Entry(f"{name}/{slot.name}", *cut(slot, state, span.start))
+            for slot in buffer.slots:
+                if slot.group == span.group:
+                    yield Entry(f"{name}/{slot.name}", *cut(slot, run.optimizer.state(index, name), span.start))

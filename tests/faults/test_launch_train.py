@@ -97,7 +97,7 @@ def newest(run_id):
 def weights(run_id):
     reader = newest(run_id)
     names = [name.removeprefix("weight/") for name in reader.manifest.entries if name.startswith("weight/")]
-    return {name: _read(reader, name) for name in names}
+    return {name: _read(reader, f"weight/{name}") for name in names}
 
 
 def assert_same_weights(run_id, other):

@@ -8,7 +8,7 @@ from framework.track.console import Console, format_count
 from framework.track.report import RunInfo, StepReport
 
 RUN = RunInfo("demo-1", {}, total_steps=100, tokens_per_step=512, world=2, degrees={"dp": 2}, model="llama",
-              num_parameters=5_200_000, unigram_entropy=5.5, commands={"resume": "meshwright resume-it"})  # fmt: skip
+              num_parameters=5_200_000, unigram_entropy=5.5, commands={"resume": "meshwright resume-it", "export": "meshwright export-it"})  # fmt: skip
 
 
 class Terminal(io.StringIO):
@@ -72,9 +72,14 @@ def test_the_summary_has_the_last_losses_the_entropy_and_the_next_commands():
         "step 100 of 100",
         "loss             3.2500",
         "3.5000  (unigram entropy 5.5000)",
-        "meshwright resume-it",
+        "meshwright export-it",
     ):
         assert part in summary
+    assert "resume-it" not in summary
+
+
+def test_a_stopped_run_is_told_how_it_is_resumed():
+    assert "meshwright resume-it" in run_console(io.StringIO(), [report(7)], exit_code=85)
 
 
 @pytest.mark.parametrize(("exit_code", "words"), [(85, "stopped and saved: run"), (88, "ended with exit code 88: run")])
