@@ -15,8 +15,10 @@ from framework.data.order import Order, permute
 from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, count_samples
 from framework.data.prepared import Prepared
 
-# Takes about a millisecond.
-SAMPLES_LOCATED_AT_ONCE = 2048
+# Small steps are read several at once, for a read costs some 0.2 ms however little it reads: at most so many steps, and no
+# more tokens than this (about 1 MB).
+STEPS_READ_AT_ONCE = 32
+TOKENS_READ_AT_ONCE = 1 << 15
 
 
 class Loader:
@@ -48,42 +50,38 @@ class Loader:
         self._packer = Packer(streams, context, pack, prepared.eos_id)
         self._b = sequences_per_microbatch
         first = (np.arange(num_microbatches) * dp_size + dp_rank) * self._b
-        self._offsets = (first[:, None] + np.arange(self._b)).reshape(-1)  # of this rank's samples from the cursor
-        self._located = np.empty((0, 2, len(self._offsets)), dtype=np.int64)  # [step, (source, sample), row]
-        self._located_from = 0
+        offsets = (first[:, None] + np.arange(self._b)).reshape(-1)  # of this rank's samples from the cursor
         self.sequences_per_step = num_microbatches * dp_size * self._b
+        steps = np.arange(max(1, min(STEPS_READ_AT_ONCE, TOKENS_READ_AT_ONCE // (len(offsets) * context))))
+        self._offsets = steps[:, None] * self.sequences_per_step + offsets  # [steps read at once, samples of this rank]
+        self._read_steps: dict[int, list[Microbatch]] = {}  # by cursor
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+        self._ahead: tuple[int, Future[dict[int, list[Microbatch]]]] | None = None
         self._clock = clock
         self.data_wait_s = 0.0
 
     def batch(self, cursor: int) -> list[Microbatch]:
-        """This rank's microbatches of the step whose first global sample is `cursor`; starts to read the step after it.
+        """This rank's microbatches of the step whose first global sample is `cursor`; the steps after it are read meanwhile.
 
         Any cursor >= 0 may follow any other; one that was not expected is read now.
         """
         start_s = self._clock()
-        if self._ahead is None or self._ahead[0] != cursor:
-            self._ahead = cursor, self._thread.submit(self._read, cursor)
-        microbatches = self._ahead[1].result()
-        following = cursor + self.sequences_per_step
-        self._ahead = following, self._thread.submit(self._read, following)
+        if cursor not in self._read_steps:
+            if self._ahead is None or self._ahead[0] != cursor:
+                self._ahead = cursor, self._thread.submit(self._read, cursor)
+            self._read_steps = self._ahead[1].result()
+            following = cursor + len(self._offsets) * self.sequences_per_step
+            self._ahead = following, self._thread.submit(self._read, following)
         self.data_wait_s += self._clock() - start_s
-        return microbatches
+        return self._read_steps[cursor]
 
-    def _read(self, cursor: int) -> list[Microbatch]:
-        return split_rows(self._packer.pack(*self._locate(cursor)), self._b)
-
-    def _locate(self, cursor: int) -> np.ndarray:
-        """(source, sample) of this rank's rows, of many steps at once: one call costs as much for 1 sample as for 500."""
-        step, rest = divmod(cursor - self._located_from, self.sequences_per_step)
-        if rest or not 0 <= step < len(self._located):
-            steps = np.arange(max(1, SAMPLES_LOCATED_AT_ONCE // len(self._offsets)))
-            index = cursor + steps[:, None] * self.sequences_per_step + self._offsets
-            source, sample = self._order.locate(index.reshape(-1))
-            self._located = np.stack([source.reshape(index.shape), sample.reshape(index.shape)], axis=1)
-            self._located_from, step = cursor, 0
-        return self._located[step]
+    def _read(self, cursor: int) -> dict[int, list[Microbatch]]:
+        """The step at `cursor` and, if steps are small, those after it."""
+        source, sample = self._order.locate(cursor + self._offsets.reshape(-1))
+        microbatches = split_rows(self._packer.pack(source, sample), self._b)
+        per_step = len(microbatches) // len(self._offsets)
+        cursors = cursor + np.arange(len(self._offsets)) * self.sequences_per_step
+        return {int(at): microbatches[n * per_step : (n + 1) * per_step] for n, at in enumerate(cursors)}
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -119,17 +119,20 @@ class WatchedStream(TokenStream):
         return super().read(start, stop)
 
 
-def test_the_next_step_is_read_in_the_background_and_once() -> None:
+@pytest.mark.parametrize(("b", "steps_read_at_once"), [(3, 10), (40, 1)])
+def test_the_following_steps_are_read_in_the_background_and_once(
+    monkeypatch: pytest.MonkeyPatch, b: int, steps_read_at_once: int
+) -> None:
+    monkeypatch.setattr("framework.data.loader.TOKENS_READ_AT_ONCE", 10 * 3 * CONTEXT)
     prepared = make_prepared([50])
     watched = WatchedStream([(np.arange(201, dtype=np.uint16), np.array([201]))])
     prepared.sources[0].streams["train"] = watched
-    with make_loader(prepared, b=3) as loader:
-        loader.batch(0)
-        loader._thread.submit(lambda: None).result()  # behind the read of the step after
-        assert watched.reads == 6
-        loader.batch(3)
-        loader._thread.submit(lambda: None).result()
-        assert watched.reads == 9
+    with make_loader(prepared, b=b) as loader:
+        for step in range(2 * steps_read_at_once):
+            loader.batch(step * b)
+            loader._thread.submit(lambda: None).result()  # behind the read that goes on in the background
+            blocks = 2 + step // steps_read_at_once
+            assert watched.reads == blocks * steps_read_at_once * b
 
 
 def test_data_wait_is_the_time_spent_in_batch() -> None:
