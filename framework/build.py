@@ -20,7 +20,8 @@ from framework.mesh.connect import Mesh, connect, local_rank, ranks_per_node
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta, choose_experts, load_config
-from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter, understands_packing
+from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter
+from framework.model.packing import keeps_documents_apart
 from framework.model.plan import Unit, find_units, tied_names
 from framework.model.weights import read_weights, resolve_folder
 from framework.optim.groups import GroupAssignment, group_parameters
@@ -281,10 +282,10 @@ def _check_data_fits(recipe: Recipe, prepared: Prepared, config: PretrainedConfi
             f"batch.context={recipe.batch.context} is longer than the model's positions,"
             f" model.config.max_position_embeddings={limit}: shorten the one or raise the other"
         )
-    if recipe.data.pack == "documents" and not understands_packing(build_meta(config, recipe.model.attention)):
+    if recipe.data.pack == "documents" and not keeps_documents_apart(config):
         raise RecipeError(
-            f"data.pack=documents, but {config.model_type} models do not derive their mask from positions, so documents would"
-            " see one another: use data.pack=concat"
+            f"data.pack=documents, but in {config.model_type} models documents that share a row see one another: the model does"
+            " not derive its mask from positions, or carries state along. Use data.pack=concat"
         )
 
 

@@ -21,8 +21,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from framework.mesh.box import Box
+from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_weights
-from framework.verify.shrink import shrink
 
 
 def main(model_types: list[str]) -> None:

@@ -7,7 +7,6 @@ which other units this rank holds, not of the order.
 
 import hashlib
 import inspect
-import sys
 from collections.abc import Callable, Collection
 
 import torch
@@ -84,13 +83,6 @@ def kept_in_fp32(model: PreTrainedModel, compute: torch.dtype) -> set[str]:
 def accepted_arguments(model: PreTrainedModel) -> set[str]:
     """Names that the model's forward declares."""
     return set(inspect.signature(model.forward).parameters)
-
-
-def understands_packing(model: PreTrainedModel) -> bool:
-    """True if positions that restart within a row keep attention inside: the model takes positions and builds its mask from
-    them with Hugging Face's mask functions, which look for such restarts."""
-    modeling = sys.modules[type(model).__module__]
-    return "position_ids" in accepted_arguments(model) and hasattr(modeling, "create_causal_mask")
 
 
 def _initialiser(model: PreTrainedModel, path: str) -> Callable[[nn.Module], None]:

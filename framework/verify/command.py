@@ -15,6 +15,7 @@ from transformers.utils.logging import set_verbosity_error
 from framework.build import DTYPES
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
 from framework.model.load import build_meta, load_config, load_config_file
+from framework.model.shrink import shrink
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Model, Recipe
@@ -22,7 +23,6 @@ from framework.verify.compare import TOLERANCES, compare, render
 from framework.verify.evidence import Evidence, initial_weights
 from framework.verify.oracle import run_oracle
 from framework.verify.rank import RankFailed, draw_batches, running_ranks
-from framework.verify.shrink import shrink
 from framework.verify.small import shrink_recipe
 
 

@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from framework.errors import ModelError
 from framework.model.plan import find_layers
+from framework.model.shrink import shrink
 from framework.recipe.compose import compose
-from framework.verify.shrink import shrink
 from tests.families import FAMILIES, Family, build_config
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes" / "model").glob("*.yaml"))
