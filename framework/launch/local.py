@@ -116,7 +116,7 @@ def _show_sample(run: RunDirectory, prompt: str) -> None:
     folder = run.path / EXPORT_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     export_command(run.path, folder)
-    print(f"sample   meshwright generate {run.path} --prompt {shlex.quote(prompt)}")
+    print("sample   the text of train.sample, and how the model goes on:\n", flush=True)
     generate_command(folder, prompt, max_new_tokens=80, temperature=0.7)
 
 

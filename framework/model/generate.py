@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from framework.errors import ModelError
 
@@ -53,6 +54,7 @@ def generate_command(
 ) -> int:
     """Print `prompt` and a continuation by an exported Hugging Face folder, or by the export of a run directory."""
     folder = _exported_folder(run_or_folder)
+    disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder)

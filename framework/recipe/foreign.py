@@ -225,6 +225,10 @@ _TORCHTITAN = MappingProxyType(
 )
 _OTHERS = MappingProxyType(
     {
+        "offload.optimizer": _NO_OFFLOAD,
+        "offload.parameters": _NO_OFFLOAD,
+        "offload.activations": _NO_OFFLOAD,
+        "cpu_offload": _NO_OFFLOAD,
         "batch_size": _BATCH,
         "total_batch_size": "batch.tokens_per_step",
         "device_batch_size": "batch.sequences_per_microbatch",

@@ -68,7 +68,8 @@ def yaml_problem(error: Exception, label: str) -> Problem:
 
 def show(value: Any) -> str:
     """A value as a recipe writes it, on one line and not longer than reads well."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10**6, allow_unicode=True).strip()
     text = text.removesuffix("...").strip()
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -126,6 +126,5 @@ def _summary(run: RunInfo, last: StepReport | None, validation_loss: float | Non
     lines.append(f"  throughput       {format_count(last.tokens_per_s)} tokens/s")
     if last.mfu is not None:
         lines.append(f"  mfu              {last.mfu:.1%}")
-    done = {"resume"} if exit_code == EXIT_DONE else set()
-    lines += [f"  {what:<15}  {command}" for what, command in run.commands.items() if what not in done]
+    lines += [f"  {what:<15}  {command}" for what, command in run.next_commands(exit_code == EXIT_DONE).items()]
     return "\n".join(lines)

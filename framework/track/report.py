@@ -56,6 +56,10 @@ class RunInfo:
     unigram_entropy: float | None = None
     commands: dict[str, str] = field(default_factory=dict)
 
+    def next_commands(self, is_done: bool) -> dict[str, str]:
+        """What makes sense to type next: a run that is done cannot be resumed."""
+        return {what: command for what, command in self.commands.items() if not (is_done and what == "resume")}
+
 
 class Observer(Protocol):
     """Watches a run from rank 0. Whatever it raises is contained: see `observers.py`."""

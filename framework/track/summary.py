@@ -94,8 +94,9 @@ def describe(run: RunInfo, curves: Curves, run_dir: Path) -> str:
     else:
         blocks.append(["Results", "  no step was reported"])
     blocks.append(_files(run_dir))
-    if run.commands:
-        blocks.append(["Next", *_table([(what, command) for what, command in run.commands.items()])])
+    commands = run.next_commands(bool(curves["step"]) and curves["step"][-1] >= run.total_steps)
+    if commands:
+        blocks.append(["Next", *_table(list(commands.items()))])
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 

@@ -53,12 +53,13 @@ class Taken:
 
 @dataclass(frozen=True)
 class Services:
-    """What the loop calls. `save` and `validate` are collective; `report` does nothing but on rank 0."""
+    """What the loop calls. `save` and `validate` are collective; `report` does nothing but on rank 0; `mfu` turns tokens per
+    second of the whole run into a share of the devices' peak, None where that is not known."""
 
     validate: Callable[[], float]
     save: Callable[[], None]
     report: Callable[[StepReport], None]
-    flops_per_second_to_mfu: Callable[[float], float | None]
+    mfu: Callable[[float], float | None]
     stop: StopRequest
 
 
@@ -155,7 +156,7 @@ class Loop:
                 tokens_per_s=tokens_per_s,
                 tokens_per_s_per_rank=tuple(tokens_of_rank / busy if busy else 0.0 for busy in seconds[0::2]),
                 data_wait_s=max(seconds[1::2]),
-                mfu=self.services.flops_per_second_to_mfu(tokens_per_s),
+                mfu=self.services.mfu(tokens_per_s),
                 memory_bytes=peak_memory_bytes(self.run.mesh.device),
                 traffic=taken.traffic,
                 validation_loss=validation_loss,

@@ -11,7 +11,7 @@ from framework.track.summary import write_report
 
 RUN = RunInfo("demo-1", {"optim": {"name": "adamw", "lr": 1e-3}}, total_steps=400, tokens_per_step=512, world=2,
               degrees={"dp": 2}, model="llama", num_parameters=5_200_000, num_parameters_active=1_300_000,
-              peak_flops=989.4e12, unigram_entropy=5.5, commands={"resume": "meshwright resume-it"})  # fmt: skip
+              peak_flops=989.4e12, unigram_entropy=5.5, commands={"resume": "meshwright resume-it", "export": "meshwright export-it"})  # fmt: skip
 
 
 def report(step, **values):
@@ -56,7 +56,7 @@ def test_the_page_states_what_was_run_and_the_numbers_of_its_steps(tmp_path):
         "2.00% of the time",
         "400 MiB at the peak",
         "3 calls, 20.9MB",
-        "meshwright resume-it",
+        "meshwright export-it",
         str(picture),
     ):
         assert line in page, line
