@@ -20,7 +20,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 clean:
 	rm -rf .venv build *.egg-info

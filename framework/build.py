@@ -15,6 +15,7 @@ from framework.checkpoint.save import save_checkpoint
 from framework.data.loader import Loader, validation_batches
 from framework.data.prepared import Prepared, open_prepared
 from framework.errors import EXIT_FAILED, DataError, MeshwrightError, RecipeError
+from framework.mesh.axis import Axis
 from framework.mesh.box import Box
 from framework.mesh.connect import Mesh, connect, local_rank, ranks_per_node
 from framework.mesh.layout import Layout
@@ -54,14 +55,8 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     """
     model = build_meta(config, recipe.model.attention)
     units = find_units(model)
-    assignments = _group(recipe, model, units)
-    groups = dict.fromkeys((name for unit in units for name in unit.parameters), FROZEN)
-    groups |= {each.parameter: _group_key(each) for each in assignments}
-
-    compute, master = compute_dtype(recipe.precision, mesh.device), DTYPES[recipe.precision.master]
-    choose_experts(model, recipe.model.experts, compute)
-    lifetimes, shard, replica = lifetimes_of(recipe.zero), mesh.axis("shard"), mesh.axis("replica")
-    buffers = parallelize(model, units, groups, recipe.memory, compute, master, mesh.device, lifetimes, shard, replica)
+    assignments = group(recipe, model, units)
+    buffers = lay_out(recipe, model, units, assignments, mesh.device, mesh.axis("shard"), mesh.axis("replica"))
     materialize(model, units, buffers, recipe, mesh.device, resumes)
 
     settings = {_group_key(each): each for each in assignments}
@@ -70,9 +65,29 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     write_gradients_directly(model, {name: place for buffer in buffers for name, place in buffer.places.items()})
     gradients = GradientSync(buffers)
     parameters = ParameterSync([[buffer for buffer in buffers if buffer.unit == unit.name] for unit in units])
-    hooks = UnitHooks(model, units, tied_names(model), parameters, gradients, lifetimes.prefetch_units)
+    hooks = UnitHooks(model, units, tied_names(model), parameters, gradients, recipe.zero.prefetch_units)
     return Run(
         model, buffers, parameters, gradients, hooks, optimizer, spans, mesh, recipe.optim.clip_norm, recipe.train.seed
+    )
+
+
+def lay_out(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    assignments: Sequence[GroupAssignment],
+    device: torch.device,
+    shard_axis: Axis,
+    replica_axis: Axis,
+) -> list[UnitBuffer]:
+    """The buffers of a model on meta, planned and not yet allocated: for any rank of any mesh, on any machine."""
+    groups = dict.fromkeys((name for unit in units for name in unit.parameters), FROZEN)
+    groups |= {each.parameter: _group_key(each) for each in assignments}
+    compute, master = compute_dtype(recipe.precision, device), DTYPES[recipe.precision.master]
+    choose_experts(model, recipe.model.experts, compute)
+    lifetimes = lifetimes_of(recipe.zero)
+    return parallelize(
+        model, units, groups, recipe.memory, compute, master, device, lifetimes, shard_axis, replica_axis
     )
 
 
@@ -289,7 +304,7 @@ def _check_data_fits(recipe: Recipe, prepared: Prepared, config: PretrainedConfi
         )
 
 
-def _group(recipe: Recipe, model: PreTrainedModel, units: Sequence[Unit]) -> list[GroupAssignment]:
+def group(recipe: Recipe, model: PreTrainedModel, units: Sequence[Unit]) -> list[GroupAssignment]:
     """Optimizer groups of the trained parameters; a pattern of model.freeze that matches nothing is an error."""
     names = [name for unit in units for name in unit.parameters]
     for pattern in recipe.model.freeze:

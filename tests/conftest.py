@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.ranks.pool import RankPool
@@ -10,6 +11,9 @@ from tests.ranks.pool import RankPool
 # A property must hold, not be fast: a busy machine is no counter-example.
 settings.register_profile("meshwright", deadline=None)
 settings.load_profile("meshwright")
+
+# Small tensors, often beside the ranks of the pool: a second thread would wait for a core more than it helps.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -28,12 +28,17 @@ class FlatSpan:
     weight_decay: float
 
 
+def state_names(optim: Optim) -> tuple[str, ...]:
+    """The per-element states of the recipe's optimizer."""
+    return STATE_NAMES[optim.name] if optim.name != "sgd" or optim.momentum else ()
+
+
 class FlatOptimizer:
     """AdamW (Loshchilov & Hutter 2019), Lion (Chen et al. 2023) or SGD with momentum over flat spans."""
 
     def __init__(self, optim: Optim, spans: Sequence[FlatSpan]):
         self.spans = spans
-        self.state_names = STATE_NAMES[optim.name] if optim.name != "sgd" or optim.momentum else ()
+        self.state_names = state_names(optim)
         groups = [{"params": [span.values], "weight_decay": span.weight_decay} for span in spans]
         self._inner = _build(optim, groups)
         for span in spans:

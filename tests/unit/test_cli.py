@@ -80,9 +80,9 @@ class TestHelp:
 
 class TestCheck:
     def test_prints_the_recipe_and_what_follows(self, run):
-        code, out, err = run("check", "experiment=quickstart", "launch.ranks=4")
+        code, out, err = run("check", "experiment=quickstart", "launch.ranks=4", "batch.sequences_per_step=32")
         assert (code, err) == (0, "")
-        assert "  lr: 0.0015" in out
+        assert "  lr: 0.002" in out
         assert "4 ranks: dp 4 x tp 1" in out
         assert "32 sequences of 256 tokens = 8,192 tokens" in out
         assert "1 microbatch of 8 on each of 4 dp ranks" in out

@@ -13,7 +13,7 @@ from framework.recipe.keys import list_keys
 def run(tmp_path):
     """A run of the quickstart with another learning rate."""
     run = RunDirectory.create(tmp_path, "x", "demo")
-    save_recipe(compose(["experiment=quickstart", "optim.lr=0.002", "run.id=x"]).require(), run.recipe)
+    save_recipe(compose(["experiment=quickstart", "optim.lr=0.003", "run.id=x"]).require(), run.recipe)
     return run
 
 
@@ -23,7 +23,7 @@ def resume(run, *overrides):
 
 def test_resume_without_changes_is_the_saved_recipe(run):
     recipe, changes = resume(run)
-    assert recipe.optim.lr == 0.002
+    assert recipe.optim.lr == 0.003
     assert recipe.run.name == "quickstart"
     assert changes == []
 
@@ -62,19 +62,19 @@ def test_change_that_makes_another_run_is_refused_with_the_difference(run, overr
 
 
 def test_repeating_the_first_command_goes_on(run):
-    recipe, changes = resume(run, "experiment=quickstart", "optim.lr=0.002")
-    assert recipe.optim.lr == 0.002
+    recipe, changes = resume(run, "experiment=quickstart", "optim.lr=0.003")
+    assert recipe.optim.lr == 0.003
     assert changes == []
 
 
 def test_recipe_that_is_chosen_anew_is_compared_in_full(run):
-    with pytest.raises(RunError, match=r"optim.lr +0.002 "):
+    with pytest.raises(RunError, match=r"optim.lr +0.003 "):
         resume(run, "experiment=quickstart")
 
 
 def test_choice_does_not_undo_what_may_change(run):
     save_recipe(resume(run, "train.steps=900")[0], run.recipe)
-    recipe, _ = resume(run, "experiment=quickstart", "optim.lr=0.002")
+    recipe, _ = resume(run, "experiment=quickstart", "optim.lr=0.003")
     assert recipe.train.steps == 900
 
 

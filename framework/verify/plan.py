@@ -1,0 +1,136 @@
+"""`meshwright plan`: what a recipe will put where, before any device is touched. Everything stays on meta."""
+
+from collections.abc import Sequence
+
+import torch
+
+from framework.build import group, lay_out, make_topology
+from framework.errors import EXIT_DONE
+from framework.mesh.axis import Axis
+from framework.mesh.topology import Topology
+from framework.model.load import build_meta, load_config
+from framework.model.plan import Unit, find_units
+from framework.optim.optimizers import state_names
+from framework.parallel.pipeline.schedules import one_forward_one_backward
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.recipe.derive import derive
+from framework.recipe.describe import describe_derived
+from framework.recipe.schema import Recipe
+from framework.track.flops import flops_per_token, measure_model
+
+KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
+
+
+def plan(recipe: Recipe) -> int:
+    """Print model, batch, units, bytes per rank, traffic and schedule. Raises what the recipe or the model has wrong."""
+    derived = derive(recipe)
+    topology = make_topology(recipe, derived)
+    model = build_meta(load_config(recipe.model), recipe.model.attention)
+    size, units = measure_model(model), find_units(model)
+    buffers = plan_rank(recipe, model, units, topology, rank=0)
+    print(f"model         {model.config.model_type}, {size.total:,} parameters, {size.active:,} of them met by a token")
+    print(f"compute       {flops_per_token(model, derived.context) / 1e9:,.2f} GFLOP per token, forward and backward")
+    print(describe_derived(derived))
+    print(
+        f"zero          stage {recipe.zero.stage}: {topology.size('shard')} shards, {topology.size('replica')} replicas"
+    )
+    print("\n" + _describe_units(units, buffers))
+    print("\nbytes per rank, of rank 0; activations, logits and the framework itself come on top")
+    for kind, num_bytes in bytes_per_rank(buffers, state_names(recipe.optim)).items():
+        print(f"  {kind:<12} {_gib(num_bytes)}")
+    print("\nsent per step by each rank")
+    for what, num_bytes in bytes_sent(buffers, derived.accumulation).items():
+        print(f"  {what:<22} {_gib(num_bytes)}")
+    actions = one_forward_one_backward(1, derived.accumulation)[0]
+    shown = " ".join(f"{action.kind.value}{action.microbatch}" for action in actions[:16])
+    print(f"\nschedule      {shown}{' ...' if len(actions) > 16 else ''}")
+    return EXIT_DONE
+
+
+def plan_rank(recipe: Recipe, model, units: Sequence[Unit], topology: Topology, rank: int) -> list[UnitBuffer]:
+    """The unit buffers of any rank, without memory and without a process group."""
+
+    def axis(name: str) -> Axis:
+        return Axis(name, topology.size(name), topology.index(name, rank), topology.ranks(name, rank))
+
+    assignments = group(recipe, model, units)
+    return lay_out(recipe, model, units, assignments, torch.device("cpu"), axis("shard"), axis("replica"))
+
+
+def bytes_per_rank(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict[str, int]:
+    """What lives for the whole run, by kind, and the most that gathered parameters and unreduced gradients add to it.
+
+    The table of `parallel/zero/lifetimes.py` in bytes, padding included.
+    """
+    total = dict.fromkeys(KINDS, 0)
+    for buffer in buffers:
+        lifetimes, compute, master = buffer.lifetimes, buffer.compute_dtype.itemsize, buffer.master_dtype.itemsize
+        resident = buffer.numel_padded if lifetimes.resident_parameters else buffer.numel_part
+        total["parameters"] += resident * compute
+        if buffer.is_trained:
+            kept = buffer.numel_padded if lifetimes.keeps_gradients else buffer.numel_part
+            total["gradients"] += kept * master
+            total["master"] += buffer.numel_part * master if buffer.compute_dtype != buffer.master_dtype else 0
+            total["optimizer"] += buffer.numel_part * master * len(states)
+    total["gathered"] = _largest_gathered(buffers)
+    return total
+
+
+def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int) -> dict[str, int]:
+    """Bytes that a rank sends in a step for parameters and gradients, by the forms that docs/zero.md states.
+
+    With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a released unit is used again,
+    reductions (n-1)/n P for each time that a gradient is reduced, replicas 2 (r-1)/r P/n once.
+    """
+    gathers = reductions = replicas = 0
+    for buffer in buffers:
+        n, r, lifetimes = buffer.shard_axis.size, buffer.replica_axis.size, buffer.lifetimes
+        uses = 1 if lifetimes.keeps_parameters else accumulation * (2 if buffer.unit.startswith("layers.") else 1)
+        gathers += (n - 1) * buffer.numel_part * buffer.compute_dtype.itemsize * uses
+        if buffer.is_trained:
+            times = 1 if lifetimes.keeps_gradients else accumulation
+            reductions += (n - 1) * buffer.numel_part * buffer.master_dtype.itemsize * times
+            replicas += 2 * (r - 1) * buffer.numel_part * buffer.master_dtype.itemsize // r
+    return {"gather of parameters": gathers, "reduction to shards": reductions, "reduction of replicas": replicas}
+
+
+def _largest_gathered(buffers: Sequence[UnitBuffer]) -> int:
+    """Two units' full parameters beside the larger of embedding and head, and three units' full gradients, where these come
+    and go: one in use, one ahead; one being written, two under way."""
+    parameters: dict[str, int] = {}
+    gradients: dict[str, int] = {}
+    for buffer in buffers:
+        if not buffer.lifetimes.resident_parameters:
+            full = buffer.numel_padded * buffer.compute_dtype.itemsize
+            parameters[buffer.unit] = parameters.get(buffer.unit, 0) + full
+        if buffer.is_trained and not buffer.lifetimes.keeps_gradients:
+            full = buffer.numel_padded * buffer.master_dtype.itemsize
+            gradients[buffer.unit] = gradients.get(buffer.unit, 0) + full
+    layers = sorted((num for unit, num in parameters.items() if unit.startswith("layers.")), reverse=True)
+    ends = [num for unit, num in parameters.items() if not unit.startswith("layers.")]
+    return sum(layers[:2]) + max(ends, default=0) + sum(sorted(gradients.values(), reverse=True)[:3])
+
+
+def _describe_units(units: Sequence[Unit], buffers: Sequence[UnitBuffer]) -> str:
+    """One line per run of equal units: parameters, and what of them is trained in which dtype."""
+    rows: list[tuple[str, int, str]] = []
+    for unit in units:
+        own = [buffer for buffer in buffers if buffer.unit == unit.name]
+        kinds = ", ".join(
+            f"{buffer.numel:,} {str(buffer.compute_dtype).removeprefix('torch.')}{'' if buffer.is_trained else ' frozen'}"
+            for buffer in own
+        )
+        rows.append((unit.name, sum(buffer.numel for buffer in own), kinds or "none"))
+    lines = [f"{'unit':<22} {'parameters':>16}  by dtype"]
+    first = 0
+    for index in range(1, len(rows) + 1):
+        if index == len(rows) or rows[index][1:] != rows[first][1:]:
+            last = rows[index - 1][0]
+            name = rows[first][0] if index - first == 1 else f"{rows[first][0]} to {last.removeprefix('layers.')}"
+            lines.append(f"{name:<22} {rows[first][1]:>16,}  {rows[first][2]}")
+            first = index
+    return "\n".join(lines)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:10.3f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:10.3f} MiB"
