@@ -1,0 +1,24 @@
+"""The product of a linear layer is torch's, in whatever form it is computed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from framework.model.products import SMALL_PRODUCT, linear_product
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_product_is_torchs_for_any_size_and_dtype(dtype, rows, bias):
+    x, w = torch.randn(2, rows, 64, dtype=dtype), torch.randn(97, 64, dtype=dtype)
+    b = torch.randn(97, dtype=dtype) if bias else None
+    assert (x.numel() * 97 >= SMALL_PRODUCT) == (rows == 300)
+    y = linear_product(x, w, b)
+    assert y.shape == (2, rows, 97)
+    torch.testing.assert_close(y, F.linear(x, w, b), rtol=1e-5 if dtype != torch.bfloat16 else 2e-2, atol=1e-4)
+
+
+def test_strides_do_not_matter():
+    left, right = torch.randn(300, 97).t(), torch.randn(300, 64).t()
+    torch.testing.assert_close(linear_product(left, right), left @ right.t(), rtol=1e-4, atol=1e-4)
