@@ -99,6 +99,17 @@ def topology_of(recipe: Recipe) -> Topology:
 def run_cases(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> dict[str, list[Row]]:
     """Body: every layout, on the first so many ranks as it asks for; then the ranks that were in all of them share the
     cases and compare each with its oracle."""
+    found = train_layouts(rank, world, rendezvous, cases)
+    everywhere = min(derive(recipe).world for case in cases for recipe in case.layouts.values())
+    rows = {}
+    for case in cases[rank::everywhere] if rank < everywhere else ():
+        expected = expect(case)
+        rows |= {f"{case.name}, {label}": compare(found[case.name, label], expected) for label in case.layouts}
+    return rows
+
+
+def train_layouts(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> dict[tuple[str, str], Evidence]:
+    """Body: the evidence of each case's layouts, by case and label, on the ranks that were in it."""
     by_topology: dict[Topology, list[tuple[Case, str]]] = {}
     for case in cases:
         for label, recipe in case.layouts.items():
@@ -110,12 +121,7 @@ def run_cases(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> 
             for case, label in layouts:
                 found[case.name, label] = run_layout(case.layouts[label], case.config, case.batches(), mesh)
             mesh.close()
-    everywhere = min(topology.world for topology in by_topology)
-    rows = {}
-    for case in cases[rank::everywhere] if rank < everywhere else ():
-        expected = expect(case)
-        rows |= {f"{case.name}, {label}": compare(found[case.name, label], expected) for label in case.layouts}
-    return rows
+    return found
 
 
 def expect(case: Case) -> Evidence:
