@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from framework.errors import LayoutError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, part
 from framework.model.plan import Unit
@@ -93,6 +94,7 @@ class UnitBuffer:
         self.pool = pool
         self.parameters: dict[str, nn.Parameter] = {}
         self.places: dict[str, GradientPlace] = {}
+        self.is_complete = False  # backward has left the unit: no gradient of this microbatch may come any more
         self.full = self.shard = self.master = self.gradient = self.reduced = torch.empty(0)
 
     @property
@@ -176,15 +178,11 @@ class UnitBuffer:
 class GradientPlace:
     """Where one parameter's gradient is collected: a view of its buffer's gradient, written first, then added to.
 
-    `tick` stands for the parameter in autograd's graph where a layer writes its gradient here itself. `sources`: the leaves
-    of autograd's graph that have to finish before the gradient of a backward is complete. is_written: since the buffer was
-    last started afresh; is_reached: in this step.
+    is_written: since the buffer was last started afresh; is_reached: in this step.
     """
 
     def __init__(self, buffer: UnitBuffer, slot: Slot):
         self.parameter = buffer.parameters[slot.name]
-        self.tick = nn.Parameter(torch.zeros((), device=buffer.full.device))
-        self.sources: tuple[nn.Parameter, ...] = (self.parameter,)
         self.is_written = self.is_reached = False
         self._buffer, self._slot = buffer, slot
 
@@ -194,7 +192,12 @@ class GradientPlace:
         return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._slot.shape)
 
     def add(self, gradient: Tensor) -> None:
-        """Add a finished gradient, cast to the reduce dtype."""
+        """Add a gradient, cast to the reduce dtype. LayoutError if it comes after its unit's reduction."""
+        if self._buffer.is_complete:
+            raise LayoutError(
+                f"{self._slot.name} received a gradient after backward had left its unit, {self._buffer.unit}, and reduced it:"
+                " the model computes with it elsewhere than its modules and ties tell"
+            )
         self._buffer.open_gradient()
         if self.is_written:
             self.view.add_(gradient)

@@ -1,20 +1,20 @@
 """Gradients: collected in their unit's buffer, reduced unit by unit while backward goes on.
 
 Each parameter's gradient of a microbatch is written (first) or added (later) to the unit's flat gradient in the reduce
-dtype. A complete unit is reduce-scattered over the shard axis, and after the step's last backward its part is all-reduced
-over the replicas: law 1, with nothing else to know. Reductions start in one order on all ranks, the reverse of computation,
-whatever a rank's backward skipped: a unit waits for those before it in that order, and the end of backward sends the rest.
+dtype. When backward has left a unit, its gradient is reduce-scattered over the shard axis, and after the step's last backward
+this rank's part is all-reduced over the replicas: law 1, with nothing else to know.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from framework.comm.collectives import Pending, start_all_reduce, start_reduce_scatter
-from framework.errors import LayoutError
 from framework.parallel.zero.buffers import GradientPlace, Slot, UnitBuffer
+from framework.parallel.zero.waits import Waits
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
 # long as the backward of a unit and a half before anyone waits.
@@ -34,19 +34,21 @@ class Reduction:
 
 
 class GradientSync:
-    """Follows a step: start_step, then for each microbatch start_backward, (gradients arrive), end_backward, then finish."""
+    """Follows a step: start_step, then for each microbatch start_backward, (gradients arrive), reduce of each unit from the
+    last to the first, then finish. `waits`: how long computation stood still for reductions."""
 
     def __init__(self, buffers: Sequence[UnitBuffer]):
         self.buffers = [buffer for buffer in reversed(buffers) if buffer.is_trained]
-        self._waiting: list[set[Tensor]] = []
-        self._next = 0
-        self._is_last = self._reduces = False
+        self.waits = Waits()
+        self._of_unit: dict[str, list[UnitBuffer]] = {}
+        for buffer in self.buffers:
+            self._of_unit.setdefault(buffer.unit, []).append(buffer)
+        self._is_last = False
         self._has_reduced: set[UnitBuffer] = set()
         self._reductions: deque[Reduction] = deque()
         self._replications: list[Pending] = []
-        for index, buffer in enumerate(self.buffers):
-            for place in buffer.places.values():
-                self._watch(place, index)
+        for _, _, place in self.places:
+            place.parameter.register_post_accumulate_grad_hook(partial(_collect, place))
 
     @property
     def places(self) -> list[tuple[UnitBuffer, Slot, GradientPlace]]:
@@ -62,54 +64,22 @@ class GradientSync:
     def start_backward(self, is_last: bool) -> None:
         """Announce the backward of a microbatch, and whether it is the step's last."""
         self._is_last = is_last
-        self._waiting = [
-            {leaf for place in buffer.places.values() for leaf in place.sources} for buffer in self.buffers
-        ]
-        self._next = 0
+        for buffer in self.buffers:
+            buffer.is_complete = False
 
-    def pass_units(self, done: set[str]) -> None:
-        """Backward has left these units: what did not get a gradient will get none in this microbatch."""
-        for buffer, waiting in zip(self.buffers, self._waiting, strict=True):
-            if buffer.unit in done:
-                waiting.clear()
-        self._reduce_ready()
-
-    def end_backward(self) -> None:
-        """The backward of the microbatch is over."""
-        self.pass_units({buffer.unit for buffer in self.buffers})
+    def reduce(self, unit: str) -> None:
+        """Backward has left the unit: what did not get a gradient will get none in this microbatch."""
+        for buffer in self._of_unit.get(unit, ()):
+            buffer.is_complete = True
+            if self._is_last or not buffer.lifetimes.keeps_gradients:
+                self._reduce(buffer)
 
     def finish(self) -> None:
         """Wait until `reduced` holds the sum over all microbatches and ranks."""
         while self._reductions:
             self._settle()
-        for pending in self._replications:
-            pending.wait()
+        self.waits.wait(self._replications)
         self._replications = []
-
-    def _watch(self, place: GradientPlace, index: int) -> None:
-        def collect(leaf: Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            if index < self._next:
-                raise LayoutError(
-                    f"a parameter of {self.buffers[index].unit} received a gradient after its unit's reduction: its layer uses"
-                    " the weight in a way that was not seen"
-                )
-            if leaf is not place.tick:
-                assert gradient is not None, self.buffers[index].unit
-                place.add(gradient)
-            self._waiting[index].discard(leaf)
-            if not self._waiting[index]:
-                self._reduce_ready()
-
-        place.parameter.register_post_accumulate_grad_hook(collect)
-        place.tick.register_post_accumulate_grad_hook(collect)
-
-    def _reduce_ready(self) -> None:
-        while self._next < len(self.buffers) and not self._waiting[self._next]:
-            buffer = self.buffers[self._next]
-            self._next += 1
-            if self._is_last or not buffer.lifetimes.keeps_gradients:
-                self._reduce(buffer)
 
     def _reduce(self, buffer: UnitBuffer) -> None:
         buffer.open_gradient()
@@ -130,7 +100,7 @@ class GradientSync:
         """Wait for the oldest reduction; its part is then complete for this microbatch."""
         reduction = self._reductions.popleft()
         buffer = reduction.buffer
-        reduction.pending.wait()
+        self.waits.wait([reduction.pending])
         if reduction.part is not buffer.reduced:
             buffer.reduced.add_(reduction.part)
             buffer.pool.give_back(reduction.part)
@@ -138,3 +108,10 @@ class GradientSync:
             buffer.pool.give_back(reduction.full)
         if reduction.is_last:
             self._replications.append(start_all_reduce(buffer.reduced, buffer.replica_axis))
+
+
+def _collect(place: GradientPlace, parameter: Tensor) -> None:
+    """Take over what autograd has accumulated in a backward."""
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None, tuple(parameter.shape)
+    place.add(gradient)

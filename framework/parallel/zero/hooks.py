@@ -1,14 +1,6 @@
-"""Forward and backward of an unmodified model tell the syncs which unit they are in.
+"""Forward and backward of an unmodified model tell where they are; `order` decides what follows from it."""
 
-    before a unit's forward    it is gathered, the next ones are on their way, those behind are released
-    after it                   a layer is released; its outputs are watched for backward
-    backward reaches a unit    it is gathered again, those before it are on their way; later units are reduced and released
-    end of backward            what is left is reduced and released
-
-The order is that of the model's code, so it is the same on all ranks.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +9,7 @@ from torch import Tensor, nn
 
 from framework.model.plan import Unit
 from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.order import UnitOrder, UnitUse
 from framework.parallel.zero.parameters import ParameterSync
 
 
@@ -32,71 +25,63 @@ class UnitHooks:
         gradients: GradientSync,
         prefetch_units: int,
     ):
-        self.units, self.parameters, self.gradients = units, parameters, gradients
-        self._depth = prefetch_units
-        self._reached = 0  # the furthest unit that this forward has entered
-        # Read again at the end of forward, by the head itself or through a tie: kept until backward is through with them.
-        self._kept: set[int] = set()
-        # An embedding's backward does not read its weight.
-        self._read_in_backward: set[int] = set()
-        first_layer = next((index for index, unit in enumerate(units) if unit.is_layer), len(units))
-        for index, unit in enumerate(units):
-            holders = [unit.root] if unit.is_layer else _holders(unit, ties)
-            owners = {holder: next(i for i, other in enumerate(units) if holder in other.modules) for holder in holders}
-            if (index > first_layer and not unit.is_layer) or any(owner > index for owner in owners.values()):
-                self._kept.add(index)
-            if not all(isinstance(model.get_submodule(holder), nn.Embedding) for holder in holders):
-                self._read_in_backward.add(index)
-            for holder, owner in owners.items():
-                module = model.get_submodule(holder)
-                module.register_forward_pre_hook(partial(self._before_forward, index, owner))
+        self.parameters = parameters
+        doors = [_doors(unit, units, ties) for unit in units]
+        self._uses = _foresee(model, units, doors)
+        self.order = UnitOrder(self._uses, parameters, gradients, prefetch_units)
+        for index, positions in enumerate(doors):
+            for name, position in positions.items():
+                module = model.get_submodule(name)
+                module.register_forward_pre_hook(partial(self._before_forward, index, position))
                 module.register_forward_hook(partial(self._after_forward, index))
         model.register_forward_pre_hook(self._before_model)
         model.register_forward_hook(self._after_model)
 
     def end_backward(self) -> None:
         """The backward of a microbatch is over."""
-        self.gradients.end_backward()
-        self._release(range(len(self.units)))
+        self.order.end_backward()
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        self._reached = 0
+        self.order.start_forward()
 
-    def _before_forward(self, index: int, owner: int, module: nn.Module, args: Any) -> None:
-        """`owner`: the unit that the module stands in, a later one than `index` if its parameter is tied. A module that runs
-        later than where it stands counts as where the computation is."""
-        self._reached = max(self._reached, owner)
-        self.parameters.use(index, range(index + 1, min(index + 1 + self._depth, len(self.units))))
-        self._release(other for other in range(self._reached) if other != index and other not in self._kept)
+    def _before_forward(self, index: int, position: int, module: nn.Module, args: Any) -> None:
+        self.order.enter_forward(position)
+        self.parameters.use(index)
 
     def _after_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, index, self._reached))
-        if self.units[index].is_layer:
-            self._release([index])
+                    tensor.register_hook(partial(self._before_backward, index, self.order.position))
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            self._release(range(len(self.units)))
+        self.order.end_forward(has_backward=torch.is_grad_enabled())
 
     def _before_backward(self, index: int, position: int, gradient: Tensor) -> None:
-        if index in self._read_in_backward:
-            ahead = range(index - 1, max(index - 1 - self._depth, -1), -1)
-            self.parameters.use(index, [other for other in ahead if other in self._read_in_backward])
-        done = range(position + 1, len(self.units))
-        self.gradients.pass_units({self.units[other].name for other in done})
-        self._release(other for other in done if other != index)
-
-    def _release(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self.parameters.release(index)
+        """`position`: where forward was when the module ran; a module that runs later than where it stands counts there."""
+        self.order.enter_backward(position)
+        if self._uses[index].is_read_in_backward:
+            self.parameters.use(index)
 
 
-def _holders(unit: Unit, ties: Mapping[str, tuple[str, ...]]) -> set[str]:
-    """The modules that hold a parameter of the unit, under any of its names."""
-    return {alias.rpartition(".")[0] for name in unit.parameters for alias in ties[name]}
+def _doors(unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+    """The modules through which the unit's parameters are read, each with the position of the unit that it stands in: a
+    later one if the parameter is tied."""
+    holders = {alias.rpartition(".")[0] for name in unit.parameters for alias in ties[name]}
+    if unit.is_layer:
+        holders = {unit.root if holder in unit.modules else holder for holder in holders}
+    return {holder: next(i for i, other in enumerate(units) if holder in other.modules) for holder in sorted(holders)}
+
+
+def _foresee(model: nn.Module, units: Sequence[Unit], doors: Sequence[Mapping[str, int]]) -> list[UnitUse]:
+    uses = []
+    is_above_trained = False
+    for index, unit in enumerate(units):
+        is_above_trained |= any(model.get_parameter(name).requires_grad for name in unit.parameters)
+        is_embedding = all(isinstance(model.get_submodule(name), nn.Embedding) for name in doors[index])
+        is_kept = any(position > index for position in doors[index].values())
+        uses.append(UnitUse(unit.name, is_kept, is_above_trained and not is_embedding))
+    return uses
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from framework.parallel.zero.buffers import GradientPlace
 
 
 class _DirectLinear(torch.autograd.Function):
-    """`tick` stands for the weight in autograd's graph: its hook fires when all uses of the weight have run backward."""
+    """`tick` stands for the weight in autograd's graph: with it, backward runs where nothing else asks for a gradient."""
 
     @staticmethod
     def forward(ctx, x, tick, bias, place, is_transposed):
@@ -36,7 +36,7 @@ class _DirectLinear(torch.autograd.Function):
         left, right = (x_rows, dy_rows) if ctx.is_transposed else (dy_rows, x_rows)
         ctx.place.add_product(left.t(), right.t())
         db = dy_rows.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, torch.zeros_like(ctx.place.tick), db, None, None
+        return dx, None, db, None, None
 
 
 def find_linears(model: nn.Module, places: Mapping[str, GradientPlace]) -> list[tuple[nn.Module, GradientPlace]]:
@@ -48,18 +48,15 @@ def find_linears(model: nn.Module, places: Mapping[str, GradientPlace]) -> list[
 
 def write_gradients_directly(model: nn.Module, places: Mapping[str, GradientPlace]) -> None:
     """Give each Linear (and GPT-2's transposed Conv1D) of the model the forward above. Results are those of autograd."""
-    linears = find_linears(model, places)
-    modules = {module for module, _ in linears}
-    other_uses = {p for module in model.modules() if module not in modules for p in module.parameters(recurse=False)}
-    for module, place in linears:
-        place.sources = (place.tick, place.parameter) if place.parameter in other_uses else (place.tick,)
+    for module, place in find_linears(model, places):
         module.forward = _direct_forward(module, place)  # type: ignore[method-assign]
 
 
 def _direct_forward(module: nn.Module, place: GradientPlace):
     is_transposed = isinstance(module, Conv1D)
+    tick = torch.zeros((), device=place.parameter.device, requires_grad=True)
 
     def forward(x: Tensor) -> Tensor:
-        return _DirectLinear.apply(x, place.tick, module.bias, place, is_transposed)
+        return _DirectLinear.apply(x, tick, module.bias, place, is_transposed)
 
     return forward

@@ -1,4 +1,4 @@
-"""Parameters: gathered unit by unit just before their use, one ahead of it, and given back when the use is over.
+"""Parameters: gathered unit by unit just before their use, and given back when the use is over.
 
 A unit's parameters are views of one flat tensor for the whole run, and autograd keeps some of these views for backward. So
 the memory of a released unit goes back by shrinking the tensor's storage to nothing, and comes again in place (the idea of
@@ -6,66 +6,51 @@ torch's FSDP): every view stays true. The gather lands in the tensor itself; not
 """
 
 from collections.abc import Sequence
-from enum import Enum
 
 from torch import Tensor
 
 from framework.comm.collectives import Pending, start_all_gather
 from framework.parallel.zero.buffers import UnitBuffer
-
-
-class State(Enum):
-    """SHARDED: only the parts are up to date. GATHERING: on the way. GATHERED: `full` is what forward and backward read."""
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
+from framework.parallel.zero.waits import Waits
 
 
 class ParameterSync:
-    """The states of the units, in order of computation, and the collectives between them."""
+    """gathered: units that are there or on their way. transient: those of them whose lifetime ends with their use. waits:
+    how long computation stood still for gathers."""
 
     def __init__(self, units: Sequence[Sequence[UnitBuffer]]):
         self.units = units
-        self.states = [State.SHARDED] * len(units)
+        self.waits = Waits()
+        self.gathered: set[int] = set()
+        self.transient: set[int] = set()
         self._pending: dict[int, list[Pending]] = {}
-
-    def use(self, index: int, ahead: Sequence[int]) -> None:
-        """Return when unit `index` can be read; start to gather the units `ahead` before waiting for anything."""
-        for each in (index, *ahead):
-            self.start_gather(each)
-        for pending in self._pending.pop(index, ()):
-            pending.wait()
-        self.states[index] = State.GATHERED
 
     def start_gather(self, index: int) -> None:
         """Start to gather a unit that is not there and not on its way."""
-        if self.states[index] is not State.SHARDED:
-            return
-        self.states[index] = State.GATHERING
-        self._pending[index] = [_start_gather(buffer) for buffer in self.units[index]]
+        if index not in self.gathered:
+            self.gathered.add(index)
+            if not all(buffer.lifetimes.keeps_parameters for buffer in self.units[index]):
+                self.transient.add(index)
+            self._pending[index] = [_start_gather(buffer) for buffer in self.units[index]]
+
+    def use(self, index: int) -> None:
+        """Return when the unit's parameters can be read."""
+        self.start_gather(index)
+        self.waits.wait(self._pending.pop(index, ()))
 
     def release(self, index: int) -> None:
-        """Give the memory of a gathered unit back, where its lifetime ends with its use."""
-        if (
-            self.states[index] is State.GATHERED
-            and self.units[index]
-            and not self.units[index][0].lifetimes.keeps_parameters
-        ):
-            self._drop(index)
-
-    def update(self) -> None:
-        """The parts have changed: what was gathered is old."""
-        for index in range(len(self.units)):
-            for pending in self._pending.pop(index, ()):
-                pending.wait()
-            self._drop(index)
-
-    def _drop(self, index: int) -> None:
+        """Give a gathered unit's memory back."""
+        self.waits.wait(self._pending.pop(index, ()))
+        self.gathered.remove(index)
+        self.transient.discard(index)
         for buffer in self.units[index]:
             if not buffer.lifetimes.resident_parameters:
                 buffer.full.untyped_storage().resize_(0)
-        self.states[index] = State.SHARDED
+
+    def update(self) -> None:
+        """The parts have changed: what was gathered is old."""
+        for index in list(self.gathered):
+            self.release(index)
 
 
 def _start_gather(buffer: UnitBuffer) -> Pending:

@@ -1,0 +1,219 @@
+"""When units are gathered, released and reduced changes nothing: not by choice, not by what a model does, not over time."""
+
+import gc
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.build import build, restore
+from framework.checkpoint.save import save_checkpoint
+from framework.mesh.connect import connect
+from framework.recipe.schema import Recipe, Zero
+from framework.train.state import RunState, entries
+from framework.train.step import Run, evaluate, train_step
+from framework.verify.compare import compare
+from framework.verify.evidence import Evidence, TokenBatch, gather_full, make_batches
+from framework.verify.layout import owned_weights, share
+from tests.families import Family, build_config, family
+from tests.ranks.crossed_model import CROSSED
+from tests.ranks.parity import CONTEXT, CPU, Case, assert_equal, small_recipe, topology_of, train_layouts, worst_error
+from tests.ranks.pool import RankPool
+from tests.ranks.spare_model import SPARE
+
+SEQUENCES = 12
+STAGE_3 = Zero(stage=3)
+ACCUMULATE: tuple[Literal["sharded", "local"], ...] = ("sharded", "local")
+
+
+def train(pool: RankPool, world: int, case: Case) -> dict[str, Evidence]:
+    """Evidence by the label of the layout."""
+    return {label: evidence for (_, label), evidence in pool.run(world, train_layouts, [case])[0].items()}
+
+
+def assert_bitwise_equal(found: dict[str, Evidence]) -> None:
+    (first, expected), *others = found.items()
+    for label, evidence in others:
+        assert (evidence.losses, evidence.norms) == (expected.losses, expected.norms), f"{label}, {first}"
+        for ours, theirs in ((evidence.gradients, expected.gradients), (evidence.weights, expected.weights)):
+            assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == [], f"{label}, {first}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_prefetch_and_kept_parameters_are_bitwise_equal(pool: RankPool, stage: int, world: int) -> None:
+    ways = [
+        *(Zero(stage=stage, prefetch_units=depth) for depth in (0, 1, 2, 9)),
+        *(Zero(stage=stage, prefetch_units=depth, keep_gathered=True) for depth in (0, 1)),
+    ]
+    recipe = small_recipe("fp32", world, 3, SEQUENCES, clip_norm=0.05)
+    for tied in (True, False):
+        layouts = {str(zero): replace(recipe, zero=zero) for zero in ways}
+        assert_bitwise_equal(train(pool, world, Case("", family("gemma2"), layouts, {"tie_word_embeddings": tied})))
+
+
+def crossed_layouts(precision: str, world: int, clip_norm: float | None) -> dict[str, Recipe]:
+    ways = [Zero(stage=stage) for stage in (0, 1, 2)]
+    ways += [Zero(stage=3, prefetch_units=depth) for depth in (0, 1, 2)]
+    if world == 4:
+        ways.append(Zero(stage=3, shard_within=2))
+    return {str(zero): small_recipe(precision, world, 3, SEQUENCES, clip_norm, zero) for zero in ways}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_parameters_read_elsewhere_than_where_they_stand_equal_one_process(pool: RankPool, world: int) -> None:
+    assert_equal(pool, world, [Case("crossed", CROSSED, crossed_layouts("fp64", world, 0.005))])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_fp32_parameters_in_bf16_units_are_the_same_at_all_stages(pool: RankPool, world: int) -> None:
+    """A scale of one element has a buffer of its own, of which most ranks hold nothing but padding."""
+    found = train(pool, world, Case("crossed", CROSSED, crossed_layouts("bf16", world, None)))
+    of_stage_0 = found.pop(str(Zero(stage=0)))
+    assert of_stage_0.weights["layers.1.scale.weight"] != 0.9, "the scale was not trained"
+    for label, evidence in found.items():
+        assert worst_error(compare(evidence, of_stage_0)) < 1e-3, label
+
+
+def test_layers_that_one_of_four_ranks_enters_equal_one_process(pool: RankPool) -> None:
+    """Layer 1 runs on rank 3 alone, in the first of two microbatches; layer 3 on no rank."""
+    ways = [
+        Zero(stage, within, accumulate, prefetch_units=depth)
+        for stage, within, accumulate, depth in product((1, 2, 3), (None, 2), ACCUMULATE, (0, 1))
+    ]
+    case = Case("spare", SPARE, {str(zero): small_recipe("fp64", 4, 2, 8, 0.02, zero) for zero in ways})
+    opened = [int(batch.input_ids[3, 0]) for batch in case.batches()]
+    assert [row for row in range(8) if int(case.batches()[0].input_ids[row, 0]) in opened] == [3]
+    assert_equal(pool, 4, [replace(case, changes={"open_tokens": opened}, by_microbatch=True)])
+
+
+def train_steps(run: Run, recipe: Recipe, batches: list[TokenBatch], start: int = 0) -> list[list[float]]:
+    """Loss and norm of each step."""
+    rows = recipe.batch.sequences_per_microbatch
+    return [
+        train_step(run, share(batch, rows, run.mesh), step, recipe.optim.lr, ()).tolist()
+        for step, batch in enumerate(batches[start:], start)
+    ]
+
+
+def weights_of(run: Run) -> dict[str, Tensor]:
+    return gather_full(owned_weights(run), run.mesh.axis("world"))
+
+
+def states_of(run: Run) -> dict[str, Tensor]:
+    """Everything that a checkpoint keeps, in full, by entry."""
+    parts = {entry.name: (entry.layout, entry.data) for entry in entries(run, whole=False)}
+    return gather_full(parts, run.mesh.axis("world"))
+
+
+def train_and_save(rank: int, world: int, rendezvous: str, case: Case, root: Path) -> tuple[list[list[float]], dict]:
+    """Body: train on all batches, saving after the first; losses and norms after it, and the last state."""
+    (recipe,) = case.layouts.values()
+    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
+    run = build(recipe, case.config, mesh)
+    batches = case.batches()
+    train_steps(run, recipe, batches[:1])
+    state = RunState("zero", "", step=1, num_updates=run.optimizer.num_updates)
+    save_checkpoint(root, 1, entries(run, whole=False), state.to_json(), mesh.axis("world"), keep=1)
+    found = train_steps(run, recipe, batches, start=1), states_of(run)
+    mesh.close()
+    return found
+
+
+def resume_and_train(rank: int, world: int, rendezvous: str, case: Case, root: Path) -> tuple[list[list[float]], dict]:
+    """Body: as if the run had ended after the first batch."""
+    (recipe,) = case.layouts.values()
+    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
+    run = build(recipe, case.config, mesh, resumes=True)
+    state = restore(run, root)
+    found = train_steps(run, recipe, case.batches(), start=state.step), states_of(run)
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family_of", "precision", "zero"),
+    [
+        (family("gemma2"), "fp32", STAGE_3),
+        (family("mixtral"), "bf16", Zero(stage=3, shard_within=2, accumulate="local")),
+        (CROSSED, "bf16", Zero(stage=3, keep_gathered=True)),
+    ],
+    ids=["gemma2", "mixtral", "crossed"],
+)
+def test_resume_at_stage_3_is_bitwise_equal(
+    pool: RankPool, tmp_path: Path, family_of: Family, precision: str, zero: Zero
+) -> None:
+    case = Case("", family_of, {"": small_recipe(precision, 4, 1, SEQUENCES, 0.005, zero)})
+    reports, states = pool.run(4, train_and_save, case, tmp_path)[0]
+    reports_resumed, states_resumed = pool.run(4, resume_and_train, case, tmp_path)[0]
+    assert reports_resumed == reports
+    assert states_resumed.keys() == states.keys()
+    assert [name for name in states if not torch.equal(states_resumed[name], states[name])] == []
+
+
+def test_a_checkpoint_of_stage_3_on_four_ranks_continues_at_stage_0_on_two(pool: RankPool, tmp_path: Path) -> None:
+    saved = Case("", family("mixtral"), {"": small_recipe("fp64", 4, 1, SEQUENCES, 0.05, STAGE_3)})
+    loaded = Case("", family("mixtral"), {"": small_recipe("fp64", 2, 3, SEQUENCES, 0.05)})
+    reports, states = pool.run(4, train_and_save, saved, tmp_path)[0]
+    reports_loaded, states_loaded = pool.run(2, resume_and_train, loaded, tmp_path)[0]
+    torch.testing.assert_close(torch.tensor(reports_loaded), torch.tensor(reports), rtol=1e-9, atol=0.0)
+    assert states_loaded.keys() == states.keys()
+    for name in states:
+        torch.testing.assert_close(states_loaded[name], states[name], rtol=1e-9, atol=1e-12)
+
+
+def train_and_evaluate(rank: int, world: int, rendezvous: str, case: Case, evaluates: bool) -> tuple[list, dict]:
+    """Body: train, with evaluations on other batches before, between and after the steps, or without."""
+    (recipe,) = case.layouts.values()
+    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
+    run = build(recipe, case.config, mesh)
+    batches, reports = case.batches(), []
+    for step in range(len(batches)):
+        if evaluates:
+            evaluate(run, share(batches[-1], recipe.batch.sequences_per_microbatch, mesh))
+        reports += train_steps(run, recipe, batches[: step + 1], start=step)
+    found = reports, weights_of(run)
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", [Zero(stage=1), STAGE_3, Zero(stage=3, keep_gathered=True)], ids=str)
+def test_evaluation_between_steps_is_bitwise_equal(pool: RankPool, zero: Zero) -> None:
+    case = Case("", family("gpt2"), {"": small_recipe("fp32", 2, 3, SEQUENCES, 0.05, zero)})
+    plain_reports, plain_weights = pool.run(2, train_and_evaluate, case, False)[0]
+    reports, weights = pool.run(2, train_and_evaluate, case, True)[0]
+    assert reports == plain_reports
+    assert [name for name in weights if not torch.equal(weights[name], plain_weights[name])] == []
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that a tensor of this process keeps alive."""
+    gc.collect()
+    storages = {each.untyped_storage() for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)}
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def watch_memory(rank: int, world: int, rendezvous: str, recipe: Recipe, num_steps: int) -> list[int]:
+    """Body: live bytes after a few steps, and after many more."""
+    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
+    config = build_config(family("llama"))
+    run = build(recipe, config, mesh)
+    batches = make_batches(config, 4, 4, CONTEXT, seed=3)
+    live = []
+    for step in range(num_steps):
+        train_steps(run, recipe, batches[: step % 4 + 1], start=step % 4)
+        if step in (3, num_steps - 1):
+            live.append(live_bytes())
+    mesh.close()
+    return live
+
+
+def test_many_steps_at_stage_3_leave_memory_flat(pool: RankPool) -> None:
+    for zero, num_steps in ((STAGE_3, 220), (Zero(stage=3, accumulate="local", keep_gathered=True), 40)):
+        recipe = small_recipe("bf16", 2, 2, 4, 0.05, zero)
+        for early, late in pool.run(2, watch_memory, recipe, num_steps):
+            assert early == late

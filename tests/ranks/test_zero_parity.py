@@ -1,0 +1,74 @@
+"""Every ZeRO layout is the training run of stock Hugging Face and torch in one process: losses, norms, gradients, weights."""
+
+from itertools import product
+from operator import attrgetter
+
+import pytest
+
+from framework.recipe.schema import Recipe, Zero
+from tests.families import FAMILIES, Family, family
+from tests.ranks.parity import Case, assert_equal, small_recipe
+from tests.ranks.pool import RankPool
+
+FLAGSHIPS = ("llama", "gpt2", "qwen3", "gemma2", "mixtral", "gpt_neox")
+# Divides into 2, 3 or 4 ranks x 1 or 3 microbatches.
+SEQUENCES = 12
+# Stock code that has no fp64: xglm puts fp64's lowest number into an fp32 tensor.
+WITHOUT_FP64 = ("xglm",)
+# Parameters that the family's own initialiser does not set, so that it cannot train from scratch on meta.
+WITHOUT_INITIALISER = ("apertus",)
+
+
+def zeros(world: int, accumulation: int) -> list[Zero]:
+    """Every stage, over all ranks and over two of four; over several microbatches, each way to accumulate them."""
+    within = (None, 2) if world == 4 else (None,)
+    ways = ("sharded", "local") if accumulation > 1 else ("sharded",)
+    return [
+        Zero(stage=stage, shard_within=degree, accumulate=way)
+        for stage, degree, way in product((1, 2, 3), within, ways)
+        if stage > 1 or way == "sharded"
+    ]
+
+
+def layouts(precision: str, clip_norm: float | None, worlds: tuple[int, ...]) -> dict[str, Recipe]:
+    return {
+        f"{world} ranks, accumulation {count}, {zero}": small_recipe(
+            precision, world, count, SEQUENCES, clip_norm, zero
+        )
+        for world, count in product(worlds, (1, 3))
+        for zero in zeros(world, count)
+    }
+
+
+# (precision, clip_norm, tied) -> numbers of ranks. Clipping knows nothing of ties nor of the number of ranks: pairs suffice.
+GRID = {
+    ("fp64", 0.05, True): (2, 3, 4),
+    ("fp64", None, False): (2, 3, 4),
+    ("fp64", 0.05, False): (2,),
+    ("fp64", None, True): (2,),
+    ("fp32", 0.05, True): (2, 4),
+    ("fp32", 0.05, False): (3,),
+}
+
+
+@pytest.mark.parametrize("name", FLAGSHIPS)
+def test_any_stage_ranks_accumulation_clipping_and_ties_equal_one_process(pool: RankPool, name: str) -> None:
+    cases = [
+        Case(
+            f"{name} in {precision}, clipped at {clip}, {'tied' if tied else 'untied'}",
+            family(name),
+            layouts(precision, clip, worlds),
+            {"tie_word_embeddings": tied},
+        )
+        for (precision, clip, tied), worlds in GRID.items()
+    ]
+    assert_equal(pool, 4, cases)
+
+
+@pytest.mark.parametrize(
+    "each", [each for each in FAMILIES if each.name not in WITHOUT_INITIALISER], ids=attrgetter("name")
+)
+def test_every_family_at_stage_3_equals_one_process(pool: RankPool, each: Family) -> None:
+    precision = "fp32" if each.name in WITHOUT_FP64 else "fp64"
+    recipe = small_recipe(precision, 2, accumulation=2, sequences=4, clip_norm=0.05, zero=Zero(stage=3))
+    assert_equal(pool, 2, [Case(f"{each.name} in {precision}", each, {"": recipe})])
