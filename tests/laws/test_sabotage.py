@@ -1,0 +1,223 @@
+"""Sabotage: drop the one line that enforces a law, and the comparison with one process fails. What cannot fail proves nothing.
+
+Each sabotage patches one function, inside the ranks of one body; the oracle beside them stays whole.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from framework import build
+from framework.comm.collectives import Pending, Reduction, all_reduce
+from framework.mesh.axis import Axis
+from framework.model.loss import count_loss_tokens, token_loss
+from framework.model.materialize import initialize_unit, seed_for
+from framework.parallel.zero import gradients
+from framework.parallel.zero.buffers import GradientPlace, UnitBuffer
+from framework.recipe.schema import Zero
+from framework.train import step
+from framework.verify.compare import Row, compare
+from framework.verify.evidence import Evidence
+from tests.families import family
+from tests.ranks.parity import Case, run_cases, small_recipe, train_layouts, worst_error
+from tests.ranks.pool import RankPool
+from tests.ranks.spare_model import SPARE
+
+WORLD = 2
+ACCUMULATION = 2
+SEQUENCES = 12
+TOLERANCE = 1e-9
+# A broken law must show far beyond the tolerance, not at its edge.
+VISIBLE = 1e-4
+
+Sabotage = Callable[[], Any]
+
+
+# --- law 3: the loss is a local sum over the global number of loss tokens
+
+
+def count_tokens_of_the_rank() -> Any:
+    """The number of loss tokens is not summed over ranks."""
+
+    def without_counts(x: Tensor, axis: Axis, op: Reduction = "sum") -> None:
+        if x.dtype != torch.int64:
+            all_reduce(x, axis, op)
+
+    return patch.object(step, "all_reduce", without_counts)
+
+
+def average_microbatches() -> Any:
+    """Each microbatch's mean counts alike, however many of its tokens do (Hugging Face's Trainer until 2024)."""
+
+    def mean(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+        return token_loss(logits, labels, count_loss_tokens(labels)) / (WORLD * ACCUMULATION)
+
+    return patch.object(step, "token_loss", mean)
+
+
+def balance_each_microbatch_fully() -> Any:
+    """A router's balancing term is added for each microbatch rather than averaged over them."""
+    whole = step._loss
+    return patch.object(step, "_loss", lambda model, inputs, num_tokens, count: whole(model, inputs, num_tokens, 1))
+
+
+# --- law 1: gradients are summed over microbatches, uses and ranks
+
+
+def keep_the_last_microbatch() -> Any:
+    """A later microbatch's gradient replaces the former ones."""
+    whole = GradientPlace.add
+
+    def overwrite(place: GradientPlace, gradient: Tensor) -> None:
+        place.is_written = False
+        whole(place, gradient)
+
+    return patch.object(GradientPlace, "add", overwrite)
+
+
+def forget_the_head_of_a_tied_weight() -> Any:
+    """A tied embedding gets the gradient of its use as an embedding only."""
+    whole = GradientPlace.add_product
+
+    def without_head(place: GradientPlace, left: Tensor, right: Tensor) -> None:
+        if "embed" not in place._slot.name:
+            whole(place, left, right)
+
+    return patch.object(GradientPlace, "add_product", without_head)
+
+
+def send_no_gradients() -> Any:
+    """Replicas keep their own sums."""
+    return patch.object(gradients, "start_all_reduce", lambda x, axis: Pending())
+
+
+def scatter_without_adding() -> Any:
+    """A shard is made of its rank's own gradients."""
+
+    def keep_own(part: Tensor, full: Tensor, axis: Axis) -> Pending:
+        part.copy_(full.view(axis.size, -1)[axis.rank])
+        return Pending()
+
+    return patch.object(gradients, "start_reduce_scatter", keep_own)
+
+
+# --- law 2: every element counts once in the norm
+
+
+def count_replicas_in_the_norm() -> Any:
+    """Every rank counts all that it holds."""
+    return patch.object(UnitBuffer, "counted_elements", lambda buffer, values: values)
+
+
+def count_the_norm_of_the_rank() -> Any:
+    """Norms are not summed over the world."""
+
+    def without_sums(x: Tensor, axis: Axis, op: Reduction = "sum") -> None:
+        if x.dtype == torch.int64:
+            all_reduce(x, axis, op)
+
+    return patch.object(step, "all_reduce", without_sums)
+
+
+# --- law 5: init belongs to the parameter, not to the rank
+
+
+def draw_weights_by_rank() -> Any:
+    """Each rank draws weights of its own."""
+
+    def draw(model: Any, unit: Any, seed: int, names: Any) -> dict[str, Tensor]:
+        return initialize_unit(model, unit, seed + dist.get_rank(), names)
+
+    return patch.object(build, "initialize_unit", draw)
+
+
+# --- what stock optimizers do
+
+
+def decay_what_was_not_reached() -> Any:
+    """Parameters without a gradient are updated like all others."""
+    return patch.object(step, "_unreached_spans", lambda run, reached: [])
+
+
+# --- dropout belongs to the microbatch, not to the rank
+
+
+def seed_dropout_by_rank() -> Any:
+    """Masks follow the microbatch's number on its rank."""
+
+    def seed(run_seed: int, word: str, at: int, index: int) -> int:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        return seed_for(run_seed, word, at, index // world)
+
+    return patch.object(step, "seed_for", seed)
+
+
+def whole() -> Any:
+    """No sabotage."""
+    return nullcontext()
+
+
+def case(name: str = "llama", stage: int = 0, by_microbatch: bool = False, clip: float = 0.05, **changes: Any) -> Case:
+    recipe = small_recipe("fp64", WORLD, ACCUMULATION, SEQUENCES, clip, Zero(stage=stage))
+    return Case(name, SPARE if name == "spare" else family(name), {"": recipe}, changes, by_microbatch)
+
+
+# What is dropped, the case in which it shows, and the row in which it must.
+SABOTAGES = (
+    (count_tokens_of_the_rank, case(), "loss"),
+    (average_microbatches, case(), "loss"),
+    (balance_each_microbatch_fully, case("mixtral", by_microbatch=True, output_router_logits=True), "gradient, step 1"),
+    (keep_the_last_microbatch, case(), "gradient, step 1"),
+    (forget_the_head_of_a_tied_weight, case(tie_word_embeddings=True), "gradient, step 1"),
+    (send_no_gradients, case(), "gradient, step 1"),
+    (scatter_without_adding, case(stage=3), "gradient, step 1"),
+    (count_replicas_in_the_norm, case(), "gradient norm"),
+    (count_the_norm_of_the_rank, case(stage=3), "gradient norm"),
+    (draw_weights_by_rank, case(), "loss"),
+    (decay_what_was_not_reached, case("spare", by_microbatch=True, clip=0.01), "weight, step 3"),
+)
+
+
+def run_sabotaged(
+    rank: int, world: int, rendezvous: str, sabotage: Sabotage, cases: list[Case]
+) -> dict[str, list[Row]]:
+    """Body: `run_cases` under a sabotage, which ends with it."""
+    with sabotage():
+        return run_cases(rank, world, rendezvous, cases)
+
+
+def train_sabotaged(
+    rank: int, world: int, rendezvous: str, sabotage: Sabotage, cases: list[Case]
+) -> dict[tuple[str, str], Evidence]:
+    """Body: `train_layouts` under a sabotage, which ends with it."""
+    with sabotage():
+        return train_layouts(rank, world, rendezvous, cases)
+
+
+def errors(pool: RankPool, sabotage: Sabotage, case: Case) -> dict[str, float]:
+    """The worst relative error of each quantity."""
+    (rows,) = pool.run(WORLD, run_sabotaged, sabotage, [case])[0].values()
+    return {row.quantity: row.error for row in rows}
+
+
+@pytest.mark.parametrize(("sabotage", "case", "quantity"), SABOTAGES, ids=[entry[0].__name__ for entry in SABOTAGES])
+def test_a_dropped_law_shows(pool: RankPool, sabotage: Sabotage, case: Case, quantity: str) -> None:
+    assert max(errors(pool, whole, case).values()) < TOLERANCE
+    assert errors(pool, sabotage, case)[quantity] > VISIBLE
+
+
+def test_dropout_seeded_by_rank_shows(pool: RankPool) -> None:
+    layouts = {f"{world} ranks": small_recipe("fp64", world, 2 // world, sequences=4) for world in (1, 2)}
+    dropout = Case("gpt2", family("gpt2"), layouts, {"resid_pdrop": 0.3})
+    worst = {}
+    for sabotage in (whole, seed_dropout_by_rank):
+        one, two = pool.run(WORLD, train_sabotaged, sabotage, [dropout])[0].values()
+        worst[sabotage] = worst_error(compare(one, two))
+    assert worst[whole] < TOLERANCE
+    assert worst[seed_dropout_by_rank] > VISIBLE
