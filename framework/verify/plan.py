@@ -1,6 +1,7 @@
 """`meshwright plan`: what a recipe will put where, before any device is touched. Everything stays on meta."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,8 @@ KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
 def plan(recipe: Recipe) -> int:
     """Print model, batch, units, bytes per rank, traffic and schedule. Raises what the recipe or the model has wrong."""
+    if recipe.zero.shard_within == "node":  # launch.kind=local: all ranks will be on one
+        recipe = replace(recipe, zero=replace(recipe.zero, shard_within=None))
     derived = derive(recipe)
     topology = make_topology(recipe, derived)
     model = build_meta(load_config(recipe.model), recipe.model.attention)

@@ -1,0 +1,102 @@
+"""What `meshwright plan` says of memory and traffic is what ranks allocate and send."""
+
+from itertools import product
+
+import pytest
+from torch import Tensor
+
+from framework.build import build
+from framework.comm import ledger
+from framework.errors import EXIT_DONE
+from framework.mesh.connect import connect
+from framework.model.load import build_meta
+from framework.model.plan import find_units
+from framework.optim.optimizers import state_names
+from framework.recipe.compose import compose
+from framework.recipe.schema import Recipe, Zero
+from framework.train.step import Run, train_step
+from framework.verify.layout import share
+from framework.verify.plan import bytes_per_rank, bytes_sent, plan, plan_rank
+from tests.families import family
+from tests.ranks.parity import CPU, Case, small_recipe, topology_of
+from tests.ranks.pool import RankPool
+
+SEQUENCES = 12
+KINDS = ("parameters", "gradients", "master", "optimizer")
+
+
+def layouts() -> dict[str, Recipe]:
+    zeros = [Zero(stage=0), *(Zero(stage, within) for stage, within in product((1, 2, 3), (None, 2)))]
+    return {
+        f"{precision} {count} microbatches {zero}": small_recipe(precision, 4, count, SEQUENCES, None, zero)
+        for precision, count, zero in product(("fp32", "bf16"), (1, 3), zeros)
+    }
+
+
+def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[dict[str, int], int]]:
+    """Body: for each layout the bytes that are allocated by kind, before the first step, and those sent in a step."""
+    found = {}
+    for number, (label, recipe) in enumerate(case.layouts.items()):
+        mesh = connect(topology_of(recipe), CPU, f"{rendezvous}-{number}", rank)
+        run = build(recipe, case.config, mesh)
+        allocated = measure_memory(run)
+        before = ledger.totals(ledger.snapshot(mesh))
+        train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
+        after = ledger.totals(ledger.snapshot(mesh))
+        sent = sum(after[axis].get("bytes", 0) - before[axis].get("bytes", 0) for axis in ("shard", "replica"))
+        found[label] = allocated, sent
+        mesh.close()
+    return found
+
+
+def measure_memory(run: Run) -> dict[str, int]:
+    """Bytes of distinct memory; what two kinds share counts for the first of them."""
+    states = [run.optimizer.state(index, name) for index in range(len(run.spans)) for name in run.optimizer.state_names]
+    kinds: dict[str, list[Tensor]] = {
+        "parameters": [tensor for buffer in run.buffers for tensor in (buffer.full, buffer.shard)],
+        "gradients": [tensor for buffer in run.buffers for tensor in (buffer.gradient, buffer.reduced)],
+        "master": [buffer.master for buffer in run.buffers],
+        "optimizer": states,
+    }
+    seen: set[int] = set()
+    totals = {}
+    for kind, tensors in kinds.items():
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+        totals[kind] = sum(num_bytes for place, num_bytes in storages.items() if place not in seen)
+        seen |= storages.keys()
+    return totals
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", True), ("llama", False), ("gpt2", True)])
+def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: bool) -> None:
+    case = Case("", family(name), layouts(), {"tie_word_embeddings": tied})
+    by_rank = pool.run(4, measure, case)
+    for label, recipe in case.layouts.items():
+        for rank, measured in enumerate(by_rank):
+            allocated, sent = measured[label]
+            model = build_meta(case.config)
+            buffers = plan_rank(recipe, model, find_units(model), topology_of(recipe), rank)
+            planned = bytes_per_rank(buffers, state_names(recipe.optim))
+            # Optimizer states leave out the padding that the last rank holds.
+            assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=0.02), label
+            assert allocated == {kind: planned[kind] for kind in KINDS if kind != "optimizer"}, label
+            assert sent == sum(bytes_sent(buffers, 1 if "1 micro" in label else 3).values()), label
+
+
+@pytest.mark.parametrize(
+    ("model", "total"),
+    [("deepseek_v3", "671,026,404,352"), ("llama3_1_70b", "70,553,706,496"), ("gpt2", "124,439,808")],
+)
+def test_large_models_are_planned_without_memory(model: str, total: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = compose(
+        [f"model={model}", "zero=stage_3", "launch.ranks=32", "batch.sequences_per_microbatch=1"]
+    ).require()
+    assert plan(recipe) == EXIT_DONE
+    printed = capsys.readouterr().out
+    assert f"{total} parameters" in printed
+    assert "stage 3: 32 shards, 1 replicas" in printed
+
+
+def test_a_node_holds_all_local_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(compose(["zero=hsdp", "launch.ranks=4"]).require()) == EXIT_DONE
+    assert "stage 3: 4 shards, 1 replicas" in capsys.readouterr().out
