@@ -47,22 +47,36 @@ class Span:
     stop: int
 
 
+# A buffer serves a need of at least half its size: embedding and head share one, a shard never takes a whole unit's.
+LARGEST_WASTE = 2
+
+
 class BufferPool:
-    """Flat tensors that outlive their use, by size and dtype: layers are equal, so they take turns in the same memory.
+    """Flat tensors that outlive their use, so that units take turns in the same memory. num_bytes: of all that it made.
 
     New memory would cost a page fault every 4 KiB on CPUs.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.num_bytes = 0
+        self._idle: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of any content that nobody else holds until it is given back."""
-        idle = self._idle.get((numel, dtype))
-        return idle.pop() if idle else torch.zeros(numel, dtype=dtype, device=device)
+        fits = [
+            i
+            for i, each in enumerate(self._idle)
+            if each.dtype == dtype and numel <= each.numel() < LARGEST_WASTE * numel
+        ]
+        if fits:
+            return self._idle.pop(min(fits, key=lambda i: self._idle[i].numel()))[:numel]
+        made = torch.zeros(numel, dtype=dtype, device=device)
+        self.num_bytes += made.nbytes
+        return made
 
     def give_back(self, tensor: Tensor) -> None:
-        self._idle.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+        """The whole of what `take` found goes back, not only what was asked for."""
+        self._idle.append(tensor.new_empty(0).set_(tensor.untyped_storage()))
 
 
 class UnitBuffer:

@@ -23,14 +23,12 @@ REDUCTIONS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduce-scatter under way: from the full gradient into `part`, which is `reduced` itself or a scratch to be added.
-    is_last: it is of the step's last microbatch, whatever backward is under way when it is settled."""
+    """A reduce-scatter under way: from the full gradient into `part`, which is `reduced` itself or a scratch to be added."""
 
     buffer: UnitBuffer
     pending: Pending
     full: Tensor
     part: Tensor
-    is_last: bool
 
 
 class GradientSync:
@@ -62,7 +60,11 @@ class GradientSync:
         self._has_reduced = set()
 
     def start_backward(self, is_last: bool) -> None:
-        """Announce the backward of a microbatch, and whether it is the step's last."""
+        """Announce the backward of a microbatch, and whether it is the step's last.
+
+        What the former backward still had under way has had a whole forward's time; its memory is needed again.
+        """
+        self._settle_all()
         self._is_last = is_last
         for buffer in self.buffers:
             buffer.is_complete = False
@@ -76,8 +78,7 @@ class GradientSync:
 
     def finish(self) -> None:
         """Wait until `reduced` holds the sum over all microbatches and ranks."""
-        while self._reductions:
-            self._settle()
+        self._settle_all()
         self.waits.wait(self._replications)
         self._replications = []
 
@@ -92,8 +93,12 @@ class GradientSync:
         part = reduced if is_first else buffer.pool.take(reduced.numel(), reduced.dtype, reduced.device)
         full = buffer.close_gradient()
         pending = start_reduce_scatter(part, full, buffer.shard_axis)
-        self._reductions.append(Reduction(buffer, pending, full, part, self._is_last))
+        self._reductions.append(Reduction(buffer, pending, full, part))
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or buffer.shard_axis.size == 1):
+            self._settle()
+
+    def _settle_all(self) -> None:
+        while self._reductions:
             self._settle()
 
     def _settle(self) -> None:
@@ -106,7 +111,7 @@ class GradientSync:
             buffer.pool.give_back(reduction.part)
         if not buffer.lifetimes.keeps_gradients:
             buffer.pool.give_back(reduction.full)
-        if reduction.is_last:
+        if self._is_last:
             self._replications.append(start_all_reduce(buffer.reduced, buffer.replica_axis))
 
 

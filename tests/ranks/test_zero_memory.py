@@ -1,0 +1,155 @@
+"""Bytes that a rank holds are those of the table in docs/zero.md, and what comes and goes stays under its stated peak."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from framework.build import build
+from framework.mesh.axis import Axis
+from framework.mesh.connect import connect
+from framework.model.load import build_meta
+from framework.model.plan import find_units
+from framework.optim.optimizers import FlatOptimizer, FlatSpan
+from framework.parallel.zero.buffers import UnitBuffer, plan_buffers
+from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
+from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.recipe.schema import Optim, Recipe, Zero
+from framework.train.step import Run, train_step
+from framework.verify.layout import share
+from tests.families import build_config, family
+from tests.ranks.parity import CPU, Case, small_recipe, topology_of
+from tests.ranks.pool import RankPool
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank between two steps. Where master and parameters are the same memory, it is parameters'."""
+
+    parameters: int
+    gradients: int
+    master: int
+    optimizer: int
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the tensors' storages, by address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+def measure_held(buffers: list[UnitBuffer]) -> Held:
+    parameters = count_bytes(each for buffer in buffers for each in (buffer.full, buffer.shard))
+    gradients = count_bytes(each for buffer in buffers for each in (buffer.gradient, buffer.reduced))
+    master = count_bytes(buffer.master for buffer in buffers)
+    slices = [
+        (buffer, slice(span.start - buffer.start, span.stop - buffer.start))
+        for buffer in buffers
+        for span in buffer.spans
+    ]
+    spans = [FlatSpan(buffer.master[where], buffer.reduced[where], 1.0, 0.0) for buffer, where in slices]
+    optimizer = FlatOptimizer(Optim(name="adamw"), spans)
+    states = count_bytes(optimizer.state(i, name) for i, name in product(range(len(spans)), optimizer.state_names))
+    return Held(
+        sum(parameters.values()),
+        sum(gradients.values()),
+        sum(num_bytes for address, num_bytes in master.items() if address not in parameters),
+        sum(states.values()),
+    )
+
+
+def expect_held(num_parameters: int, compute: str, zero: Zero, n: int) -> Held:
+    """The table: c bytes of a parameter in the compute dtype, 4 of its gradient, of its master and of each Adam moment."""
+    c = {"fp32": 4, "bf16": 2}[compute]
+    of_shard = num_parameters / n
+    keeps_gradients = zero.stage == 1 or zero.accumulate == "local"
+    return Held(
+        round(c * (of_shard if zero.stage == 3 else num_parameters)),
+        round(4 * (num_parameters if keeps_gradients else of_shard)),
+        0 if compute == "fp32" else round(4 * of_shard),
+        round(8 * of_shard),
+    )
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("accumulate", ["sharded", "local"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_bytes_per_rank_are_the_tables(compute: str, stage: int, accumulate: str, n: int) -> None:
+    """The axis has no process group: planning and allocating need none, of however many ranks."""
+    zero = Zero(stage=stage, accumulate=accumulate)  # type: ignore[arg-type]
+    model = build_meta(build_config(family("llama"), hidden_size=64, intermediate_size=160))
+    units = find_units(model)
+    shapes = {name: model.get_parameter(name).shape for unit in units for name in unit.parameters}
+    for rank in (0, n - 1):
+        shard, replica = Axis("shard", n, rank, tuple(range(n))), Axis("replica", 1, 0)
+        dtypes = dict.fromkeys(shapes, DTYPES[compute])
+        groups = dict.fromkeys(shapes, "all")
+        buffers = plan_buffers(units, shapes, groups, dtypes, torch.float32, lifetimes_of(zero), shard, replica)
+        for buffer in buffers:
+            buffer.allocate(CPU)
+        found = measure_held(buffers)
+        expected = expect_held(sum(shape.numel() for shape in shapes.values()), compute, zero, n)
+        for quantity in ("parameters", "gradients", "master", "optimizer"):
+            assert getattr(found, quantity) == pytest.approx(getattr(expected, quantity), rel=0.02), (rank, quantity)
+
+
+def full_bytes(buffer: UnitBuffer) -> int:
+    return buffer.numel_padded * buffer.full.element_size()
+
+
+def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[int, int]]:
+    """Body: for each layout the most bytes of gathered parameters that a step ever has, and of full gradients."""
+    found = {}
+    mesh = connect(topology_of(next(iter(case.layouts.values()))), CPU, rendezvous, rank)
+    for label, recipe in case.layouts.items():
+        run = build(recipe, case.config, mesh)
+        found[label] = watch_peaks(run, recipe, case)
+    mesh.close()
+    return found
+
+
+def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
+    """Gathering alone adds to gathered parameters; a pool never gives memory back, so its size is its peak."""
+    peak = 0
+    start_gather = run.parameters.start_gather
+
+    def watched(index: int) -> None:
+        nonlocal peak
+        start_gather(index)
+        peak = max(peak, sum(buffer.full.untyped_storage().nbytes() for buffer in run.buffers))
+
+    run.parameters.start_gather = watched  # type: ignore[method-assign]
+    for step, batch in enumerate(case.batches()):
+        train_step(run, share(batch, recipe.batch.sequences_per_microbatch, run.mesh), step, 1e-3, ())
+    return peak, run.buffers[0].pool.num_bytes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gathered_parameters_and_full_gradients_stay_under_their_peaks(pool: RankPool, tied: bool) -> None:
+    """Gathered at stage 3: the layer in use, one ahead and the larger of embedding and head. Full gradients from stage 2 on:
+    the layer that backward fills, those under way, embedding and head, which share memory if they are of like size; and over
+    several microbatches, parts of them to be added."""
+    world = 2
+    layouts = {
+        f"stage {stage}, {count} microbatches": small_recipe("fp32", world, count, 12, None, Zero(stage=stage))
+        for stage, count in product((2, 3), (1, 3))
+    }
+    case = Case("", family("llama"), layouts, {"num_hidden_layers": 6, "tie_word_embeddings": tied})
+    model = build_meta(case.config)
+    sizes = {
+        unit.name: 4 * (sum(model.get_parameter(name).numel() for name in unit.parameters) + world - 1)
+        for unit in find_units(model)
+    }
+    layer, ends = sizes["layers.0"], (sizes["embedding"], sizes["head"])
+    for found in pool.run(world, measure_peaks, case):
+        for label, (gathered, gradients) in found.items():
+            full = (1 + REDUCTIONS_IN_FLIGHT) * layer + (sum(ends) if tied else max(ends))
+            assert 0 < gradients <= full + (full // world if "3 microbatches" in label else 0), label
+            if "stage 3" in label:
+                assert layer < gathered <= 2 * layer + max(ends), label

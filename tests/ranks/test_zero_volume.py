@@ -1,0 +1,131 @@
+"""Bytes that a rank sends in a step are those of theory, to the byte: docs/zero.md has the forms.
+
+n ranks share a unit of P padded elements, of c bytes in the compute dtype and r in the reduce dtype. One gather sends
+(n-1)/n c P, one reduce-scatter (n-1)/n r P, and the all-reduce among m replicas 2 (m-1)/m r P/n. What differs is how often.
+"""
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import pytest
+
+from framework.build import build
+from framework.comm import ledger
+from framework.mesh.connect import connect
+from framework.mesh.topology import Topology
+from framework.model.load import build_meta
+from framework.model.plan import Unit, find_units
+from framework.recipe.derive import derive
+from framework.recipe.schema import Model, Recipe, Zero
+from framework.train.step import train_step
+from framework.verify.layout import share
+from tests.families import family
+from tests.ranks.parity import CPU, Case, small_recipe, topology_of
+from tests.ranks.pool import RankPool
+
+SEQUENCES = 12
+ITEM_BYTES = {"fp32": (4, 4), "bf16": (2, 4)}  # compute, reduce
+
+
+def measure_volume(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, ledger.Reading]:
+    """Body: for each layout what each of two steps has sent over the axes of ZeRO."""
+    found = {}
+    batches = case.batches()[:2]
+    by_topology: dict[Topology, list[tuple[str, Recipe]]] = {}
+    for label, recipe in case.layouts.items():
+        by_topology.setdefault(topology_of(recipe), []).append((label, recipe))
+    for number, (topology, layouts) in enumerate(by_topology.items()):
+        if rank < topology.world:
+            mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
+            for label, recipe in layouts:
+                run = build(recipe, case.config, mesh)
+                for step, batch in enumerate(batches):
+                    before = ledger.snapshot(mesh)
+                    train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-3, ())
+                    sent = ledger.difference(ledger.snapshot(mesh), before)
+                    found[f"{label}, step {step}"] = {axis: sent.get(axis, {}) for axis in ("shard", "replica")}
+            mesh.close()
+    return found
+
+
+def count_gathers(unit: Unit, zero: Zero, microbatches: int, frozen: bool) -> int:
+    """Of one unit in one step. Layers are read in forward and in backward; the head in one stretch; an embedding in forward
+    only, or, tied to the head, from forward to backward."""
+    if zero.stage == 0:
+        return 0
+    if zero.stage < 3 or zero.keep_gathered:
+        return 1
+    return microbatches * (2 if unit.is_layer and not frozen else 1)
+
+
+def count_reductions(zero: Zero, microbatches: int, frozen: bool) -> int:
+    if frozen:
+        return 0
+    return microbatches if zero.stage > 1 and zero.accumulate == "sharded" else 1
+
+
+def expect_volume(case: Case, recipe: Recipe, frozen_units: tuple[str, ...] = ()) -> dict[str, dict[str, int]]:
+    """Bytes by axis and operation."""
+    model, microbatches = build_meta(case.config), derive(recipe).accumulation
+    zero, world = recipe.zero, recipe.launch.ranks
+    n = 1 if zero.stage == 0 else zero.shard_within or world
+    m = world // n
+    compute_bytes, reduce_bytes = ITEM_BYTES[recipe.precision.compute]
+    sent = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    for unit in find_units(model):
+        numel = sum(prod(model.get_parameter(name).shape) for name in unit.parameters)
+        part = -(-numel // n)
+        frozen = unit.name in frozen_units
+        sent["all_gather"] += count_gathers(unit, zero, microbatches, frozen) * (n - 1) * part * compute_bytes
+        sent["reduce_scatter"] += count_reductions(zero, microbatches, frozen) * (n - 1) * part * reduce_bytes
+        sent["all_reduce"] += 0 if frozen else 2 * (m - 1) * (part * reduce_bytes) // m
+    return {
+        "shard": {name: sent[name] for name in ("all_gather", "reduce_scatter")},
+        "replica": {"all_reduce": sent["all_reduce"]},
+    }
+
+
+def ways(world: int) -> list[Zero]:
+    within = (None, 2) if world == 4 else (None,)
+    all_ways = [Zero(stage=0)]
+    for stage, degree, accumulate, keeps in product((1, 2, 3), within, ("sharded", "local"), (False, True)):
+        if (stage > 1 or accumulate == "sharded") and (stage == 3 or not keeps):
+            all_ways.append(Zero(stage, degree, accumulate, keeps))  # type: ignore[arg-type]
+    return all_ways
+
+
+def assert_volumes(pool: RankPool, case: Case, frozen_units: tuple[str, ...] = ()) -> None:
+    by_rank = pool.run(4, measure_volume, case)
+    for label, recipe in case.layouts.items():
+        expected = expect_volume(case, recipe, frozen_units)
+        for rank, step in product(range(recipe.launch.ranks), range(2)):
+            found = by_rank[rank][f"{label}, step {step}"]
+            for axis, operations in expected.items():
+                sent = {name: num_bytes for name, (_, num_bytes) in found[axis].items()}
+                assert sent == {name: num_bytes for name, num_bytes in operations.items() if num_bytes}, (
+                    f"{label} {axis}"
+                )
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "precision", "shapes"),
+    [("llama", False, "fp32", [(2, 1), (3, 3), (4, 3)]), ("gpt2", True, "bf16", [(2, 3), (4, 1)])],
+)
+def test_bytes_per_step_are_those_of_theory(
+    pool: RankPool, name: str, tied: bool, precision: str, shapes: list[tuple[int, int]]
+) -> None:
+    """shapes: ranks and microbatches."""
+    layouts = {
+        f"{world} ranks, {count} microbatches, {zero}": small_recipe(precision, world, count, SEQUENCES, None, zero)
+        for world, count in shapes
+        for zero in ways(world)
+    }
+    assert_volumes(pool, Case("", family(name), layouts, {"tie_word_embeddings": tied}))
+
+
+def test_frozen_units_are_gathered_and_not_reduced(pool: RankPool) -> None:
+    """Frozen units at the bottom are read in forward only."""
+    model = Model(freeze=["embed_tokens", r"layers\.0\."])
+    layouts = {str(zero): replace(small_recipe("fp32", 2, 3, SEQUENCES, None, zero), model=model) for zero in ways(2)}
+    assert_volumes(pool, Case("", family("llama"), layouts), frozen_units=("embedding", "layers.0"))
