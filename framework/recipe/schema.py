@@ -4,8 +4,6 @@ Each field carries its meaning and its range in its metadata, so that `check`, `
 `Literal` types list the legal values. Derived numbers (accumulation, dp, tokens per step) are never stored: see `derive.py`.
 """
 
-# ruff: noqa: RUF009  (`key` and `group` are what ruff does not know them to be: dataclasses.field)
-
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 

@@ -23,9 +23,17 @@ class _KeepDouble(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            return self._backward(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
             args = tuple(torch.float64 if each is torch.float32 else each for each in args)
             kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
+        """Torch leaves a mode while it handles a call, and all of backward is one call: layers that are recomputed in it would
+        be computed without."""
+        with self:
+            torch.autograd.backward(loss, gradient, **options)

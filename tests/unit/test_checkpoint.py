@@ -311,7 +311,15 @@ def test_inspect_prints_what_is_there_and_finds_damage(tmp_path, capsys):
     path = save(tmp_path / "checkpoints", 12, tokens=3456)
     assert inspect_command(tmp_path) == 0
     printed = capsys.readouterr().out
-    for words in ("step          12", "tokens        3456", "saved by 1 ranks", "weight ", "exp_avg ", "float32", "bfloat16"):
+    for words in (
+        "step          12",
+        "tokens        3456",
+        "saved by 1 ranks",
+        "weight ",
+        "exp_avg ",
+        "float32",
+        "bfloat16",
+    ):
         assert words in printed
     file = path / "rank-00000.bin"
     file.write_bytes(bytes(len(file.read_bytes())))

@@ -8,7 +8,8 @@ from framework.track.console import Console, format_count
 from framework.track.report import RunInfo, StepReport
 
 RUN = RunInfo("demo-1", {}, total_steps=100, tokens_per_step=512, world=2, degrees={"dp": 2}, model="llama",
-              num_parameters=5_200_000, unigram_entropy=5.5, commands={"resume": "meshwright resume-it", "export": "meshwright export-it"})  # fmt: skip
+              num_parameters=5_200_000, unigram_entropy=5.5,
+              commands={"resume": "meshwright resume-it", "export": "meshwright export-it"})  # fmt: skip
 
 
 class Terminal(io.StringIO):

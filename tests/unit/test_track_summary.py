@@ -11,7 +11,8 @@ from framework.track.summary import write_report
 
 RUN = RunInfo("demo-1", {"optim": {"name": "adamw", "lr": 1e-3}}, total_steps=400, tokens_per_step=512, world=2,
               degrees={"dp": 2}, model="llama", num_parameters=5_200_000, num_parameters_active=1_300_000,
-              peak_flops=989.4e12, unigram_entropy=5.5, commands={"resume": "meshwright resume-it", "export": "meshwright export-it"})  # fmt: skip
+              peak_flops=989.4e12, unigram_entropy=5.5,
+              commands={"resume": "meshwright resume-it", "export": "meshwright export-it"})  # fmt: skip
 
 
 def report(step, **values):
