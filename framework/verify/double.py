@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def keep_double(dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -18,22 +18,11 @@ def keep_double(dtype: torch.dtype) -> AbstractContextManager[Any]:
     return _KeepDouble() if dtype == torch.float64 else nullcontext()
 
 
-class _KeepDouble(TorchFunctionMode):
-    """Sees every call of torch's functions, forward and backward, in this thread."""
+class _KeepDouble(TorchDispatchMode):
+    """Sees every operation in this thread, those of backward and of recomputed layers too."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.backward:
-            return self._backward(*args, **kwargs)
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
+        if kwargs.get("dtype") == torch.float32 and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            kwargs = kwargs | {"dtype": torch.float64}
         return func(*args, **kwargs)
-
-    def _backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-        """Torch leaves a mode while it handles a call, and all of backward is one call: layers that are recomputed in it would
-        be computed without."""
-        with self:
-            torch.autograd.backward(loss, gradient, **options)
