@@ -5,6 +5,7 @@ rendezvous and returns something picklable. Starting a body costs milliseconds, 
 transformers costs seconds.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -160,3 +161,5 @@ def _attempt(task: bytes) -> bytes:
         # A body that raised did not close its mesh. Closing its connections here wakes the ranks that wait for it.
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A run's hooks and its model refer to one another, and hold its process groups, of which each keeps threads alive.
+        gc.collect()
