@@ -1,21 +1,27 @@
 """Packed documents train as they would alone, in every family that is said to keep them apart, and in no other."""
 
+from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
 
-from framework.build import build
+from framework.build import build, train_rank
 from framework.data.pack import IGNORED, Microbatch
+from framework.data.prepare import prepare
+from framework.errors import RecipeError
 from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.packing import keeps_documents_apart
+from framework.recipe.schema import Data, Model, Recipe, Source
 from framework.train.step import train_step
 from framework.verify.compare import compare
 from framework.verify.double import keep_double
 from framework.verify.evidence import Evidence, gather_full
 from framework.verify.layout import owned_gradients
 from tests.families import FAMILIES, VOCABULARY, Family, build_config
+from tests.families import family as find_family
 from tests.ranks.parity import CPU, small_recipe, worst_error
 
 # One longer than a sliding window of 5, one not longer than it.
@@ -50,6 +56,24 @@ def train_once(family: Family, microbatches: list[Microbatch]) -> Evidence:
     with keep_double(torch.float64):
         loss, norm = train_step(run, microbatches, step=0, lr=0.0, votes=()).tolist()
     return Evidence((loss,), (norm,), gather_full(owned_gradients(run), mesh.axis("world")), {"none": torch.zeros(1)})
+
+
+def packed_recipe(tmp_path: Path, family: Family) -> Recipe:
+    """A recipe that packs the documents of a folder, prepared."""
+    (tmp_path / "text").mkdir()
+    for index in range(40):
+        (tmp_path / "text" / f"{index}.txt").write_text(f"document {index} has few words " * 4)
+    sources = {"text": Source(path=str(tmp_path / "text"))}
+    data = Data(sources, root=str(tmp_path / "tokens"), bpe_vocab=260, pack="documents", validation=0.2)
+    values = {name: value for name, value in family.config.items() if name != "model_type"} | {"vocab_size": 260}
+    recipe = replace(small_recipe("fp32", world=1), data=data, model=Model(family.config["model_type"], values))
+    prepare(recipe, workers=1, progress=False)
+    return recipe
+
+
+def test_a_model_that_mixes_documents_up_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="documents that share a row see one another"):
+        train_rank(packed_recipe(tmp_path, find_family("gpt_oss")), tmp_path / "run")
 
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if each.name not in SKIPPED], ids=attrgetter("name"))
