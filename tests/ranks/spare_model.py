@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.families import Family
 
 
-class SpareConfig(PreTrainedConfig):
+class SpareConfig(PretrainedConfig):
     """open_tokens: the gated layer takes part in a microbatch whose first token is one of these."""
 
     model_type = "meshwright_spare"

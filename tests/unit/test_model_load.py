@@ -1,0 +1,68 @@
+"""From the recipe's words to a model on meta: every shipped model has its published size, mistakes name what is near."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from framework.errors import ModelError
+from framework.model.load import build_meta, load_config, load_config_file
+from framework.recipe.compose import compose
+from framework.recipe.schema import Model
+from framework.track.flops import measure_model
+from tests.families import family
+
+# Parameters as their makers' checkpoints have them, without DeepSeek's module for a second token.
+PUBLISHED = {
+    "deepseek_v3": 671_026_404_352,
+    "gemma2_9b": 9_241_705_984,
+    "gpt2": 124_439_808,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_2_1b": 1_235_814_400,
+    "mistral_7b": 7_248_023_552,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_8b": 8_190_735_360,
+}
+RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes" / "model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", sorted({*RECIPES} - {"tiny_llama"}))
+def test_shipped_model_has_its_published_size(name: str) -> None:
+    model = build_meta(load_config(compose([f"model={name}"]).require().model))
+    assert measure_model(model).total == PUBLISHED[name]
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_an_unknown_family_names_the_nearest() -> None:
+    with pytest.raises(ModelError, match="nearest: mixtral"):
+        load_config(Model("mixtrall"))
+
+
+def test_unknown_config_values_name_the_nearest() -> None:
+    with pytest.raises(ModelError, match=r"model.config.hidden_sise .* nearest: hidden_size"):
+        load_config(Model("llama", {"hidden_sise": 64, "num_hidden_layers": 2}))
+
+
+def test_a_value_that_only_the_model_reads_is_known() -> None:
+    """Qwen3's mixture reads head_dim, its config class does not declare it."""
+    assert load_config(Model("qwen3_moe", {"head_dim": 24})).head_dim == 24
+
+
+def test_no_config_keeps_a_cache() -> None:
+    """With one, positions that restart are ignored."""
+    assert load_config(Model("llama", {"use_cache": True})).use_cache is False
+
+
+def test_any_config_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(family("mixtral").config))
+    assert load_config_file(file).num_local_experts == family("mixtral").config["num_local_experts"]
+    file.write_text('{"hidden_size": 3}')
+    with pytest.raises(ModelError, match="model_type"):
+        load_config_file(file)
+    with pytest.raises(ModelError, match="no readable"):
+        load_config_file(tmp_path / "nothing.json")
