@@ -1,0 +1,229 @@
+"""Our ZeRO stages beside torch's DDP, ZeroRedundancyOptimizer and FSDP2, step by step: interleave.py has the method.
+
+    python scripts/bench/zero.py                                     all cases in fp32 and bf16 on two ranks
+    python scripts/bench/zero.py --cases 1x128 --precisions fp32 --same-product --rounds 31
+    python scripts/bench/zero.py --memory                            peak resident memory, each side in ranks of its own
+    python scripts/bench/zero.py --trace zero3.json                  one step of stage 3 for chrome://tracing or Perfetto
+
+Every side: sdpa, fused AdamW, decay on matrices only, no clipping (`--clip-norm 1.0` for it), accumulated microbatches
+reduced once where the system can. bf16: fp32 master weights and fp32 gradient sums; torch's DDP has autocast for that.
+  ours0 .. ours3   framework.build and train_step; ours3 gathers parameters again in every microbatch
+  ours3keep        zero.keep_gathered: gathered parameters live until the update
+  ddp              DistributedDataParallel, gradients as views of its buckets
+  zero1            the same with ZeroRedundancyOptimizer, torch's stage 1
+  fsdp2            fully_shard on each layer and on the model, reshard_after_forward (stage 3)
+  fsdp2keep        the same without resharding after forward (stage 2)
+`--same-product`: our linear layers use torch's own matrix product, so that the layout alone is compared.
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleave import (
+    BETAS,
+    EPS,
+    LR,
+    WARMUP_ROUNDS,
+    Case,
+    Loop,
+    Ours,
+    Setting,
+    Side,
+    join,
+    make_adamw,
+    measure,
+    microbatches_of,
+    parse_clip_norm,
+    run_ranks,
+    save_weights,
+    table,
+    title,
+    tokens_of,
+    wrap_ddp,
+)
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from framework.comm.collectives import Pending
+from framework.mesh.axis import Axis
+from framework.mesh.connect import Mesh
+from framework.parallel.zero import gradients, parameters
+from framework.recipe.schema import Zero
+
+OURS = {
+    "ours0": Zero(stage=0),
+    "ours1": Zero(stage=1),
+    "ours2": Zero(stage=2, accumulate="local"),
+    "ours3": Zero(stage=3, accumulate="local"),
+    "ours3keep": Zero(stage=3, accumulate="local", keep_gathered=True),
+}
+SIDES = [*OURS, "ddp", "zero1", "fsdp2", "fsdp2keep"]
+# fp32 sums in another order; bf16 weights that round to the other neighbour.
+LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
+MEMORY_STEPS = 4
+
+
+class Fsdp2(Loop):
+    """fully_shard as its tutorial has it: each layer, then the model."""
+
+    def __init__(self, setting: Setting, reshards: bool):
+        if setting.precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        else:
+            policy = MixedPrecisionPolicy()
+
+        def shard(model: Any) -> torch.nn.Module:
+            for layer in model.model.layers:
+                fully_shard(layer, mp_policy=policy, reshard_after_forward=reshards)
+            return fully_shard(model, mp_policy=policy, reshard_after_forward=reshards)
+
+        super().__init__(setting, shard)
+
+    def synchronising(self, is_last: bool) -> Any:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(is_last)
+        self.model.set_is_last_backward(is_last)
+        return nullcontext()
+
+    def autocasting(self) -> Any:
+        return nullcontext()
+
+
+def make_zero_redundancy(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+
+def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor) -> Side:
+    match name:
+        case "ddp":
+            return Loop(setting, wrap_ddp, make_adamw)
+        case "zero1":
+            return Loop(setting, wrap_ddp, make_zero_redundancy)
+        case "fsdp2" | "fsdp2keep":
+            return Fsdp2(setting, reshards=name == "fsdp2")
+    return Ours(setting, mesh, OURS[name])
+
+
+def measure_memory(setting: Setting, name: str, rendezvous: str, results: Path) -> None:
+    """One rank: the peak resident memory of some steps after the first, and before anything was built, in bytes."""
+    mesh = join(setting, rendezvous)
+    tokens = tokens_of(setting)
+    before = read_status("VmRSS")
+    side = build_side(name, setting, mesh, tokens)
+    side.step(microbatches_of(setting, tokens, 0))
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far was of building: start it anew
+    for step in range(1, setting.steps):
+        side.step(microbatches_of(setting, tokens, step))
+    if setting.rank == 0:
+        results.write_text(json.dumps({"before": before, "peak": read_status("VmHWM")}))
+    mesh.close()
+
+
+def read_status(key: str) -> int:
+    """A size in /proc/self/status, in bytes."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return 1024 * int(line.split()[1])
+
+
+def trace(setting: Setting, name: str, rendezvous: str, results: Path) -> None:
+    """One rank: profile a step; every collective is a range in a thread of its own, from its start to its end."""
+    mesh = join(setting, rendezvous)
+    tokens = tokens_of(setting)
+    side = build_side(name, setting, mesh, tokens)
+    for step in range(setting.steps - 1):
+        side.step(microbatches_of(setting, tokens, step))
+    parameters.start_all_gather = shown(parameters.start_all_gather)
+    gradients.start_reduce_scatter = shown(gradients.start_reduce_scatter)
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=config) as profile:
+        side.step(microbatches_of(setting, tokens, setting.steps - 1))
+    if setting.rank == 0:
+        profile.export_chrome_trace(str(results))
+    mesh.close()
+
+
+class WatchedPending(Pending):
+    """An operation that a thread waits for, so that its true end is known."""
+
+    def __init__(self, pending: Pending, label: str):
+        super().__init__(finish=pending.wait)
+        self._thread = threading.Thread(target=self._watch, args=(pending._works, label))
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+        super().wait()
+
+    def _watch(self, works: Sequence[Any], label: str) -> None:
+        with torch.profiler.record_function(label):
+            for work in works:
+                work.wait()
+
+
+def shown(start: Callable[..., Pending]) -> Callable[..., Pending]:
+    def started(out: Tensor, x: Tensor, axis: Axis, label: str) -> Pending:
+        pending = start(out, x, axis, label)
+        watched = WatchedPending(pending, label)
+        pending._works = ()
+        return watched
+
+    return started
+
+
+def print_memory(setting: Setting, names: list[str]) -> None:
+    print("| side | peak resident MiB of a rank | above the empty rank |\n|---|---|---|", flush=True)
+    for name in names:
+        found = run_ranks(measure_memory, setting, name)
+        above = found["peak"] - found["before"]
+        print(f"| {name} | {found['peak'] / 2**20:.0f} | {above / 2**20:.0f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cases", nargs="+", type=Case.parse, default=[Case(1, 1, 128), Case(1, 2, 512), Case(4, 1, 256)]
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clip-norm", type=parse_clip_norm, default=None)
+    parser.add_argument("--against", choices=SIDES, default=None, help="the side that ratios are over; else the first")
+    parser.add_argument("--same-product", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--trace", type=Path, default=None)
+    options = parser.parse_args()
+    against = options.against or options.sides[0]
+    product = ", torch's own matrix product everywhere" if options.same_product else ""
+    print(f"torch {torch.__version__}, {options.rounds} rounds, clip_norm {options.clip_norm}{product}")
+    with tempfile.TemporaryDirectory() as weights:
+        save_weights(weights)
+        for precision in options.precisions:
+            for case in options.cases:
+                steps = WARMUP_ROUNDS + options.rounds
+                setting = Setting(
+                    case, options.ranks, 0, steps, options.clip_norm, weights, "", precision, options.same_product
+                )
+                print(f"\n{precision}, {case}", flush=True)
+                if options.memory:
+                    print_memory(replace(setting, steps=MEMORY_STEPS), options.sides)
+                elif options.trace is not None:
+                    options.trace.write_text(json.dumps(run_ranks(trace, setting, options.sides[0])))
+                else:
+                    measured = run_ranks(measure, setting, build_side, options.sides)
+                    print("\n".join([title(against), *table(setting, measured, against, LOSS_TOLERANCES[precision])]))
+
+
+if __name__ == "__main__":
+    main()
