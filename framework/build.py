@@ -47,6 +47,9 @@ from framework.train.step import Run, evaluate
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
+# In debug mode a rank that starts no collective for so long while others wait is taken for lost.
+COLLECTIVE_CHECK_S = 120.0
+
 
 def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = False) -> Run:
     """The model of `config` on this rank, laid out, with its values and its optimizer.
@@ -128,7 +131,8 @@ def train_rank(recipe: Recipe, run_dir: Path) -> int:
     config = load_config(recipe.model)
     _check_data_fits(recipe, prepared, config)
     topology = make_topology(recipe, derived)
-    mesh = connect(topology, choose_device(recipe.launch.device))
+    check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
+    mesh = connect(topology, choose_device(recipe.launch.device), check_s=check_s)
     with StopRequest() as stop:
         code = _train(recipe, derived, prepared, config, mesh, run_dir, stop)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.

@@ -27,6 +27,10 @@ class LayoutError(MeshwrightError):
     """A tensor cannot be laid out as asked."""
 
 
+class OrderError(MeshwrightError):
+    """Ranks are about to start different collectives (track.debug_collectives)."""
+
+
 class ModelError(MeshwrightError):
     """The model or its weights cannot be built, recognised or loaded."""
 

@@ -9,7 +9,7 @@ algorithm, for n ranks and a full tensor of F bytes:
 Tensors are contiguous. On CPU (gloo) all-gather and reduce-scatter are made of point-to-point messages that land in
 place, which is faster there than gloo's own (scripts/bench/collectives.py); on CUDA (NCCL) they are NCCL's. All ranks
 get bitwise equal results from an all-reduce. Ranks issue the operations of one axis in the same order; waits may come
-in any order.
+in any order. `label` names what a collective is of, for the debug mode that compares ranks' orders (`agreement`).
 """
 
 import pickle
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from framework.comm.agreement import check_agreement
 from framework.mesh.axis import Axis
 
 Reduction = Literal["sum", "max", "min"]
@@ -59,16 +60,17 @@ class Pending:
         self._works, self._tensors, self._finish = (), (), None
 
 
-def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> None:
+def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "") -> None:
     """x becomes the reduction of all ranks' x, in place."""
-    start_all_reduce(x, axis, op).wait()
+    start_all_reduce(x, axis, op, label).wait()
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Pending:
+def start_all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "") -> Pending:
     """Start `all_reduce`."""
     if axis.size == 1:
         return Pending()
     _check(x)
+    check_agreement(axis, "all_reduce", label, x)
     axis.traffic.record("all_reduce", 2 * (axis.size - 1) * x.nbytes // axis.size)
     return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
 
@@ -82,12 +84,13 @@ def all_gather(out: Tensor, x: Tensor, axis: Axis) -> None:
     start_all_gather(out, x, axis).wait()
 
 
-def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+def start_all_gather(out: Tensor, x: Tensor, axis: Axis, label: str = "") -> Pending:
     """Start `all_gather`."""
     _check(out, x, ratio=axis.size)
     if axis.size == 1:
         _copy(out, x)
         return Pending()
+    check_agreement(axis, "all_gather", label, x)
     axis.traffic.record("all_gather", (axis.size - 1) * x.nbytes)
     return _gather_by_tensor(out, x, axis) if x.is_cuda else _gather_by_messages(out, x, axis)
 
@@ -100,12 +103,13 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
     start_reduce_scatter(out, x, axis).wait()
 
 
-def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis, label: str = "") -> Pending:
     """Start `reduce_scatter`."""
     _check(x, out, ratio=axis.size)
     if axis.size == 1:
         _copy(out, x)
         return Pending()
+    check_agreement(axis, "reduce_scatter", label, x)
     axis.traffic.record("reduce_scatter", (axis.size - 1) * out.nbytes)
     return _scatter_by_tensor(out, x, axis) if x.is_cuda else _scatter_by_messages(out, x, axis)
 
@@ -137,6 +141,7 @@ def start_all_to_all(
     if axis.size == 1:
         _copy(out, x)
         return Pending()
+    check_agreement(axis, "all_to_all", "", None)
     rows_kept = in_splits[axis.rank] if in_splits is not None else x.shape[0] // axis.size
     axis.traffic.record("all_to_all", (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize)
     out_list = None if out_splits is None else list(out_splits)
@@ -149,6 +154,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> None:
     if axis.size == 1:
         return
     _check(x)
+    check_agreement(axis, "broadcast", "", x)
     axis.traffic.record("broadcast", x.nbytes if axis.rank == source else 0)
     dist.broadcast(x, group=axis.group, group_src=source)
 
@@ -157,6 +163,7 @@ def barrier(axis: Axis) -> None:
     """Return when all ranks of the axis have called."""
     if axis.size == 1:
         return
+    check_agreement(axis, "barrier", "", None)
     axis.traffic.record("barrier", 0)
     dist.barrier(group=axis.group)
 
@@ -165,6 +172,7 @@ def gather_objects(obj: Any, axis: Axis) -> list[Any]:
     """Every rank's picklable object, in the axis's order. For words and small numbers, not for tensors."""
     if axis.size == 1:
         return [obj]
+    check_agreement(axis, "gather_objects", "", None)
     axis.traffic.record("gather_objects", (axis.size - 1) * len(pickle.dumps(obj)))
     gathered = [None] * axis.size
     dist.all_gather_object(gathered, obj, group=axis.group)

@@ -28,7 +28,7 @@ class Axis:
 
     `rank` is the index of this process along the axis; `ranks` are the world ranks of the axis, in order;
     `group` is a torch process group over them, None when the size is 1. `buffers` are receive buffers that no operation
-    uses just now: `comm/` takes them and gives them back.
+    uses just now: `comm/` takes them and gives them back. check_s: debug mode, see `comm/agreement.py`.
     """
 
     name: str
@@ -38,3 +38,4 @@ class Axis:
     group: Any = None
     traffic: Traffic = field(default_factory=Traffic)
     buffers: list[Any] = field(default_factory=list)
+    check_s: float | None = None

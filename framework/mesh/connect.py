@@ -45,12 +45,14 @@ def connect(
     rendezvous: str | None = None,
     rank: int | None = None,
     timeout_s: float = 1800,
+    check_s: float | None = None,
 ) -> Mesh:
     """Join the other ranks of the world and return this rank's mesh. A world of one rank has no process group at all.
 
     rendezvous None: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment, as launchers set them;
     else a URL such as `file:///tmp/x` (a file that does not exist yet), with an explicit rank.
-    Collectives that take longer than `timeout_s` fail. Raises TopologyError when the world has not the topology's size.
+    Collectives that take longer than `timeout_s` fail. check_s: the debug mode of `comm/agreement.py`. Raises TopologyError
+    when the world has not the topology's size.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -69,7 +71,7 @@ def connect(
     axes = {}
     for name in AXIS_NAMES:
         ranks = topology.ranks(name, rank)
-        axes[name] = Axis(name, len(ranks), topology.index(name, rank), ranks, groups.get(ranks))
+        axes[name] = Axis(name, len(ranks), topology.index(name, rank), ranks, groups.get(ranks), check_s=check_s)
     return Mesh(topology, rank, device, axes)
 
 

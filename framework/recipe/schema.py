@@ -174,6 +174,9 @@ class Wandb:
 @dataclass(frozen=True)
 class Track:
     every_steps: int = key("report after every so many steps", 1, low=1)
+    debug_collectives: bool = key(
+        "before each collective ranks tell each other what they start: a divergence is an error, not a hang; slow", False
+    )
     wandb: Wandb = group(Wandb)
 
 

@@ -92,7 +92,7 @@ class GradientSync:
         reduced = buffer.reduced
         part = reduced if is_first else buffer.pool.take(reduced.numel(), reduced.dtype, reduced.device)
         full = buffer.close_gradient()
-        pending = start_reduce_scatter(part, full, buffer.shard_axis)
+        pending = start_reduce_scatter(part, full, buffer.shard_axis, f"gradient of {buffer.unit}")
         self._reductions.append(Reduction(buffer, pending, full, part))
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or buffer.shard_axis.size == 1):
             self._settle()
@@ -112,7 +112,8 @@ class GradientSync:
         if not buffer.lifetimes.keeps_gradients:
             buffer.pool.give_back(reduction.full)
         if self._is_last:
-            self._replications.append(start_all_reduce(buffer.reduced, buffer.replica_axis))
+            label = f"gradient of {buffer.unit}"
+            self._replications.append(start_all_reduce(buffer.reduced, buffer.replica_axis, label=label))
 
 
 def _collect(place: GradientPlace, parameter: Tensor) -> None:

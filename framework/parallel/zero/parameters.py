@@ -58,7 +58,7 @@ def _start_gather(buffer: UnitBuffer) -> Pending:
     num_bytes = buffer.numel_padded * buffer.full.element_size()
     if storage.nbytes() < num_bytes:
         storage.resize_(num_bytes)
-    return start_all_gather(_unversioned(buffer.full), buffer.shard, buffer.shard_axis)
+    return start_all_gather(_unversioned(buffer.full), buffer.shard, buffer.shard_axis, f"parameters of {buffer.unit}")
 
 
 def _unversioned(tensor: Tensor) -> Tensor:
