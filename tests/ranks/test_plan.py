@@ -83,6 +83,25 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
             assert sent == sum(bytes_sent(buffers, 1 if "1 micro" in label else 3).values()), label
 
 
+def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[ledger.Reading, int]:
+    """Body: what a step sends beside parameters and gradients, and the number of trained parameters."""
+    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
+    case = Case("", family("llama"), {"": recipe})
+    run = build(recipe, case.config, mesh)
+    before = ledger.snapshot(mesh)
+    train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, (1.0,))
+    sent = ledger.difference(ledger.snapshot(mesh), before)
+    mesh.close()
+    return {axis: sent[axis] for axis in sent if axis not in ("shard", "replica")}, len(list(run.model.parameters()))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_beside_gradients_a_step_sums_a_few_numbers(pool: RankPool, accumulation: int) -> None:
+    """The count of loss tokens over the batch axis; over the world loss, norm, one vote and who was reached, 8 bytes each."""
+    for sent, num_parameters in pool.run(2, measure_numbers, small_recipe("fp32", 2, accumulation, SEQUENCES)):
+        assert sent == {"batch": {"all_reduce": (1, 8)}, "world": {"all_reduce": (1, 8 * (3 + num_parameters))}}
+
+
 @pytest.mark.parametrize(
     ("model", "total"),
     [("deepseek_v3", "671,026,404,352"), ("llama3_1_70b", "70,553,706,496"), ("gpt2", "124,439,808")],
