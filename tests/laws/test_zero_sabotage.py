@@ -1,0 +1,234 @@
+"""Sabotage of ZeRO: drop a wait, a reference, an order, a border, and the comparison with one process fails.
+
+What goes wrong by a race would go wrong only now and then. So here every collective of ZeRO happens as late as it may, in
+its wait, and memory that the pool hands out is not a number: the whole code does not mind, the sabotaged code always does.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from framework.comm.collectives import Pending
+from framework.parallel.zero import gradients, parameters
+from framework.parallel.zero.buffers import BufferPool, UnitBuffer
+from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.order import UnitOrder
+from framework.parallel.zero.parameters import ParameterSync
+from framework.parallel.zero.waits import Waits
+from framework.recipe.schema import Zero
+from framework.verify.compare import Row
+from tests.families import family
+from tests.ranks.parity import Case, run_cases, small_recipe
+from tests.ranks.pool import RankFailure, RankPool
+from tests.ranks.spare_model import SPARE
+
+WORLD = 3
+ACCUMULATION = 2
+SEQUENCES = 12
+TOLERANCE = 1e-9
+# A broken rule must show far beyond the tolerance, not at its edge.
+VISIBLE = 1e-5
+
+Sabotage = Callable[[], AbstractContextManager[Any]]
+
+
+def late(start: Callable[..., Pending]) -> Callable[..., Pending]:
+    """The operation, all of it, when it is waited for. Ranks wait in one order, so they still meet."""
+
+    def started(*args: Any, **kwargs: Any) -> Pending:
+        return Pending(finish=lambda: start(*args, **kwargs).wait())
+
+    return started
+
+
+@contextmanager
+def at_the_worst_moment() -> Iterator[None]:
+    """Every result comes as late as it may; memory holds no number until it is written."""
+
+    def take(pool: BufferPool, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return TAKE(pool, numel, dtype, device).fill_(torch.nan)
+
+    with (
+        patch.object(parameters, "start_all_gather", late(parameters.start_all_gather)),
+        patch.object(gradients, "start_reduce_scatter", late(gradients.start_reduce_scatter)),
+        patch.object(gradients, "start_all_reduce", late(gradients.start_all_reduce)),
+        patch.object(BufferPool, "take", take),
+    ):
+        yield
+
+
+TAKE = BufferPool.take
+
+
+def whole() -> AbstractContextManager[Any]:
+    """No sabotage."""
+    return nullcontext()
+
+
+# --- waits and references
+
+
+def use_a_unit_without_waiting() -> AbstractContextManager[Any]:
+    """Parameters are read while they are on their way."""
+    return patch.object(ParameterSync, "use", ParameterSync.start_gather)
+
+
+def forget_a_gather_under_way() -> AbstractContextManager[Any]:
+    """The handle of one unit, gathered ahead, is dropped."""
+    start_gather = ParameterSync.start_gather
+
+    def forgetful(sync: ParameterSync, index: int) -> None:
+        start_gather(sync, index)
+        if index == 2:
+            sync._pending[index] = []
+
+    return patch.object(ParameterSync, "start_gather", forgetful)
+
+
+def update_before_reductions_end() -> AbstractContextManager[Any]:
+    """The optimizer reads gradients that are on their way."""
+
+    def settle_none(sync: GradientSync) -> None:
+        sync._reductions.clear()
+
+    return patch.object(GradientSync, "_settle_all", settle_none)
+
+
+def update_before_replicas_agree() -> AbstractContextManager[Any]:
+    """Within HSDP: the sum over replicas is not waited for."""
+    wait = Waits.wait
+
+    def wait_for_one(waits: Waits, operations: Any) -> None:
+        wait(waits, operations if len(operations) < 2 else ())
+
+    return patch.object(Waits, "wait", wait_for_one)
+
+
+# --- order
+
+
+def reduce_one_microbatch_early() -> AbstractContextManager[Any]:
+    """The first of two backward passes is taken for the last."""
+    start_backward = GradientSync.start_backward
+    return patch.object(GradientSync, "start_backward", lambda sync, is_last: start_backward(sync, not is_last))
+
+
+def reduce_one_unit_early() -> AbstractContextManager[Any]:
+    """A unit is reduced when its backward begins."""
+    reduce = UnitOrder._reduce
+    return patch.object(UnitOrder, "_reduce", lambda order, index: reduce(order, max(index - 1, 0)))
+
+
+def release_what_is_in_use() -> AbstractContextManager[Any]:
+    """A unit is given back before it has been read."""
+    use = ParameterSync.use
+
+    def hasty(sync: ParameterSync, index: int) -> None:
+        use(sync, index)
+        sync.release(index)
+
+    return patch.object(ParameterSync, "use", hasty)
+
+
+def keep_old_parameters() -> AbstractContextManager[Any]:
+    """What was gathered before an update is read after it."""
+    return patch.object(ParameterSync, "update", lambda sync: None)
+
+
+# --- borders
+
+
+def count_the_padding() -> AbstractContextManager[Any]:
+    """The norm goes over the whole of a rank's part, its padded tail included."""
+    return patch.object(UnitBuffer, "counted_elements", lambda buffer, values: values)
+
+
+def leave_unwritten_gradients() -> AbstractContextManager[Any]:
+    """A parameter that got no gradient keeps what the memory held."""
+
+    whole_reduce = GradientSync._reduce
+
+    def reduce(sync: GradientSync, buffer: UnitBuffer) -> None:
+        for place in buffer.places.values():
+            place.is_written = True
+        whole_reduce(sync, buffer)
+
+    return patch.object(GradientSync, "_reduce", reduce)
+
+
+def count_a_tied_parameter_twice() -> AbstractContextManager[Any]:
+    """The norm counts the embedding once more, as the head."""
+    counted = UnitBuffer.counted_elements
+
+    def twice(buffer: UnitBuffer, values: Tensor) -> Tensor:
+        once = counted(buffer, values)
+        return torch.cat([once, once]) if buffer.unit == "embedding" else once
+
+    return patch.object(UnitBuffer, "counted_elements", twice)
+
+
+def case(zero: Zero, world: int = WORLD, tied: bool = False) -> Case:
+    recipe = small_recipe("fp64", world, ACCUMULATION, SEQUENCES, 0.05, zero)
+    within = "" if zero.shard_within is None else f" within {zero.shard_within}"
+    return Case(
+        f"stage {zero.stage}{within}{' tied' * tied}", family("llama"), {"": recipe}, {"tie_word_embeddings": tied}
+    )
+
+
+def spare_case(zero: Zero) -> Case:
+    """A model with parameters that backward never reaches."""
+    recipe = small_recipe("fp64", WORLD, ACCUMULATION, SEQUENCES, 0.01, zero)
+    return Case("spare", SPARE, {"": recipe}, by_microbatch=True)
+
+
+STAGE_1, STAGE_2, STAGE_3 = (Zero(stage=stage) for stage in (1, 2, 3))
+HSDP = Zero(stage=2, shard_within=2)
+
+# What is dropped, where it shows, and the quantity in which it must; None: the code itself sees it.
+SABOTAGES = (
+    (use_a_unit_without_waiting, case(STAGE_1), "loss"),
+    (use_a_unit_without_waiting, case(STAGE_3), "loss"),
+    (forget_a_gather_under_way, case(STAGE_3), "loss"),
+    (update_before_reductions_end, case(STAGE_2), "gradient, step 1"),
+    (update_before_replicas_agree, case(HSDP, 4), "gradient, step 1"),
+    (reduce_one_microbatch_early, case(STAGE_1), "gradient, step 1"),
+    (reduce_one_unit_early, case(STAGE_2), None),
+    (release_what_is_in_use, case(STAGE_3), None),
+    (keep_old_parameters, case(STAGE_2), "loss"),
+    (count_the_padding, case(STAGE_2), "gradient norm"),
+    (leave_unwritten_gradients, spare_case(STAGE_2), "gradient, step 1"),
+    (count_a_tied_parameter_twice, case(STAGE_3, tied=True), "gradient norm"),
+)
+
+
+def run_sabotaged(rank: int, world: int, rendezvous: str, sabotage: Sabotage, case: Case) -> dict[str, list[Row]]:
+    """Body: `run_cases` under a sabotage, which ends with it."""
+    with at_the_worst_moment(), sabotage():
+        return run_cases(rank, world, rendezvous, [case])
+
+
+def errors(pool: RankPool, sabotage: Sabotage, case: Case) -> dict[str, float]:
+    """The worst relative error of each quantity."""
+    (rows,) = pool.run(case.recipe.launch.ranks, run_sabotaged, sabotage, case)[0].values()
+    return {row.quantity: row.error for row in rows}
+
+
+@pytest.mark.parametrize("of", {each.name: each for _, each, _ in SABOTAGES}.values(), ids=lambda of: of.name)
+def test_whole_code_stands_the_worst_moment(pool: RankPool, of: Case) -> None:
+    assert max(errors(pool, whole, of).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "of", "quantity"), SABOTAGES, ids=[f"{sabotage.__name__} {of.name}" for sabotage, of, _ in SABOTAGES]
+)
+def test_a_dropped_rule_shows(pool: RankPool, sabotage: Sabotage, of: Case, quantity: str | None) -> None:
+    if quantity is None:
+        with pytest.raises(RankFailure, match=r"LayoutError|out of bounds for storage of size 0"):
+            errors(pool, sabotage, of)
+    else:
+        assert errors(pool, sabotage, of)[quantity] > VISIBLE
