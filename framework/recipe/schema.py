@@ -175,7 +175,8 @@ class Wandb:
 class Track:
     every_steps: int = key("report after every so many steps", 1, low=1)
     debug_collectives: bool = key(
-        "before each collective ranks tell each other what they start: a divergence is an error, not a hang; slow", False
+        "before each collective ranks tell each other what they start: a divergence is an error, not a hang; slow",
+        False,
     )
     wandb: Wandb = group(Wandb)
 
