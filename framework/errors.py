@@ -23,6 +23,12 @@ class TopologyError(MeshwrightError):
     """The degrees do not fit the world, or the model does not divide by them."""
 
 
+class ConnectionFailed(MeshwrightError):
+    """The ranks did not find or reach one another. Another attempt, perhaps on other nodes, may succeed."""
+
+    exit_code = EXIT_FAILED
+
+
 class LayoutError(MeshwrightError):
     """A tensor cannot be laid out as asked."""
 

@@ -1,16 +1,24 @@
 """Connect: from a Topology to a Mesh whose axes have process groups. The only file of this folder that needs torch."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from framework.errors import TopologyError
+from framework.errors import ConnectionFailed, TopologyError
 from framework.mesh.axis import Axis
 from framework.mesh.topology import AXIS_NAMES, Topology
+
+# gloo now and then hangs while it connects ranks that are all there (once in some ten thousand times on one machine). So all
+# ranks first arrive, however late; connecting then may take so long, and is tried again from the start so many times.
+CONNECT_S = 60.0
+CONNECT_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,20 +60,12 @@ def connect(
     rendezvous None: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment, as launchers set them;
     else a URL such as `file:///tmp/x` (a file that does not exist yet), with an explicit rank.
     Collectives that take longer than `timeout_s` fail. check_s: the debug mode of `comm/agreement.py`. Raises TopologyError
-    when the world has not the topology's size.
+    when the world has not the topology's size, ConnectionFailed when a rank does not come within `timeout_s`.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
-    if topology.world > 1:
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=rendezvous or "env://",
-            rank=rank,
-            world_size=topology.world,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    groups = _create_groups(topology, rank, timedelta(seconds=timeout_s))
+    groups = _create_groups(topology, rank, device, rendezvous or "env://", timedelta(seconds=timeout_s))
     if device.type == "cuda":
         _start_communicators(groups, device)
     axes = {}
@@ -92,22 +92,79 @@ def _agree_on_rank(topology: Topology, rendezvous: str | None, rank: int | None)
     return rank
 
 
-def _create_groups(topology: Topology, rank: int, timeout: timedelta) -> dict[tuple[int, ...], Any]:
+def _create_groups(
+    topology: Topology, rank: int, device: torch.device, url: str, timeout: timedelta
+) -> dict[tuple[int, ...], Any]:
     """This rank's process groups by their ranks: one for each distinct set of more than one rank.
 
     A rank creates only its own groups, so that thousands of ranks do not create each other's. Members of a group agree
     on whether an earlier axis had the same ranks, and all go through the axes in one order: nobody waits in a circle.
     """
     groups: dict[tuple[int, ...], Any] = {}
+    if topology.world == 1:
+        return groups
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = next(dist.rendezvous(url, rank, topology.world, timeout=timeout))[0]
+    connecting = timedelta(seconds=CONNECT_S)
+
+    def create_world(attempt: dist.Store) -> Any:
+        dist.init_process_group(backend, store=attempt, rank=rank, world_size=topology.world, timeout=connecting)
+        return dist.group.WORLD
+
     for name in AXIS_NAMES:
         ranks = topology.ranks(name, rank)
         if len(ranks) == 1 or ranks in groups:
             continue
         if len(ranks) == topology.world:
-            groups[ranks] = dist.group.WORLD
+            create = create_world
         else:
-            groups[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+            create = partial(_create_subgroup, ranks, connecting)
+        groups[ranks] = persist(create, dist.PrefixStore(f"{name} {ranks[0]}", store), len(ranks), timeout)
+        _set_pg_timeout(timeout, groups[ranks])
     return groups
+
+
+def _create_subgroup(ranks: tuple[int, ...], timeout: timedelta, _attempt: dist.Store) -> Any:
+    """Its attempts are kept apart by torch, which numbers the groups of the same ranks."""
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+def persist(
+    create: Callable[[dist.Store], Any],
+    store: dist.Store,
+    num_ranks: int,
+    timeout: timedelta,
+    connect_s: float = CONNECT_S,
+) -> Any:
+    """The process group that `create` makes with a fresh store, once it has succeeded on all of `num_ranks` ranks; on all of
+    them anew if on one it has not. Collective. Raises ConnectionFailed when a rank does not come within `timeout`, or when
+    the last attempt fails. connect_s: how long the slowest may take once all have come."""
+    for number in range(CONNECT_ATTEMPTS):
+        attempt = dist.PrefixStore(str(number), store)
+        _meet(attempt, "arrived", num_ranks, timeout)
+        group, reason = None, None
+        try:
+            group = create(attempt)
+            _meet(attempt, "connected", num_ranks, timedelta(seconds=connect_s))
+            return group
+        except (RuntimeError, ConnectionFailed) as error:
+            reason = error
+            if group is not None:
+                dist.destroy_process_group(group)
+    raise ConnectionFailed(f"{num_ranks} ranks could not be connected in {CONNECT_ATTEMPTS} attempts: {reason}")
+
+
+def _meet(store: dist.Store, place: str, num_ranks: int, timeout: timedelta) -> None:
+    """Return once all ranks have come to the place. The last to come tells the others."""
+    if store.add(f"{place} number", 1) == num_ranks:
+        store.set(place, "all")
+    try:
+        store.wait([place], timeout)
+    except RuntimeError as error:
+        count = store.add(f"{place} number", 0)
+        raise ConnectionFailed(
+            f"only {count} of {num_ranks} ranks have {place} within {timeout.total_seconds():.0f} s: see the logs of the others"
+        ) from error
 
 
 def _start_communicators(groups: dict[tuple[int, ...], Any], device: torch.device) -> None:
