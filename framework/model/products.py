@@ -15,12 +15,29 @@ def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     against 235 GFLOP/s on one core of an AMD EPYC with AVX-512, 2026-11-21, scripts/bench/products.py. oneDNN's kernel, the
     one that torch.compile emits, computes the same IEEE products; other dtypes and devices have one good kernel already.
     """
-    size = x.numel() * weight.shape[0]
-    if (
-        x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and size >= SMALL_PRODUCT
-        and torch.backends.mkldnn.is_available()
-    ):
+    if _has_faster_kernel(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+def collect_product(place: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """place = left right^T if it is the first, else place += left right^T.  left: [M, K]; right: [N, K]; any strides.
+
+    In the place itself where torch's kernel makes the product, without a tensor between.
+    """
+    if left.dtype != place.dtype or _has_faster_kernel(left, right):
+        product = linear_product(left, right)
+        place.copy_(product) if is_first else place.add_(product)
+    elif is_first:
+        torch.mm(left, right.t(), out=place)
+    else:
+        place.addmm_(left, right.t())
+
+
+def _has_faster_kernel(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and x.numel() * weight.shape[0] >= SMALL_PRODUCT
+        and torch.backends.mkldnn.is_available()
+    )
