@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.linear import write_gradients_directly
 from framework.parallel.zero.parameters import ParameterSync
+from framework.parallel.zero.waits import Waits
 from framework.recipe import schema
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Precision, Recipe
@@ -59,18 +60,30 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     model = build_meta(config, recipe.model.attention)
     units = find_units(model)
     assignments = group(recipe, model, units)
-    buffers = lay_out(recipe, model, units, assignments, mesh.device, mesh.axis("shard"), mesh.axis("replica"))
-    materialize(model, units, buffers, recipe, mesh.device, resumes)
+    ties = tied_names(model)
+    buffers = lay_out(recipe, model, units, assignments, mesh.device, mesh.axes)
+    materialize(model, units, ties, buffers, recipe, mesh.device, resumes)
 
     settings = {_group_key(each): each for each in assignments}
     spans = [(buffer, span) for buffer in buffers if buffer.is_trained for span in buffer.spans]
     optimizer = FlatOptimizer(recipe.optim, [_flat(buffer, span, settings[span.group]) for buffer, span in spans])
     write_gradients_directly(model, {name: place for buffer in buffers for name, place in buffer.places.items()})
-    gradients = GradientSync(buffers)
-    parameters = ParameterSync([[buffer for buffer in buffers if buffer.unit == unit.name] for unit in units])
-    hooks = UnitHooks(model, units, tied_names(model), parameters, gradients, recipe.zero.prefetch_units)
+    waits = Waits(mesh.device)
+    gradients = GradientSync(buffers, waits)
+    parameters = ParameterSync([[buffer for buffer in buffers if buffer.unit == unit.name] for unit in units], waits)
+    hooks = UnitHooks(model, units, ties, parameters, gradients, recipe.zero.prefetch_units)
     return Run(
-        model, buffers, parameters, gradients, hooks, optimizer, spans, mesh, recipe.optim.clip_norm, recipe.train.seed
+        model,
+        buffers,
+        parameters,
+        gradients,
+        hooks,
+        optimizer,
+        spans,
+        waits,
+        mesh,
+        recipe.optim.clip_norm,
+        recipe.train.seed,
     )
 
 
@@ -80,8 +93,7 @@ def lay_out(
     units: Sequence[Unit],
     assignments: Sequence[GroupAssignment],
     device: torch.device,
-    shard_axis: Axis,
-    replica_axis: Axis,
+    axes: Mapping[str, Axis],
 ) -> list[UnitBuffer]:
     """The buffers of a model on meta, planned and not yet allocated: for any rank of any mesh, on any machine."""
     groups = dict.fromkeys((name for unit in units for name in unit.parameters), FROZEN)
@@ -89,39 +101,42 @@ def lay_out(
     compute, master = compute_dtype(recipe.precision, device), DTYPES[recipe.precision.master]
     choose_experts(model, recipe.model.experts, compute)
     lifetimes = lifetimes_of(recipe.zero)
-    return parallelize(
-        model, units, groups, recipe.memory, compute, master, device, lifetimes, shard_axis, replica_axis
-    )
+    return parallelize(model, units, groups, recipe.memory, compute, master, device, lifetimes, axes)
 
 
 def materialize(
     model: PreTrainedModel,
     units: Sequence[Unit],
+    ties: Mapping[str, tuple[str, ...]],
     buffers: Sequence[UnitBuffer],
     recipe: Recipe,
     device: torch.device,
     resumes: bool,
 ) -> None:
-    """Memory and values: seeded, or read from `model.weights`, one unit at a time, or none yet if a checkpoint follows."""
-    ties = tied_names(model)
+    """Memory and values: seeded, or read from `model.weights`, one unit at a time, or none yet if a checkpoint follows.
+
+    Values are those of a second model on meta that nobody laid out: initialisers and files know whole modules only.
+    """
+    stock = build_meta(model.config, recipe.model.attention)
     for unit in units:
         draws = recipe.model.weights is None and not resumes
-        values = initialize_unit(model, unit, recipe.train.seed, unit.parameters if draws else ())
+        values = initialize_unit(stock, unit, recipe.train.seed, unit.parameters if draws else ())
         for buffer in (buffer for buffer in buffers if buffer.unit == unit.name):
             buffer.allocate(device)
             for slot in buffer.slots:
-                layout, held = buffer.held(slot, buffer.master)
-                if slot.name in values and layout.interval is not None:
-                    held.copy_(values[slot.name].flatten()[slice(*layout.interval)])
+                if slot.name in values:
+                    for box, place in _places(*buffer.held(slot, buffer.master)).items():
+                        place.copy_(values[slot.name][box.slices()].flatten())
     if recipe.model.weights is not None and not resumes:
-        _read_pretrained(model, buffers, resolve_folder(recipe.model.weights))
+        _read_pretrained(stock, buffers, resolve_folder(recipe.model.weights))
     for buffer in buffers:
         buffer.publish()
         for name, parameter in buffer.parameters.items():
             set_parameter(model, ties[name], parameter)
-    for module in model.modules():
+    stock_buffers = dict(stock.named_buffers())
+    for path, module in model.named_modules():
         for name, tensor in module.named_buffers(recurse=False):
-            module._buffers[name] = tensor.to(device)
+            module._buffers[name] = stock_buffers.get(f"{path}.{name}" if path else name, tensor).to(device)
 
 
 def train_rank(recipe: Recipe, run_dir: Path) -> int:
@@ -333,16 +348,17 @@ def _flat(buffer: UnitBuffer, span: Span, assignment: GroupAssignment) -> FlatSp
     return FlatSpan(buffer.master[where], buffer.reduced[where], assignment.lr_ratio, assignment.weight_decay)
 
 
-def _read_pretrained(model: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
+def _places(layout: Layout, held: Tensor) -> dict[Box, Tensor]:
+    """The flat piece of `held` that is each box of its layout."""
+    boxes = layout.boxes()
+    return dict(zip(boxes, held.split([box.numel for box in boxes]), strict=True)) if boxes else {}
+
+
+def _read_pretrained(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
     """Only the boxes that this rank holds are read; every element must be found."""
-    held = {slot.name: buffer.held(slot, buffer.master) for buffer in buffers for slot in buffer.slots}
-    places: dict[str, dict[Box, Tensor]] = {}
-    for name, (layout, values) in held.items():
-        boxes = layout.boxes()
-        parts = values.split([box.numel for box in boxes]) if boxes else ()
-        places[name] = dict(zip(boxes, parts, strict=True))
-    for name, tensor in persistent_buffers(model).items():
+    places = {slot.name: _places(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
+    for name, tensor in persistent_buffers(stock).items():
         places[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
     wanted = {name: list(boxes) for name, boxes in places.items() if boxes}
-    for name, box, values in read_weights(folder, model, wanted):
+    for name, box, values in read_weights(folder, stock, wanted):
         places[name][box].copy_(values.flatten())

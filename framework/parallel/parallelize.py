@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from framework.mesh.axis import Axis
+from framework.mesh.layout import Layout
 from framework.model.materialize import kept_in_fp32
 from framework.model.plan import Unit
 from framework.parallel.activation_checkpointing import checkpoint_activations
@@ -26,8 +27,7 @@ def parallelize(
     master_dtype: torch.dtype,
     device: torch.device,
     lifetimes: Lifetimes,
-    shard_axis: Axis,
-    replica_axis: Axis,
+    axes: Mapping[str, Axis],
 ) -> list[UnitBuffer]:
     """Transform the layers and plan the unit buffers. `groups`: optimizer group of each parameter, "" if frozen."""
     layers = [model.get_submodule(unit.root) for unit in units if unit.is_layer]
@@ -40,7 +40,7 @@ def parallelize(
         for layer in layers:
             layer.compile(dynamic=False)
     # Last: buffers hold the parameters that are left to this rank, in the dtypes that forward reads.
-    shapes = {name: model.get_parameter(name).shape for unit in units for name in unit.parameters}
+    layouts = {name: Layout(tuple(model.get_parameter(name).shape)) for unit in units for name in unit.parameters}
     fp32 = kept_in_fp32(model, compute_dtype)
-    dtypes = {name: torch.float32 if name in fp32 else compute_dtype for name in shapes}
-    return plan_buffers(units, shapes, groups, dtypes, master_dtype, lifetimes, shard_axis, replica_axis)
+    dtypes = {name: torch.float32 if name in fp32 else compute_dtype for name in layouts}
+    return plan_buffers(units, layouts, groups, dtypes, master_dtype, lifetimes, axes)

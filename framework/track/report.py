@@ -29,6 +29,7 @@ class StepReport:
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
     validation_loss: float | None = None
     skipped_steps: int = 0
+    exposed_communication_s: float = 0.0
 
 
 @dataclass(frozen=True)

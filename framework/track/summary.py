@@ -26,6 +26,7 @@ _CURVES = (
     "step_s",
     "tokens_per_s",
     "data_wait_s",
+    "exposed_communication_s",
     "memory_bytes",
     "mfu",
 )
@@ -202,6 +203,8 @@ def _speed(run: RunInfo, curves: Curves) -> list[str]:
         peak = f"{format_count(run.peak_flops)}FLOP/s per device (dense bf16)"
         rows.append(("mfu", f"{statistics.median(curves['mfu']):.1%} median of a peak of {peak}"))
     rows.append(("data wait", f"{sum(curves['data_wait_s']) / total_s if total_s else 0:.2%} of the time"))
+    exposed = sum(curves["exposed_communication_s"]) / total_s if total_s else 0
+    rows.append(("exposed communication", f"{exposed:.2%} of the time"))
     rows.append(("memory", f"{max(curves['memory_bytes']) / 2**20:.0f} MiB at the peak of rank 0"))
     return ["Speed", *_table(rows)]
 

@@ -11,6 +11,7 @@ from framework.comm import ledger
 from framework.data.loader import Loader
 from framework.errors import EXIT_DONE, EXIT_RESUME, NumericsError
 from framework.optim.schedules import learning_rate
+from framework.parallel.zero.waits import Stall
 from framework.recipe.derive import Derived
 from framework.recipe.schema import Recipe
 from framework.track.memory import peak_memory_bytes
@@ -48,6 +49,7 @@ class Taken:
     tokens: int
     lr: float
     seconds: float
+    stalls: list[Stall]
     traffic: dict[str, dict[str, int]]
 
 
@@ -107,7 +109,9 @@ class Loop:
         self._wait_s, self._busy_s = loaded - started, time.perf_counter() - loaded
         self._read()
         seconds = time.perf_counter() - started
-        self._unread = Taken(reading, state.step, state.samples, state.tokens, lr, seconds, traffic)
+        self._unread = Taken(
+            reading, state.step, state.samples, state.tokens, lr, seconds, self.run.waits.take(), traffic
+        )
 
     def _votes(self) -> list[float]:
         """[stop?, save now?] then (busy, waiting) seconds of the step before, each rank in its own place."""
@@ -156,6 +160,7 @@ class Loop:
                 tokens_per_s=tokens_per_s,
                 tokens_per_s_per_rank=tuple(tokens_of_rank / busy if busy else 0.0 for busy in seconds[0::2]),
                 data_wait_s=max(seconds[1::2]),
+                exposed_communication_s=sum(stall.seconds for stall in taken.stalls),
                 mfu=self.services.mfu(tokens_per_s),
                 memory_bytes=peak_memory_bytes(self.run.mesh.device),
                 traffic=taken.traffic,

@@ -20,11 +20,13 @@ from framework.parallel.zero.buffers import Span, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.parameters import ParameterSync
+from framework.parallel.zero.waits import Waits
 
 
 @dataclass
 class Run:
-    """What a rank trains with. `spans`: what each of the optimizer's flat tensors is of which buffer."""
+    """What a rank trains with. `spans`: what each of the optimizer's flat tensors is of which buffer; `waits`: for the
+    collectives of parameters and gradients."""
 
     model: PreTrainedModel
     buffers: list[UnitBuffer]
@@ -33,6 +35,7 @@ class Run:
     hooks: UnitHooks
     optimizer: FlatOptimizer
     spans: list[tuple[UnitBuffer, Span]]
+    waits: Waits
     mesh: Mesh
     clip_norm: float | None
     seed: int

@@ -8,7 +8,7 @@ import torch
 from framework.build import group, lay_out, make_topology
 from framework.errors import EXIT_DONE
 from framework.mesh.axis import Axis
-from framework.mesh.topology import Topology
+from framework.mesh.topology import AXIS_NAMES, Topology
 from framework.model.load import build_meta, load_config
 from framework.model.plan import Unit, find_units
 from framework.optim.optimizers import state_names
@@ -53,11 +53,11 @@ def plan(recipe: Recipe) -> int:
 def plan_rank(recipe: Recipe, model, units: Sequence[Unit], topology: Topology, rank: int) -> list[UnitBuffer]:
     """The unit buffers of any rank, without memory and without a process group."""
 
-    def axis(name: str) -> Axis:
-        return Axis(name, topology.size(name), topology.index(name, rank), topology.ranks(name, rank))
-
-    assignments = group(recipe, model, units)
-    return lay_out(recipe, model, units, assignments, torch.device("cpu"), axis("shard"), axis("replica"))
+    axes = {
+        name: Axis(name, topology.size(name), topology.index(name, rank), topology.ranks(name, rank))
+        for name in AXIS_NAMES
+    }
+    return lay_out(recipe, model, units, group(recipe, model, units), torch.device("cpu"), axes)
 
 
 def bytes_per_rank(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict[str, int]:
@@ -83,17 +83,18 @@ def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int) -> dict[str, in
     """Bytes that a rank sends in a step for parameters and gradients, by the forms that docs/zero.md states.
 
     With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a released unit is used again,
-    reductions (n-1)/n P for each time that a gradient is reduced, replicas 2 (r-1)/r P/n once.
+    reductions (n-1)/n P for each time that a gradient is reduced, and 2 (r-1)/r P/n once for each partial axis of r ranks.
     """
     gathers = reductions = replicas = 0
     for buffer in buffers:
-        n, r, lifetimes = buffer.shard_axis.size, buffer.replica_axis.size, buffer.lifetimes
+        n, lifetimes = buffer.shard_axis.size, buffer.lifetimes
         uses = 1 if lifetimes.keeps_parameters else accumulation * (2 if buffer.unit.startswith("layers.") else 1)
         gathers += (n - 1) * buffer.numel_part * buffer.compute_dtype.itemsize * uses
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
             reductions += (n - 1) * buffer.numel_part * buffer.master_dtype.itemsize * times
-            replicas += 2 * (r - 1) * buffer.numel_part * buffer.master_dtype.itemsize // r
+            for axis in buffer.partial_axes:
+                replicas += 2 * (axis.size - 1) * buffer.numel_part * buffer.master_dtype.itemsize // axis.size
     return {"gather of parameters": gathers, "reduction to shards": reductions, "reduction of replicas": replicas}
 
 

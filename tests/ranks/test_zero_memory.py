@@ -11,6 +11,7 @@ from torch import Tensor
 from framework.build import build
 from framework.mesh.axis import Axis
 from framework.mesh.connect import connect
+from framework.mesh.layout import Layout
 from framework.model.load import build_meta
 from framework.model.plan import find_units
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
@@ -85,16 +86,16 @@ def test_bytes_per_rank_are_the_tables(compute: str, stage: int, accumulate: str
     zero = Zero(stage=stage, accumulate=accumulate)  # type: ignore[arg-type]
     model = build_meta(build_config(family("llama"), hidden_size=64, intermediate_size=160))
     units = find_units(model)
-    shapes = {name: model.get_parameter(name).shape for unit in units for name in unit.parameters}
+    layouts = {name: Layout(tuple(model.get_parameter(name).shape)) for unit in units for name in unit.parameters}
     for rank in (0, n - 1):
-        shard, replica = Axis("shard", n, rank, tuple(range(n))), Axis("replica", 1, 0)
-        dtypes = dict.fromkeys(shapes, DTYPES[compute])
-        groups = dict.fromkeys(shapes, "all")
-        buffers = plan_buffers(units, shapes, groups, dtypes, torch.float32, lifetimes_of(zero), shard, replica)
+        axes = {"shard": Axis("shard", n, rank, tuple(range(n))), "replica": Axis("replica", 1, 0)}
+        dtypes = dict.fromkeys(layouts, DTYPES[compute])
+        groups = dict.fromkeys(layouts, "all")
+        buffers = plan_buffers(units, layouts, groups, dtypes, torch.float32, lifetimes_of(zero), axes)
         for buffer in buffers:
             buffer.allocate(CPU)
         found = measure_held(buffers)
-        expected = expect_held(sum(shape.numel() for shape in shapes.values()), compute, zero, n)
+        expected = expect_held(sum(layout.numel_local for layout in layouts.values()), compute, zero, n)
         for quantity in ("parameters", "gradients", "master", "optimizer"):
             assert getattr(found, quantity) == pytest.approx(getattr(expected, quantity), rel=0.02), (rank, quantity)
 

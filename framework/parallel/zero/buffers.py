@@ -7,12 +7,13 @@
     reduced   my part of it                   reduce dtype; the sum over ranks
 
 Parameters of one optimizer group lie side by side, so the optimizer is one fused call on a few flat tensors. Parts are equal
-intervals of the buffer, so an all-gather and a reduce-scatter work in place and only the tail is padded. A unit has one
-buffer for each compute dtype, and one more for its frozen parameters, which have neither master nor gradient.
+intervals of the buffer, so an all-gather and a reduce-scatter work in place and only the tail is padded. All parameters of a
+buffer share their compute dtype, the axes over which they are replicated and those over which their gradient is partial, and
+are all trained or all frozen; these have neither master nor gradient.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from framework.errors import LayoutError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, part
 from framework.model.plan import Unit
-from framework.model.products import linear_product
+from framework.model.products import collect_product
 from framework.parallel.zero.lifetimes import Lifetimes
 
 FROZEN = ""
@@ -29,10 +30,11 @@ FROZEN = ""
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place: elements [start, stop) of its buffer. `group`: its optimizer group, FROZEN for none."""
+    """A parameter's place: elements [start, stop) of its buffer. `layout`: of the whole local tensor; `group`: its optimizer
+    group, FROZEN for none."""
 
     name: str
-    shape: torch.Size
+    layout: Layout
     start: int
     stop: int
     group: str
@@ -80,9 +82,10 @@ class BufferPool:
 
 
 class UnitBuffer:
-    """The parameters of one unit that share a compute dtype and are all trained or all frozen.
+    """The parameters of one unit that share a lifetime, a dtype and their axes.
 
-    Plans without memory; `allocate` owns it. shard_axis: who holds the parts; replica_axis: who holds the same part.
+    Plans without memory; `allocate` owns it. shard_axis: who holds the parts; replica_axes: who holds the same part;
+    partial_axes: those of them over which the gradient is a sum still to be made.
     """
 
     def __init__(
@@ -93,13 +96,15 @@ class UnitBuffer:
         master_dtype: torch.dtype,
         lifetimes: Lifetimes,
         shard_axis: Axis,
-        replica_axis: Axis,
+        replica_axes: Sequence[Axis],
+        partial_axes: Sequence[Axis],
         pool: "BufferPool",
     ):
         self.unit, self.slots = unit, slots
         self.is_trained = slots[0].group != FROZEN
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
-        self.lifetimes, self.shard_axis, self.replica_axis = lifetimes, shard_axis, replica_axis
+        self.lifetimes, self.shard_axis = lifetimes, shard_axis
+        self.replica_axes, self.partial_axes = tuple(replica_axes), tuple(partial_axes)
         self.numel = slots[-1].stop
         self.numel_part = -(-self.numel // shard_axis.size)
         self.numel_padded = self.numel_part * shard_axis.size
@@ -126,7 +131,7 @@ class UnitBuffer:
         mine = self.full[self.start : self.stop]
         self.shard = mine if self.lifetimes.resident_parameters else torch.zeros_like(mine)
         for slot in self.slots:
-            view = self.full[slot.start : slot.stop].view(slot.shape)
+            view = self.full[slot.start : slot.stop].view(slot.layout.shape_local)
             self.parameters[slot.name] = nn.Parameter(view, requires_grad=self.is_trained)
         if not self.lifetimes.resident_parameters:
             self.full.untyped_storage().resize_(0)
@@ -171,21 +176,26 @@ class UnitBuffer:
 
     def counted(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
         """Of `held`, what this rank and no replica counts in a norm and writes to a checkpoint."""
-        low, high = part(self.numel_part, self.replica_axis.rank, self.replica_axis.size)
+        low, high = self._counted_part()
         return self._cut(slot, values, origin, self.start + low, self.start + high)
 
     def counted_elements(self, values: Tensor) -> Tensor:
         """All that this rank counts, of a tensor over its part; padding is nobody's."""
-        low, high = part(self.numel_part, self.replica_axis.rank, self.replica_axis.size)
+        low, high = self._counted_part()
         return values[low : max(low, min(high, self.numel - self.start))]
+
+    def _counted_part(self) -> tuple[int, int]:
+        """The replicas divide a part evenly: whoever holds an element, one of them counts it."""
+        index, count = 0, 1
+        for axis in self.replica_axes:
+            index, count = index * axis.size + axis.rank, count * axis.size
+        return part(self.numel_part, index, count)
 
     def _cut(self, slot: Slot, values: Tensor, origin: int | None, start: int, stop: int) -> tuple[Layout, Tensor]:
         origin = self.start if origin is None else origin
         low = min(max(start, slot.start), slot.stop)
         high = max(min(stop, slot.stop), low)
-        axes = (self.replica_axis.name,)
-        interval = (low - slot.start, high - slot.start)
-        layout = Layout(tuple(slot.shape), replicated=axes, partial=axes, interval=interval)
+        layout = replace(slot.layout, interval=(low - slot.start, high - slot.start))
         return layout, values[low - origin : high - origin] if low < high else values[:0]
 
 
@@ -203,51 +213,62 @@ class GradientPlace:
     @property
     def view(self) -> Tensor:
         """The place in the buffer's gradient of the moment."""
-        return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._slot.shape)
+        return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._slot.layout.shape_local)
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient, cast to the reduce dtype. LayoutError if it comes after its unit's reduction."""
+        place, is_first = self._open()
+        place.copy_(gradient) if is_first else place.add_(gradient)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left @ right^T. left: [m, k], right: [n, k], any strides; the place: [m, n]."""
+        place, is_first = self._open()
+        collect_product(place, left, right, is_first)
+
+    def _open(self) -> tuple[Tensor, bool]:
+        """The place, and whether what it gets is the first: if not, it is added to."""
         if self._buffer.is_complete:
             raise LayoutError(
                 f"{self._slot.name} received a gradient after backward had left its unit, {self._buffer.unit}, and reduced it:"
                 " the model computes with it elsewhere than its modules and ties tell"
             )
         self._buffer.open_gradient()
-        if self.is_written:
-            self.view.add_(gradient)
-        else:
-            self.view.copy_(gradient)
+        is_first = not self.is_written
         self.is_written = self.is_reached = True
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left @ right^T. left: [m, k], right: [n, k], any strides; the place: [m, n]."""
-        self.add(linear_product(left, right))
+        return self.view, is_first
 
 
 def plan_buffers(
     units: Iterable[Unit],
-    shapes: Mapping[str, torch.Size],
+    layouts: Mapping[str, Layout],
     groups: Mapping[str, str],
     compute_dtypes: Mapping[str, torch.dtype],
     master_dtype: torch.dtype,
     lifetimes: Lifetimes,
-    shard_axis: Axis,
-    replica_axis: Axis,
+    axes: Mapping[str, Axis],
 ) -> list[UnitBuffer]:
-    """Buffers in order of computation. groups: optimizer group by parameter name, FROZEN if it is not trained; within a
-    buffer, groups keep the order in which they first appear in `groups`."""
+    """Buffers in order of computation. layouts: of each parameter before ZeRO, which shards over `shard` and replicates over
+    `replica`; groups: optimizer group by parameter name, FROZEN if it is not trained. Within a buffer, groups keep the order
+    in which they first appear in `groups`."""
     order = {group: index for index, group in enumerate(dict.fromkeys(groups.values()))}
     pool = BufferPool()
     buffers = []
     for unit in units:
-        kinds = {name: (compute_dtypes[name], groups[name] == FROZEN) for name in unit.parameters}
+        kinds = {
+            name: (compute_dtypes[name], groups[name] == FROZEN, layouts[name].replicated, layouts[name].partial)
+            for name in unit.parameters
+        }
         for kind in dict.fromkeys(kinds.values()):
             names = [name for name in unit.parameters if kinds[name] == kind]
             slots, end = [], 0
             for name in sorted(names, key=lambda name: order[groups[name]]):
-                slots.append(Slot(name, shapes[name], end, end + shapes[name].numel(), groups[name]))
+                slots.append(Slot(name, layouts[name], end, end + layouts[name].numel_local, groups[name]))
                 end = slots[-1].stop
+            dtype, _, replicated, partial = kind
+            replicas, partials = ([axes[name] for name in ("replica", *names)] for names in (replicated, partial))
             buffers.append(
-                UnitBuffer(unit.name, tuple(slots), kind[0], master_dtype, lifetimes, shard_axis, replica_axis, pool)
+                UnitBuffer(
+                    unit.name, tuple(slots), dtype, master_dtype, lifetimes, axes["shard"], replicas, partials, pool
+                )
             )
     return buffers

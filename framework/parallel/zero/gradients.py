@@ -2,7 +2,7 @@
 
 Each parameter's gradient of a microbatch is written (first) or added (later) to the unit's flat gradient in the reduce
 dtype. When backward has left a unit, its gradient is reduce-scattered over the shard axis, and after the step's last backward
-this rank's part is all-reduced over the replicas: law 1, with nothing else to know.
+this rank's part is all-reduced over the axes over which it is partial: law 1, with nothing else to know.
 """
 
 from collections import deque
@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from framework.comm.collectives import Pending, start_all_reduce, start_reduce_scatter
+from framework.mesh.axis import Axis
 from framework.parallel.zero.buffers import GradientPlace, Slot, UnitBuffer
 from framework.parallel.zero.waits import Waits
 
@@ -33,18 +34,18 @@ class Reduction:
 
 class GradientSync:
     """Follows a step: start_step, then for each microbatch start_backward, (gradients arrive), reduce of each unit from the
-    last to the first, then finish. `waits`: how long computation stood still for reductions."""
+    last to the first, then finish."""
 
-    def __init__(self, buffers: Sequence[UnitBuffer]):
+    def __init__(self, buffers: Sequence[UnitBuffer], waits: Waits):
         self.buffers = [buffer for buffer in reversed(buffers) if buffer.is_trained]
-        self.waits = Waits()
+        self.waits = waits
         self._of_unit: dict[str, list[UnitBuffer]] = {}
         for buffer in self.buffers:
             self._of_unit.setdefault(buffer.unit, []).append(buffer)
         self._is_last = False
         self._has_reduced: set[UnitBuffer] = set()
         self._reductions: deque[Reduction] = deque()
-        self._replications: list[Pending] = []
+        self._replications: dict[UnitBuffer, Pending] = {}
         for _, _, place in self.places:
             place.parameter.register_post_accumulate_grad_hook(partial(_collect, place))
 
@@ -79,8 +80,12 @@ class GradientSync:
     def finish(self) -> None:
         """Wait until `reduced` holds the sum over all microbatches and ranks."""
         self._settle_all()
-        self.waits.wait(self._replications)
-        self._replications = []
+        for buffer in self.buffers:
+            for axis in buffer.partial_axes[1:]:
+                self.waits.wait([self._replications.pop(buffer)])
+                self._start_replication(buffer, axis)
+        self.waits.wait(self._replications.values())
+        self._replications = {}
 
     def _reduce(self, buffer: UnitBuffer) -> None:
         buffer.open_gradient()
@@ -112,8 +117,11 @@ class GradientSync:
         if not buffer.lifetimes.keeps_gradients:
             buffer.pool.give_back(reduction.full)
         if self._is_last:
-            label = f"gradient of {buffer.unit}"
-            self._replications.append(start_all_reduce(buffer.reduced, buffer.replica_axis, label=label))
+            self._start_replication(buffer, buffer.partial_axes[0])
+
+    def _start_replication(self, buffer: UnitBuffer, axis: Axis) -> None:
+        label = f"gradient of {buffer.unit}"
+        self._replications[buffer] = start_all_reduce(buffer.reduced, axis, label=label)
 
 
 def _collect(place: GradientPlace, parameter: Tensor) -> None:

@@ -15,12 +15,10 @@ from framework.parallel.zero.waits import Waits
 
 
 class ParameterSync:
-    """gathered: units that are there or on their way. transient: those of them whose lifetime ends with their use. waits:
-    how long computation stood still for gathers."""
+    """gathered: units that are there or on their way. transient: those of them whose lifetime ends with their use."""
 
-    def __init__(self, units: Sequence[Sequence[UnitBuffer]]):
-        self.units = units
-        self.waits = Waits()
+    def __init__(self, units: Sequence[Sequence[UnitBuffer]], waits: Waits):
+        self.units, self.waits = units, waits
         self.gathered: set[int] = set()
         self.transient: set[int] = set()
         self._pending: dict[int, list[Pending]] = {}

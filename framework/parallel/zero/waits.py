@@ -1,25 +1,50 @@
-"""Exposed communication: how long a rank stood still for collectives that computation did not hide."""
+"""Exposed communication: how long computation stood still for collectives that it did not hide."""
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
 
 from framework.comm.collectives import Pending
 
 
+class Stall:
+    """One wait. On CUDA its ends are events of the stream that waited, and both must have passed when `seconds` is asked."""
+
+    def __init__(self, before: Any, after: Any):
+        self._before, self._after = before, after
+
+    @property
+    def seconds(self) -> float:
+        if isinstance(self._before, torch.cuda.Event):
+            return self._before.elapsed_time(self._after) / 1e3
+        return self._after - self._before
+
+
 class Waits:
-    """Waits for collectives and adds up how long that took, in seconds since the start; a step's share is a difference.
+    """Waits for collectives and remembers how long that took. On CPUs a wait for a reduction includes the sum that it does
+    itself."""
 
-    On CPUs a wait for a reduction includes the sum that it does itself. On CUDA it is the device's stream that waits, and
-    the host's clock sees next to nothing of it.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self.seconds = 0.0
-        self._clock = clock
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
+        self._device, self._clock = device, clock
+        self._stalls: list[Stall] = []
 
     def wait(self, operations: Iterable[Pending]) -> None:
-        """Return when the results of all may be used."""
-        start = self._clock()
+        """Return when the results of all may be used; on CUDA, by what is put on the current stream next."""
+        before = self._mark()
         for operation in operations:
             operation.wait()
-        self.seconds += self._clock() - start
+        self._stalls.append(Stall(before, self._mark()))
+
+    def take(self) -> list[Stall]:
+        """The waits since the last call."""
+        taken, self._stalls = self._stalls, []
+        return taken
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
