@@ -33,6 +33,10 @@ class LayoutError(MeshwrightError):
     """A tensor cannot be laid out as asked."""
 
 
+class ScheduleError(MeshwrightError):
+    """A pipeline schedule is incomplete, out of order, or waits for itself."""
+
+
 class OrderError(MeshwrightError):
     """Ranks are about to start different collectives (track.debug_collectives)."""
 

@@ -15,7 +15,7 @@ from framework.model.materialize import accepted_arguments, seed_for
 from framework.optim.clip import clip_divisor, squared_norm
 from framework.optim.optimizers import FlatOptimizer
 from framework.parallel.pipeline.execute import execute
-from framework.parallel.pipeline.schedules import one_forward_one_backward
+from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.zero.buffers import Span, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
@@ -53,7 +53,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
     num_tokens = torch.stack([count_loss_tokens(each.labels) for each in inputs]).sum()
     all_reduce(num_tokens, batch_axis)
     num_microbatches = len(inputs) * batch_axis.size
-    schedule = one_forward_one_backward(run.mesh.topology.pp, len(inputs))
+    schedule = make_schedule("1f1b", run.mesh.topology.pp, len(inputs))
     run.model.train()
     run.gradients.start_step()
 
@@ -66,7 +66,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
         loss.backward()
         run.hooks.end_backward()
 
-    losses = execute(schedule[run.mesh.axis("pp").rank], forward, backward)
+    losses = execute(schedule.actions[run.mesh.axis("pp").rank], forward, backward)
     run.gradients.finish()
     return _update(run, torch.stack(losses).sum(), lr, votes)
 

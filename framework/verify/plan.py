@@ -12,7 +12,7 @@ from framework.mesh.topology import AXIS_NAMES, Topology
 from framework.model.load import build_meta, load_config
 from framework.model.plan import Unit, find_units
 from framework.optim.optimizers import state_names
-from framework.parallel.pipeline.schedules import one_forward_one_backward
+from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_derived
@@ -44,7 +44,7 @@ def plan(recipe: Recipe) -> int:
     print("\nsent per step by each rank")
     for what, num_bytes in bytes_sent(buffers, derived.accumulation).items():
         print(f"  {what:<22} {_gib(num_bytes)}")
-    actions = one_forward_one_backward(1, derived.accumulation)[0]
+    actions = make_schedule("1f1b", 1, derived.accumulation).actions[0]
     shown = " ".join(f"{action.kind.value}{action.microbatch}" for action in actions[:16])
     print(f"\nschedule      {shown}{' ...' if len(actions) > 16 else ''}")
     return EXIT_DONE

@@ -1,21 +1,77 @@
-"""What a rank does in a step, as data: a list of actions that can be printed, validated and interpreted."""
+"""What ranks do in a step, as data: lists of actions that can be printed, checked, simulated, drawn and executed."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
+
+from framework.errors import ScheduleError
 
 
 class Kind(Enum):
-    """F: forward of a microbatch; B: its whole backward."""
+    """F: forward of a microbatch; B: its whole backward, or in its stead I, the gradient of the stage's input, and some time
+    later W, the gradients of its weights. The rest is what `lower` adds: messages and the lifetimes of ZeRO."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+    RECEIVE_ACTIVATION = "RECV_F"
+    SEND_ACTIVATION = "SEND_F"
+    RECEIVE_GRADIENT = "RECV_B"
+    SEND_GRADIENT = "SEND_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE = "REDUCE"
+
+    # By identity, ten times as fast as by name: schedules are looked up a great deal.
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class Action:
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+
+COMPUTE = (F, B, I, W)
+
+
+class Action(NamedTuple):
+    """A tuple, because an exhaustive test makes millions of them."""
+
     stage: int
     kind: Kind
     microbatch: int
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in COMPUTE)})(\d+)")
+
+
+def parse_action(text: str) -> Action:
+    """The compute action that `str` wrote. Raises ScheduleError for other text."""
+    found = ACTION.fullmatch(text.strip())
+    if found is None:
+        raise ScheduleError(f"{text.strip()!r} is no action: stage, F, B, I or W, and microbatch, such as 0F3")
+    return Action(int(found[1]), Kind(found[2]), int(found[3]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The compute actions of each rank, in order. rank_of_stage: where each stage's layers are; a rank may have several."""
+
+    name: str
+    num_microbatches: int
+    rank_of_stage: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in order of computation."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)

@@ -1,0 +1,37 @@
+"""Where a model is cut into stages: so that the slowest is as fast as it can be."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def cut_evenly(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage, the first ones one more where they do not divide."""
+    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+
+
+def cut_by_cost(layers: Sequence[float], first: float, last: float, num_stages: int) -> list[int]:
+    """Layers of each stage, at least one, such that the largest sum of costs is least; of those cuts the one whose sums are
+    most alike.
+
+    layers: cost of each layer, in order. first, last: what the first stage has besides, the embedding, and the last, the head.
+    """
+    sums = [0.0, *accumulate(layers)]
+    num_layers = len(layers)
+    assert num_stages <= num_layers, f"{num_stages} stages of {num_layers} layers"
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == num_stages - 1)
+
+    # best[stop]: (largest sum, sum of squares, cut) of the stages so far over the first `stop` layers.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(num_stages):
+        after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        rest = num_stages - 1 - stage
+        for start, (largest, squares, cut) in best.items():
+            for stop in range(start + 1, num_layers - rest + 1):
+                own = cost(stage, start, stop)
+                found = (max(largest, own), squares + own * own, (*cut, stop - start))
+                if stop not in after or found < after[stop]:
+                    after[stop] = found
+        best = after
+    return list(best[num_layers][2])

@@ -1,0 +1,61 @@
+"""Schedules and timelines as text and as pictures."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from framework.parallel.pipeline.actions import Kind, Schedule
+from framework.parallel.pipeline.simulate import Timeline, simulate, unit_costs
+
+# One hue for each kind; a rank's second, third ... stage is paler.
+COLORS = {Kind.FORWARD: "#3b6fb6", Kind.BACKWARD: "#3f9b6c", Kind.INPUT: "#5bb5a2", Kind.WEIGHT: "#c98a2b"}
+
+
+def draw_grid(schedule: Schedule, width: int = 120) -> str:
+    """One line a rank, one cell a unit of time, F = I = W = 1; a whole backward takes two cells. With several stages on a rank
+    an action names its stage as well. Cut at `width` characters."""
+    timeline = simulate(schedule, unit_costs(schedule.num_stages))
+    has_virtual = schedule.num_stages > schedule.num_ranks
+    names = [
+        [str(each.action) if has_virtual else f"{each.action.kind.value}{each.action.microbatch}" for each in rank]
+        for rank in timeline.ranks
+    ]
+    cell = max((len(name) for rank in names for name in rank), default=1) + 1
+    lines = []
+    for number, (rank, texts) in enumerate(zip(timeline.ranks, names, strict=True)):
+        line = ""
+        for each, text in zip(rank, texts, strict=True):
+            line = line.ljust(round(each.start) * cell, ".") + text.ljust(round(each.end - each.start) * cell)
+        line = line.ljust(round(timeline.length) * cell, ".")
+        head = f"rank {number:<2} "
+        room = width - len(head)
+        lines.append(head + (line if len(line) <= room else line[: room - 4] + " ..."))
+    return "\n".join(lines)
+
+
+def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) -> None:
+    """Timelines one above the other, by title, each on its own scale; the file's ending says SVG, PNG or PDF."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, (0.5 * num_ranks + 1.2) * len(timelines)), layout="constrained")
+    axes = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
+    for panel, (title, timeline) in zip(axes, timelines.items(), strict=True):
+        first = min((rank[0].start for rank in timeline.ranks if rank), default=0.0)
+        for number, rank in enumerate(timeline.ranks):
+            for each in rank:
+                alpha = 1.0 / (1 + each.action.stage // num_ranks)
+                panel.barh(
+                    number, each.end - each.start, left=each.start - first, height=0.9, alpha=alpha, linewidth=0.4,
+                    color=COLORS[each.action.kind], edgecolor="white",
+                )  # fmt: skip
+                if each.end - each.start > timeline.length / 80:
+                    middle = (each.start + each.end) / 2 - first
+                    panel.text(middle, number, str(each.action.microbatch), ha="center", va="center", fontsize=6)
+        panel.set_title(f"{title}: bubble {timeline.bubble:.1%}", fontsize=9, loc="left")
+        panel.set_yticks(range(num_ranks), [f"rank {number}" for number in range(num_ranks)])
+        panel.invert_yaxis()
+        panel.spines[["top", "right"]].set_visible(False)
+    handles = [
+        axes[0].barh(0, 0, color=color, label=f"{kind.value} {kind.name.lower()}") for kind, color in COLORS.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=7, frameon=False)
+    figure.savefig(path)

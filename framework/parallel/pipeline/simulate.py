@@ -1,0 +1,193 @@
+"""When everything of a schedule would happen, what it would wait for, and how much of it would be live at once.
+
+    F(s, m) needs F(s-1, m)            B(s, m), I(s, m) need F(s, m) and B or I of (s+1, m)            W(s, m) needs I(s, m)
+
+A rank does its actions one after another, in their order; messages between ranks take `Costs.message`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from framework.errors import ScheduleError
+from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule, W
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one microbatch, in any one unit, by stage; `input` + `weight` is a whole backward."""
+
+    forward: Sequence[float]
+    input: Sequence[float]
+    weight: Sequence[float]
+    message: float = 0.0
+
+    def of(self, kind: Kind, stage: int) -> float:
+        if kind is F:
+            return self.forward[stage]
+        if kind is B:
+            return self.input[stage] + self.weight[stage]
+        return self.input[stage] if kind is I else self.weight[stage]
+
+
+def unit_costs(num_stages: int) -> Costs:
+    """F = I = W = 1, so B = 2: a backward makes two matrix products for each one of forward."""
+    ones = (1.0,) * num_stages
+    return Costs(ones, ones, ones)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An action and its time, in the unit of the costs, or in seconds where it was measured."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What each rank does when."""
+
+    ranks: tuple[tuple[Timed, ...], ...]
+
+    @property
+    def length(self) -> float:
+        """From the first start to the last end of all ranks."""
+        first = min((each.start for rank in self.ranks for each in rank), default=0.0)
+        return max((each.end for rank in self.ranks for each in rank), default=0.0) - first
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they stand still, 0 to 1."""
+        busy = sum(each.end - each.start for rank in self.ranks for each in rank)
+        return 1.0 - busy / (self.length * len(self.ranks)) if busy else 0.0
+
+    @property
+    def pause(self) -> float:
+        """As `bubble`, but of each rank's own time, from its first action to its last: a step that begins on the first rank
+        while the last still ends the one before has no more than this."""
+        own = sum(rank[-1].end - rank[0].start for rank in self.ranks if rank)
+        busy = sum(each.end - each.start for rank in self.ranks for each in rank)
+        return 1.0 - busy / own if own else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Every action as early as its rank and what it needs allow. Raises ScheduleError where ranks wait for one another."""
+    ends: dict[tuple[int, int], float] = {}  # of F, at [stage, microbatch]
+    ends_back: dict[tuple[int, int], float] = {}  # of B and I
+    last_stage, owners = schedule.num_stages - 1, schedule.rank_of_stage
+    clocks = [0.0] * schedule.num_ranks
+    done: list[list[Timed]] = [[] for _ in schedule.actions]
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            clock, timed = clocks[rank], done[rank]
+            for position in range(len(timed), len(actions)):
+                action = actions[position]
+                stage, kind, microbatch = action
+                source, ended = stage, None
+                if kind is F:
+                    source, ended = stage - 1, ends.get((stage - 1, microbatch)) if stage else 0.0
+                elif kind is W:
+                    ended = ends_back.get((stage, microbatch))
+                elif stage == last_stage:
+                    ended = ends.get((stage, microbatch))
+                elif (stage, microbatch) in ends:
+                    source, ended = stage + 1, ends_back.get((stage + 1, microbatch))
+                if ended is None:
+                    break
+                if source >= 0 and owners[source] != rank:
+                    ended += costs.message
+                start = clock if clock > ended else ended
+                clock = start + costs.of(kind, stage)
+                timed.append(Timed(action, start, clock))
+                if kind is F:
+                    ends[stage, microbatch] = clock
+                elif kind is not W:
+                    ends_back[stage, microbatch] = clock
+                moved = True
+            clocks[rank] = clock
+    if any(len(timed) < len(actions) for timed, actions in zip(done, schedule.actions, strict=True)):
+        raise ScheduleError(_explain_deadlock(schedule, [len(timed) for timed in done]))
+    return Timeline(tuple(tuple(timed) for timed in done))
+
+
+def validate(schedule: Schedule) -> None:
+    """Each stage has every microbatch's F once and its B once, or its I and its W; on its own rank; and all of it can be
+    run in this order. Raises ScheduleError."""
+    problems: list[str] = []
+    seen: set[Action] = set()
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
+                problems.append(
+                    f"rank {rank} has {action}, but there are stages 0 to {schedule.num_stages - 1} and microbatches"
+                    f" 0 to {schedule.num_microbatches - 1}"
+                )
+            elif schedule.rank_of_stage[action.stage] != rank:
+                problems.append(f"rank {rank} has {action}, but stage {action.stage} is on another rank")
+            if action in seen:
+                problems.append(f"{action} is there twice")
+            seen.add(action)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            has = [Action(stage, kind, microbatch) in seen for kind in (F, B, I, W)]
+            if has not in ([True, True, False, False], [True, False, True, True]):
+                there = " ".join(kind.value for kind, is_there in zip((F, B, I, W), has, strict=True) if is_there)
+                problems.append(f"stage {stage} has {there or 'nothing'} of microbatch {microbatch}, not F B or F I W")
+    if problems:
+        more = f"\nand {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ScheduleError(f"schedule {schedule.name}: " + "\n".join(problems[:8]) + more)
+    simulate(schedule, unit_costs(schedule.num_stages))
+
+
+def peak_live(schedule: Schedule) -> list[int]:
+    """For each rank the most (stage, microbatch) pairs at once between their F and the end of their backward, W included."""
+    peaks = []
+    for actions in schedule.actions:
+        live = peak = 0
+        for _, kind, _ in actions:
+            live += (kind is F) - (kind is B or kind is W)
+            peak = max(peak, live)
+        peaks.append(peak)
+    return peaks
+
+
+def needs(schedule: Schedule, action: Action) -> Action | None:
+    """The action of another stage, or of this one, whose end `action` waits for; None for a first forward."""
+    stage, kind, microbatch = action
+    if kind is F:
+        return Action(stage - 1, F, microbatch) if stage else None
+    if kind is W:
+        return Action(stage, I, microbatch)
+    if stage == schedule.num_stages - 1:
+        return Action(stage, F, microbatch)
+    after = Action(stage + 1, B, microbatch)
+    return after if after in schedule.actions[schedule.rank_of_stage[stage + 1]] else after._replace(kind=I)
+
+
+def _explain_deadlock(schedule: Schedule, positions: Sequence[int]) -> str:
+    """The circle of ranks that wait for one another, and the whole grid with each rank's place in it."""
+    waits: dict[int, tuple[Action, Action]] = {}
+    for rank, (actions, position) in enumerate(zip(schedule.actions, positions, strict=True)):
+        if position < len(actions):
+            own = actions[position]._replace(kind=F)
+            needed = needs(schedule, actions[position])
+            waits[rank] = actions[position], own if needed is None or own in actions[position + 1 :] else needed
+    rank = next(iter(waits))
+    path: list[int] = []
+    while rank in waits and rank not in path:
+        path.append(rank)
+        rank = schedule.rank_of_stage[waits[rank][1].stage]
+    circle = path[path.index(rank) :] if rank in path else path
+    lines = [f"rank {each} waits before {waits[each][0]} for {waits[each][1]}" for each in circle]
+    lines = [
+        f"{line} of rank {schedule.rank_of_stage[waits[each][1].stage]}"
+        for line, each in zip(lines, circle, strict=True)
+    ]
+    grid = [
+        f"  rank {each}: {' '.join(map(str, actions[:at]))} >>> {' '.join(map(str, actions[at:]))}"
+        for each, (actions, at) in enumerate(zip(schedule.actions, positions, strict=True))
+    ]
+    return "\n".join([f"schedule {schedule.name} deadlocks: " + "; ".join(lines), "done >>> still to do", *grid])
