@@ -42,12 +42,12 @@ def layouts(precision: str, clip_norm: float | None, worlds: tuple[int, ...]) ->
 
 # (precision, clip_norm, tied) -> numbers of ranks. Clipping knows nothing of ties nor of the number of ranks: pairs suffice.
 GRID = {
-    ("fp64", 0.05, True): (2, 3, 4),
-    ("fp64", None, False): (2, 3, 4),
-    ("fp64", 0.05, False): (2,),
-    ("fp64", None, True): (2,),
-    ("fp32", 0.05, True): (2, 4),
-    ("fp32", 0.05, False): (3,),
+    ("fp64", 0.05, True): (2, 4),
+    ("fp64", 0.05, False): (3,),
+    ("fp64", None, True): (3,),
+    ("fp64", None, False): (2, 4),
+    ("fp32", 0.05, False): (2,),
+    ("fp32", None, True): (3,),
 }
 
 
