@@ -22,6 +22,9 @@ class Shard:
     `segments` are the sizes along the dim of a packed weight's parts (q, k and v in one matrix): each part is split
     separately, so that every rank holds a piece of each. Empty: one part. Several shards of one dim nest: a later one
     splits what an earlier one left.
+
+    `pieces`: into how many pieces each segment is cut, where that is fewer than `count`; then count/pieces neighbours
+    hold the same one (key-value heads that are fewer than ranks). Empty: `count` for all.
     """
 
     axis: str
@@ -29,6 +32,7 @@ class Shard:
     index: int
     count: int
     segments: tuple[int, ...] = ()
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,13 @@ def _split(runs: list[Run], shard: Shard) -> list[Run]:
         raise LayoutError(
             f"{shard} cannot split {size} indices: needs 0 <= index < count and segments that sum to {size}"
         )
+    pieces = shard.pieces or (shard.count,) * len(segments)
+    if len(pieces) != len(segments) or any(each < 1 or shard.count % each for each in pieces):
+        raise LayoutError(f"{shard}: needs one number of pieces, a divisor of {shard.count}, for each of {segments}")
     taken: list[Run] = []
     first = 0
-    for segment in segments:
-        start, stop = part(segment, shard.index, shard.count)
+    for segment, count in zip(segments, pieces, strict=True):
+        start, stop = part(segment, shard.index * count // shard.count, count)
         taken += _take(runs, first + start, first + stop)
         first += segment
     return _join(taken)

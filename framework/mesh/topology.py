@@ -10,13 +10,14 @@ axis, derived ones included, is a (size, stride) pair over this number:
     expert_batch  what is left of `batch` after ep: who shares the gradients of the same experts
     shard         the inner part of `batch`: who holds the ZeRO shards of the same dense parameters
     replica       what is left of `batch` after shard: who holds equal shards
+    kv            the inner part of `tp`: who holds the same key-value heads, where these are fewer than tp ranks
 """
 
 from dataclasses import dataclass
 
 from framework.errors import TopologyError
 
-AXIS_NAMES = ("world", "pp", "batch", "dp", "cp", "tp", "ep", "expert_batch", "shard", "replica")
+AXIS_NAMES = ("world", "pp", "batch", "dp", "cp", "tp", "ep", "expert_batch", "shard", "replica", "kv")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Topology:
     tp: int = 1
     ep: int = 1
     shard: int = 1
+    kv: int = 1
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "cp", "tp", "ep"):
@@ -46,6 +48,9 @@ class Topology:
                 f"zero.shard_within={self.shard} does not divide dp x cp = {batch} ranks: use a degree in"
                 f" {[degree for degree in range(1, batch + 1) if batch % degree == 0]}"
             )
+
+        if self.kv < 1 or self.tp % self.kv:
+            raise TopologyError(f"{self.kv} ranks per key-value head do not divide parallel.tp={self.tp}")
 
     @property
     def world(self) -> int:
@@ -85,6 +90,7 @@ class Topology:
             "expert_batch": (batch // self.ep, self.ep * self.tp),
             "shard": (self.shard, self.tp),
             "replica": (batch // self.shard, self.shard * self.tp),
+            "kv": (self.kv, 1),
         }
         if axis not in table:
             raise TopologyError(f"no axis {axis!r}: the axes are {', '.join(AXIS_NAMES)}")

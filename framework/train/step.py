@@ -73,8 +73,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
 
 def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor:
     """Sum loss, norm, votes and what was reached over the world, then clip and step, unless they are not finite."""
-    trained = (buffer for buffer in run.buffers if buffer.is_trained)
-    counted = (elements for buffer in trained for elements in buffer.counted_elements(buffer.reduced))
+    counted = (buffer.counted_elements(buffer.reduced) for buffer in run.buffers if buffer.is_trained)
     reached = [float(place.is_reached) for _, _, place in run.gradients.places]
     sums = torch.tensor([0.0, 0.0, *votes, *reached], dtype=torch.float64, device=run.mesh.device)
     sums[0] = loss

@@ -8,8 +8,8 @@
 
 Parameters of one optimizer group lie side by side, so the optimizer is one fused call on a few flat tensors. Parts are equal
 intervals of the buffer, so an all-gather and a reduce-scatter work in place and only the tail is padded. All parameters of a
-buffer share their compute dtype and the axes over which their gradient is partial, and are all trained or all frozen; these
-have neither master nor gradient.
+buffer share their compute dtype, the axes over which they are replicated and those over which their gradient is partial, and
+are all trained or all frozen; these have neither master nor gradient.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +30,8 @@ FROZEN = ""
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place: elements [start, stop) of its buffer. `layout`: of the local tensor before ZeRO, its interval what
-    this rank counts of what ranks of other axes hold as well; `group`: its optimizer group, FROZEN for none."""
+    """A parameter's place: elements [start, stop) of its buffer. `layout`: of the whole local tensor; `group`: its optimizer
+    group, FROZEN for none."""
 
     name: str
     layout: Layout
@@ -84,8 +84,8 @@ class BufferPool:
 class UnitBuffer:
     """The parameters of one unit that share a lifetime, a dtype and their axes.
 
-    Plans without memory; `allocate` owns it. shard_axis: who holds the parts; replica_axis: who holds the same part;
-    partial_axes: over which the gradient of the part is a sum still to be made, the replica axis and those of the layouts.
+    Plans without memory; `allocate` owns it. shard_axis: who holds the parts; replica_axes: who holds the same part;
+    partial_axes: those of them over which the gradient is a sum still to be made.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class UnitBuffer:
         master_dtype: torch.dtype,
         lifetimes: Lifetimes,
         shard_axis: Axis,
-        replica_axis: Axis,
+        replica_axes: Sequence[Axis],
         partial_axes: Sequence[Axis],
         pool: "BufferPool",
     ):
@@ -104,7 +104,7 @@ class UnitBuffer:
         self.is_trained = slots[0].group != FROZEN
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self.lifetimes, self.shard_axis = lifetimes, shard_axis
-        self.replica_axis, self.partial_axes = replica_axis, (replica_axis, *partial_axes)
+        self.replica_axes, self.partial_axes = tuple(replica_axes), tuple(partial_axes)
         self.numel = slots[-1].stop
         self.numel_part = -(-self.numel // shard_axis.size)
         self.numel_padded = self.numel_part * shard_axis.size
@@ -175,26 +175,21 @@ class UnitBuffer:
         return self._cut(slot, values, origin, self.start, self.stop)
 
     def counted(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
-        """Of `held`, what this rank and no other counts in a norm and writes to a checkpoint."""
+        """Of `held`, what this rank and no replica counts in a norm and writes to a checkpoint."""
         low, high = self._counted_part()
-        first, last = slot.layout.interval or (0, slot.layout.numel_local)
-        return self._cut(slot, values, origin, max(low, slot.start + first), min(high, slot.start + last))
+        return self._cut(slot, values, origin, self.start + low, self.start + high)
 
-    def counted_elements(self, values: Tensor) -> list[Tensor]:
+    def counted_elements(self, values: Tensor) -> Tensor:
         """All that this rank counts, of a tensor over its part; padding is nobody's."""
         low, high = self._counted_part()
-        runs: list[tuple[int, int]] = []
-        for slot in self.slots:
-            first, last = slot.layout.interval or (0, slot.layout.numel_local)
-            start, stop = max(low, slot.start + first), min(high, slot.start + last)
-            if start < stop:
-                runs.append((runs.pop()[0] if runs and runs[-1][1] == start else start, stop))
-        return [values[start - self.start : stop - self.start] for start, stop in runs]
+        return values[low : max(low, min(high, self.numel - self.start))]
 
     def _counted_part(self) -> tuple[int, int]:
-        """Elements of the buffer. The replicas divide a part evenly: whoever holds an element, one of them counts it."""
-        low, high = part(self.numel_part, self.replica_axis.rank, self.replica_axis.size)
-        return self.start + low, self.start + high
+        """The replicas divide a part evenly: whoever holds an element, one of them counts it."""
+        index, count = 0, 1
+        for axis in self.replica_axes:
+            index, count = index * axis.size + axis.rank, count * axis.size
+        return part(self.numel_part, index, count)
 
     def _cut(self, slot: Slot, values: Tensor, origin: int | None, start: int, stop: int) -> tuple[Layout, Tensor]:
         origin = self.start if origin is None else origin
@@ -253,14 +248,15 @@ def plan_buffers(
     axes: Mapping[str, Axis],
 ) -> list[UnitBuffer]:
     """Buffers in order of computation. layouts: of each parameter before ZeRO, which shards over `shard` and replicates over
-    `replica`, among `axes`; groups: optimizer group by parameter name, FROZEN if it is not trained. Within a buffer, groups keep the order
+    `replica`; groups: optimizer group by parameter name, FROZEN if it is not trained. Within a buffer, groups keep the order
     in which they first appear in `groups`."""
     order = {group: index for index, group in enumerate(dict.fromkeys(groups.values()))}
     pool = BufferPool()
     buffers = []
     for unit in units:
         kinds = {
-            name: (compute_dtypes[name], groups[name] == FROZEN, layouts[name].partial) for name in unit.parameters
+            name: (compute_dtypes[name], groups[name] == FROZEN, layouts[name].replicated, layouts[name].partial)
+            for name in unit.parameters
         }
         for kind in dict.fromkeys(kinds.values()):
             names = [name for name in unit.parameters if kinds[name] == kind]
@@ -268,19 +264,11 @@ def plan_buffers(
             for name in sorted(names, key=lambda name: order[groups[name]]):
                 slots.append(Slot(name, layouts[name], end, end + layouts[name].numel_local, groups[name]))
                 end = slots[-1].stop
-            dtype, _, partial = kind
-            partial_axes = [axes[name] for name in partial]
+            dtype, _, replicated, partial = kind
+            replicas, partials = ([axes[name] for name in ("replica", *names)] for names in (replicated, partial))
             buffers.append(
                 UnitBuffer(
-                    unit.name,
-                    tuple(slots),
-                    dtype,
-                    master_dtype,
-                    lifetimes,
-                    axes["shard"],
-                    axes["replica"],
-                    partial_axes,
-                    pool,
+                    unit.name, tuple(slots), dtype, master_dtype, lifetimes, axes["shard"], replicas, partials, pool
                 )
             )
     return buffers

@@ -1,0 +1,9 @@
+"""Tensor, sequence and vocabulary parallelism (Shoeybi et al. 2019, Korthikanti et al. 2022), for any model of Hugging Face's.
+
+`rules` says what each module is, `plan` finds the regions of a model, `cuts` how a weight divides, `layers` compute with the
+parts, `regions` are the borders where ranks communicate, `split` puts it all into a model.
+"""
+
+from framework.parallel.tensor.split import ranks_per_kv_head, split_over_tp
+
+__all__ = ["ranks_per_kv_head", "split_over_tp"]

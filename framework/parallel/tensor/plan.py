@@ -1,0 +1,172 @@
+"""The plan of a model: which of its modules are regions, and the role of each module inside, before anything is changed.
+
+A region is a child of a decoder layer that contains something to split (an attention, an mlp, a mixture of experts), or a
+single linear layer that the decoder layer holds itself. It is left where its row layers sum over ranks; a mixture of experts
+is left as a whole, because its router and its shared experts' gates multiply what is still each rank's part.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from framework.errors import ModelError
+from framework.model.plan import find_layers
+from framework.parallel.tensor.rules import FAMILIES, HEAD_NORMS, PARAMETERS, ROLES, Role, parse_role
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+LINEARS = (nn.Linear, Conv1D, nn.Conv1d)
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """`name`: the module whose input enters. `roles`: by name of the modules inside that have parameters of their own.
+    `experts`: the stacked experts inside; `is_block`: left as a whole."""
+
+    name: str
+    roles: Mapping[str, Role]
+    experts: tuple[str, ...]
+    is_block: bool
+
+
+@dataclass
+class _Search:
+    """What finding roles needs, and what was not found."""
+
+    model: PreTrainedModel
+    user: Mapping[str, str]
+    hints: Mapping[str, str]
+    unmatched: list[str] = field(default_factory=list)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.model.config.get_text_config()
+
+
+def make_plan(model: PreTrainedModel, user: Mapping[str, str]) -> list[RegionPlan]:
+    """The regions of all layers, in order. `user`: roles by pattern of module names, before all other rules.
+
+    Raises ModelError for a module that no rule knows, and for a pattern or role of `user` that means nothing.
+    """
+    _check_user_plan(model, user)
+    found = find_layers(model)
+    if found is None:
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers to split: use parallel.tp=1")
+    search = _Search(model, user, getattr(model, "tp_plan", None) or {})
+    regions = [region for index in range(len(found[1])) for region in _regions(search, f"{found[0]}.{index}")]
+    if search.unmatched:
+        lines = "\n".join(f"  {line}" for line in search.unmatched)
+        raise ModelError(
+            f"parallel.tp needs the role of every weight of {search.config.model_type}; no rule knows\n{lines}\n"
+            "use parallel.tp=1, or say what they are, by name or pattern, such as\n"
+            "  model.tp_plan: {'model.layers.*.mlp.up_proj': column, '*.down_proj': row, '*.router': replicated}"
+        )
+    return regions
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Hugging Face's stacked experts: 3-D weights, one matrix per expert."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def _check_user_plan(model: nn.Module, user: Mapping[str, str]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for pattern, text in user.items():
+        if parse_role(text) is None:
+            raise ModelError(
+                f"model.tp_plan.{pattern}={text} is no role: use column, row, replicated or norm, or one with its form, such"
+                " as column:heads, column:kv_heads, column:pair"
+            )
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ModelError(f"model.tp_plan.{pattern} names no module of {type(model).__name__}: see meshwright plan")
+
+
+def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
+    """The regions of one layer. Linear layers that it holds itself make one region, which the first of them enters."""
+    loose: dict[str, Role] = {}
+    for child, module in search.model.get_submodule(layer).named_children():
+        name = f"{layer}.{child}"
+        if isinstance(module, LINEARS):
+            role = _role(search, name, has_experts=False)
+            if role is None:
+                search.unmatched.append(_describe(name, module))
+            elif role.kind != "replicated":
+                loose[name] = role
+        elif not _is_norm(name, module):
+            region = _region(search, name, module)
+            if region is not None:
+                yield region
+    if loose:
+        yield RegionPlan(next(iter(loose)), loose, (), is_block=False)
+
+
+def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
+    """The region of one child of a layer, None if nothing in it has parameters."""
+    inside = {f"{name}.{inner}" if inner else name: module for inner, module in root.named_modules()}
+    experts = tuple(full for full, module in inside.items() if is_experts(module))
+    routers = {full for full in inside if full.rpartition(".")[2] in ROUTERS}
+    has_experts = bool(experts) or any(".experts." in full for full in inside)
+    roles: dict[str, Role] = {}
+    for full, module in inside.items():
+        own = dict(module.named_parameters(recurse=False))
+        if not own or full in experts:
+            continue
+        if set(own) <= set(PARAMETERS) and not isinstance(module, LINEARS):
+            continue
+        role = _role(search, full, has_experts)
+        if role is None and has_experts and any(full.startswith(f"{router}.") for router in routers):
+            role = Role("replicated")
+        if role is None and _is_norm(full, module):
+            role = _norm_role(search, full, module)
+        if role is None:
+            search.unmatched.append(_describe(full, module))
+        else:
+            roles[full] = role
+    if not roles and not experts:
+        return None
+    return RegionPlan(name, roles, experts, is_block=has_experts)
+
+
+def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
+    """By the user's plan, the family's corrections, the general table, and for a plain weight by Hugging Face's own plan."""
+    for pattern, text in search.user.items():
+        if fnmatchcase(name, pattern):
+            return parse_role(text)
+    leaf = name.rpartition(".")[2]
+    choice = FAMILIES.get(search.config.model_type, {}).get(leaf)
+    if choice is not None:
+        return parse_role(choice if isinstance(choice, str) else choice(search.config))
+    if leaf in ROUTERS and not has_experts:
+        return None
+    if leaf in ROLES:
+        return parse_role(ROLES[leaf])
+    return None
+
+
+def _norm_role(search: _Search, name: str, norm: nn.Module) -> Role | None:
+    """Of a norm inside a region: of one head, of all heads, with a weight for each head, or of the hidden states."""
+    parameters = dict(norm.named_parameters(recurse=False))
+    parent = search.model.get_submodule(name.rpartition(".")[0])
+    shape = tuple(next(iter(parameters.values())).shape)
+    head_dim = getattr(parent, "head_dim", getattr(parent, "head_size", None))
+    if isinstance(parent, nn.ModuleList):
+        return None
+    form = HEAD_NORMS.get(name.rpartition(".")[2])
+    if form is not None and head_dim is not None and shape != (head_dim,):
+        is_rms = set(parameters) == {"weight"} and shape[0] % head_dim == 0
+        return Role("norm", form) if len(shape) == 2 or is_rms else None
+    return Role("replicated") if shape in ((head_dim,), (search.config.hidden_size,)) else None
+
+
+def _is_norm(name: str, module: nn.Module) -> bool:
+    words = (name.rpartition(".")[2].lower(), type(module).__name__.lower())
+    is_leaf = not any(True for _ in module.children())
+    return is_leaf and (any("norm" in word for word in words) or words[0].startswith("ln"))
+
+
+def _describe(name: str, module: nn.Module) -> str:
+    shapes = ", ".join(f"{each} {tuple(p.shape)}" for each, p in module.named_parameters(recurse=False))
+    return f"{name} ({type(module).__name__}: {shapes})"

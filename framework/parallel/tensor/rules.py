@@ -1,0 +1,118 @@
+"""Rules: what each module of a decoder layer is under tensor parallelism, as data.
+
+A role is `column`, `row`, `replicated` or `norm` with the form (`cuts.FORMS`) of the dim that is split:
+
+    column:FORM   Y_r = X W_r^T + b_r       W, b split along the outputs; X is whole, Y_r this rank's features
+    row:FORM      Y = sum_r X_r W_r^T + b   W split along the inputs; b added once
+    norm:FORM     a norm over features that are split; its weight is split with them
+    replicated    the same on all ranks
+
+The language is the user's as well: `model.tp_plan` maps patterns of module names to roles.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from transformers import PretrainedConfig
+
+from framework.parallel.tensor.cuts import FORMS
+
+KINDS = ("column", "row", "replicated", "norm")
+
+
+@dataclass(frozen=True)
+class Role:
+    """`kind`: one of KINDS; `form`: one of cuts.FORMS."""
+
+    kind: str
+    form: str = ""
+
+
+def parse_role(text: str) -> Role | None:
+    """The role that `text` names, None if it names none."""
+    kind, _, form = text.partition(":")
+    return Role(kind, form) if kind in KINDS and form in FORMS else None
+
+
+# By the last part of a module's name. A name means the same in all families that use it, but for FAMILIES.
+ROLES: Mapping[str, str] = MappingProxyType({
+    # attention
+    "q_proj": "column:heads", "k_proj": "column:kv_heads", "v_proj": "column:kv_heads",
+    "query": "column:heads", "key": "column:kv_heads", "value": "column:kv_heads",
+    "o_proj": "row", "out_proj": "row", "dense": "row", "c_proj": "row",
+    "attn_sub_norm": "norm:heads",
+    # latent attention: the down-projections serve all heads
+    "q_a_proj": "replicated", "q_a_layernorm": "replicated", "q_b_proj": "column:heads",
+    "kv_a_proj_with_mqa": "replicated", "kv_a_layernorm": "replicated", "kv_b_proj": "column:heads",
+    # mlp
+    "gate_proj": "column", "up_proj": "column", "down_proj": "row",
+    "w1": "column", "w3": "column", "w2": "row",
+    "gate_up_proj": "column:pair",
+    "fc1": "column", "fc2": "row",
+    "fc_in": "column", "fc_out": "row",
+    "c_fc": "column",
+    "dense_h_to_4h": "column", "dense_4h_to_h": "row",
+    "ffn_sub_norm": "norm",
+    # mixture of experts: the experts themselves are found by their attributes
+    "gate": "replicated", "router": "replicated", "shared_expert_gate": "replicated",
+})  # fmt: skip
+
+
+def _falcon(config: PretrainedConfig) -> str:
+    if config.new_decoder_architecture:
+        return "column:groups"
+    return "column:blocks" if config.multi_query else "column:per_head"
+
+
+Choice = str | Callable[[PretrainedConfig], str]
+
+# What a family does otherwise, or alone: packed projections above all, whose arrangement no name tells.
+FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
+    "gpt2": {"c_attn": "column:blocks"},
+    "gpt_bigcode": {"c_attn": lambda config: "column:blocks" if config.multi_query else "column:per_head"},
+    "gpt_neox": {"query_key_value": "column:per_head"},
+    "bloom": {"query_key_value": "column:per_head"},
+    "persimmon": {"query_key_value": "column:per_head"},
+    "falcon": {"query_key_value": _falcon},
+    "phi3": {"qkv_proj": "column:blocks"},
+    "mpt": {"Wqkv": "column:blocks"},
+    "codegen": {"qkv_proj": "column:quarters_qvk", "out_proj": "row:quarters"},
+    "granitemoeshared": {"input_linear": "column:pair", "output_linear": "row"},
+    "diffllama": {"q_proj": "column:halves", "k_proj": "column:kv_halves", "v_proj": "column:kv_halves"},
+    "apertus": {"act_fn": "replicated"},
+    "qwen3_next": {
+        "in_proj_qkvz": "column:linear_key_heads",
+        "in_proj_ba": "column:linear_key_heads",
+        "conv1d": "column:linear_channels",
+        "norm": "replicated",
+    },
+})  # fmt: skip
+
+# Parameters that stand in an attention module itself: the form of dim 0, None if replicated.
+PARAMETERS: Mapping[str, str | None] = MappingProxyType({
+    "sinks": "heads",
+    "lambda_q1": None, "lambda_k1": None, "lambda_q2": None, "lambda_k2": None,
+    "dt_bias": "linear_value_heads", "A_log": "linear_value_heads",
+})  # fmt: skip
+
+# Norms of queries and keys: over one head (replicated), over all heads (split), or one weight for each head (split).
+HEAD_NORMS: Mapping[str, str] = MappingProxyType({
+    "q_norm": "heads", "k_norm": "kv_heads",
+    "q_layernorm": "heads", "k_layernorm": "kv_heads",
+    "query_layernorm": "heads", "key_layernorm": "kv_heads",
+})  # fmt: skip
+
+# Families whose norm over all heads multiplies by its weight before it rounds to the model's dtype.
+WEIGHT_BEFORE_CAST = frozenset({"olmo2", "olmo3"})
+
+# Numbers that an attention's forward reads, by what they count.
+HEAD_NUMBERS = frozenset({"num_heads", "num_attention_heads", "n_heads", "n_head"})
+KV_NUMBERS = frozenset({"num_key_value_heads", "num_kv_heads", "kv_heads"})
+# Widths of all heads together, divided if that is their value.
+HEAD_WIDTHS = frozenset({"embed_dim", "hidden_size", "split_size", "all_head_size"})
+KV_WIDTHS = frozenset({"kv_dim"})
+LINEAR_NUMBERS = frozenset({"num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"})
+
+# Arguments of attentions that hold something for every head along dim 0, possibly of every sequence: [B * heads, ...].
+HEAD_ARGUMENTS = ("alibi", "position_bias")
