@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from framework.recipe.derive import find_batch_problems, find_world_problems
+from framework.recipe.derive import count_ranks, find_batch_problems, find_node_problems, find_world_problems
+from framework.recipe.launch_rules import launch_rules
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Optim, Recipe, Zero
@@ -14,6 +15,13 @@ from framework.recipe.schema import Optim, Recipe, Zero
 __all__ = ["Problem", "check_recipe", "render_problems"]
 
 Rule = Callable[[Recipe], Iterator[Problem]]
+
+COUNTED = (
+    "launch.kind",
+    "launch.ranks",
+    "launch.nodes",
+    "launch.ranks_per_node",
+)  # what the number of ranks is read from
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # what folders, wandb ids and SLURM job names all take
 
@@ -33,9 +41,10 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
     """(keys or groups that the rule reads, rule), in the order in which one mistake hides another."""
     return (
         (("parallel",), _unavailable),
-        (("parallel", "launch.ranks"), find_world_problems),
-        (("parallel", "launch.ranks", "batch"), find_batch_problems),
-        (("parallel", "launch.ranks", "zero"), _zero),
+        (("parallel", *COUNTED), find_node_problems),
+        (("parallel", *COUNTED), find_world_problems),
+        (("parallel", *COUNTED, "batch"), find_batch_problems),
+        (("parallel", *COUNTED, "zero"), _zero),
         (("precision",), _precision),
         (("optim.schedule", "train.steps"), _schedule),
         (("optim.name", "optim.betas", "optim.eps", "optim.momentum"), _optimizer),
@@ -47,6 +56,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes",), _checkpoint),
         (("run",), _run),
+        *launch_rules(),
     )
 
 
@@ -61,7 +71,7 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _zero(recipe: Recipe) -> Iterator[Problem]:
-    within, batch = recipe.zero.shard_within, recipe.launch.ranks // (recipe.parallel.tp * recipe.parallel.pp)
+    within, batch = recipe.zero.shard_within, count_ranks(recipe) // (recipe.parallel.tp * recipe.parallel.pp)
     if isinstance(within, int) and batch % within:
         legal = ", ".join(str(degree) for degree in range(1, batch + 1) if batch % degree == 0)
         message = f"does not divide the {batch} ranks among which is sharded (dp * cp)"
@@ -77,9 +87,9 @@ def _zero(recipe: Recipe) -> Iterator[Problem]:
 
 def _precision(recipe: Recipe) -> Iterator[Problem]:
     precision = recipe.precision
-    if precision.compute != "fp64" and precision.reduce == "fp64" and precision.master != "fp64":
-        message = f"gradients are summed in the dtype of precision.master={precision.master}: a wider wire adds nothing"
-        yield Problem("precision.reduce", "fp64", message, f"precision.reduce={precision.master}")
+    if precision.compute != "fp64" and precision.reduce != precision.master:
+        message = f"gradients are reduced in the dtype of precision.master={precision.master} in this version"
+        yield Problem("precision.reduce", precision.reduce, message, f"precision.reduce={precision.master}")
     if precision.compute != "fp64":
         return
     for name in ("master", "reduce"):

@@ -81,7 +81,7 @@ class _Conversion:
             try:
                 values[f.name] = _convert(value, kind, limits)
             except _Mistake as mistake:
-                self._report(where, value, mistake.message, mistake.fix)
+                self._report(where, value, mistake.message, mistake.fix or f"{where}=..." * (value == MANDATORY))
 
     def _unknown(self, path: str, value: Any) -> None:
         """Reports the leaves of what is unknown: a foreign section has one translation per key."""

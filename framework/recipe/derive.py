@@ -1,10 +1,11 @@
 """The numbers that follow from a recipe and are therefore not in it: dp, accumulation, tokens.
 
-world = dp tp pp cp, and ep divides dp cp. One optimizer step consumes
+world = dp tp pp cp, and ep divides dp cp; under SLURM world = nodes ranks_per_node. One optimizer step consumes
     sequences_per_step = dp * accumulation * sequences_per_microbatch,   tokens_per_step = sequences_per_step * context.
 The user states the left side and the microbatch; dp and accumulation follow.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,18 +28,22 @@ class Derived:
     accumulation: int  # microbatches of one rank in one step
     context: int  # tokens in a sequence
     total_tokens: int  # of the whole run
+    nodes: int = 1
+    ranks_per_node: int = 1  # ranks on each node, at most launch.ranks_per_node
 
 
 def derive(recipe: Recipe) -> Derived:
     """RecipeError if the degrees do not fit the ranks or the batch does not divide."""
-    problems = list(find_world_problems(recipe)) or list(find_batch_problems(recipe))
+    problems = (
+        list(find_node_problems(recipe)) or list(find_world_problems(recipe)) or list(find_batch_problems(recipe))
+    )
     if problems:
         raise RecipeError(render_problems(problems))
     parallel, batch = recipe.parallel, recipe.batch
     dp = _dp(recipe)
     sequences = _sequences(batch)
     return Derived(
-        world=recipe.launch.ranks,
+        world=count_ranks(recipe),
         dp=dp,
         tp=parallel.tp,
         pp=parallel.pp,
@@ -50,12 +55,57 @@ def derive(recipe: Recipe) -> Derived:
         accumulation=sequences // (dp * batch.sequences_per_microbatch),
         context=batch.context,
         total_tokens=sequences * batch.context * recipe.train.steps,
+        nodes=count_nodes(recipe),
+        ranks_per_node=count_ranks(recipe) // count_nodes(recipe),
     )
+
+
+def count_ranks(recipe: Recipe) -> int:
+    """Ranks of the world: launch.ranks; where it is null what the nodes hold, and without them what the degrees need."""
+    launch, parallel = recipe.launch, recipe.parallel
+    if launch.ranks is not None:
+        return launch.ranks
+    if launch.kind == "slurm" and launch.nodes is not None:
+        return launch.nodes * launch.ranks_per_node
+    return (parallel.dp or 1) * parallel.tp * parallel.pp * parallel.cp
+
+
+def count_nodes(recipe: Recipe) -> int:
+    """Nodes of the run: launch.nodes; where it is null as few as hold the ranks. One on this machine."""
+    launch = recipe.launch
+    if launch.kind == "local":
+        return 1
+    return launch.nodes or math.ceil(count_ranks(recipe) / launch.ranks_per_node)
+
+
+def find_node_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Under SLURM the ranks fill the nodes: nodes * ranks_per_node, or a part of one node."""
+    launch, ranks, nodes = recipe.launch, count_ranks(recipe), count_nodes(recipe)
+    if launch.kind == "local" or (launch.nodes is None and ranks <= launch.ranks_per_node):
+        return
+    held = nodes * launch.ranks_per_node
+    if held == ranks:
+        return
+    if launch.nodes is None:
+        message = f"{ranks} ranks do not fill nodes of launch.ranks_per_node={launch.ranks_per_node}"
+        fix = f"launch.ranks={_listed(_multiples(ranks, launch.ranks_per_node))}"
+        yield Problem(
+            "launch.ranks",
+            launch.ranks,
+            message,
+            f"{fix}; or launch.ranks_per_node={_listed(_divisors(ranks, launch.ranks_per_node))}",
+        )
+        return
+    message = f"nodes * ranks_per_node = {nodes} * {launch.ranks_per_node} = {held}, but there are {ranks} ranks"
+    ways = [f"launch.ranks={held} (or null)"]
+    if ranks % nodes == 0:
+        ways.append(f"launch.ranks_per_node={ranks // nodes}")
+    yield Problem("launch.nodes", launch.nodes, message, "; or ".join([*ways, "launch.nodes=null, which follows"]))
 
 
 def find_world_problems(recipe: Recipe) -> Iterator[Problem]:
     """The degrees multiply to the number of ranks."""
-    parallel, ranks = recipe.parallel, recipe.launch.ranks
+    parallel, ranks = recipe.parallel, count_ranks(recipe)
     inner = parallel.tp * parallel.pp * parallel.cp
     if parallel.dp is None and ranks % inner:
         message = (
@@ -112,7 +162,7 @@ def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Itera
         if sequences % dp == 0:
             ways.append(f"batch.sequences_per_microbatch={_listed(_divisors(sequences // dp, microbatch))}")
         if sequences % microbatch == 0:
-            inner = recipe.launch.ranks // dp
+            inner = count_ranks(recipe) // dp
             ranks = [d * inner for d in _divisors(sequences // microbatch, dp)]
             ways.append(f"launch.ranks={_listed(ranks)}" + (" with parallel.dp=null" if recipe.parallel.dp else ""))
     yield Problem(key, amount, f"not a multiple of {factors} = {unit}", "; or ".join(ways))
@@ -120,7 +170,7 @@ def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Itera
 
 def _dp(recipe: Recipe) -> int:
     parallel = recipe.parallel
-    return parallel.dp or recipe.launch.ranks // (parallel.tp * parallel.pp * parallel.cp)
+    return parallel.dp or count_ranks(recipe) // (parallel.tp * parallel.pp * parallel.cp)
 
 
 def _sequences(batch: Batch) -> int:

@@ -124,8 +124,8 @@ class Precision:
     compute: Literal["auto", "bf16", "fp32", "fp64"] = key(
         "forward and backward; auto: bf16 where the device has it, else fp32", "auto"
     )
-    master: Literal["fp32", "fp64"] = key("the optimizer's weights; gradients are summed in it", "fp32")
-    reduce: Literal["bf16", "fp32", "fp64"] = key("gradients on the wire between ranks", "fp32")
+    master: Literal["fp32", "fp64"] = key("the optimizer's weights", "fp32")
+    reduce: Literal["fp32", "fp64"] = key("gradient accumulation and reduction", "fp32")
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,45 @@ class Track:
 
 
 @dataclass(frozen=True)
+class Container:
+    kind: Literal["none", "apptainer", "pyxis"] = key("what starts the ranks in a container; pyxis: enroot's", "none")
+    image: str | None = key("the image: a .sif or .sqsh file, or a name that the container's tool downloads", None)
+    mounts: list[str] = key("more folders to mount, as HOST or HOST:INSIDE; run, data and code are mounted anyway", [])
+
+
+@dataclass(frozen=True)
 class Launch:
-    kind: Literal["local"] = key("local: on this machine", "local")
-    ranks: int = key("processes; one device each", 1, low=1)
+    kind: Literal["local", "slurm"] = key("local: on this machine; slurm: `meshwright submit`", "local")
+    ranks: int | None = key(
+        "processes; one device each. null: what the nodes hold, else what the degrees need", 1, low=1
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto: cuda where there is one", "auto")
     threads_per_rank: int | None = key("CPU threads of a rank; null: the cores divided by the ranks", None, low=1)
+    nodes: int | None = key("slurm: nodes; null: as few as hold the ranks", None, low=1)
+    ranks_per_node: int = key("slurm: ranks, and so GPUs, of a full node", 8, low=1)
+    tp_across_nodes: bool = key("slurm: allow a tensor-parallel group to span nodes; slow", False)
+    time: str = key("slurm: time limit of one job, in quotes: '24:00:00', '2-12:00:00'", "24:00:00")
+    partition: str | None = key("slurm: partition; null: the cluster's default", None)
+    account: str | None = key("slurm: account; null: the user's default", None)
+    qos: str | None = key("slurm: quality of service; null: the default", None)
+    gres: str | None = key("slurm: what a GPU is called, such as gpu or gpu:h100; null: none is asked for", "gpu")
+    cpus_per_rank: int | None = key("slurm: CPUs of a rank; null: the cluster's default", None, low=1)
+    memory_per_rank_gb: float | None = key(
+        "slurm: main memory of a rank, in GB; null: the cluster's default", None, low=0.1
+    )
+    sbatch: list[str] = key("slurm: more options of sbatch, such as --exclusive or --constraint=nvlink", [])
+    set_up: list[str] = key("slurm: shell lines before the ranks start, such as module load cuda", [])
+    environment: dict[str, Any] = key("slurm: variables of the ranks, such as NCCL_SOCKET_IFNAME", {})
+    python: str | None = key("slurm: the ranks' interpreter; null: the one that submits, in a container `python`", None)
+    starter: Literal["srun", "torchrun"] = key("slurm: srun starts every rank, or one torchrun per node", "srun")
+    container: Container = group(Container)
+    signal_seconds_before_end: int = key("slurm: so long before the time limit the run is told to save", 180, low=1)
+    retries: int = key("slurm: failures that are not the user's after which one job starts its ranks again", 10, low=0)
+    restarts_without_checkpoint: int = key("slurm: restarts without a newer checkpoint before the run stops", 3, low=0)
+    chain: int = key(
+        "slurm: jobs queued one after another, until train.steps is reached; 1: the job requeues itself", 1, low=1
+    )
+    at_once: int | None = key("slurm: runs of a sweep (`submit -m`) at the same time; null: all", None, low=1)
 
 
 @dataclass(frozen=True)

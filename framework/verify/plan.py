@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from framework.build import DTYPES, group, lay_out, make_topology
+from framework.build import group, lay_out, make_topology
 from framework.errors import EXIT_DONE
 from framework.mesh.axis import Axis
+from framework.mesh.placement import place
 from framework.mesh.topology import AXIS_NAMES, Topology
 from framework.model.load import build_meta, load_config
 from framework.model.plan import Unit, find_units
@@ -24,9 +25,10 @@ KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
 def plan(recipe: Recipe) -> int:
     """Print model, batch, units, bytes per rank, traffic and schedule. Raises what the recipe or the model has wrong."""
-    if recipe.zero.shard_within == "node":  # launch.kind=local: all ranks will be on one
-        recipe = replace(recipe, zero=replace(recipe.zero, shard_within=None))
     derived = derive(recipe)
+    if recipe.zero.shard_within == "node":
+        within = min(derived.ranks_per_node, derived.dp * derived.cp)
+        recipe = replace(recipe, zero=replace(recipe.zero, shard_within=within))
     topology = make_topology(recipe, derived)
     model = build_meta(load_config(recipe.model), recipe.model.attention)
     size, units = measure_model(model), find_units(model)
@@ -34,6 +36,8 @@ def plan(recipe: Recipe) -> int:
     print(f"model         {model.config.model_type}, {size.total:,} parameters, {size.active:,} of them met by a token")
     print(f"compute       {flops_per_token(model, derived.context) / 1e9:,.2f} GFLOP per token, forward and backward")
     print(describe_derived(derived))
+    if recipe.launch.kind == "slurm":
+        print(f"placement     {place(derived).describe()}")
     print(
         f"zero          stage {recipe.zero.stage}: {topology.size('shard')} shards, {topology.size('replica')} replicas"
     )
@@ -42,7 +46,7 @@ def plan(recipe: Recipe) -> int:
     for kind, num_bytes in bytes_per_rank(buffers, state_names(recipe.optim)).items():
         print(f"  {kind:<12} {_gib(num_bytes)}")
     print("\nsent per step by each rank")
-    for what, num_bytes in bytes_sent(buffers, derived.accumulation, DTYPES[recipe.precision.reduce]).items():
+    for what, num_bytes in bytes_sent(buffers, derived.accumulation).items():
         print(f"  {what:<22} {_gib(num_bytes)}")
     actions = make_schedule("1f1b", 1, derived.accumulation).actions[0]
     shown = " ".join(f"{action.kind.value}{action.microbatch}" for action in actions[:16])
@@ -79,12 +83,11 @@ def bytes_per_rank(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict
     return total
 
 
-def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, wire: torch.dtype) -> dict[str, int]:
+def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int) -> dict[str, int]:
     """Bytes that a rank sends in a step for parameters and gradients, by the forms that docs/zero.md states.
 
     With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a released unit is used again,
     reductions (n-1)/n P for each time that a gradient is reduced, and 2 (r-1)/r P/n once for each partial axis of r ranks.
-    wire: the dtype of gradients on their way.
     """
     gathers = reductions = replicas = 0
     for buffer in buffers:
@@ -93,9 +96,9 @@ def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, wire: torch.dty
         gathers += (n - 1) * buffer.numel_part * buffer.compute_dtype.itemsize * uses
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
-            reductions += (n - 1) * buffer.numel_part * wire.itemsize * times
+            reductions += (n - 1) * buffer.numel_part * buffer.master_dtype.itemsize * times
             for axis in buffer.partial_axes:
-                replicas += 2 * (axis.size - 1) * buffer.numel_part * wire.itemsize // axis.size
+                replicas += 2 * (axis.size - 1) * buffer.numel_part * buffer.master_dtype.itemsize // axis.size
     return {"gather of parameters": gathers, "reduction to shards": reductions, "reduction of replicas": replicas}
 
 

@@ -64,7 +64,7 @@ def shrink_recipe(
         memory=replace(recipe.memory, compile="never"),
         precision=Precision("fp64", "fp64", "fp64") if fp64 else Precision("fp32", "fp32", "fp32"),
         optim=optim,
-        launch=replace(recipe.launch, ranks=dp * _inner(recipe), device="cpu"),
+        launch=replace(recipe.launch, kind="local", ranks=dp * _inner(recipe), device="cpu"),
     )
     return SmallRecipe(small, tuple(notes))
 

@@ -20,6 +20,8 @@ OPTIONS = [
 GIVEN = {
     "files": ["data.sources.files.path=x.jsonl"],
     "finetune_qwen3_0_6b": ["data.sources.files.path=x.jsonl"],
+    "slurm": ["launch.nodes=1", "batch.sequences_per_step=64"],
+    "example_site": ["launch.nodes=1", "launch.account=lab"],
 }
 
 # As published with the weights (DeepSeek-V3: without its second-token module).

@@ -1,0 +1,49 @@
+"""Where ranks lie is arithmetic: tp innermost in a node, pp outermost, whatever the degrees."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from framework.errors import TopologyError
+from framework.mesh.placement import Placement
+from framework.mesh.topology import Topology
+from framework.recipe.launch_rules import find_placement_problems
+from framework.recipe.schema import Launch, Parallel, Recipe
+
+DEGREES = st.sampled_from((1, 2, 3, 4))
+
+
+@given(pp=DEGREES, dp=DEGREES, cp=DEGREES, tp=DEGREES, ranks_per_node=st.integers(1, 16))
+def test_inner_axes_leave_their_node_last(pp, dp, cp, tp, ranks_per_node):
+    topology = Topology(pp=pp, dp=dp, cp=cp, tp=tp)
+    if topology.world % ranks_per_node:
+        with pytest.raises(TopologyError, match="do not fill"):
+            Placement(topology, ranks_per_node)
+        return
+    placement = Placement(topology, ranks_per_node)
+    sizes = [sum(placement.node(rank) == node for rank in range(topology.world)) for node in range(placement.num_nodes)]
+    assert sizes == [ranks_per_node] * placement.num_nodes
+    if ranks_per_node % tp == 0:
+        assert placement.nodes_spanned("tp") == 1
+    if ranks_per_node % (tp * cp) == 0:
+        assert placement.nodes_spanned("cp") == 1
+    if (tp * cp * dp) % ranks_per_node == 0:  # a stage is whole nodes: every message between stages leaves its node
+        assert placement.nodes_spanned("pp") == pp
+    assert placement.nodes_spanned("world") == placement.num_nodes
+
+
+def test_dense_64_on_8_nodes():
+    placement = Placement(Topology(pp=2, dp=8, tp=4), ranks_per_node=8)
+    assert placement.describe() == "8 nodes of 8 ranks: tp in a node, dp over 4 nodes, pp over 2 nodes"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4, 6, 8])
+def test_the_rule_refuses_just_the_degrees_whose_group_leaves_its_node(tp, ranks_per_node):
+    spans = Placement(Topology(dp=2 * ranks_per_node, tp=tp), ranks_per_node).nodes_spanned("tp")
+    launch = Launch(kind="slurm", ranks=None, nodes=2 * tp, ranks_per_node=ranks_per_node)
+    recipe = Recipe(parallel=Parallel(tp=tp), launch=launch)
+    assert bool(list(find_placement_problems(recipe))) == (spans > 1)
+    assert not list(find_placement_problems(replace(recipe, launch=replace(launch, tp_across_nodes=True))))
