@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     optimizer = FlatOptimizer(recipe.optim, [_flat(buffer, span, settings[span.group]) for buffer, span in spans])
     write_gradients_directly(model, {name: place for buffer in buffers for name, place in buffer.places.items()})
     waits = Waits(mesh.device)
-    gradients = GradientSync(buffers, waits, DTYPES[recipe.precision.reduce])
+    gradients = GradientSync(buffers, waits)
     parameters = ParameterSync([[buffer for buffer in buffers if buffer.unit == unit.name] for unit in units], waits)
     hooks = UnitHooks(model, units, ties, parameters, gradients, recipe.zero.prefetch_units)
     return Run(
@@ -139,8 +140,11 @@ def materialize(
             module._buffers[name] = stock_buffers.get(f"{path}.{name}" if path else name, tensor).to(device)
 
 
-def train_rank(recipe: Recipe, run_dir: Path) -> int:
-    """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint."""
+def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -> int:
+    """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
+
+    stop: requests to stop that count already while this rank connects; None: they count from the first step on.
+    """
     derived = derive(recipe)
     prepared = open_prepared(recipe)
     config = load_config(recipe.model)
@@ -148,8 +152,8 @@ def train_rank(recipe: Recipe, run_dir: Path) -> int:
     topology = make_topology(recipe, derived)
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
     mesh = connect(topology, choose_device(recipe.launch.device), check_s=check_s)
-    with StopRequest() as stop:
-        code = _train(recipe, derived, prepared, config, mesh, run_dir, stop)
+    with nullcontext(stop) if stop else StopRequest() as requests:
+        code = _train(recipe, derived, prepared, config, mesh, run_dir, requests)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.
     mesh.close()
     return code
@@ -248,7 +252,7 @@ def _describe(
         peak_flops=peak_flops(device),
         unigram_entropy=prepared.unigram_entropy,
         commands={
-            "resume": f"meshwright train run.id={state.run_id}{root}",
+            "resume": f"meshwright {'train' if recipe.launch.kind == 'local' else 'submit'} run.id={state.run_id}{root}",
             "export": f"meshwright export {run} --to {run}/export",
             "generate": f"meshwright generate {run}/export --prompt 'def '",
         },

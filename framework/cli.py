@@ -66,6 +66,17 @@ def _commands() -> tuple[Command, ...]:
         Command("verify", "the recipe's layout on CPU ranks against stock Hugging Face", _verify, _add_verify, True),
         Command("plan", "layouts and bytes per rank, without any device", _plan, _add_nothing, True),
         Command("prepare", "text to token store, resumable and on all cores", _prepare, _add_prepare, True),
+        Command("submit", "queue the recipe on a SLURM cluster", _submit, _add_submit, True),
+        Command(
+            "status",
+            "how a run stands: job, step, checkpoint, loss, the log line that matters",
+            _status,
+            _add_status,
+            False,
+        ),
+        Command(
+            "doctor", "what is installed and within reach, and how to fix what is not", _doctor, _add_nothing, True
+        ),
         Command("generate", "let a trained model continue a text", _generate, _add_generate, False),
         Command("export", "a run's model as a folder that from_pretrained loads", _export, _add_export, False),
         Command("inspect", "what a checkpoint holds", _inspect, _add_inspect, False),
@@ -91,6 +102,47 @@ def _train(arguments: argparse.Namespace) -> int:
     from framework.launch.local import train
 
     return train(recipe, arguments.overrides, arguments.recipes)
+
+
+def _add_submit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the script that would be submitted; change nothing"
+    )
+    parser.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="every combination of values such as optim.lr=1e-3,3e-4, as one job array of at most launch.at_once runs",
+    )
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    if arguments.multirun:
+        recipes, combinations = _compose_sweep(arguments)
+        from framework.launch.submit import submit_sweep
+
+        return submit_sweep(recipes, combinations, arguments.dry_run)
+    recipe = _compose_run(arguments)
+    from framework.launch.submit import submit
+
+    return submit(recipe, arguments.overrides, arguments.recipes, arguments.dry_run)
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's or a sweep's id or folder")
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from framework.launch.status import status_command
+
+    return status_command(_find_run(arguments.run))
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    recipe = _compose(arguments)
+    from framework.launch.doctor import doctor_command
+
+    return doctor_command(recipe)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -233,19 +285,8 @@ def _find_run(name: str) -> Path:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     """Trains every combination of a multirun's values in turn. All are checked before the first one starts."""
-    from framework.recipe.compose import compose, expand_sweep
-
-    combinations = expand_sweep(arguments.overrides)
-    mistakes, ids = [], []
-    for combination in combinations:
-        composition = compose(combination, arguments.recipes)
-        ids.append(composition.draft.run.id)
-        try:
-            composition.require()
-        except RecipeError as error:
-            mistakes.append(f"{' '.join(combination)}\n{error}")
-    if mistakes:
-        raise RecipeError("\n\n".join(mistakes))
+    recipes, combinations = _compose_sweep(arguments)
+    ids = [recipe.run.id for recipe in recipes]
     taken = next((run_id for run_id in ids if run_id is not None and ids.count(run_id) > 1), None)
     if taken is not None:
         raise RecipeError(
@@ -253,6 +294,21 @@ def _sweep(arguments: argparse.Namespace) -> int:
         )
     folders = [part for folder in arguments.recipes for part in ("--recipes", str(folder))]
     return _run_in_turn([["train", *folders, *combination] for combination in combinations])
+
+
+def _compose_sweep(arguments: argparse.Namespace) -> tuple[list[Recipe], list[list[str]]]:
+    """The recipe and the overrides of every combination. RecipeError with the mistakes of all of them."""
+    from framework.recipe.compose import compose, expand_sweep
+
+    recipes, mistakes, combinations = [], [], expand_sweep(arguments.overrides)
+    for combination in combinations:
+        try:
+            recipes.append(compose(combination, arguments.recipes).require())
+        except RecipeError as error:
+            mistakes.append(f"{' '.join(combination)}\n{error}")
+    if mistakes:
+        raise RecipeError("\n\n".join(mistakes))
+    return recipes, combinations
 
 
 def _run_in_turn(commands: Sequence[Sequence[str]]) -> int:

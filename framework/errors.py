@@ -29,6 +29,12 @@ class ConnectionFailed(MeshwrightError):
     exit_code = EXIT_FAILED
 
 
+class NodeError(MeshwrightError):
+    """This machine cannot do its part: another one may."""
+
+    exit_code = EXIT_NODE
+
+
 class LayoutError(MeshwrightError):
     """A tensor cannot be laid out as asked."""
 
@@ -55,6 +61,12 @@ class CheckpointError(MeshwrightError):
 
 class RunError(MeshwrightError):
     """The run directory cannot be used: in use by another process, not writable, finished."""
+
+
+class RunInUse(RunError):
+    """Ranks of an earlier start still hold the run. They are about to end, so another attempt may succeed."""
+
+    exit_code = EXIT_FAILED
 
 
 class NumericsError(MeshwrightError):

@@ -8,6 +8,9 @@ runs/quickstart-001/
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
     checkpoints/    step-N folders
     log/            one error file per failed rank and launch
+    job.log         of a submitted run: what its jobs and ranks say, one after another
+    slurm/          job.sh, which is what sbatch got; history, a line for each start and end of the ranks
+    code/           the package as it was submitted, which every start imports
     ...             and what observers write: metrics, report, curves
 """
 
@@ -25,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from framework.errors import RunError
+from framework.errors import RunError, RunInUse
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,18 @@ class RunDirectory:
         return self.path / "log"
 
     @property
+    def script(self) -> Path:
+        return self.path / "slurm" / "job.sh"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def job_log(self) -> Path:
+        return self.path / "job.log"
+
+    @property
     def record(self) -> Path:
         return self.path / "run.json"
 
@@ -74,6 +89,11 @@ class RunDirectory:
             if not run.record.exists():
                 _write_json(run.record, {"id": run.id, "created": _now(), "launches": []})
         return run
+
+    @staticmethod
+    def next_id(root: Path, name: str) -> str:
+        """The id that `create` would give a run without one, if nobody else takes it first."""
+        return f"{name}-{_next_number(root, name):03d}"
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
@@ -102,9 +122,26 @@ class RunDirectory:
                         f"{self.path} is in use by ranks whose launching process is gone: they save and end by"
                         f" themselves; try again in a while"
                     )
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}")
-            file.flush()
+            _name_holder(file)
+            held = stack.pop_all()
+        with held:
+            yield
+
+    @contextmanager
+    def hold(self, within_s: float) -> Iterator[None]:
+        """What rank 0 of a job holds: the lock, taken once an earlier start's ranks have let go of it.
+
+        Raises RunInUse when they have not within `within_s` seconds.
+        """
+        deadline = time.monotonic() + within_s
+        with explain_errors(self.path), ExitStack() as stack:
+            file = stack.enter_context(open(self.path / "lock", "a+"))
+            while not _try_lock(file):
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise RunInUse(f"{self.path} is still in use by {file.read().strip() or 'another process'}")
+                time.sleep(0.2)
+            _name_holder(file)
             held = stack.pop_all()
         with held:
             yield
@@ -123,10 +160,10 @@ class RunDirectory:
         with explain_errors(self.path):
             return json.loads(self.record.read_text())
 
-    def note_launch(self, overrides: list[str], changes: dict[str, Any]) -> None:
-        """Add a launch to run.json: the overrides, and the keys that they changed."""
+    def note_launch(self, overrides: list[str], changes: dict[str, Any], **more: Any) -> None:
+        """Add a launch to run.json: the overrides, the keys that they changed, and `more` of it, such as the job's id."""
         record = self.read_record()
-        launch = {"time": _now(), "host": socket.gethostname(), "overrides": overrides, "changes": changes}
+        launch = {"time": _now(), "host": socket.gethostname(), "overrides": overrides, "changes": changes, **more}
         record["launches"].append(launch)
         with explain_errors(self.path):
             _write_json(self.record, record)
@@ -147,8 +184,7 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 
 def _claim_next(root: Path, name: str) -> Path:
-    numbers = [int(m[1]) for path in root.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]
-    for number in count(max(numbers, default=0) + 1):
+    for number in count(_next_number(root, name)):
         path = root / f"{name}-{number:03d}"
         try:
             path.mkdir()
@@ -158,12 +194,25 @@ def _claim_next(root: Path, name: str) -> Path:
     raise AssertionError("count() does not end")
 
 
+def _next_number(root: Path, name: str) -> int:
+    paths = root.iterdir() if root.is_dir() else ()
+    return 1 + max(
+        (int(m[1]) for path in paths if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))), default=0
+    )
+
+
 def _try_lock(file: TextIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def _name_holder(file: TextIO) -> None:
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}")
+    file.flush()
 
 
 def _now() -> str:

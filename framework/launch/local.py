@@ -12,11 +12,12 @@ from pathlib import Path
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.index import read_manifest
 from framework.data.prepare import prepare
-from framework.errors import EXIT_DONE, EXIT_RESUME, RunError
+from framework.errors import EXIT_DONE, EXIT_RESUME, RecipeError, RunError
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, explain_errors
 from framework.launch.resume import resume_recipe
+from framework.mesh.placement import place
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe, Run
@@ -28,6 +29,11 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
     overrides, recipe_dirs: what `recipe` was composed from; on a resume they are applied to the saved recipe. Raises
     RunError, and whatever else is the user's to mend, before the ranks start; what the ranks raise is printed.
     """
+    if recipe.launch.kind != "local":
+        raise RecipeError(
+            f"launch.kind={recipe.launch.kind}: queue it with `meshwright submit`; to train it here: launch.kind=local"
+            f" launch.ranks={derive(recipe).world}"
+        )
     run = RunDirectory(Path(recipe.run.root) / (recipe.run.id or ""))
     if recipe.run.id is not None and run.recipe.exists():
         return _resume(run, overrides, recipe_dirs)
@@ -46,13 +52,16 @@ def summarize(recipe: Recipe) -> str:
         f" {derived.sequences_per_microbatch} on each of {derived.dp} data-parallel ranks",
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
     }
+    if recipe.launch.kind == "slurm":
+        lines["nodes"] = place(derived).describe()
     return "\n".join(f"{name:<8} {text}" for name, text in lines.items())
 
 
-def resume_command(run: RunDirectory, *more: str) -> str:
+def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:
     """What a user types to go on with the run."""
+    verb = "train" if recipe.launch.kind == "local" else "submit"
     root = [] if run.path.parent == Path(Run().root) else [f"run.root={run.path.parent}"]
-    return shlex.join(["meshwright", "train", f"run.id={run.id}", *root, *more])
+    return shlex.join(["meshwright", verb, f"run.id={run.id}", *root, *more])
 
 
 def _begin(recipe: Recipe, overrides: list[str]) -> int:
@@ -64,7 +73,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     with run.lock():
         if run.recipe.exists():
             raise RunError(
-                f"{run.path} was begun by another process meanwhile. To go on with it: {resume_command(run)}"
+                f"{run.path} was begun by another process meanwhile. To go on with it: {resume_command(run, recipe)}"
             )
         with explain_errors(run.path):
             shutil.copytree(prepared.tokenizer, run.tokenizer, dirs_exist_ok=True)
@@ -77,9 +86,9 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
     """Go on with a run, under the saved recipe and the changes that it allows."""
     with run.lock():
         recipe, changes = resume_recipe(run, overrides, recipe_dirs)
-        step = _saved_step(run)
+        step = saved_step(run)
         if step >= recipe.train.steps:
-            more = resume_command(run, f"train.steps={2 * step}")
+            more = resume_command(run, recipe, f"train.steps={2 * step}")
             raise RunError(
                 f"{run.path} is finished: {step:,} of {recipe.train.steps:,} steps are done. To train on: {more}"
             )
@@ -96,13 +105,14 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
 
 def _launch(run: RunDirectory, recipe: Recipe, from_step: int) -> int:
     print(f"run      {run.path}" + (f", from step {from_step:,}" if from_step else ""), flush=True)
-    if recipe.launch.ranks == 1:
+    world = derive(recipe).world
+    if world == 1:
         outcome = Outcome(rank.main(run.path))
     else:
-        outcome = run_ranks(("-m", rank.__name__, str(run.path)), recipe.launch.ranks, run.log)
+        outcome = run_ranks(("-m", rank.__name__, str(run.path)), world, run.log)
     if outcome.message:
         print(outcome.message, file=sys.stderr)
-    print(conclude(run, outcome.code), flush=True)
+    print(conclude(run, recipe, outcome.code), flush=True)
     if outcome.code == EXIT_DONE and recipe.train.sample is not None:
         _show_sample(run, recipe.train.sample)
     return outcome.code
@@ -120,18 +130,18 @@ def _show_sample(run: RunDirectory, prompt: str) -> None:
     generate_command(folder, prompt, max_new_tokens=80, temperature=0.7)
 
 
-def conclude(run: RunDirectory, code: int) -> str:
+def conclude(run: RunDirectory, recipe: Recipe, code: int) -> str:
     """How the run ended, where it lies, and how to go on with it."""
-    step = _saved_step(run)
+    step = saved_step(run)
     if code == EXIT_DONE:
-        return f"run      {run.path}\nlonger   {resume_command(run, f'train.steps={2 * step}')}"
+        return f"run      {run.path}\nlonger   {resume_command(run, recipe, f'train.steps={2 * step}')}"
     how = "saved" if code == EXIT_RESUME else f"ended with exit code {code}; the newest checkpoint is"
     if step == 0 and code != EXIT_RESUME:
         return f"run      {run.path} ended with exit code {code} before its first checkpoint"
-    return f"run      {run.path} {how} at step {step:,}\nresume   {resume_command(run)}"
+    return f"run      {run.path} {how} at step {step:,}\nresume   {resume_command(run, recipe)}"
 
 
-def _saved_step(run: RunDirectory) -> int:
+def saved_step(run: RunDirectory) -> int:
     """The step of the newest whole checkpoint, 0 without any."""
     newest = newest_checkpoint(run.checkpoints)
     return read_manifest(newest).step if newest else 0

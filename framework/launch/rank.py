@@ -10,17 +10,22 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from framework.errors import MeshwrightError
+from framework.errors import EXIT_DONE, EXIT_FAILED, MeshwrightError
 from framework.launch.directory import RunDirectory
+from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, is_task
 from framework.recipe.compose import load_recipe
-from framework.recipe.schema import Launch
+from framework.recipe.derive import derive
+from framework.recipe.schema import Launch, Recipe
+from framework.train.faults import StopRequest
 
-EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+# Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
+RUN_FREE_WITHIN_S = 60.0
 
 
 def main(run_dir: Path) -> int:
@@ -38,20 +43,24 @@ def tell(error: Exception) -> int:
     """Say the error that is being handled, and return its exit code: to the launcher's error file where there is a launcher,
     so that ranks which fail alike are heard once, else on stderr; a user's mistake without a traceback."""
     is_explained = isinstance(error, MeshwrightError)
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    code = error.exit_code if isinstance(error, MeshwrightError) else EXIT_FAILED
+    if is_task():
+        _tell_job(error, code)
+    elif os.environ.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
     else:
         place = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"{place}{error if is_explained else traceback.format_exc()}", file=sys.stderr)
-    return error.exit_code if isinstance(error, MeshwrightError) else EXIT_FAILED
+    return code
 
 
-def count_threads(launch: Launch) -> int:
-    """CPU threads of one rank: as the recipe says, else an equal part of the cores this process may use."""
+def count_threads(launch: Launch, num_neighbours: int) -> int:
+    """CPU threads of one rank: as the recipe says, else its CPUs of a job, else an equal part of the cores that this process
+    may use. num_neighbours: ranks on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return launch.threads_per_rank or max(1, cores // launch.ranks)
+    return launch.threads_per_rank or launch.cpus_per_rank or max(1, cores // num_neighbours)
 
 
 def run_process(work: Callable[[], int]) -> NoReturn:
@@ -60,6 +69,8 @@ def run_process(work: Callable[[], int]) -> NoReturn:
     faulthandler.enable()
     _end_with_parent()
     code = work()
+    if code != EXIT_DONE and is_task():
+        claim_outcome(code)
     # The launcher sends SIGTERM once the first rank has ended; from here on it must not replace the code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdout.flush()
@@ -70,15 +81,43 @@ def run_process(work: Callable[[], int]) -> NoReturn:
 def _train(run_dir: Path) -> int:
     run = RunDirectory.open(run_dir)
     recipe = load_recipe(run.recipe)
-    threads = count_threads(recipe.launch)
+    threads = count_threads(recipe.launch, derive(recipe).ranks_per_node)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     with run.attend():
+        if is_task():
+            return _train_task(run, recipe, threads)
         import torch
 
         from framework.build import train_rank
 
         torch.set_num_threads(threads)
         return train_rank(recipe, run_dir)
+
+
+def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
+    """A rank inside a job. Requests to stop count from now on: a time limit may be near while the ranks still connect."""
+    with StopRequest() as stop:
+        adopt_task()
+        check_place(derive(recipe))
+        import torch
+
+        from framework.build import train_rank
+
+        check_node(run.path, recipe.launch.device)
+        torch.set_num_threads(threads)
+        with run.hold(RUN_FREE_WITHIN_S) if os.environ["RANK"] == "0" else nullcontext():
+            return train_rank(recipe, run.path, stop)
+
+
+def _tell_job(error: Exception, code: int) -> None:
+    """The job's log hears in full of the first error only: the other ranks fail because that one has."""
+    place = f"[rank {os.environ.get('RANK', os.environ['SLURM_PROCID'])}] "
+    if not claim_outcome(code):
+        print(f"{place}ends as well: {type(error).__name__}: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+    elif isinstance(error, MeshwrightError):
+        print(f"{place}{error}", file=sys.stderr)
+    else:
+        print(f"{place}{traceback.format_exc()}", file=sys.stderr)
 
 
 def _end_with_parent() -> None:

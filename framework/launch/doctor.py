@@ -1,0 +1,105 @@
+"""`meshwright doctor`: what is installed and within reach. Each line says ok, or how to fix it."""
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from framework.errors import EXIT_DONE, EXIT_USER
+from framework.launch.slurm import partitions, reach
+from framework.recipe.schema import Recipe
+
+PACKAGES = ("torch", "transformers", "datasets", "hydra-core", "wandb")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, what was found, and how to fix it where that is needed. Empty `fix`: ok."""
+
+    what: str
+    found: str
+    fix: str = ""
+
+
+def doctor_command(recipe: Recipe) -> int:
+    """Print the findings; the exit code is that of a user's mistake if one has to be fixed."""
+    findings = list(examine(recipe))
+    for finding in findings:
+        print(f"{'fix' if finding.fix else 'ok':<4} {finding.what:<13} {finding.found}")
+        if finding.fix:
+            print(f"     {'':13} -> {finding.fix}")
+    return EXIT_USER if any(finding.fix for finding in findings) else EXIT_DONE
+
+
+def examine(recipe: Recipe) -> Iterator[Finding]:
+    """All findings, in the order in which one of them explains the next."""
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    for package in PACKAGES:
+        yield _package(package)
+    yield _devices(recipe)
+    yield _slurm(recipe)
+    yield _writable("run root", Path(recipe.run.root), "run.root")
+    yield _writable("token stores", Path(recipe.data.root), "data.root")
+    yield _wandb(recipe)
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, version(name))
+    except PackageNotFoundError:
+        return Finding(name, "not installed", "make install, in the clone")
+
+
+def _devices(recipe: Recipe) -> Finding:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        return Finding("devices", f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = f"no GPU; {cores} CPU cores"
+    if recipe.launch.device == "cuda" and recipe.launch.kind == "local":
+        return Finding("devices", found, "launch.device=auto; or install a torch for this machine's GPU driver")
+    return Finding("devices", found)
+
+
+def _slurm(recipe: Recipe) -> Finding:
+    if shutil.which("sbatch") is None:
+        fix = "log in to a node of the cluster; to try it here: scripts/local_cluster.sh"
+        return Finding("slurm", "no sbatch on the path", fix if recipe.launch.kind == "slurm" else "")
+    why_not = reach()
+    if why_not is not None:
+        fix = "is SLURM_CONF right, is slurmctld running? scripts/local_cluster.sh start starts one on this machine"
+        return Finding("slurm", f"not reachable: {why_not.splitlines()[0]}", fix)
+    return Finding("slurm", partitions())
+
+
+def _writable(what: str, folder: Path, key: str) -> Finding:
+    """A file is made in the folder, or where the folder would be made."""
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            free = shutil.disk_usage(place).free
+    except OSError as error:
+        return Finding(what, f"{folder}: {error.strerror}", f"{key}=a folder of yours")
+    return Finding(what, f"{folder}, {free / 2**30:,.0f} GiB free")
+
+
+def _wandb(recipe: Recipe) -> Finding:
+    mode: str = recipe.track.wandb.mode
+    has_key = bool(os.environ.get("WANDB_API_KEY")) or "wandb.ai" in _netrc()
+    if mode == "auto":
+        mode = "online" if has_key else "offline (no key; `wandb login` makes it online, `wandb sync` sends it later)"
+    elif mode == "online" and not has_key:
+        return Finding("wandb", "online, without a key", "wandb login; or track=offline")
+    return Finding("wandb", mode)
+
+
+def _netrc() -> str:
+    path = Path("~/.netrc").expanduser()
+    return path.read_text() if path.is_file() else ""

@@ -1,0 +1,258 @@
+"""SLURM from outside a job: the script that is submitted, and the few commands that are asked.
+
+The script is rendered from a template of `slurm/` and written into the run directory; that file, byte for byte, is what
+sbatch gets. Nothing of a site is in the templates: it comes from the recipe's `launch` keys.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from framework.errors import RunError
+from framework.recipe.derive import Derived, derive
+from framework.recipe.schema import Launch, Recipe
+
+RANK_PROGRAM = "framework.launch.rank"
+TEMPLATES = {"none": "bare.sh", "apptainer": "apptainer.sh", "pyxis": "pyxis.sh"}
+# How long srun waits for the other ranks once the first has ended: rank 0 still closes what it writes.
+WAIT_S = 180
+# States in which a job may still train.
+WAITING_OR_RUNNING = (
+    "PENDING",
+    "RUNNING",
+    "COMPLETING",
+    "CONFIGURING",
+    "REQUEUED",
+    "SUSPENDED",
+    "RESIZING",
+    "STAGE_OUT",
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A rendered script. `srun`: the line in it that starts the ranks, with the program."""
+
+    text: str
+    srun: str
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What SLURM knows of a job now. `restarts`: how often it was requeued."""
+
+    job_id: str
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    nodes: str = ""
+    start: str = ""
+
+
+def render(recipe: Recipe, run_dir: Path, here: Path, array: int | None = None) -> Script:
+    """The script of a run, or of a sweep's runs: `array` of them, whose folders are `run_dir`-0, `run_dir`-1 and so on.
+
+    here: the folder in which the recipe's relative paths hold. Pure: the same arguments give the same bytes.
+    """
+    launch, derived = recipe.launch, derive(recipe)
+    run = shlex.quote(str(run_dir)) + ('-"$SLURM_ARRAY_TASK_ID"' if array else "")
+    log = f"{run_dir}{'-%a' if array else ''}/job.log"
+    srun, program = _srun(launch, derived), _program(launch, derived)
+    template = TEMPLATES[launch.container.kind]
+    text = (
+        _templates()
+        .get_template(template)
+        .render(
+            title=run_dir.name,
+            template=template,
+            options=_options(recipe, derived, run_dir.name, log, here, array),
+            run=run,
+            go_on="meshwright submit run.id=$(basename $run)",
+            retries=launch.retries,
+            restarts_without_checkpoint=launch.restarts_without_checkpoint,
+            chain=launch.chain,
+            environment={name: str(value) for name, value in launch.environment.items()},
+            set_up=launch.set_up,
+            ranks=f"{derived.world} rank{'s' if derived.world > 1 else ''}",
+            gpus=launch.gres is not None,
+            image=launch.container.image,
+            mounts=_mounts(recipe, run_dir, here),
+            srun=srun,
+            program=program,
+        )
+    )
+    return Script(text, f"{srun} {program}")
+
+
+def submit_script(script: Path, after: str | None = None) -> str:
+    """Queue a script; returns the job's id. after: the job whose end it waits for. Raises RunError with sbatch's reason."""
+    require_sbatch()
+    dependency = [f"--dependency=afterany:{after}"] if after else []
+    result = _call(["sbatch", "--parsable", *dependency, str(script)])
+    if result.returncode:
+        raise RunError(f"sbatch refused the job: {_reason(result)}\nThe script is {script}")
+    return result.stdout.strip().partition(";")[0]
+
+
+def require_sbatch() -> None:
+    """Raises RunError where this machine has no sbatch."""
+    if shutil.which("sbatch") is None:
+        raise RunError(
+            "there is no sbatch on the path: submit on a login node of your cluster. To try it on this machine:"
+            " scripts/local_cluster.sh (docs/slurm.md); to train here without SLURM: launch=local"
+        )
+
+
+def find_job(job_id: str) -> JobState | None:
+    """The job as the controller knows it, else as accounting does; None if neither does, or there is no SLURM here.
+
+    For an array the task that is least advanced stands for all.
+    """
+    if shutil.which("scontrol") is None:
+        return None
+    result = _call(["scontrol", "--oneliner", "show", "job", job_id])
+    records = [_fields(line) for line in result.stdout.splitlines()]
+    if result.returncode == 0 and records and "JobState" in records[0]:
+        fields = min(records, key=lambda each: each["JobState"] not in WAITING_OR_RUNNING)
+        return JobState(
+            job_id,
+            fields["JobState"],
+            fields.get("Reason", ""),
+            int(fields.get("Restarts", "0")),
+            fields.get("NodeList", "").replace("(null)", ""),
+            fields.get("StartTime", ""),
+        )
+    return _find_in_accounting(job_id)
+
+
+def reach() -> str | None:
+    """Why the controller cannot be asked; None if it answers."""
+    result = _call(["scontrol", "ping"])
+    return None if result.returncode == 0 and "UP" in result.stdout else _reason(result)
+
+
+def partitions() -> str:
+    """A word on each partition: name, nodes that are up, GPUs of a node."""
+    result = _call(["sinfo", "--noheader", "--format=%R %D nodes %G"])
+    return "; ".join(line.strip() for line in result.stdout.splitlines())
+
+
+def _srun(launch: Launch, derived: Derived) -> str:
+    """Every rank as one task, nodes filled in order: the numbering of `mesh/placement.py`. A rank that fails ends all."""
+    is_direct = launch.starter == "srun"
+    tasks = derived.world if is_direct else derived.nodes
+    words = [
+        "srun",
+        f"--nodes={derived.nodes}",
+        f"--ntasks={tasks}",
+        f"--ntasks-per-node={tasks // derived.nodes}",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+        f"--wait={WAIT_S}",
+    ]
+    if launch.cpus_per_rank is not None:  # srun does not take it over from sbatch
+        words.append(f"--cpus-per-task={launch.cpus_per_rank * (1 if is_direct else derived.ranks_per_node)}")
+    return " ".join(words)
+
+
+def _program(launch: Launch, derived: Derived) -> str:
+    in_container = launch.container.kind != "none"
+    python = shlex.quote(launch.python or ("python" if in_container else sys.executable))
+    if launch.starter == "srun":
+        return f'{python} -m {RANK_PROGRAM} "$run"'
+    # The static rendezvous numbers ranks by nodes; c10d's does not. Its agents pass signals on and wait for the save.
+    torchrun = (
+        f"{python} -m torch.distributed.run --nnodes={derived.nodes} --nproc-per-node={derived.ranks_per_node}"
+        " --node-rank=$SLURM_NODEID --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT --max-restarts=0"
+        f' -m {RANK_PROGRAM} "$0"'
+    )
+    signals = "TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    return f"""env {signals} bash -c '{torchrun}' "$run\""""
+
+
+def _options(recipe: Recipe, derived: Derived, name: str, log: str, here: Path, array: int | None) -> list[str]:
+    """sbatch's options, in the order of a reader's questions: what, how much, where, how long, and what then."""
+    launch = recipe.launch
+    is_direct = launch.starter == "srun"
+    tasks = derived.ranks_per_node if is_direct else 1
+    cpus = launch.cpus_per_rank and launch.cpus_per_rank * (derived.ranks_per_node // tasks)
+    memory = launch.memory_per_rank_gb and round(launch.memory_per_rank_gb * 1024) * derived.ranks_per_node
+    at_once = f"%{launch.at_once}" if launch.at_once else ""
+    pairs: list[tuple[str, Any]] = [
+        ("job-name", name),
+        ("array", f"0-{array - 1}{at_once}" if array else None),
+        ("nodes", derived.nodes),
+        ("ntasks-per-node", tasks),
+        ("gres", f"{launch.gres}:{derived.ranks_per_node}" if launch.gres else None),
+        ("cpus-per-task", cpus),
+        ("mem", f"{memory}M" if memory else None),
+        ("partition", launch.partition),
+        ("account", launch.account),
+        ("qos", launch.qos),
+        ("time", launch.time),
+        ("signal", f"B:USR1@{launch.signal_seconds_before_end}"),
+        ("chdir", here),
+        ("output", log),
+        ("open-mode", "append"),
+    ]
+    return [f"--{name}={shlex.quote(str(value))}" for name, value in pairs if value is not None] + [
+        "--requeue",
+        *launch.sbatch,
+    ]
+
+
+def _mounts(recipe: Recipe, run_dir: Path, here: Path) -> list[str]:
+    """Folders that a container needs from outside: the place of the recipe's relative paths, runs, and token stores."""
+    folders = [here, run_dir.parent, (here / recipe.data.root).resolve()]
+    outer = [
+        folder for folder in dict.fromkeys(folders) if not any(folder.is_relative_to(o) for o in folders if o != folder)
+    ]
+    return [*(f"{folder}:{folder}" for folder in outer), *recipe.launch.container.mounts]
+
+
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).resolve().parents[2] / "slurm"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment
+
+
+def _find_in_accounting(job_id: str) -> JobState | None:
+    if shutil.which("sacct") is None:
+        return None
+    result = _call(
+        ["sacct", "--noheader", "--parsable2", "--allocations", "--format=State,NodeList", f"--jobs={job_id}"]
+    )
+    first = result.stdout.splitlines()[0] if result.returncode == 0 and result.stdout.strip() else None
+    if first is None:
+        return None
+    state, _, nodes = first.partition("|")
+    return JobState(job_id, state.split()[0], nodes=nodes)
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(re.findall(r"(\S+?)=(\S*)", line))
+
+
+def _call(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def _reason(result: "subprocess.CompletedProcess[str]") -> str:
+    text = (result.stderr or result.stdout).strip()
+    return re.sub(r"^\w+: error: ", "", text, flags=re.MULTILINE) or f"{result.args[0]} ended with {result.returncode}"

@@ -1,0 +1,38 @@
+"""The code of a run: a copy of the package that every start and requeue imports, and the commit that it came from.
+
+A job may wait for days and start many times; what is edited or updated meanwhile is not part of the run.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import framework
+
+
+def copy_code(to: Path) -> None:
+    """Put the package into the folder `to`, in place of what was there."""
+    package = Path(framework.__file__ or "").parent
+    fresh = to.with_name(f"{to.name}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(package, fresh / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(to, ignore_errors=True)
+    fresh.rename(to)
+
+
+def describe_commit() -> dict[str, Any]:
+    """{commit, edited}: the commit of the package's repository, and whether files differ from it. Empty outside of git."""
+    folder = Path(framework.__file__ or "").parent
+    commit, edits = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--", ".")
+    return {} if commit is None else {"commit": commit, "edited": bool(edits)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(folder), *words], check=False, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -1,0 +1,155 @@
+"""`meshwright status`: how a run stands, read from its folder; SLURM is asked only for what nobody else knows.
+
+Works for local runs, after the job is gone, and on machines without SLURM.
+"""
+
+import fcntl
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.errors import EXIT_DONE
+from framework.launch.directory import RunDirectory
+from framework.launch.local import resume_command, saved_step
+from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
+from framework.recipe.compose import load_recipe
+from framework.recipe.schema import Recipe
+from framework.track.console import format_duration
+from framework.track.jsonl import METRICS_FILE, read_records
+
+RECENT_STEPS = 50  # whose median is the pace
+_SAID_BY_SCRIPT = re.compile(r"\S+ \S+  job \d+: (?P<text>.*)")
+# Most telling first: what a rank explained, what Python raised, what SLURM says of its own processes.
+_TROUBLE = (
+    re.compile(r"\[rank \d+\] (?!Traceback|ends as well).+"),
+    re.compile(r"[\w.]*(?:Error|Exception|Interrupt)\b.*"),
+    re.compile(r"(?:srun|slurmstepd\S*): error: .+"),
+)
+
+
+@dataclass(frozen=True)
+class History:
+    """slurm/history of the newest job: how often it started its ranks, and each end's (exit code, step)."""
+
+    starts: int
+    ends: tuple[tuple[int, int], ...]
+
+
+def status_command(path: Path) -> int:
+    """Print how the run, or each run of the sweep, at `path` stands. Raises RunError where there is none."""
+    sweep = RunDirectory(path)
+    members = _last_launch(sweep).get("runs", []) if sweep.record.is_file() else []
+    folders = [path.parent / name for name in members] or [path]
+    print("\n\n".join(describe_run(RunDirectory.open(folder)) for folder in folders))
+    return EXIT_DONE
+
+
+def describe_run(run: RunDirectory) -> str:
+    """The lines of one run, those that have nothing to say left out."""
+    recipe, launch = load_recipe(run.recipe), _last_launch(run)
+    jobs = [(job, find_job(job)) for job in launch.get("jobs", [])]
+    history = read_history(run, launch.get("jobs", []))
+    is_done = saved_step(run) >= recipe.train.steps
+    lines = [
+        ("run", f"{run.path}{', done' if is_done else ''}"),
+        *[("job", _describe_job(job, state)) for job, state in jobs],
+        ("here", _describe_holder(run) if not jobs else ""),
+        ("restarts", _describe_history(history)),
+        ("step", _describe_steps(run, recipe)),
+        ("saved", f"step {saved_step(run):,}" if saved_step(run) else "no checkpoint yet"),
+        ("log", f"{run.job_log}: {line}" if (line := telling_line(run.job_log)) else ""),
+        ("next", _next_command(run, recipe, jobs, is_done)),
+    ]
+    return "\n".join(f"{name:<8} {text}" for name, text in lines if text)
+
+
+def read_history(run: RunDirectory, jobs: list[str]) -> History | None:
+    """What the newest jobs' script noted; None for a run that no job has started."""
+    path = run.script.with_name("history")
+    if not jobs or not path.is_file():
+        return None
+    lines = path.read_text().splitlines()
+    ends = [re.search(r" end code=(\d+) step=(\d+)", line) for line in lines]
+    return History(sum(" start from=" in line for line in lines), tuple((int(m[1]), int(m[2])) for m in ends if m))
+
+
+def telling_line(log: Path) -> str:
+    """The line of a job's log that says most about the last start: its first trouble if it had any, else the script's last
+    word. Empty without a log."""
+    if not log.is_file():
+        return ""
+    lines = log.read_text(errors="replace").splitlines()
+    said = [(index, found["text"]) for index, line in enumerate(lines) if (found := _SAID_BY_SCRIPT.fullmatch(line))]
+    if not said:
+        return lines[-1] if lines else ""
+    started = max((index for index, text in said if text.startswith("starts ")), default=0)
+    last = said[-1][1]
+    if "stopped" in last or "ended with" in last or "not started" in last:
+        trouble = next(_find_trouble(lines[started:]), "")
+        return f"{last} | {trouble}" if trouble else last
+    return last
+
+
+def _find_trouble(lines: list[str]) -> Iterator[str]:
+    for pattern in _TROUBLE:
+        yield from (line.strip() for line in lines if pattern.match(line))
+
+
+def _last_launch(run: RunDirectory) -> dict[str, Any]:
+    launches = run.read_record()["launches"] if run.record.is_file() else []
+    return launches[-1] if launches else {}
+
+
+def _describe_job(job: str, state: JobState | None) -> str:
+    if state is None:
+        return f"{job}, of which SLURM knows nothing now (it forgets, or is not within reach here)"
+    place = f" on {state.nodes}" if state.nodes else ""
+    why = f" ({state.reason})" if state.reason not in ("", "None") else ""
+    since = f", start {state.start}" if state.state == "PENDING" and state.start not in ("", "Unknown") else ""
+    return f"{job} {state.state}{why}{place}{since}"
+
+
+def _describe_holder(run: RunDirectory) -> str:
+    """Who holds a local run's lock."""
+    path = run.path / "lock"
+    if not path.is_file():
+        return ""
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"running: {file.read().strip()}"
+    return "not running"
+
+
+def _describe_history(history: History | None) -> str:
+    if history is None:
+        return ""
+    ends = ", ".join(f"{code} at step {step:,}" for code, step in history.ends[-5:])
+    return f"{max(0, history.starts - 1)}" + (f"; the ranks ended with {ends}" if ends else "")
+
+
+def _describe_steps(run: RunDirectory, recipe: Recipe) -> str:
+    metrics = run.path / METRICS_FILE
+    records = list(read_records(metrics)) if metrics.is_file() else []
+    total = recipe.train.steps
+    if not records:
+        return f"none of {total:,} yet"
+    last = records[-1]
+    pace_s = statistics.median(record["step_s"] for record in records[-RECENT_STEPS:])
+    left = total - last["step"]
+    eta = f", {format_duration(pace_s * left)} of training left" if left else ""
+    return f"{last['step']:,} of {total:,} ({last['step'] / total:.0%}), loss {last['loss']:.4f}{eta}"
+
+
+def _next_command(run: RunDirectory, recipe: Recipe, jobs: list[tuple[str, JobState | None]], is_done: bool) -> str:
+    active = [(job, state) for job, state in jobs if state and state.state in WAITING_OR_RUNNING]
+    if not active:
+        return f"meshwright export {run.path} --to DIR" if is_done else resume_command(run, recipe)
+    job, state = active[0]
+    if state.state == "PENDING" and state.reason == "BeginTime":
+        return f"scontrol update JobId={job} StartTime=now    # instead of waiting for the start time"
+    return f"scancel {' '.join(job for job, _ in active)}    # saves and stops"

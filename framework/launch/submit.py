@@ -1,0 +1,186 @@
+"""`meshwright submit`: a run, or a sweep of runs, from the recipe into SLURM's queue.
+
+check -> data -> run directory: recipe.yaml, code/, slurm/job.sh -> sbatch -> what to type next
+"""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from framework.data.prepare import prepare
+from framework.errors import EXIT_DONE, RecipeError, RunError
+from framework.launch.directory import RunDirectory, explain_errors
+from framework.launch.local import resume_command, saved_step, summarize
+from framework.launch.resume import Change, resume_recipe
+from framework.launch.slurm import WAITING_OR_RUNNING, Script, find_job, render, require_sbatch, submit_script
+from framework.launch.snapshot import copy_code, describe_commit
+from framework.recipe.compose import save_recipe
+from framework.recipe.problem import Problem, render_problems
+from framework.recipe.schema import Recipe
+
+
+def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_run: bool) -> int:
+    """Queue `recipe` as a new run, or go on with the run that `recipe.run.id` names; returns the exit code.
+
+    dry_run: print the script and change nothing. Raises RecipeError and RunError for all that can be known beforehand.
+    """
+    check_machine(recipe, dry_run)
+    root = Path(recipe.run.root)
+    run = RunDirectory(root / (recipe.run.id or RunDirectory.next_id(root, recipe.run.name)))
+    if recipe.run.id is not None and run.recipe.exists():
+        return _resume(run, overrides, recipe_dirs, dry_run)
+    if dry_run:
+        return _show(render(recipe, run.path.absolute(), Path.cwd()))
+    print(summarize(recipe))
+    prepared = prepare(recipe)
+    run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
+    recipe = replace(recipe, run=replace(recipe.run, id=run.id))
+    with run.lock():
+        _write(run, recipe, prepared.tokenizer)
+        return _queue(run, recipe, overrides, [])
+
+
+def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], dry_run: bool) -> int:
+    """Queue runs as one job array; `combinations`: the overrides of each. They share a wandb group and all of `launch`.
+
+    The sweep gets a folder, `runs/NAME-sweep-001`, each run its own beside it, `runs/NAME-sweep-001-0` and so on.
+    """
+    first = recipes[0]
+    check_machine(first, dry_run)
+    root, name = Path(first.run.root), f"{first.run.name}-sweep"
+    path = root / (first.run.id or RunDirectory.next_id(root, name))
+    scripts = [render(recipe, path.absolute(), Path.cwd(), array=len(recipes)) for recipe in recipes]
+    if first.launch.chain > 1:
+        raise RecipeError("launch.chain: a sweep is one job array, whose runs requeue themselves: set launch.chain=1")
+    different = next((index for index, script in enumerate(scripts) if script != scripts[0]), None)
+    if different is not None:
+        raise RecipeError(
+            f"a sweep is one job array, whose runs have the same resources, and run {different} differs from run 0: sweep"
+            " over other keys than those of launch and parallel, or submit the runs one by one"
+        )
+    if dry_run:
+        return _show(scripts[0])
+    print(summarize(first))
+    tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
+    sweep = RunDirectory.create(root, first.run.id, name)
+    with explain_errors(sweep.path):
+        sweep.script.parent.mkdir(exist_ok=True)
+        sweep.script.write_text(render(first, sweep.path.absolute(), Path.cwd(), array=len(recipes)).text)
+    runs = []
+    for index, recipe in enumerate(recipes):
+        run = RunDirectory.create(root, f"{sweep.id}-{index}", name)
+        wandb = replace(recipe.track.wandb, group=recipe.track.wandb.group or sweep.id)
+        recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
+        _write(run, recipe, tokenizers[index])
+        runs.append(run)
+    job = submit_script(sweep.script)
+    sweep.note_launch([], {}, jobs=[job], runs=[run.id for run in runs], **describe_commit())
+    for index, run in enumerate(runs):
+        run.note_launch(combinations[index], {}, jobs=[f"{job}_{index}"], **describe_commit())
+        print(f"run      {run.path}: {shlex.join(combinations[index])}")
+    print(_next_steps(sweep, [job], [f"runs     {len(runs)}, at once {first.launch.at_once or len(runs)}"]))
+    return EXIT_DONE
+
+
+def check_machine(recipe: Recipe, dry_run: bool) -> None:
+    """What the recipe alone does not tell: is this a recipe for SLURM, is there an sbatch, are named files there, can runs be
+    written? All but sbatch is asked for a dry run, too."""
+    if recipe.launch.kind != "slurm":
+        raise RecipeError("launch.kind=local has nothing to submit: choose launch=slurm, or `meshwright train`")
+    container = recipe.launch.container
+    problems = []
+    if (
+        container.kind != "none"
+        and container.image
+        and _is_file_name(container.image)
+        and not Path(container.image).exists()
+    ):
+        message, fix = "there is no such file", "build it (docker/README.md), or give the path that compute nodes see"
+        problems.append(Problem("launch.container.image", container.image, message, fix))
+    if problems:
+        raise RecipeError(render_problems(problems))
+    if not dry_run:
+        require_sbatch()
+        root = Path(recipe.run.root)
+        with explain_errors(root):
+            root.mkdir(parents=True, exist_ok=True)
+
+
+def active_job(run: RunDirectory) -> str | None:
+    """The job of this run that still waits or runs, None if there is none or nobody knows."""
+    launches = run.read_record()["launches"] if run.record.exists() else []
+    for job in reversed(launches[-1].get("jobs", []) if launches else []):
+        state = find_job(job)
+        if state is not None and state.state in WAITING_OR_RUNNING:
+            return job
+    return None
+
+
+def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dry_run: bool) -> int:
+    """Queue the next part of a run, under the saved recipe and the changes that it allows."""
+    recipe, changes = resume_recipe(run, overrides, recipe_dirs)
+    if dry_run:
+        return _show(render(recipe, run.path.absolute(), Path.cwd()))
+    busy = active_job(run)
+    if busy is not None:
+        raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `scancel {busy}`")
+    with run.lock():
+        step = saved_step(run)
+        if step >= recipe.train.steps:
+            more = resume_command(run, recipe, f"train.steps={2 * step}")
+            raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
+        print(summarize(recipe))
+        for change in changes:
+            print(f"changed  {change.key}: {change.was} -> {change.now}")
+        prepared = prepare(recipe)
+        _write(run, recipe, prepared.tokenizer)
+        return _queue(run, recipe, overrides, changes)
+
+
+def _write(run: RunDirectory, recipe: Recipe, tokenizer: Path) -> None:
+    """All that the job reads."""
+    with explain_errors(run.path):
+        shutil.copytree(tokenizer, run.tokenizer, dirs_exist_ok=True)
+        copy_code(run.code)
+        run.script.parent.mkdir(exist_ok=True)
+        run.script.write_text(render(recipe, run.path.absolute(), Path.cwd()).text)
+        save_recipe(recipe, run.recipe)
+
+
+def _queue(run: RunDirectory, recipe: Recipe, overrides: list[str], changes: list[Change]) -> int:
+    jobs: list[str] = []
+    for _ in range(recipe.launch.chain):
+        jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
+    run.note_launch(overrides, {change.key: change.now for change in changes}, jobs=jobs, **describe_commit())
+    print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, recipe)}"]))
+    return EXIT_DONE
+
+
+def _next_steps(run: RunDirectory, jobs: list[str], more: list[str]) -> str:
+    chain = f", then {', '.join(jobs[1:])}" if len(jobs) > 1 else ""
+    return "\n".join(
+        [
+            f"run      {run.path}",
+            f"job      {jobs[0]}{chain}",
+            *more,
+            f"status   meshwright status {run.path}",
+            f"cancel   scancel {' '.join(jobs)}",
+        ]
+    )
+
+
+def _show(script: Script) -> int:
+    """A dry run: on stdout the script and nothing else, so that it can be kept; the line that matters on stderr."""
+    print(script.text, end="")
+    print(f"\nwould submit this script; its ranks start with\n  {script.srun}", file=sys.stderr)
+    return EXIT_DONE
+
+
+def _is_file_name(image: str) -> bool:
+    """A path, and not the name of an image in a registry (docker://..., nvcr.io#nvidia/pytorch:...)."""
+    return (
+        "://" not in image and "#" not in image and (image.startswith((".", "/")) or image.endswith((".sif", ".sqsh")))
+    )

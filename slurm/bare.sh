@@ -1,0 +1,5 @@
+{% extends "job.sh" %}
+{% block ranks %}
+  {{ srun }} \
+    {{ program }} &
+{% endblock %}

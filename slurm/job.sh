@@ -1,0 +1,138 @@
+#!/bin/bash
+# {{ title }}: rendered by `meshwright submit` from slurm/{{ template }}. One srun starts all ranks; this script starts them
+# again, requeues the job or stops, according to how they ended:
+#   0 done    85 saved, run me again    86 the user's mistake    87 bad node    88 numerics    other: a failure
+{% for option in options %}
+#SBATCH {{ option }}
+{% endfor %}
+
+run={{ run }}
+job=$SLURM_JOB_ID
+history=$run/slurm/history          # one line per start and per end of the ranks, for people, `status` and the breaker
+outcome=$run/slurm/outcome.$job     # the exit code of the first rank that knew why it ended
+retries={{ retries }}
+restarts_without_checkpoint={{ restarts_without_checkpoint }}
+jobs_in_chain={{ chain }}
+go_on="go on with  {{ go_on }}"
+near_end=                           # set once the time limit is near
+
+say() { printf '%(%F %T)T  job %s: %s\n' -1 "$job" "$*"; }
+
+newest_step() { # of the checkpoints, which are whole or absent
+  local newest
+  newest=$(ls "$run/checkpoints" 2>/dev/null | grep -xE 'step-[0-9]+' | sort | tail -n 1)
+  newest=${newest#step-}
+  echo $((10#${newest:-0}))
+}
+
+note() { printf '%(%FT%T%z)T job=%s restart=%s %s\n' -1 "$job" "${SLURM_RESTART_COUNT:-0}" "$*" >> "$history"; }
+
+count() { grep -c " job=$job .*$1" "$history"; }
+
+field() { scontrol --oneliner show job "$job" | grep -oE " $1=[^ ]*" | cut -d= -f2; }
+
+stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
+  say "$2"
+  if [ "$jobs_in_chain" -gt 1 ]; then scancel --quiet --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; fi
+  exit "$1"
+}
+
+# SLURM lets a requeued job wait two minutes. It takes the delay back when it is asked to, but only once the job has left
+# its nodes, when nothing of this script is left: a job of one moment asks.
+start_soon() { # start_soon [CHANGE...]: other changes that a job takes only while it waits
+  sbatch --quiet --job-name="soon-$job" --output=/dev/null --nodes=1 --ntasks=1 --time=1 --deadline=now+2minutes \
+    ${SLURM_JOB_PARTITION:+--partition="$SLURM_JOB_PARTITION"} ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
+    ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in {1..150}; do
+      state=\$(squeue --noheader --job=$job --format=%T)
+      if [ \"\$state\" = PENDING ]; then scontrol update JobId=$job StartTime=now $*; exit; fi
+      if [ -z \"\$state\" ]; then exit; fi
+      sleep 0.2
+    done"
+}
+
+requeue() { # requeue WHY [CHANGE...]: this allocation ends, the job waits for another one
+  say "$1; requeued"
+  trap '' TERM                      # which the requeue sends to this script
+  start_soon "${@:2}" || say "cannot ask for an early start: the job waits two minutes"
+  if ! scontrol requeue "$job"; then
+    stop 85 "this cluster does not requeue: $go_on"
+  fi
+  exit 0
+}
+
+time_is_near() {
+  near_end=yes
+  say "the time limit is near: the ranks save"
+  # More than once: a rank that is just starting may not be listening yet.
+  while :; do scancel --quiet --signal=USR1 "$job"; sleep 5; done &
+  asking=$!
+}
+trap time_is_near USR1
+trap : TERM                         # scancel or preemption: the ranks get it too, save and end; `field` says which it was
+
+start_ranks() {
+  rm -f "$outcome"
+  # Below the ports that the kernel hands out, and nobody answers there. If it is taken meanwhile, the ranks fail and are
+  # started again with another one.
+  MASTER_PORT=$((20000 + RANDOM % 12000))
+  while (exec 3<> "/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((20000 + RANDOM % 12000)); done
+  export MASTER_PORT
+{% block ranks %}{% endblock %}
+  local ranks=$!
+  while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done    # a signal ends `wait`, not the ranks
+  if [ -n "${asking:-}" ]; then kill "$asking"; wait "$asking" 2>/dev/null; asking=; fi
+  if [ -s "$outcome" ]; then code=$(< "$outcome"); fi
+}
+
+# --- set-up: what the site and the recipe ask for
+{% for line in set_up %}
+{{ line }}
+{% endfor %}
+{% for name, value in environment.items() %}
+export {{ name }}={{ value | quote }}
+{% endfor %}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
+
+# --- life
+mkdir -p "$run/slurm"
+touch "$history"
+while :; do
+  step=$(newest_step)
+  starts=$(count " start from=$step ")
+  if [ "$starts" -gt "$restarts_without_checkpoint" ]; then
+    stop 1 "stopped: $starts starts from step $step, none with a newer checkpoint. What failed is above and in $history"
+  fi
+  note "start from=$step nodes=$SLURM_JOB_NODELIST"
+  say "starts {{ ranks }} on $SLURM_JOB_NODELIST, from step $step"
+  start_ranks
+  note "end code=$code step=$(newest_step)"
+  case $code in
+    0)  stop 0 "done" ;;
+    86) stop 86 "ended with 86, a mistake in the input: not started again" ;;
+    88) stop 88 "ended with 88, the numbers left the finite range: not started again" ;;
+  esac
+  if [ "$(field JobState)" != RUNNING ]; then    # somebody else ends this job
+    if [ "$(field PreemptTime)" != None ]; then start_soon; fi
+    say "ended by SLURM with $code at step $(newest_step)"
+    exit "$code"
+  fi
+  if [ "$code" = 85 ] && [ "$jobs_in_chain" -gt 1 ]; then
+    if [ -n "$(squeue --noheader --states=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)")" ]; then
+      say "saved at step $(newest_step); the next job of the chain goes on"
+      exit 85
+    fi
+    stop 85 "saved at step $(newest_step), and the chain is at its end: $go_on"
+  fi
+  case $code in
+    85) requeue "saved at step $(newest_step)" ;;
+    87) bad=$(sort -u "$run/slurm/bad-nodes" | paste -sd,)
+        requeue "bad nodes are left out from now on: $bad" "ExcNodeList=$bad" ;;
+  esac
+  if [ -n "$near_end" ]; then requeue "ended with $code while saving"; fi
+  failures=$(($(count ' end code=') - $(count ' end code=8[57] ')))
+  if [ "$failures" -gt "$retries" ]; then
+    stop "$code" "stopped: failure $failures of this job (launch.retries=$retries); the last exit code is $code"
+  fi
+  say "ended with $code at step $(newest_step): started again"
+done

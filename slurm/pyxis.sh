@@ -1,0 +1,6 @@
+{% extends "job.sh" %}
+{% block ranks %}
+  {{ srun }} \
+    --container-image={{ image | quote }} --container-workdir="$PWD" --container-mounts={{ mounts | join(",") | quote }} \
+    {{ program }} &
+{% endblock %}
