@@ -70,7 +70,7 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     optimizer = FlatOptimizer(recipe.optim, [_flat(buffer, span, settings[span.group]) for buffer, span in spans])
     write_gradients_directly(model, {name: place for buffer in buffers for name, place in buffer.places.items()})
     waits = Waits(mesh.device)
-    gradients = GradientSync(buffers, waits)
+    gradients = GradientSync(buffers, waits, DTYPES[recipe.precision.reduce])
     parameters = ParameterSync([[buffer for buffer in buffers if buffer.unit == unit.name] for unit in units], waits)
     hooks = UnitHooks(model, units, ties, parameters, gradients, recipe.zero.prefetch_units)
     return Run(

@@ -6,14 +6,18 @@ algorithm, for n ranks and a full tensor of F bytes:
     all_reduce                 2 (n-1)/n F        broadcast        F at the source, 0 elsewhere
     all_gather, reduce_scatter   (n-1)/n F        all_to_all       the parts meant for others
 
-Tensors are contiguous. On CPU (gloo) all-gather and reduce-scatter are made of point-to-point messages that land in
-place, which is faster there than gloo's own (scripts/bench/collectives.py); on CUDA (NCCL) they are NCCL's. All ranks
-get bitwise equal results from an all-reduce. Ranks issue the operations of one axis in the same order; waits may come
-in any order. `label` names what a collective is of, for the debug mode that compares ranks' orders (`agreement`).
+A sum may go over a wire narrower than its tensors, as bf16 between fp32: then every part is rounded to the wire's dtype, a
+rank's own too, and added in the tensors' dtype in the order of ranks, so that no result depends on who adds; an all-reduce
+gathers these sums rounded once more. F counts in the wire's dtype.
+
+Tensors are contiguous. `forms` says how each operation is made on which backend. All ranks get bitwise equal results from an
+all-reduce. Ranks issue the operations of one axis in the same order; waits may come in any order, but for all-reduces over a
+narrower wire, which have a second half to start. `label` names what a collective is of, for the debug mode that compares
+ranks' orders (`agreement`).
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Literal
 
@@ -22,42 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.agreement import check_agreement
+from framework.comm.forms import FORMS, Pending, copy, scatter_rounded, sum_rounded
 from framework.mesh.axis import Axis
 
 Reduction = Literal["sum", "max", "min"]
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-# torch 2.13 renamed the single-tensor forms and warns at the old names; 2.11 has only the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# Messages of one collective must not match those of another kind, or of `p2p`, that is under way between the same two
-# ranks.
-_GATHER_TAG, _SCATTER_TAG = 1, 2
-
-
-class Pending:
-    """A started operation. Its tensors belong to it until `wait` returns: neither write to them nor read the results.
-
-    On CUDA `wait` makes the current stream wait, not the CPU. References are held until then, so that the allocator
-    cannot give the memory to another tensor while the communication stream still uses it.
-    """
-
-    def __init__(
-        self, works: Sequence[Any] = (), tensors: Sequence[Tensor] = (), finish: Callable[[], Any] | None = None
-    ):
-        self._works = works
-        self._tensors = tensors
-        self._finish = finish
-
-    def wait(self) -> None:
-        """Return when the results may be used; a second wait does nothing."""
-        for work in self._works:
-            work.wait()
-        if self._finish is not None:
-            self._finish()
-        self._works, self._tensors, self._finish = (), (), None
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "") -> None:
@@ -65,13 +39,19 @@ def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "") ->
     start_all_reduce(x, axis, op, label).wait()
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "") -> Pending:
-    """Start `all_reduce`."""
+def start_all_reduce(
+    x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "", wire: torch.dtype | None = None
+) -> Pending:
+    """Start `all_reduce`; a sum over a wire of its own dtype, if one is given."""
     if axis.size == 1:
         return Pending()
+    wire = wire or x.dtype
     _check(x)
     check_agreement(axis, "all_reduce", label, x)
-    axis.traffic.record("all_reduce", 2 * (axis.size - 1) * x.nbytes // axis.size)
+    axis.traffic.record("all_reduce", 2 * (axis.size - 1) * x.numel() * wire.itemsize // axis.size)
+    if wire != x.dtype:
+        assert op == "sum", f"{op} over a wire of {wire}"
+        return sum_rounded(x, axis, wire)
     return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
 
 
@@ -88,11 +68,11 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, label: str = "") -> Pen
     """Start `all_gather`."""
     _check(out, x, ratio=axis.size)
     if axis.size == 1:
-        _copy(out, x)
+        copy(out, x)
         return Pending()
     check_agreement(axis, "all_gather", label, x)
     axis.traffic.record("all_gather", (axis.size - 1) * x.nbytes)
-    return _gather_by_tensor(out, x, axis) if x.is_cuda else _gather_by_messages(out, x, axis)
+    return FORMS[x.device.type, "all_gather"].start(out, x, axis)
 
 
 def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
@@ -103,15 +83,20 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
     start_reduce_scatter(out, x, axis).wait()
 
 
-def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis, label: str = "") -> Pending:
-    """Start `reduce_scatter`."""
+def start_reduce_scatter(
+    out: Tensor, x: Tensor, axis: Axis, label: str = "", wire: torch.dtype | None = None
+) -> Pending:
+    """Start `reduce_scatter`, over a wire of its own dtype if one is given."""
     _check(x, out, ratio=axis.size)
     if axis.size == 1:
-        _copy(out, x)
+        copy(out, x)
         return Pending()
+    wire = wire or x.dtype
     check_agreement(axis, "reduce_scatter", label, x)
-    axis.traffic.record("reduce_scatter", (axis.size - 1) * out.nbytes)
-    return _scatter_by_tensor(out, x, axis) if x.is_cuda else _scatter_by_messages(out, x, axis)
+    axis.traffic.record("reduce_scatter", (axis.size - 1) * out.numel() * wire.itemsize)
+    if wire != x.dtype:
+        return scatter_rounded(out, x, axis, wire)
+    return FORMS[x.device.type, "reduce_scatter"].start(out, x, axis)
 
 
 def all_to_all(
@@ -139,7 +124,7 @@ def start_all_to_all(
     _check(x)
     _check(out)
     if axis.size == 1:
-        _copy(out, x)
+        copy(out, x)
         return Pending()
     check_agreement(axis, "all_to_all", "", None)
     rows_kept = in_splits[axis.rank] if in_splits is not None else x.shape[0] // axis.size
@@ -177,75 +162,6 @@ def gather_objects(obj: Any, axis: Axis) -> list[Any]:
     gathered = [None] * axis.size
     dist.all_gather_object(gathered, obj, group=axis.group)
     return gathered
-
-
-def _gather_by_tensor(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    return Pending([_all_gather_single(out.view(-1), x.view(-1), group=axis.group, async_op=True)], [out, x])
-
-
-def _gather_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Send x to every peer and receive each peer's part where it belongs."""
-    parts = out.view(axis.size, -1)
-    _copy(parts[axis.rank], x)
-    works = []
-    for to, source in _peers(axis):
-        works.append(dist.irecv(parts[source], group=axis.group, group_src=source, tag=_GATHER_TAG))
-        works.append(dist.isend(x, group=axis.group, group_dst=to, tag=_GATHER_TAG))
-    return Pending(works, [out, x])
-
-
-def _scatter_by_tensor(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    return Pending([_reduce_scatter_single(out.view(-1), x.view(-1), group=axis.group, async_op=True)], [out, x])
-
-
-def _scatter_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Send every peer its part of x; when the peers' parts have come, add them to this rank's own.
-
-    The sum goes in the order of ranks, so that an element's result does not depend on which rank's part it is in.
-    """
-    parts = x.view(axis.size, -1)
-    buffer = _take_buffer(axis, (axis.size - 1) * out.numel(), x)
-    received = buffer[: (axis.size - 1) * out.numel()].view(axis.size - 1, -1).unbind()
-    works = []
-    for to, source in _peers(axis):
-        place = received[source if source < axis.rank else source - 1]
-        works.append(dist.irecv(place, group=axis.group, group_src=source, tag=_SCATTER_TAG))
-        works.append(dist.isend(parts[to], group=axis.group, group_dst=to, tag=_SCATTER_TAG))
-
-    def add() -> None:
-        terms: list[Tensor] = [*received[: axis.rank], parts[axis.rank], *received[axis.rank :]]
-        total = terms[0]
-        for term in terms[1:-1]:
-            # Not into `out`, which may be this rank's own part, still to be added; received[0] has been added.
-            total = torch.add(total, term, out=received[0])
-        torch.add(total, terms[-1], out=out.view(-1))
-        axis.buffers.append(buffer)
-
-    return Pending(works, [x], add)
-
-
-def _take_buffer(axis: Axis, numel: int, like: Tensor) -> Tensor:
-    """A buffer of at least so many elements that an earlier operation has done with, else a new one in its stead.
-
-    On CPUs a large new tensor costs a page fault every 4 KiB: half as much again as receiving into it.
-    """
-    for index, buffer in enumerate(axis.buffers):
-        if buffer.numel() >= numel and buffer.dtype == like.dtype:
-            return axis.buffers.pop(index)
-    if axis.buffers:
-        axis.buffers.pop()
-    return like.new_empty(numel)
-
-
-def _peers(axis: Axis) -> list[tuple[int, int]]:
-    """(send to, receive from) at distance 1, 2, ...: at each distance every rank sends one message and receives one."""
-    return [((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size)]
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy unless both are the same memory."""
-    if target.data_ptr() != source.data_ptr():
-        target.view(-1).copy_(source.view(-1))
 
 
 def _check(full: Tensor, part: Tensor | None = None, ratio: int = 1) -> None:

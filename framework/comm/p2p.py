@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm.collectives import Pending
+from framework.comm.forms import Pending
 from framework.mesh.axis import Axis
 
 

@@ -27,7 +27,8 @@ class Axis:
     """One direction of the mesh. Size 1 is the identity: there is no group and every collective returns its input.
 
     `rank` is the index of this process along the axis; `ranks` are the world ranks of the axis, in order;
-    `group` is a torch process group over them, None when the size is 1. `buffers` are receive buffers that no operation
+    `group` is a torch process group over them, None when the size is 1. `scatter_group`: another one, for reduce-scatters that
+    must not queue behind gathers; None where operations do not queue. `buffers` are receive buffers that no operation
     uses just now: `comm/` takes them and gives them back. check_s: debug mode, see `comm/agreement.py`.
     """
 
@@ -36,6 +37,7 @@ class Axis:
     rank: int
     ranks: tuple[int, ...] = (0,)
     group: Any = None
+    scatter_group: Any = None
     traffic: Traffic = field(default_factory=Traffic)
     buffers: list[Any] = field(default_factory=list)
     check_s: float | None = None

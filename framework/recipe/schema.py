@@ -124,8 +124,8 @@ class Precision:
     compute: Literal["auto", "bf16", "fp32", "fp64"] = key(
         "forward and backward; auto: bf16 where the device has it, else fp32", "auto"
     )
-    master: Literal["fp32", "fp64"] = key("the optimizer's weights", "fp32")
-    reduce: Literal["fp32", "fp64"] = key("gradient accumulation and reduction", "fp32")
+    master: Literal["fp32", "fp64"] = key("the optimizer's weights; gradients are summed in it", "fp32")
+    reduce: Literal["bf16", "fp32", "fp64"] = key("gradients on the wire between ranks", "fp32")
 
 
 @dataclass(frozen=True)

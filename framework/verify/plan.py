@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from framework.build import group, lay_out, make_topology
+from framework.build import DTYPES, group, lay_out, make_topology
 from framework.errors import EXIT_DONE
 from framework.mesh.axis import Axis
 from framework.mesh.placement import place
@@ -46,7 +46,7 @@ def plan(recipe: Recipe) -> int:
     for kind, num_bytes in bytes_per_rank(buffers, state_names(recipe.optim)).items():
         print(f"  {kind:<12} {_gib(num_bytes)}")
     print("\nsent per step by each rank")
-    for what, num_bytes in bytes_sent(buffers, derived.accumulation).items():
+    for what, num_bytes in bytes_sent(buffers, derived.accumulation, DTYPES[recipe.precision.reduce]).items():
         print(f"  {what:<22} {_gib(num_bytes)}")
     actions = make_schedule("1f1b", 1, derived.accumulation).actions[0]
     shown = " ".join(f"{action.kind.value}{action.microbatch}" for action in actions[:16])
@@ -83,11 +83,12 @@ def bytes_per_rank(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict
     return total
 
 
-def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int) -> dict[str, int]:
+def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, wire: torch.dtype) -> dict[str, int]:
     """Bytes that a rank sends in a step for parameters and gradients, by the forms that docs/zero.md states.
 
     With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a released unit is used again,
     reductions (n-1)/n P for each time that a gradient is reduced, and 2 (r-1)/r P/n once for each partial axis of r ranks.
+    wire: the dtype of gradients on their way.
     """
     gathers = reductions = replicas = 0
     for buffer in buffers:
@@ -96,9 +97,9 @@ def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int) -> dict[str, in
         gathers += (n - 1) * buffer.numel_part * buffer.compute_dtype.itemsize * uses
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
-            reductions += (n - 1) * buffer.numel_part * buffer.master_dtype.itemsize * times
+            reductions += (n - 1) * buffer.numel_part * wire.itemsize * times
             for axis in buffer.partial_axes:
-                replicas += 2 * (axis.size - 1) * buffer.numel_part * buffer.master_dtype.itemsize // axis.size
+                replicas += 2 * (axis.size - 1) * buffer.numel_part * wire.itemsize // axis.size
     return {"gather of parameters": gathers, "reduction to shards": reductions, "reduction of replicas": replicas}
 
 

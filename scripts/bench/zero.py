@@ -54,7 +54,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from framework.comm.collectives import Pending
+from framework.comm.forms import Pending
 from framework.mesh.axis import Axis
 from framework.mesh.connect import Mesh
 from framework.parallel.zero import gradients, parameters

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.comm.collectives import Pending
+from framework.comm.forms import Pending
 from framework.parallel.zero import gradients, parameters
 from framework.parallel.zero.buffers import BufferPool, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync

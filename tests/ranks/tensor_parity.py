@@ -6,7 +6,7 @@ between: this tests what `parallel/tensor` does to a model, and what its layouts
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from framework.comm.collectives import all_reduce
 from framework.mesh.axis import Axis
 from framework.mesh.connect import connect
-from framework.mesh.layout import Layout, part
+from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta, choose_experts
 from framework.model.loss import IGNORE, TokenLoss, count_loss_tokens
@@ -168,11 +168,8 @@ def gather_gradients(model: nn.Module, layouts: Mapping[str, Layout], tp: Axis, 
         for axis in (tp, kv):
             if axis.name in layout.partial:
                 all_reduce(gradient, axis)
-            if axis.name in layout.replicated:
-                start, stop = part(gradient.numel(), axis.rank, axis.size)
         gathered = torch.zeros(layout.shape, dtype=gradient.dtype)
         owned, first = gradient.flatten()[start:stop], 0
-        layout = replace(layout, interval=(start, stop))
         for box in layout.boxes():
             gathered[box.slices()] = owned[first : first + box.numel].view(box.sizes)
             first += box.numel

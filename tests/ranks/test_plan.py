@@ -1,11 +1,12 @@
 """What `meshwright plan` says of memory and traffic is what ranks allocate and send."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from torch import Tensor
 
-from framework.build import build
+from framework.build import DTYPES, build
 from framework.comm import ledger
 from framework.errors import EXIT_DONE
 from framework.mesh.connect import connect
@@ -27,10 +28,16 @@ KINDS = ("parameters", "gradients", "master", "optimizer")
 
 def layouts() -> dict[str, Recipe]:
     zeros = [Zero(stage=0), *(Zero(stage, within) for stage, within in product((1, 2, 3), (None, 2)))]
-    return {
+    wide = {
         f"{precision} {count} microbatches {zero}": small_recipe(precision, 4, count, SEQUENCES, None, zero)
         for precision, count, zero in product(("fp32", "bf16"), (1, 3), zeros)
     }
+    narrow = {
+        f"{label}, bf16 wire": replace(recipe, precision=replace(recipe.precision, reduce="bf16"))
+        for label, recipe in wide.items()
+        if "fp32 3 micro" in label and recipe.zero.shard_within is None
+    }
+    return wide | narrow
 
 
 def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[dict[str, int], int]]:
@@ -80,7 +87,8 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
             # Optimizer states leave out the padding that the last rank holds.
             assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=0.02), label
             assert allocated == {kind: planned[kind] for kind in KINDS if kind != "optimizer"}, label
-            assert sent == sum(bytes_sent(buffers, 1 if "1 micro" in label else 3).values()), label
+            wire = DTYPES[recipe.precision.reduce]
+            assert sent == sum(bytes_sent(buffers, 1 if "1 micro" in label else 3, wire).values()), label
 
 
 def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[ledger.Reading, int]:

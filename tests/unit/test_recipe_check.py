@@ -149,7 +149,12 @@ def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
     [
         (["precision.compute=fp64", "precision.master=fp64"], "precision.reduce", "less precise"),
         (["precision.compute=fp64", "precision.reduce=fp64"], "precision.master", "less precise"),
-        (["precision.master=fp64"], "precision.reduce", "in the dtype of precision.master=fp64"),
+        (
+            ["precision.compute=fp64", "precision.master=fp64", "precision.reduce=bf16"],
+            "precision.reduce",
+            "less precise",
+        ),
+        (["precision.reduce=fp64"], "precision.reduce", "summed in the dtype of precision.master=fp32"),
         (["optim.schedule.warmup_steps=300"], "optim.schedule.warmup_steps", "longer than the run of train.steps=250"),
         (["optim/schedule=wsd", "optim.schedule.decay_steps=240"], "optim.schedule.decay_steps", "20 + 240"),
         (["optim.schedule.decay_steps=10"], "optim.schedule.decay_steps", "only wsd"),
@@ -188,6 +193,8 @@ def test_contradictions(overrides, key, says):
         ["optim=sgd", "optim.betas=[0.9,0.95]"],
         ["precision=fp64"],
         ["precision.master=fp64", "precision.reduce=fp64"],
+        ["precision.master=fp64", "precision.reduce=fp32"],
+        ["precision.compute=bf16", "precision.reduce=bf16"],
         ["model=gpt2", "model.weights=gpt2"],
         ["run.id=a.b_c-9"],
         ["model.freeze=['^model[.]layers[.][0-3][.]']"],

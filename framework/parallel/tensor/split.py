@@ -58,9 +58,9 @@ def split_over_tp(
     the tokens outside attention and mlp. user_plan: `model.tp_plan`. regathers: with `sequence`, do not keep the gathered
     inputs of attention and mlp for backward.
 
-    What several ranks hold is `replicated` over `tp` or `kv`. Of a packed weight with keys and values that the `kv` axis
-    shares only those are, which a layout cannot say: there `interval` is what this rank counts, and backward gives the whole
-    gradient. Raises ModelError without a complete plan, TopologyError when heads do not divide.
+    What several ranks hold is `replicated` over `tp` or `kv`, and `interval` is what of it this rank counts. Of a packed
+    weight, `kv` may share the keys and values only: they get whole gradients in backward, and one rank's interval has them.
+    Raises ModelError without a complete plan, TopologyError when heads do not divide.
     """
     if tp.size == 1:
         return {name: Layout(tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -297,14 +297,16 @@ class _Surgery:
         dim = found.shards[0].dim
         rows = held.shape_local[dim]
         if found.copied == rows:
-            return replace(held, replicated=("kv",), partial=("kv",))
+            interval = part(held.numel_local, self.kv.rank, self.kv.size)
+            return replace(held, replicated=("kv",), partial=("kv",), interval=interval)
         assert dim == 0, f"a packed weight with shared keys is split along dim 0, not {dim}"
         counted = rows if self.kv.rank == 0 else rows - found.copied
         return replace(held, interval=(0, counted * (held.numel_local // rows)))
 
     def _replicate(self, name: str, whole: nn.Parameter, is_partial: bool) -> nn.Parameter:
         """The whole parameter on all ranks."""
-        self.layouts[name] = Layout(tuple(whole.shape), (), ("tp",), ("tp",) if is_partial else ())
+        interval = part(whole.numel(), self.tp.rank, self.tp.size)
+        self.layouts[name] = Layout(tuple(whole.shape), (), ("tp",), ("tp",) if is_partial else (), interval)
         self.local[whole] = whole
         return whole
 

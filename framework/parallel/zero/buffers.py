@@ -3,8 +3,8 @@
     full      [ group A | group B | pad ]     compute dtype; what forward and backward read; n equal parts
     shard     my part of it                   compute dtype; what the others gather from me
     master    my part of it                   master dtype; what the optimizer updates; `shard` itself if the dtypes agree
-    gradient  [ group A | group B | pad ]     reduce dtype; what backward writes
-    reduced   my part of it                   reduce dtype; the sum over ranks
+    gradient  [ group A | group B | pad ]     master dtype; what backward writes
+    reduced   my part of it                   master dtype; the sum over ranks
 
 Parameters of one optimizer group lie side by side, so the optimizer is one fused call on a few flat tensors. Parts are equal
 intervals of the buffer, so an all-gather and a reduce-scatter work in place and only the tail is padded. All parameters of a
@@ -216,7 +216,7 @@ class GradientPlace:
         return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._slot.layout.shape_local)
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient, cast to the reduce dtype. LayoutError if it comes after its unit's reduction."""
+        """Add a gradient, cast to the master dtype. LayoutError if it comes after its unit's reduction."""
         place, is_first = self._open()
         place.copy_(gradient) if is_first else place.add_(gradient)
 

@@ -1,6 +1,6 @@
 """Gradients: collected in their unit's buffer, reduced unit by unit while backward goes on.
 
-Each parameter's gradient of a microbatch is written (first) or added (later) to the unit's flat gradient in the reduce
+Each parameter's gradient of a microbatch is written (first) or added (later) to the unit's flat gradient in the master
 dtype. When backward has left a unit, its gradient is reduce-scattered over the shard axis, and after the step's last backward
 this rank's part is all-reduced over the axes over which it is partial: law 1, with nothing else to know.
 """
@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from framework.comm.collectives import Pending, start_all_reduce, start_reduce_scatter
+from framework.comm.collectives import start_all_reduce, start_reduce_scatter
+from framework.comm.forms import Pending
 from framework.mesh.axis import Axis
 from framework.parallel.zero.buffers import GradientPlace, Slot, UnitBuffer
 from framework.parallel.zero.waits import Waits
@@ -34,9 +36,10 @@ class Reduction:
 
 class GradientSync:
     """Follows a step: start_step, then for each microbatch start_backward, (gradients arrive), reduce of each unit from the
-    last to the first, then finish."""
+    last to the first, then finish. wire: the dtype in which ranks send; sums are in that of the buffers."""
 
-    def __init__(self, buffers: Sequence[UnitBuffer], waits: Waits):
+    def __init__(self, buffers: Sequence[UnitBuffer], waits: Waits, wire: torch.dtype):
+        self.wire = wire
         self.buffers = [buffer for buffer in reversed(buffers) if buffer.is_trained]
         self.waits = waits
         self._of_unit: dict[str, list[UnitBuffer]] = {}
@@ -97,7 +100,7 @@ class GradientSync:
         reduced = buffer.reduced
         part = reduced if is_first else buffer.pool.take(reduced.numel(), reduced.dtype, reduced.device)
         full = buffer.close_gradient()
-        pending = start_reduce_scatter(part, full, buffer.shard_axis, f"gradient of {buffer.unit}")
+        pending = start_reduce_scatter(part, full, buffer.shard_axis, f"gradient of {buffer.unit}", self.wire)
         self._reductions.append(Reduction(buffer, pending, full, part))
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or buffer.shard_axis.size == 1):
             self._settle()
@@ -121,7 +124,7 @@ class GradientSync:
 
     def _start_replication(self, buffer: UnitBuffer, axis: Axis) -> None:
         label = f"gradient of {buffer.unit}"
-        self._replications[buffer] = start_all_reduce(buffer.reduced, axis, label=label)
+        self._replications[buffer] = start_all_reduce(buffer.reduced, axis, label=label, wire=self.wire)
 
 
 def _collect(place: GradientPlace, parameter: Tensor) -> None:

@@ -42,14 +42,23 @@ class _DirectLinear(torch.autograd.Function):
 def find_linears(model: nn.Module, places: Mapping[str, GradientPlace]) -> list[tuple[nn.Module, GradientPlace]]:
     """The linear modules whose weight is trained, each with its weight's place; a tied head is among them."""
     by_parameter = {id(place.parameter): place for place in places.values()}
-    modules = (module for module in model.modules() if type(module) in (nn.Linear, Conv1D))
+    modules = (module for module in model.modules() if type(module) in (nn.Linear, Conv1D) or _is_door(module))
     return [(module, by_parameter[id(module.weight)]) for module in modules if id(module.weight) in by_parameter]
 
 
 def write_gradients_directly(model: nn.Module, places: Mapping[str, GradientPlace]) -> None:
-    """Give each Linear (and GPT-2's transposed Conv1D) of the model the forward above. Results are those of autograd."""
+    """Give each Linear (and GPT-2's transposed Conv1D) of the model the forward above, and the place to layers that write
+    there themselves. Results are those of autograd."""
     for module, place in find_linears(model, places):
-        module.forward = _direct_forward(module, place)  # type: ignore[method-assign]
+        if _is_door(module):
+            module.gradient_place = place  # type: ignore[assignment]
+        else:
+            module.forward = _direct_forward(module, place)  # type: ignore[method-assign]
+
+
+def _is_door(module: nn.Module) -> bool:
+    """A linear layer of ours that asks for the place: those of `parallel/tensor`."""
+    return hasattr(module, "gradient_place")
 
 
 def _direct_forward(module: nn.Module, place: GradientPlace):

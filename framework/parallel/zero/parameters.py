@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from framework.comm.collectives import Pending, start_all_gather
+from framework.comm.collectives import start_all_gather
+from framework.comm.forms import Pending
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.waits import Waits
 

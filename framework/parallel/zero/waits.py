@@ -1,12 +1,12 @@
 """Exposed communication: how long computation stood still for collectives that it did not hide."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from framework.comm.collectives import Pending
+from framework.comm.forms import Pending
 
 
 class Stall:
@@ -30,11 +30,11 @@ class Waits:
         self._device, self._clock = device, clock
         self._stalls: list[Stall] = []
 
-    def wait(self, operations: Iterable[Pending]) -> None:
+    def wait(self, operations: Collection[Pending]) -> None:
         """Return when the results of all may be used; on CUDA, by what is put on the current stream next."""
         before = self._mark()
-        for operation in operations:
-            operation.wait()
+        while operations:  # what follows from an operation is started before that from the next one is waited for
+            operations = [operation for operation in operations if operation.advance()]
         self._stalls.append(Stall(before, self._mark()))
 
     def take(self) -> list[Stall]:

@@ -1,0 +1,221 @@
+"""Forms: how a collective is made of what a backend offers, and which form is taken on which device.
+
+`FORMS` is the choice. It is a table and not a measurement at start-up, because ranks must choose alike and because no size
+was found at which another form wins: scripts/bench/collectives.py from 64 KiB to 64 MiB, 2 and 4 ranks (docs/benchmarks.md).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from framework.mesh.axis import Axis
+
+# torch 2.13 renamed the single-tensor forms and warns at the old names; 2.11 has only the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Messages of one collective must not match those of another kind, or of `p2p`, that is under way between the same two
+# ranks.
+_GATHER_TAG, _SCATTER_TAG = 1, 2
+
+
+class Pending:
+    """A started operation. Its tensors belong to it until `wait` returns: neither write to them nor read the results.
+
+    On CUDA `wait` makes the current stream wait, not the CPU. References are held until then, so that the allocator
+    cannot give the memory to another tensor while the communication stream still uses it.
+
+    finish: what is left to do when `works` have ended; it may start something that is to be waited for in turn.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Any] = (),
+        tensors: Sequence[Tensor] = (),
+        finish: "Callable[[], Pending | None] | None" = None,
+    ):
+        self._works = works
+        self._tensors = tensors
+        self._finish = finish
+
+    def advance(self) -> bool:
+        """Wait for what has been started, and start what follows from it. False if nothing does: then this is the end."""
+        works, finish = self._works, self._finish
+        self._works, self._finish = (), None
+        for work in works:
+            work.wait()
+        follows = finish() if finish is not None else None
+        self._tensors = () if follows is None else follows._tensors
+        if follows is not None:
+            self._works, self._finish = follows._works, follows._finish
+        return follows is not None
+
+    def wait(self) -> None:
+        """Return when the results may be used; a second wait does nothing."""
+        while self.advance():
+            pass
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to make a collective, and why it is taken."""
+
+    start: Callable[[Tensor, Tensor, Axis], Pending]
+    reason: str
+
+
+def gather_by_tensor(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """The backend's all-gather."""
+    return Pending([_all_gather_single(out.view(-1), x.view(-1), group=axis.group, async_op=True)], [out, x])
+
+
+def gather_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Send x to every peer and receive each peer's part where it belongs."""
+    parts = out.view(axis.size, -1)
+    copy(parts[axis.rank], x)
+    works = []
+    for to, source in _peers(axis):
+        works.append(dist.irecv(parts[source], group=axis.group, group_src=source, tag=_GATHER_TAG))
+        works.append(dist.isend(x, group=axis.group, group_dst=to, tag=_GATHER_TAG))
+    return Pending(works, [out, x])
+
+
+def scatter_by_tensor(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """The backend's reduce-scatter, over the axis's own group for it."""
+    group = axis.scatter_group or axis.group
+    return Pending([_reduce_scatter_single(out.view(-1), x.view(-1), group=group, async_op=True)], [out, x])
+
+
+def scatter_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Send every peer its part of x; when the peers' parts have come, add them to this rank's own.
+
+    The sum goes in the order of ranks, so that an element's result does not depend on which rank's part it is in.
+    """
+    parts = x.view(axis.size, -1)
+    buffer = _take_buffer(axis, (axis.size - 1) * out.numel(), x)
+    received = list(buffer[: (axis.size - 1) * out.numel()].view(axis.size - 1, -1))
+    works = _exchange_parts(received, parts, axis)
+
+    def add() -> None:
+        terms: list[Tensor] = [*received[: axis.rank], parts[axis.rank], *received[axis.rank :]]
+        total = terms[0]
+        for term in terms[1:-1]:
+            # Not into `out`, which may be this rank's own part, still to be added; received[0] has been added.
+            total = torch.add(total, term, out=received[0])
+        torch.add(total, terms[-1], out=out.view(-1))
+        axis.buffers.append(buffer)
+
+    return Pending(works, [x], add)
+
+
+FORMS = {
+    ("cuda", "all_gather"): Form(gather_by_tensor, "NCCL's own knows the links and lands in place"),
+    ("cuda", "reduce_scatter"): Form(scatter_by_tensor, "NCCL's own knows the links"),
+    ("cpu", "all_gather"): Form(
+        gather_by_messages, "gloo's own copies through a buffer: 1.4 to 4.1 times the time of messages into place"
+    ),
+    ("cpu", "reduce_scatter"): Form(
+        scatter_by_messages, "gloo's own costs as much as its all-reduce or more: 1.8 to 6.2 times the time of messages"
+    ),
+}
+
+
+def scatter_rounded(out: Tensor, x: Tensor, axis: Axis, wire: torch.dtype) -> Pending:
+    """Round x to the wire dtype, give every rank its part, and add the parts in out's dtype in the order of ranks."""
+    exchange = _RoundedExchange(x, axis, wire)
+
+    def add() -> None:
+        exchange.add_up(out.view(-1))
+        exchange.end()
+
+    return Pending(exchange.works, [x], add)
+
+
+def sum_rounded(x: Tensor, axis: Axis, wire: torch.dtype) -> Pending:
+    """x becomes the sum of all ranks' x: every rank adds up one part, and all gather the sums, rounded too."""
+    exchange = _RoundedExchange(x, axis, wire)
+
+    def gather() -> Pending:
+        mine = exchange.sent[axis.rank]
+        own = x.view(-1)[axis.rank * mine.numel() : (axis.rank + 1) * mine.numel()]
+        exchange.add_up(own)
+        mine[: own.numel()] = own
+        gathered = FORMS[x.device.type, "all_gather"].start(exchange.sent, mine, axis)
+        return Pending(gathered._works, gathered._tensors, take_over)
+
+    def take_over() -> None:
+        x.view(-1).copy_(exchange.sent.view(-1)[: x.numel()])
+        exchange.end()
+
+    return Pending(exchange.works, [x], gather)
+
+
+class _RoundedExchange:
+    """Every rank's part of every rank's x, rounded, on its way. sent: this rank's x in the wire dtype, [ranks, part], the tail
+    padded; received: all ranks' parts for this rank, [ranks, part]."""
+
+    def __init__(self, x: Tensor, axis: Axis, wire: torch.dtype):
+        numel = axis.size * -(-x.numel() // axis.size)
+        self._axis = axis
+        self._buffer = _take_buffer(axis, 2 * numel, x.new_empty(0, dtype=wire))
+        self.sent, self.received = self._buffer[: 2 * numel].view(2, axis.size, -1)
+        flat = self.sent.view(-1)
+        flat[: x.numel()] = x.view(-1)
+        flat[x.numel() :] = 0
+        self.works: list[Any]
+        if x.is_cuda:
+            group = axis.scatter_group or axis.group
+            self.works = [dist.all_to_all_single(self.received, self.sent, group=group, async_op=True)]
+        else:
+            self.received[axis.rank] = self.sent[axis.rank]
+            peers = [part for rank, part in enumerate(self.received) if rank != axis.rank]
+            self.works = _exchange_parts(peers, self.sent, axis)
+
+    def add_up(self, out: Tensor) -> None:
+        """out, of at most a part, becomes the sum of what was received, in the order of ranks."""
+        first, *others = (part[: out.numel()] for part in self.received)
+        out.copy_(first)
+        for term in others:
+            out += term
+
+    def end(self) -> None:
+        """Give the memory back."""
+        self._axis.buffers.append(self._buffer)
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy unless both are the same memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.view(-1).copy_(source.view(-1))
+
+
+def _exchange_parts(received: Sequence[Tensor], parts: Tensor, axis: Axis) -> list[Any]:
+    """Send every peer its part and receive the peers' parts into `received`, which has no place for this rank's own."""
+    works = []
+    for to, source in _peers(axis):
+        place = received[source if source < axis.rank else source - 1]
+        works.append(dist.irecv(place, group=axis.group, group_src=source, tag=_SCATTER_TAG))
+        works.append(dist.isend(parts[to], group=axis.group, group_dst=to, tag=_SCATTER_TAG))
+    return works
+
+
+def _peers(axis: Axis) -> list[tuple[int, int]]:
+    """(send to, receive from) at distance 1, 2, ...: at each distance every rank sends one message and receives one."""
+    return [((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size)]
+
+
+def _take_buffer(axis: Axis, numel: int, like: Tensor) -> Tensor:
+    """A buffer of at least so many elements that an earlier operation has done with, else a new one in its stead.
+
+    On CPUs a large new tensor costs a page fault every 4 KiB: half as much again as receiving into it.
+    """
+    for index, buffer in enumerate(axis.buffers):
+        if buffer.numel() >= numel and buffer.dtype == like.dtype:
+            return axis.buffers.pop(index)
+    if axis.buffers:
+        axis.buffers.pop()
+    return like.new_empty(numel)

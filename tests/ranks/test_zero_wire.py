@@ -1,0 +1,103 @@
+"""`precision.reduce: bf16` sends gradients in half the bytes of fp32 and changes them by the rounding of bf16, no more; ranks
+that hold the same hold it bitwise.
+
+A bf16 number has 8 significant bits, so one rounding errs by 2^-9 of what is rounded at most. Every rank's part of a sum is
+rounded once on the way to a shard, once more on the way to replicas, and where replicas sum by all-reduce, the sum too.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from framework.build import build
+from framework.comm import ledger
+from framework.mesh.connect import connect
+from framework.recipe.schema import Precision, Recipe, Zero
+from framework.train.step import train_step
+from framework.verify.compare import compare
+from framework.verify.layout import share
+from tests.families import family
+from tests.ranks.parity import CPU, Case, small_recipe, topology_of, train_layouts, worst_error
+from tests.ranks.pool import RankPool
+
+WORLD = 4
+ZEROS = (
+    *(Zero(stage=stage) for stage in range(4)),
+    Zero(stage=1, shard_within=2),
+    Zero(stage=2, shard_within=2, accumulate="local"),
+    Zero(stage=3, shard_within=2),
+)
+# At most three roundings, each of terms that are no more than twice as large as their sum.
+ROUNDING = 3 * 2 * 2**-9
+
+
+def recipes(compute: str, reduce: str, accumulation: int) -> dict[str, Recipe]:
+    precision = Precision(compute, "fp32", reduce)  # type: ignore[arg-type]
+    return {
+        f"{reduce}, {zero}": replace(small_recipe(compute, WORLD, accumulation, 16, 0.05, zero), precision=precision)
+        for zero in ZEROS
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_bf16_wire_agrees_with_an_fp32_wire_within_rounding(pool: RankPool, name: str) -> None:
+    layouts = recipes("fp32", "bf16", 2) | recipes("fp32", "fp32", 2)
+    found = {
+        label: each for (_, label), each in pool.run(WORLD, train_layouts, [Case("", family(name), layouts)])[0].items()
+    }
+    for zero in ZEROS:
+        rounded, exact = found[f"bf16, {zero}"], found[f"fp32, {zero}"]
+        errors = {row.quantity: row.error for row in compare(rounded, exact)}
+        assert 1e-4 < errors["gradient, step 1"] < ROUNDING, (zero, errors)
+        assert errors["loss"] < ROUNDING**2, (zero, errors)
+        assert worst_error(compare(exact, found[f"fp32, {ZEROS[0]}"])) < 1e-5
+
+
+def hold(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, list[tuple[str, int, Tensor, Tensor]]]:
+    """Body: for each layout after two steps what this rank holds: unit, first element, gradient, master."""
+    found = {}
+    for number, (label, recipe) in enumerate(case.layouts.items()):
+        mesh = connect(topology_of(recipe), CPU, f"{rendezvous}-{number}", rank)
+        run = build(recipe, case.config, mesh)
+        for step, batch in enumerate(case.batches()[:2]):
+            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2, ())
+        found[label] = [(each.unit, each.start, each.reduced.clone(), each.master.clone()) for each in run.buffers]
+        mesh.close()
+    return found
+
+
+def test_replicas_hold_bitwise_equal_gradients_and_weights(pool: RankPool) -> None:
+    by_rank = pool.run(WORLD, hold, Case("", family("llama"), recipes("bf16", "bf16", 2)))
+    for zero in ZEROS:
+        first: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        for held in by_rank:
+            for unit, start, reduced, master in held[f"bf16, {zero}"]:
+                expected = first.setdefault((unit, start), (reduced, master))
+                assert torch.equal(reduced, expected[0]), (zero, unit)
+                assert torch.equal(master, expected[1]), (zero, unit)
+
+
+def count_bytes(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, dict[str, int]]:
+    """Body: for each layout the bytes of a step by operation over the axes of ZeRO."""
+    found = {}
+    for number, (label, recipe) in enumerate(case.layouts.items()):
+        mesh = connect(topology_of(recipe), CPU, f"{rendezvous}-{number}", rank)
+        run = build(recipe, case.config, mesh)
+        train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-2, ())
+        sent = ledger.snapshot(mesh)
+        found[label] = {
+            f"{axis} {name}": num_bytes for axis in ("shard", "replica") for name, (_, num_bytes) in sent[axis].items()
+        }
+        mesh.close()
+    return found
+
+
+def test_a_bf16_wire_sends_half_the_bytes_of_gradients(pool: RankPool) -> None:
+    layouts = recipes("fp32", "bf16", 2) | recipes("fp32", "fp32", 2)
+    for found in pool.run(WORLD, count_bytes, Case("", family("llama"), layouts)):
+        for zero in ZEROS:
+            wide = found[f"fp32, {zero}"]
+            half = {name: num if "gather" in name else num // 2 for name, num in wide.items()}
+            assert found[f"bf16, {zero}"] == half, zero
