@@ -77,7 +77,17 @@ def _zero(recipe: Recipe) -> Iterator[Problem]:
         message = f"does not divide the {batch} ranks among which is sharded (dp * cp)"
         yield Problem("zero.shard_within", within, message, f"one of {legal}; or null for all")
     defaults = Zero()
-    for name, stages in (("shard_within", (1, 2, 3)), ("accumulate", (2, 3)), ("keep_gathered", (3,))):
+    if recipe.zero.stage and recipe.zero.optimizer_within == "all" and within is None:
+        message = "zero.shard_within=null leaves no replicas: all ranks divide the optimizer state already"
+        fix = "leave it out (~zero.optimizer_within); or zero.shard_within=node"
+        yield Problem("zero.optimizer_within", "all", message, fix)
+    sharded = (1, 2, 3)
+    for name, stages in (
+        ("shard_within", sharded),
+        ("optimizer_within", sharded),
+        ("accumulate", (2, 3)),
+        ("keep_gathered", (3,)),
+    ):
         value = getattr(recipe.zero, name)
         if recipe.zero.stage not in stages and value != getattr(defaults, name):
             message = f"zero.stage={recipe.zero.stage} has no use for it"

@@ -77,8 +77,8 @@ def bytes_per_rank(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict
         if buffer.is_trained:
             kept = buffer.numel_padded if lifetimes.keeps_gradients else buffer.numel_part
             total["gradients"] += kept * master
-            total["master"] += buffer.numel_part * master if buffer.compute_dtype != buffer.master_dtype else 0
-            total["optimizer"] += buffer.numel_part * master * len(states)
+            total["master"] += buffer.numel_owned * master if buffer.compute_dtype != buffer.master_dtype else 0
+            total["optimizer"] += buffer.numel_owned * master * len(states)
     total["gathered"] = _largest_gathered(buffers)
     return total
 
@@ -88,6 +88,7 @@ def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, wire: torch.dty
 
     With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a released unit is used again,
     reductions (n-1)/n P for each time that a gradient is reduced, and 2 (r-1)/r P/n once for each partial axis of r ranks.
+    Where replicas divide the update, one half of that is a reduction and the other a gather of updated parameters.
     wire: the dtype of gradients on their way.
     """
     gathers = reductions = replicas = 0
@@ -98,8 +99,10 @@ def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, wire: torch.dty
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
             reductions += (n - 1) * buffer.numel_part * wire.itemsize * times
+            gathers += (buffer.update_axis.size - 1) * buffer.numel_owned * buffer.compute_dtype.itemsize
+            replicas += (buffer.update_axis.size - 1) * buffer.numel_owned * wire.itemsize
             for axis in buffer.partial_axes:
-                replicas += 2 * (axis.size - 1) * buffer.numel_part * wire.itemsize // axis.size
+                replicas += 2 * (axis.size - 1) * buffer.numel_owned * wire.itemsize // axis.size
     return {"gather of parameters": gathers, "reduction to shards": reductions, "reduction of replicas": replicas}
 
 

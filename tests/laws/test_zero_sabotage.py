@@ -109,6 +109,22 @@ def update_before_replicas_agree() -> AbstractContextManager[Any]:
     return patch.object(Waits, "wait", wait_for_one)
 
 
+def leave_parts_as_replicas_updated_them() -> AbstractContextManager[Any]:
+    """Each replica reads the old values of what the others have updated."""
+    return patch.object(ParameterSync, "renew_parts", lambda sync: None)
+
+
+def gather_before_parts_are_renewed() -> AbstractContextManager[Any]:
+    """A unit is gathered while replicas' updates are on their way."""
+    renew_parts = ParameterSync.renew_parts
+
+    def hasty(sync: ParameterSync) -> None:
+        renew_parts(sync)
+        sync._renewals = {}
+
+    return patch.object(ParameterSync, "renew_parts", hasty)
+
+
 # --- order
 
 
@@ -175,6 +191,7 @@ def count_a_tied_parameter_twice() -> AbstractContextManager[Any]:
 def case(zero: Zero, world: int = WORLD, tied: bool = False) -> Case:
     recipe = small_recipe("fp64", world, ACCUMULATION, SEQUENCES, 0.05, zero)
     within = "" if zero.shard_within is None else f" within {zero.shard_within}"
+    within += " divided" * (zero.optimizer_within == "all")
     return Case(
         f"stage {zero.stage}{within}{' tied' * tied}", family("llama"), {"": recipe}, {"tie_word_embeddings": tied}
     )
@@ -188,6 +205,7 @@ def spare_case(zero: Zero) -> Case:
 
 STAGE_1, STAGE_2, STAGE_3 = (Zero(stage=stage) for stage in (1, 2, 3))
 HSDP = Zero(stage=2, shard_within=2)
+DIVIDED = Zero(stage=3, shard_within=2, optimizer_within="all")
 
 # What is dropped, where it shows, and the quantity in which it must; None: the code itself sees it.
 SABOTAGES = (
@@ -196,6 +214,9 @@ SABOTAGES = (
     (forget_a_gather_under_way, case(STAGE_3), "loss"),
     (update_before_reductions_end, case(STAGE_2), "gradient, step 1"),
     (update_before_replicas_agree, case(HSDP, 4), "gradient, step 1"),
+    (update_before_replicas_agree, case(DIVIDED, 4), "gradient, step 1"),
+    (leave_parts_as_replicas_updated_them, case(DIVIDED, 4), "loss"),
+    (gather_before_parts_are_renewed, case(DIVIDED, 4), "loss"),
     (reduce_one_microbatch_early, case(STAGE_1), "gradient, step 1"),
     (reduce_one_unit_early, case(STAGE_2), None),
     (release_what_is_in_use, case(STAGE_3), None),

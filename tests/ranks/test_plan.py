@@ -28,6 +28,7 @@ KINDS = ("parameters", "gradients", "master", "optimizer")
 
 def layouts() -> dict[str, Recipe]:
     zeros = [Zero(stage=0), *(Zero(stage, within) for stage, within in product((1, 2, 3), (None, 2)))]
+    zeros += [Zero(stage, 2, optimizer_within="all") for stage in (1, 3)]
     wide = {
         f"{precision} {count} microbatches {zero}": small_recipe(precision, 4, count, SEQUENCES, None, zero)
         for precision, count, zero in product(("fp32", "bf16"), (1, 3), zeros)

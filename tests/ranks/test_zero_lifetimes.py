@@ -56,6 +56,17 @@ def test_prefetch_and_kept_parameters_are_bitwise_equal(pool: RankPool, stage: i
         assert_bitwise_equal(train(pool, world, Case("", family("gemma2"), layouts, {"tie_word_embeddings": tied})))
 
 
+def test_dividing_the_update_among_replicas_is_bitwise_equal(pool: RankPool) -> None:
+    """Of two replicas a + b is b + a. Norms are summed in another grouping, so nothing is clipped by them."""
+    for stage, precision in ((1, "bf16"), (2, "fp32"), (3, "bf16")):
+        ways = [Zero(stage, 2), Zero(stage, 2, optimizer_within="all")]
+        layouts = {str(zero): small_recipe(precision, 4, 3, SEQUENCES, None, zero) for zero in ways}
+        found = train(pool, 4, Case("", family("gemma2"), layouts))
+        norms = found[str(ways[0])].norms
+        assert found[str(ways[1])].norms == pytest.approx(norms, rel=1e-6)
+        assert_bitwise_equal({label: replace(evidence, norms=norms) for label, evidence in found.items()})
+
+
 def crossed_layouts(precision: str, world: int, clip_norm: float | None) -> dict[str, Recipe]:
     ways = [Zero(stage=stage) for stage in (0, 1, 2)]
     ways += [Zero(stage=3, prefetch_units=depth) for depth in (0, 1, 2)]
@@ -141,8 +152,9 @@ def resume_and_train(rank: int, world: int, rendezvous: str, case: Case, root: P
         (family("gemma2"), "fp32", STAGE_3),
         (family("mixtral"), "bf16", Zero(stage=3, shard_within=2, accumulate="local")),
         (CROSSED, "bf16", Zero(stage=3, keep_gathered=True)),
+        (family("gpt2"), "bf16", Zero(stage=3, shard_within=2, optimizer_within="all")),
     ],
-    ids=["gemma2", "mixtral", "crossed"],
+    ids=["gemma2", "mixtral", "crossed", "gpt2"],
 )
 def test_resume_at_stage_3_is_bitwise_equal(
     pool: RankPool, tmp_path: Path, family_of: Family, precision: str, zero: Zero
@@ -155,8 +167,11 @@ def test_resume_at_stage_3_is_bitwise_equal(
     assert [name for name in states if not torch.equal(states_resumed[name], states[name])] == []
 
 
-def test_a_checkpoint_of_stage_3_on_four_ranks_continues_at_stage_0_on_two(pool: RankPool, tmp_path: Path) -> None:
-    saved = Case("", family("mixtral"), {"": small_recipe("fp64", 4, 1, SEQUENCES, 0.05, STAGE_3)})
+@pytest.mark.parametrize("zero", [STAGE_3, Zero(stage=3, shard_within=2, optimizer_within="all")], ids=str)
+def test_a_checkpoint_of_stage_3_on_four_ranks_continues_at_stage_0_on_two(
+    pool: RankPool, tmp_path: Path, zero: Zero
+) -> None:
+    saved = Case("", family("mixtral"), {"": small_recipe("fp64", 4, 1, SEQUENCES, 0.05, zero)})
     loaded = Case("", family("mixtral"), {"": small_recipe("fp64", 2, 3, SEQUENCES, 0.05)})
     reports, states = pool.run(4, train_and_save, saved, tmp_path)[0]
     reports_loaded, states_loaded = pool.run(2, resume_and_train, loaded, tmp_path)[0]

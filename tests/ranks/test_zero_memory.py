@@ -13,7 +13,7 @@ from framework.mesh.axis import Axis
 from framework.mesh.connect import connect
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta
-from framework.model.plan import find_units
+from framework.model.plan import Unit, find_units
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.zero.buffers import UnitBuffer, plan_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
@@ -77,6 +77,24 @@ def expect_held(num_parameters: int, compute: str, zero: Zero, n: int) -> Held:
     )
 
 
+def tables_model() -> tuple[int, dict[str, Layout], list[Unit]]:
+    """Number of parameters, their layouts and units."""
+    model = build_meta(build_config(family("llama"), hidden_size=64, intermediate_size=160))
+    units = find_units(model)
+    layouts = {name: Layout(tuple(model.get_parameter(name).shape)) for unit in units for name in unit.parameters}
+    return sum(layout.numel_local for layout in layouts.values()), layouts, units
+
+
+def allocated(
+    units: list[Unit], layouts: dict[str, Layout], compute: str, zero: Zero, axes: dict[str, Axis]
+) -> list[UnitBuffer]:
+    dtypes, groups = dict.fromkeys(layouts, DTYPES[compute]), dict.fromkeys(layouts, "all")
+    buffers = plan_buffers(units, layouts, groups, dtypes, torch.float32, lifetimes_of(zero), axes)
+    for buffer in buffers:
+        buffer.allocate(CPU)
+    return buffers
+
+
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("accumulate", ["sharded", "local"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -84,20 +102,30 @@ def expect_held(num_parameters: int, compute: str, zero: Zero, n: int) -> Held:
 def test_bytes_per_rank_are_the_tables(compute: str, stage: int, accumulate: str, n: int) -> None:
     """The axis has no process group: planning and allocating need none, of however many ranks."""
     zero = Zero(stage=stage, accumulate=accumulate)  # type: ignore[arg-type]
-    model = build_meta(build_config(family("llama"), hidden_size=64, intermediate_size=160))
-    units = find_units(model)
-    layouts = {name: Layout(tuple(model.get_parameter(name).shape)) for unit in units for name in unit.parameters}
+    num_parameters, layouts, units = tables_model()
     for rank in (0, n - 1):
         axes = {"shard": Axis("shard", n, rank, tuple(range(n))), "replica": Axis("replica", 1, 0)}
-        dtypes = dict.fromkeys(layouts, DTYPES[compute])
-        groups = dict.fromkeys(layouts, "all")
-        buffers = plan_buffers(units, layouts, groups, dtypes, torch.float32, lifetimes_of(zero), axes)
-        for buffer in buffers:
-            buffer.allocate(CPU)
-        found = measure_held(buffers)
-        expected = expect_held(sum(layout.numel_local for layout in layouts.values()), compute, zero, n)
+        found = measure_held(allocated(units, layouts, compute, zero, axes))
+        expected = expect_held(num_parameters, compute, zero, n)
         for quantity in ("parameters", "gradients", "master", "optimizer"):
             assert getattr(found, quantity) == pytest.approx(getattr(expected, quantity), rel=0.02), (rank, quantity)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_that_divide_the_update_divide_master_and_optimizer_state(stage: int, replicas: int) -> None:
+    n = 2
+    zero = Zero(stage=stage, shard_within=n, optimizer_within="all")
+    num_parameters, layouts, units = tables_model()
+    for rank in range(replicas):
+        replica = Axis("replica", replicas, rank, tuple(range(0, n * replicas, n)))
+        axes = {"shard": Axis("shard", n, n - 1, tuple(range(n))), "replica": replica}
+        found = measure_held(allocated(units, layouts, "bf16", zero, axes))
+        expected = expect_held(num_parameters, "bf16", zero, n)
+        assert found.parameters == pytest.approx(expected.parameters, rel=0.02)
+        assert found.gradients == pytest.approx(expected.gradients, rel=0.02)
+        assert found.master == pytest.approx(expected.master / replicas, rel=0.02)
+        assert found.optimizer == pytest.approx(expected.optimizer / replicas, rel=0.02)
 
 
 def full_bytes(buffer: UnitBuffer) -> int:

@@ -2,6 +2,7 @@
 
 from itertools import product
 from operator import attrgetter
+from typing import Literal
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.ranks.pool import RankPool
 FLAGSHIPS = ("llama", "gpt2", "qwen3", "gemma2", "mixtral", "gpt_neox")
 # Divides into 2, 3 or 4 ranks x 1 or 3 microbatches.
 SEQUENCES = 12
+WAYS: tuple[Literal["sharded", "local"], ...] = ("sharded", "local")
 # Stock code that has no fp64: xglm puts fp64's lowest number into an fp32 tensor.
 WITHOUT_FP64 = ("xglm",)
 # Parameters that the family's own initialiser does not set, so that it cannot train from scratch on meta.
@@ -63,6 +65,19 @@ def test_any_stage_ranks_accumulation_clipping_and_ties_equal_one_process(pool: 
         for (precision, clip, tied), worlds in GRID.items()
     ]
     assert_equal(pool, 4, cases)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_an_update_divided_among_replicas_equals_one_process(pool: RankPool, name: str) -> None:
+    ways = [
+        *((1, Zero(stage, 2, optimizer_within="all")) for stage in (1, 2, 3)),
+        *((3, Zero(stage, 2, way, optimizer_within="all")) for stage, way in product((2, 3), WAYS)),
+        (1, Zero(1, 1, optimizer_within="all")),
+    ]
+    layouts = {
+        f"accumulation {count}, {zero}": small_recipe("fp64", 4, count, SEQUENCES, 0.05, zero) for count, zero in ways
+    }
+    assert_equal(pool, 4, [Case(name, family(name), layouts)])
 
 
 @pytest.mark.parametrize(

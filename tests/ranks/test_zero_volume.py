@@ -1,7 +1,8 @@
 """Bytes that a rank sends in a step are those of theory, to the byte: docs/zero.md has the forms.
 
 n ranks share a unit of P padded elements, of c bytes in the compute dtype and r in the reduce dtype. One gather sends
-(n-1)/n c P, one reduce-scatter (n-1)/n r P, and the all-reduce among m replicas 2 (m-1)/m r P/n. What differs is how often.
+(n-1)/n c P, one reduce-scatter (n-1)/n r P, and the all-reduce among m replicas 2 (m-1)/m r P/n; where replicas divide the
+update, a reduce-scatter (m-1)/m r P/n and a gather (m-1)/m c P/n among them. What differs is how often.
 """
 
 from dataclasses import replace
@@ -71,19 +72,24 @@ def expect_volume(case: Case, recipe: Recipe, frozen_units: tuple[str, ...] = ()
     zero, world = recipe.zero, recipe.launch.ranks
     n = 1 if zero.stage == 0 else zero.shard_within or world
     m = world // n
+    divides = zero.optimizer_within == "all"
     compute_bytes, reduce_bytes = ITEM_BYTES[recipe.precision.compute]
-    sent = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    shard = {"all_gather": 0, "reduce_scatter": 0}
+    replica = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     for unit in find_units(model):
         numel = sum(prod(model.get_parameter(name).shape) for name in unit.parameters)
-        part = -(-numel // n)
         frozen = unit.name in frozen_units
-        sent["all_gather"] += count_gathers(unit, zero, microbatches, frozen) * (n - 1) * part * compute_bytes
-        sent["reduce_scatter"] += count_reductions(zero, microbatches, frozen) * (n - 1) * part * reduce_bytes
-        sent["all_reduce"] += 0 if frozen else 2 * (m - 1) * (part * reduce_bytes) // m
-    return {
-        "shard": {name: sent[name] for name in ("all_gather", "reduce_scatter")},
-        "replica": {"all_reduce": sent["all_reduce"]},
-    }
+        pieces = m if divides and not frozen else 1
+        owned = -(-numel // (n * pieces))
+        part = owned * pieces
+        shard["all_gather"] += count_gathers(unit, zero, microbatches, frozen) * (n - 1) * part * compute_bytes
+        shard["reduce_scatter"] += count_reductions(zero, microbatches, frozen) * (n - 1) * part * reduce_bytes
+        if divides and not frozen:
+            replica["reduce_scatter"] += (m - 1) * owned * reduce_bytes
+            replica["all_gather"] += (m - 1) * owned * compute_bytes
+        elif not frozen:
+            replica["all_reduce"] += 2 * (m - 1) * (part * reduce_bytes) // m
+    return {"shard": shard, "replica": replica}
 
 
 def ways(world: int) -> list[Zero]:
@@ -92,6 +98,8 @@ def ways(world: int) -> list[Zero]:
     for stage, degree, accumulate, keeps in product((1, 2, 3), within, ("sharded", "local"), (False, True)):
         if (stage > 1 or accumulate == "sharded") and (stage == 3 or not keeps):
             all_ways.append(Zero(stage, degree, accumulate, keeps))  # type: ignore[arg-type]
+            if degree and not keeps:
+                all_ways.append(replace(all_ways[-1], optimizer_within="all"))
     return all_ways
 
 

@@ -28,6 +28,7 @@ ZEROS = (
     Zero(stage=1, shard_within=2),
     Zero(stage=2, shard_within=2, accumulate="local"),
     Zero(stage=3, shard_within=2),
+    Zero(stage=2, shard_within=2, optimizer_within="all"),
 )
 # At most three roundings, each of terms that are no more than twice as large as their sum.
 ROUNDING = 3 * 2 * 2**-9

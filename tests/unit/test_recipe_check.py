@@ -134,6 +134,8 @@ def test_axes_of_later_versions_are_said_to_be_unavailable_and_nothing_else(axis
         (["zero.stage=2", "zero.shard_within=3", "launch.ranks=4"], "zero.shard_within", "does not divide the 4 ranks"),
         (["zero.stage=2", "zero.shard_within=rack"], "zero.shard_within", "a whole number of at least 1 or node"),
         (["zero.stage=0", "zero.shard_within=1"], "zero.shard_within", "zero.stage=0 has no use for it"),
+        (["zero.stage=0", "zero.optimizer_within=all"], "zero.optimizer_within", "zero.stage=0 has no use for it"),
+        (["zero.stage=2", "zero.optimizer_within=all"], "zero.optimizer_within", "leaves no replicas"),
         (["zero.stage=1", "zero.accumulate=local"], "zero.accumulate", "zero.stage=1 has no use for it"),
         (["zero.stage=2", "zero.keep_gathered=true"], "zero.keep_gathered", "zero.stage=2 has no use for it"),
     ],

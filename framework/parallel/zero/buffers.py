@@ -2,10 +2,12 @@
 
     full      [ group A | group B | pad ]     compute dtype; what forward and backward read; n equal parts
     shard     my part of it                   compute dtype; what the others gather from me
-    master    my part of it                   master dtype; what the optimizer updates; `shard` itself if the dtypes agree
+    master    what I own of my part           master dtype; what the optimizer updates; memory of `shard` if the dtypes agree
     gradient  [ group A | group B | pad ]     master dtype; what backward writes
-    reduced   my part of it                   master dtype; the sum over ranks
+    summed    my part of it                   master dtype; the sum over those who share the buffer
+    reduced   what I own of that              master dtype; the sum over all ranks
 
+A rank owns its part; where the ranks that hold the same part divide its update, each owns an equal interval of it.
 Parameters of one optimizer group lie side by side, so the optimizer is one fused call on a few flat tensors. Parts are equal
 intervals of the buffer, so an all-gather and a reduce-scatter work in place and only the tail is padded. All parameters of a
 buffer share their compute dtype, the axes over which they are replicated and those over which their gradient is partial, and
@@ -84,8 +86,9 @@ class BufferPool:
 class UnitBuffer:
     """The parameters of one unit that share a lifetime, a dtype and their axes.
 
-    Plans without memory; `allocate` owns it. shard_axis: who holds the parts; replica_axes: who holds the same part;
-    partial_axes: those of them over which the gradient is a sum still to be made.
+    Plans without memory; `allocate` owns it. shard_axis: who holds the parts; update_axis: who divides the update of a part, of
+    size 1 where each holder makes all of it; replica_axes: who owns the same; partial_axes: those of them over which the
+    gradient is a sum still to be made. Elements [start, stop) are owned.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class UnitBuffer:
         master_dtype: torch.dtype,
         lifetimes: Lifetimes,
         shard_axis: Axis,
+        update_axis: Axis,
         replica_axes: Sequence[Axis],
         partial_axes: Sequence[Axis],
         pool: "BufferPool",
@@ -103,22 +107,23 @@ class UnitBuffer:
         self.unit, self.slots = unit, slots
         self.is_trained = slots[0].group != FROZEN
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
-        self.lifetimes, self.shard_axis = lifetimes, shard_axis
+        self.lifetimes, self.shard_axis, self.update_axis = lifetimes, shard_axis, update_axis
         self.replica_axes, self.partial_axes = tuple(replica_axes), tuple(partial_axes)
         self.numel = slots[-1].stop
-        self.numel_part = -(-self.numel // shard_axis.size)
+        self.numel_owned = -(-self.numel // (shard_axis.size * update_axis.size))
+        self.numel_part = self.numel_owned * update_axis.size
         self.numel_padded = self.numel_part * shard_axis.size
-        self.start = shard_axis.rank * self.numel_part
-        self.stop = self.start + self.numel_part
+        self.start = shard_axis.rank * self.numel_part + update_axis.rank * self.numel_owned
+        self.stop = self.start + self.numel_owned
         self.pool = pool
         self.parameters: dict[str, nn.Parameter] = {}
         self.places: dict[str, GradientPlace] = {}
         self.is_complete = False  # backward has left the unit: no gradient of this microbatch may come any more
-        self.full = self.shard = self.master = self.gradient = self.reduced = torch.empty(0)
+        self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = torch.empty(0)
 
     @property
     def spans(self) -> list[Span]:
-        """This rank's part of each optimizer group, without empty ones."""
+        """What this rank owns of each optimizer group, without empty ones."""
         bounds: dict[str, tuple[int, int]] = {}
         for slot in self.slots:
             bounds[slot.group] = (bounds.get(slot.group, (slot.start, 0))[0], slot.stop)
@@ -128,7 +133,8 @@ class UnitBuffer:
     def allocate(self, device: torch.device) -> None:
         """All memory that lives from now on. Values are set in `master`; `publish` and a gather bring them to `full`."""
         self.full = torch.zeros(self.numel_padded, dtype=self.compute_dtype, device=device)
-        mine = self.full[self.start : self.stop]
+        part_start = self.shard_axis.rank * self.numel_part
+        mine = self.full[part_start : part_start + self.numel_part]
         self.shard = mine if self.lifetimes.resident_parameters else torch.zeros_like(mine)
         for slot in self.slots:
             view = self.full[slot.start : slot.stop].view(slot.layout.shape_local)
@@ -139,13 +145,21 @@ class UnitBuffer:
             self.master = self.shard
             return
         same = self.compute_dtype == self.master_dtype
-        self.master = self.shard if same else torch.zeros_like(self.shard, dtype=self.master_dtype)
+        self.master = (
+            self.owned(self.shard) if same else torch.zeros_like(self.owned(self.shard), dtype=self.master_dtype)
+        )
         if self.lifetimes.keeps_gradients:
             self.gradient = torch.zeros(self.numel_padded, dtype=self.master_dtype, device=device)
-            self.reduced = self.gradient[self.start : self.stop]
+            self.summed = self.gradient[part_start : part_start + self.numel_part]
         else:
-            self.reduced = torch.zeros(self.numel_part, dtype=self.master_dtype, device=device)
+            self.summed = torch.zeros(self.numel_part, dtype=self.master_dtype, device=device)
+        self.reduced = self.owned(self.summed)
         self.places = {slot.name: GradientPlace(self, slot) for slot in self.slots}
+
+    def owned(self, part: Tensor) -> Tensor:
+        """What this rank owns of a tensor over its part: a view."""
+        first = self.update_axis.rank * self.numel_owned
+        return part[first : first + self.numel_owned]
 
     def open_gradient(self) -> None:
         """Have memory for the full gradient, of any content: every place is written or zeroed before it is read."""
@@ -164,13 +178,13 @@ class UnitBuffer:
 
     def publish(self) -> None:
         """Cast the updated master to the compute dtype, once a step; nothing to do where they are the same memory."""
-        if self.master is not self.shard:
-            self.shard.copy_(self.master)
+        if self.is_trained and self.compute_dtype != self.master_dtype:
+            self.owned(self.shard).copy_(self.master)
 
     def held(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
-        """Of the slot, what is in this rank's part: its layout and its elements, flat.
+        """Of the slot, what this rank owns: its layout and its elements, flat.
 
-        values: a tensor over the part, or over a span of it that begins at element `origin` of the buffer.
+        values: a tensor over what is owned, or over a span of it that begins at element `origin` of the buffer.
         """
         return self._cut(slot, values, origin, self.start, self.stop)
 
@@ -180,16 +194,16 @@ class UnitBuffer:
         return self._cut(slot, values, origin, self.start + low, self.start + high)
 
     def counted_elements(self, values: Tensor) -> Tensor:
-        """All that this rank counts, of a tensor over its part; padding is nobody's."""
+        """All that this rank counts, of a tensor over what it owns; padding is nobody's."""
         low, high = self._counted_part()
         return values[low : max(low, min(high, self.numel - self.start))]
 
     def _counted_part(self) -> tuple[int, int]:
-        """The replicas divide a part evenly: whoever holds an element, one of them counts it."""
+        """Those who own the same divide it evenly: whoever holds an element, one of them counts it."""
         index, count = 0, 1
         for axis in self.replica_axes:
             index, count = index * axis.size + axis.rank, count * axis.size
-        return part(self.numel_part, index, count)
+        return part(self.numel_owned, index, count)
 
     def _cut(self, slot: Slot, values: Tensor, origin: int | None, start: int, stop: int) -> tuple[Layout, Tensor]:
         origin = self.start if origin is None else origin
@@ -248,8 +262,8 @@ def plan_buffers(
     axes: Mapping[str, Axis],
 ) -> list[UnitBuffer]:
     """Buffers in order of computation. layouts: of each parameter before ZeRO, which shards over `shard` and replicates over
-    `replica`; groups: optimizer group by parameter name, FROZEN if it is not trained. Within a buffer, groups keep the order
-    in which they first appear in `groups`."""
+    `replica`, or divides the update over it; groups: optimizer group by parameter name, FROZEN if it is not trained. Within a
+    buffer, groups keep the order in which they first appear in `groups`."""
     order = {group: index for index, group in enumerate(dict.fromkeys(groups.values()))}
     pool = BufferPool()
     buffers = []
@@ -265,10 +279,22 @@ def plan_buffers(
                 slots.append(Slot(name, layouts[name], end, end + layouts[name].numel_local, groups[name]))
                 end = slots[-1].stop
             dtype, _, replicated, partial = kind
-            replicas, partials = ([axes[name] for name in ("replica", *names)] for names in (replicated, partial))
+            divides = lifetimes.divides_updates and groups[names[0]] != FROZEN
+            update_axis = axes["replica"] if divides else Axis("update", 1, 0)
+            outer = () if divides else ("replica",)
+            replicas, partials = ([axes[name] for name in (*outer, *names)] for names in (replicated, partial))
             buffers.append(
                 UnitBuffer(
-                    unit.name, tuple(slots), dtype, master_dtype, lifetimes, axes["shard"], replicas, partials, pool
+                    unit.name,
+                    tuple(slots),
+                    dtype,
+                    master_dtype,
+                    lifetimes,
+                    axes["shard"],
+                    update_axis,
+                    replicas,
+                    partials,
+                    pool,
                 )
             )
     return buffers

@@ -2,11 +2,12 @@
 
 Each parameter's gradient of a microbatch is written (first) or added (later) to the unit's flat gradient in the master
 dtype. When backward has left a unit, its gradient is reduce-scattered over the shard axis, and after the step's last backward
-this rank's part is all-reduced over the axes over which it is partial: law 1, with nothing else to know.
+this rank's part is reduce-scattered over the update axis and all-reduced over the axes over which it is partial: law 1, with
+nothing else to know.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
 from framework.comm.forms import Pending
-from framework.mesh.axis import Axis
 from framework.parallel.zero.buffers import GradientPlace, Slot, UnitBuffer
 from framework.parallel.zero.waits import Waits
 
@@ -26,7 +26,7 @@ REDUCTIONS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduce-scatter under way: from the full gradient into `part`, which is `reduced` itself or a scratch to be added."""
+    """A reduce-scatter under way: from the full gradient into `part`, which is `summed` itself or a scratch to be added."""
 
     buffer: UnitBuffer
     pending: Pending
@@ -48,7 +48,7 @@ class GradientSync:
         self._is_last = False
         self._has_reduced: set[UnitBuffer] = set()
         self._reductions: deque[Reduction] = deque()
-        self._replications: dict[UnitBuffer, Pending] = {}
+        self._sums: list[tuple[Pending, Iterator[Pending]]] = []  # over replicas: under way, and what follows
         for _, _, place in self.places:
             place.parameter.register_post_accumulate_grad_hook(partial(_collect, place))
 
@@ -83,12 +83,9 @@ class GradientSync:
     def finish(self) -> None:
         """Wait until `reduced` holds the sum over all microbatches and ranks."""
         self._settle_all()
-        for buffer in self.buffers:
-            for axis in buffer.partial_axes[1:]:
-                self.waits.wait([self._replications.pop(buffer)])
-                self._start_replication(buffer, axis)
-        self.waits.wait(self._replications.values())
-        self._replications = {}
+        while self._sums:
+            self.waits.wait([pending for pending, _ in self._sums])
+            self._sums = [(pending, rest) for _, rest in self._sums if (pending := next(rest, None))]
 
     def _reduce(self, buffer: UnitBuffer) -> None:
         buffer.open_gradient()
@@ -97,8 +94,8 @@ class GradientSync:
                 place.view.zero_()
         is_first = buffer not in self._has_reduced
         self._has_reduced.add(buffer)
-        reduced = buffer.reduced
-        part = reduced if is_first else buffer.pool.take(reduced.numel(), reduced.dtype, reduced.device)
+        summed = buffer.summed
+        part = summed if is_first else buffer.pool.take(summed.numel(), summed.dtype, summed.device)
         full = buffer.close_gradient()
         pending = start_reduce_scatter(part, full, buffer.shard_axis, f"gradient of {buffer.unit}", self.wire)
         self._reductions.append(Reduction(buffer, pending, full, part))
@@ -114,17 +111,22 @@ class GradientSync:
         reduction = self._reductions.popleft()
         buffer = reduction.buffer
         self.waits.wait([reduction.pending])
-        if reduction.part is not buffer.reduced:
-            buffer.reduced.add_(reduction.part)
+        if reduction.part is not buffer.summed:
+            buffer.summed.add_(reduction.part)
             buffer.pool.give_back(reduction.part)
         if not buffer.lifetimes.keeps_gradients:
             buffer.pool.give_back(reduction.full)
-        if self._is_last:
-            self._start_replication(buffer, buffer.partial_axes[0])
+        if self._is_last and (pending := next(rest := self._sum_replicas(buffer), None)):
+            self._sums.append((pending, rest))
 
-    def _start_replication(self, buffer: UnitBuffer, axis: Axis) -> None:
+    def _sum_replicas(self, buffer: UnitBuffer) -> Iterator[Pending]:
+        """What a part still has to be summed over, one after the other."""
         label = f"gradient of {buffer.unit}"
-        self._replications[buffer] = start_all_reduce(buffer.reduced, axis, label=label, wire=self.wire)
+        if buffer.update_axis.size > 1:
+            yield start_reduce_scatter(buffer.reduced, buffer.summed, buffer.update_axis, label, self.wire)
+        for axis in buffer.partial_axes:
+            if axis.size > 1:
+                yield start_all_reduce(buffer.reduced, axis, label=label, wire=self.wire)
 
 
 def _collect(place: GradientPlace, parameter: Tensor) -> None:

@@ -23,12 +23,14 @@ class Lifetimes:
     else a unit's gradients are reduced into the shard after every backward of the unit.
     keeps_parameters: a unit's gathered parameters live until the optimizer's update; else until their use is over.
     resident_parameters: their memory is never given back, so an update goes into it in place.
+    divides_updates: ranks that hold the same part divide its optimizer state and its update, and gather the updated part.
     prefetch_units: units gathered ahead of the one in use, in forward and in backward.
     """
 
     keeps_gradients: bool
     keeps_parameters: bool
     resident_parameters: bool
+    divides_updates: bool
     prefetch_units: int
 
 
@@ -38,5 +40,6 @@ def lifetimes_of(zero: Zero) -> Lifetimes:
         keeps_gradients=zero.stage < 2 or zero.accumulate == "local",
         keeps_parameters=zero.stage < 3 or zero.keep_gathered,
         resident_parameters=zero.stage < 3,
+        divides_updates=zero.optimizer_within == "all",
         prefetch_units=zero.prefetch_units,
     )

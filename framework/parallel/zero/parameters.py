@@ -23,6 +23,15 @@ class ParameterSync:
         self.gathered: set[int] = set()
         self.transient: set[int] = set()
         self._pending: dict[int, list[Pending]] = {}
+        self._are_parts_old = True  # where replicas divide the update, each has renewed only what it owns
+        self._renewals: dict[int, list[Pending]] = {}
+
+    def renew_parts(self) -> None:
+        """Before a forward: after an update start to bring each rank's part together, of all units in their order. In place, so
+        it takes no memory; a unit's first gather waits for its own."""
+        if self._are_parts_old:
+            self._are_parts_old = False
+            self._renewals = {index: [_start_renewal(each) for each in unit] for index, unit in enumerate(self.units)}
 
     def start_gather(self, index: int) -> None:
         """Start to gather a unit that is not there and not on its way."""
@@ -30,6 +39,7 @@ class ParameterSync:
             self.gathered.add(index)
             if not all(buffer.lifetimes.keeps_parameters for buffer in self.units[index]):
                 self.transient.add(index)
+            self.waits.wait(self._renewals.pop(index, ()))
             self._pending[index] = [_start_gather(buffer) for buffer in self.units[index]]
 
     def use(self, index: int) -> None:
@@ -47,9 +57,15 @@ class ParameterSync:
                 buffer.full.untyped_storage().resize_(0)
 
     def update(self) -> None:
-        """The parts have changed: what was gathered is old."""
+        """What ranks own has changed: what was gathered is old."""
+        self._are_parts_old = True
         for index in list(self.gathered):
             self.release(index)
+
+
+def _start_renewal(buffer: UnitBuffer) -> Pending:
+    part = _unversioned(buffer.shard)
+    return start_all_gather(part, buffer.owned(part), buffer.update_axis, f"updated part of {buffer.unit}")
 
 
 def _start_gather(buffer: UnitBuffer) -> Pending:
