@@ -18,9 +18,9 @@ from framework.data.prepared import Prepared, open_prepared
 from framework.errors import EXIT_FAILED, DataError, MeshwrightError, RecipeError
 from framework.mesh.axis import Axis
 from framework.mesh.box import Box
-from framework.mesh.connect import Mesh, connect, local_rank, ranks_per_node
+from framework.mesh.connect import Mesh, connect, local_rank, num_nodes, ranks_per_node
 from framework.mesh.layout import Layout
-from framework.mesh.topology import Topology
+from framework.mesh.topology import Topology, shards_within_node
 from framework.model.load import build_meta, choose_experts, load_config
 from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter
 from framework.model.packing import keeps_documents_apart
@@ -260,10 +260,12 @@ def _describe(
 
 
 def make_topology(recipe: Recipe, derived: Derived) -> Topology:
-    """The recipe's degrees. Stage 0 shards over one rank; a node is what LOCAL_WORLD_SIZE says, and null is everyone."""
+    """The recipe's degrees. Stage 0 shards over one rank; nodes are what the launcher says, and null is everyone."""
     batch = derived.dp * derived.cp
     within = recipe.zero.shard_within
-    shard = batch if within is None else min(batch, ranks_per_node()) if within == "node" else within
+    if within == "node":
+        within = shards_within_node(derived.world, batch, derived.tp, ranks_per_node(), num_nodes())
+    shard = batch if within is None else within
     return Topology(
         pp=derived.pp,
         dp=derived.dp,

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -72,6 +72,8 @@ def connect(
     for name in AXIS_NAMES:
         ranks = topology.ranks(name, rank)
         axes[name] = Axis(name, len(ranks), topology.index(name, rank), ranks, groups.get(ranks), check_s=check_s)
+    if device.type == "cuda" and axes["shard"].size > 1:
+        axes["shard"] = replace(axes["shard"], scatter_group=_create_scatter_group(axes["shard"], device))
     return Mesh(topology, rank, device, axes)
 
 
@@ -174,9 +176,23 @@ def _start_communicators(groups: dict[tuple[int, ...], Any], device: torch.devic
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
+def _create_scatter_group(shard: Axis, device: torch.device) -> Any:
+    """A second communicator over the shard axis, for its reduce-scatters. NCCL runs the operations of one communicator in turn:
+    in backward a gather, which computation waits for, would queue behind a reduction, which nobody waits for."""
+    group = dist.new_group(list(shard.ranks), backend="nccl", use_local_synchronization=True)
+    _start_communicators({shard.ranks: group}, device)
+    return group
+
+
 def local_rank() -> int:
     """This process's number among the ranks of its machine, as the launcher says; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+
+
+def num_nodes() -> int:
+    """Machines of this run, as the launcher says; where it does not, as many as nodes like this one make."""
+    alike = int(os.environ.get("WORLD_SIZE", "1")) // ranks_per_node()
+    return int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_NODES", alike)))
 
 
 def ranks_per_node() -> int:

@@ -99,3 +99,25 @@ class Topology:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise TopologyError(f"rank {rank} is outside the world of {self.world} ranks (pp x dp x cp x tp)")
+
+
+def shards_within_node(world: int, batch: int, tp: int, ranks_per_node: int, num_nodes: int) -> int:
+    """The degree that zero.shard_within=node means: those of a node's ranks that share dense gradients. batch: ranks of dp x cp.
+
+    Raises TopologyError where nodes differ, because then their ranks would mean different degrees.
+    """
+    if ranks_per_node * num_nodes != world:
+        raise TopologyError(
+            f"zero.shard_within=node needs equally many ranks on every node, but {world} ranks are on {num_nodes} nodes, of which"
+            f" this one has {ranks_per_node}: start equally many on each, or set zero.shard_within to a degree or null"
+        )
+    if ranks_per_node % tp or (degree := min(batch, ranks_per_node // tp)) < 1 or batch % degree:
+        raise TopologyError(
+            f"zero.shard_within=node cannot divide dp x cp = {batch} ranks among nodes of {ranks_per_node} with"
+            f" parallel.tp={tp}: set zero.shard_within to one of {_divisors(batch)}, or null"
+        )
+    return degree
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

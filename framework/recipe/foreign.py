@@ -12,7 +12,7 @@ _BATCH = "batch.sequences_per_step (of one optimizer step) or batch.sequences_pe
 _EPOCHS = "a run is measured in steps: train.steps; a token store that is used up starts its next epoch by itself"
 _DTYPE = "precision.compute (bf16, fp32, fp64 or auto); fp16 is not available"
 _ZERO = "zero.stage: 1 shards optimizer state, 2 and gradients, 3 and parameters"
-_NO_OFFLOAD = "offloading is not available in this version"
+_NO_OFFLOAD = "offloading is not built yet: parameters, gradients and optimizer state stay on the device"
 _WARMUP_RATIO = "optim.schedule.warmup_steps, in steps"
 _OUTPUT = "run.root (the folder of all runs) and run.id (this run's folder in it)"
 _RESUME = "a run with the same run.id resumes from its newest checkpoint by itself"
@@ -229,6 +229,9 @@ _OTHERS = MappingProxyType(
         "offload.parameters": _NO_OFFLOAD,
         "offload.activations": _NO_OFFLOAD,
         "cpu_offload": _NO_OFFLOAD,
+        "offload": _NO_OFFLOAD,
+        "offload_optimizer": _NO_OFFLOAD,
+        "offload_params": _NO_OFFLOAD,
         "batch_size": _BATCH,
         "total_batch_size": "batch.tokens_per_step",
         "device_batch_size": "batch.sequences_per_microbatch",

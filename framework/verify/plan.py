@@ -9,7 +9,7 @@ from framework.build import DTYPES, group, lay_out, make_topology
 from framework.errors import EXIT_DONE
 from framework.mesh.axis import Axis
 from framework.mesh.placement import place
-from framework.mesh.topology import AXIS_NAMES, Topology
+from framework.mesh.topology import AXIS_NAMES, Topology, shards_within_node
 from framework.model.load import build_meta, load_config
 from framework.model.plan import Unit, find_units
 from framework.optim.optimizers import state_names
@@ -27,7 +27,8 @@ def plan(recipe: Recipe) -> int:
     """Print model, batch, units, bytes per rank, traffic and schedule. Raises what the recipe or the model has wrong."""
     derived = derive(recipe)
     if recipe.zero.shard_within == "node":
-        within = min(derived.ranks_per_node, derived.dp * derived.cp)
+        batch = derived.dp * derived.cp
+        within = shards_within_node(derived.world, batch, derived.tp, derived.ranks_per_node, derived.nodes)
         recipe = replace(recipe, zero=replace(recipe.zero, shard_within=within))
     topology = make_topology(recipe, derived)
     model = build_meta(load_config(recipe.model), recipe.model.attention)

@@ -3,7 +3,7 @@
     python scripts/bench/zero.py                                     all cases in fp32 and bf16 on two ranks
     python scripts/bench/zero.py --cases 1x128 --precisions fp32 --same-product --rounds 31
     python scripts/bench/zero.py --memory                            peak resident memory, each side in ranks of its own
-    python scripts/bench/zero.py --trace zero3.json                  one step of stage 3 for chrome://tracing or Perfetto
+    python scripts/bench/zero.py --trace zero3.json --sides ours3    one step, for chrome://tracing or Perfetto, and its overlap
 
 Every side: sdpa, fused AdamW, decay on matrices only, no clipping (`--clip-norm 1.0` for it), accumulated microbatches
 reduced once where the system can. bf16: fp32 master weights and fp32 gradient sums; torch's DDP has autocast for that.
@@ -161,9 +161,9 @@ class WatchedPending(Pending):
         self._thread = threading.Thread(target=self._watch, args=(pending._works, label))
         self._thread.start()
 
-    def wait(self) -> None:
+    def advance(self) -> bool:
         self._thread.join()
-        super().wait()
+        return super().advance()
 
     def _watch(self, works: Sequence[Any], label: str) -> None:
         with torch.profiler.record_function(label):
@@ -172,13 +172,43 @@ class WatchedPending(Pending):
 
 
 def shown(start: Callable[..., Pending]) -> Callable[..., Pending]:
-    def started(out: Tensor, x: Tensor, axis: Axis, label: str) -> Pending:
-        pending = start(out, x, axis, label)
+    def started(out: Tensor, x: Tensor, axis: Axis, label: str, *args: Any) -> Pending:
+        pending = start(out, x, axis, label, *args)
+        if axis.size == 1:
+            return pending
         watched = WatchedPending(pending, label)
         pending._works = ()
         return watched
 
     return started
+
+
+def print_overlap(events: list[dict[str, Any]]) -> None:
+    """When each collective was under way, in ms of the step, and for how long of that torch's operators ran."""
+    ranges = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    operators = sorted(
+        (each["ts"], each["ts"] + each["dur"]) for each in ranges if each["name"].startswith(("aten::", "mkldnn::"))
+    )
+    first = operators[0][0]
+    under_way_ms = hidden_ms = 0.0
+    print("| collective | from ms | to ms | under operators ms |\n|---|---|---|---|")
+    for each in sorted(ranges, key=lambda each: each["ts"]):
+        if each["name"].startswith(("parameters of", "gradient of", "updated part of")):
+            start, end = each["ts"], each["ts"] + each["dur"]
+            hidden = overlap(start, end, operators)
+            print(f"| {each['name']} | {(start - first) / 1e3:.1f} | {(end - first) / 1e3:.1f} | {hidden / 1e3:.1f} |")
+            under_way_ms, hidden_ms = under_way_ms + (end - start) / 1e3, hidden_ms + hidden / 1e3
+    print(f"{hidden_ms:.0f} of {under_way_ms:.0f} ms lie under operators, {hidden_ms / under_way_ms:.0%}")
+
+
+def overlap(start: float, end: float, intervals: Sequence[tuple[float, float]]) -> float:
+    """How much of [start, end) the intervals cover; they are sorted by their starts and may nest."""
+    covered, reached = 0.0, start
+    for low, high in intervals:
+        low, high = max(low, reached), min(high, end)
+        if low < high:
+            covered, reached = covered + high - low, high
+    return covered
 
 
 def print_memory(setting: Setting, names: list[str]) -> None:
@@ -219,7 +249,9 @@ def main() -> None:
                 if options.memory:
                     print_memory(replace(setting, steps=MEMORY_STEPS), options.sides)
                 elif options.trace is not None:
-                    options.trace.write_text(json.dumps(run_ranks(trace, setting, options.sides[0])))
+                    found = run_ranks(trace, setting, options.sides[0])
+                    options.trace.write_text(json.dumps(found))
+                    print_overlap(found["traceEvents"])
                 else:
                     measured = run_ranks(measure, setting, build_side, options.sides)
                     print("\n".join([title(against), *table(setting, measured, against, LOSS_TOLERANCES[precision])]))

@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from framework.build import make_topology
 from framework.errors import TopologyError
 from framework.mesh.connect import connect
 from framework.mesh.topology import AXIS_NAMES, Topology
+from framework.recipe.compose import compose
+from framework.recipe.derive import derive
 
 CPU = torch.device("cpu")
 
@@ -53,3 +56,20 @@ def test_a_rendezvous_needs_a_rank_of_the_world(tmp_path):
 def test_an_unknown_axis_is_an_error_that_names_the_axes():
     with pytest.raises(TopologyError, match="expert_batch"):
         connect(Topology(), CPU).axis("sp")
+
+
+@pytest.mark.parametrize(
+    ("here", "nodes", "degree"), [("2", "2", 2), ("4", "1", 4), ("3", "2", None), ("1", "2", None)]
+)
+def test_hsdp_takes_the_launchers_nodes_and_refuses_uneven_ones_before_anyone_connects(
+    monkeypatch, here, nodes, degree
+):
+    """Four ranks; three of them on one node and one on the other is refused on both."""
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": nodes}.items():
+        monkeypatch.setenv(name, value)
+    recipe = compose(["zero=hsdp", "launch.ranks=4"]).require()
+    if degree is not None:
+        assert make_topology(recipe, derive(recipe)).shard == degree
+    else:
+        with pytest.raises(TopologyError, match=r"zero\.shard_within=node needs equally many ranks on every node"):
+            make_topology(recipe, derive(recipe))

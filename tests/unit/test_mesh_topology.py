@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import TopologyError
-from framework.mesh.topology import AXIS_NAMES, Topology
+from framework.mesh.topology import AXIS_NAMES, Topology, shards_within_node
 
 
 @st.composite
@@ -72,3 +72,23 @@ def test_unknown_axis_and_rank_outside_the_world_are_errors():
         Topology().ranks("sp", 0)
     with pytest.raises(TopologyError, match="outside the world of 2"):
         Topology(dp=2).coordinates(2)
+
+
+@pytest.mark.parametrize(
+    ("world", "batch", "tp", "per_node", "nodes", "degree"),
+    [(8, 8, 1, 4, 2, 4), (8, 8, 1, 8, 1, 8), (16, 8, 2, 8, 2, 4), (16, 4, 1, 8, 2, 4), (4, 1, 4, 4, 1, 1)],
+)
+def test_a_node_shards_over_its_own_ranks(world, batch, tp, per_node, nodes, degree):
+    assert shards_within_node(world, batch, tp, per_node, nodes) == degree
+
+
+@pytest.mark.parametrize(("per_node", "nodes"), [(3, 2), (1, 2), (4, 3), (2, 3)])
+def test_uneven_nodes_are_refused_on_every_one_of_them(per_node, nodes):
+    with pytest.raises(TopologyError, match=r"zero\.shard_within=node needs equally many ranks on every node"):
+        shards_within_node({2: 4, 3: 8}[nodes], 4, 1, per_node, nodes)
+
+
+@pytest.mark.parametrize(("batch", "tp", "per_node"), [(4, 8, 4), (6, 1, 4), (4, 3, 4)])
+def test_nodes_that_cannot_hold_whole_shards_are_refused_with_the_ways_out(batch, tp, per_node):
+    with pytest.raises(TopologyError, match=r"set zero\.shard_within to one of \[1, 2"):
+        shards_within_node(per_node * 3, batch, tp, per_node, 3)

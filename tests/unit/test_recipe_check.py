@@ -147,6 +147,25 @@ def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
 
 
 @pytest.mark.parametrize(
+    "key",
+    [
+        "memory.offload.optimizer",
+        "memory.offload.parameters",
+        "memory.offload.activations",
+        "zero.offload",
+        "zero.offload_optimizer",
+        "zero.cpu_offload",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
+    ],
+)
+def test_offloading_is_said_to_be_not_built_yet(key):
+    problems = problems_of(f"{key}=cpu")
+    assert problems.keys() == {key}
+    assert "offloading is not built yet" in problems[key].fix
+
+
+@pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
         (["precision.compute=fp64", "precision.master=fp64"], "precision.reduce", "less precise"),
