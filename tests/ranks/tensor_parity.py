@@ -28,8 +28,6 @@ from tests.families import Family, build_config
 
 CPU = torch.device("cpu")
 ROWS, TOKENS = 2, 12
-# Gradients below this are rounding.
-NOISE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,7 @@ def compare_case(case: TensorCase, tp: Axis, kv: Axis) -> float:
         loss = loss_of(output.logits, labels, count_loss_tokens(labels)) + balance(split, output)
         loss.backward()
     found = {"loss": loss.detach()} | gather_gradients(split, case.spoil(layouts) if case.spoil else layouts, tp, kv)
+    assert layouts.keys() == dict(whole.named_parameters(remove_duplicate=False)).keys()
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     # A key's bias cancels in the softmax: its gradient is rounding noise.
     floor = NOISE_SHARE * max(float(each.abs().max()) for each in expected.values())
@@ -174,8 +173,6 @@ def gather_gradients(model: nn.Module, layouts: Mapping[str, Layout], tp: Axis, 
             gathered[box.slices()] = owned[first : first + box.numel].view(box.sizes)
             first += box.numel
         all_reduce(gathered, tp)
-        # What several ranks hold must be the same on all of them.
-        assert relative_error(gradient, take(gathered, layout.whole()), NOISE) < 1e-9, name
         gradients[name] = gathered
     return gradients
 

@@ -169,3 +169,33 @@ def test_whole_owns_all_local_elements():
 def test_what_cannot_be_laid_out_is_an_error(shards, interval):
     with pytest.raises(LayoutError):
         Layout((4, 4), shards, interval=interval)
+
+
+@st.composite
+def shared_divisions(draw):
+    """Sizes of segments, a number of ranks, and into how many pieces, a divisor of it, each segment is cut."""
+    segments = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    count = draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
+    divisors = [number for number in range(1, count + 1) if count % number == 0]
+    return segments, count, tuple(draw(st.sampled_from(divisors)) for _ in segments)
+
+
+@given(shared_divisions())
+def test_neighbours_share_the_pieces_of_segments_that_have_fewer_than_ranks(division):
+    segments, count, pieces = division
+    held = [Layout((sum(segments),), (Shard("tp", 0, index, count, segments, pieces),)) for index in range(count)]
+    rows = [
+        [row for box in layout.boxes() for row in range(*box.slices()[0].indices(sum(segments)))] for layout in held
+    ]
+    first = 0
+    for segment, number in zip(segments, pieces, strict=True):
+        within = [[row - first for row in each if first <= row < first + segment] for each in rows]
+        expected = [list(range(*part(segment, index // (count // number), number))) for index in range(count)]
+        assert within == expected
+        first += segment
+
+
+@pytest.mark.parametrize("pieces", [(3,), (2, 2), (0,)])
+def test_pieces_that_do_not_fit_the_ranks_are_refused(pieces):
+    with pytest.raises(LayoutError, match="number of pieces"):
+        Layout((8,), (Shard("tp", 0, 0, 4, (), pieces),))

@@ -6,22 +6,23 @@ A form says what lies along the dim. A rank takes the same heads everywhere, so 
     pair                gate | up, or any two halves used together
     heads               query heads
     kv_heads            key-value heads; fewer of them than ranks are held by several ranks each
-    blocks              all query heads | all key heads | all value heads
+    qkv                 all query heads | all key heads | all value heads
     per_head            q k v of head 0 | q k v of head 1 | ...
     groups              the queries of group 0, its key, its value | group 1 | ...   (one group per key-value head)
-    halves, kv_halves   two halves of the heads that are used in pairs (differential attention)
-    quarters            four blocks of heads;  quarters_qvk: in each block the queries, the values, the keys (CodeGen)
+    block_qvk           the queries, the values, the keys of block 0 | of block 1 | ...
     linear_key_heads, linear_value_heads, linear_channels      the gated delta net's, in Qwen's arrangement
+
+Heads may come in blocks, of each of which every rank takes its part: pairs (h, h + H/2) in differential attention.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from framework.errors import TopologyError
 from framework.mesh.layout import Shard
 
 FORMS = (
-    "", "pair", "heads", "kv_heads", "blocks", "per_head", "groups", "halves", "kv_halves", "quarters", "quarters_qvk",
+    "", "pair", "heads", "kv_heads", "qkv", "per_head", "groups", "block_qvk",
     "linear_key_heads", "linear_value_heads", "linear_channels",
 )  # fmt: skip
 
@@ -37,29 +38,37 @@ class Cut:
 
 @dataclass(frozen=True)
 class Counts:
-    """What an attention consists of. `q`, `kv`: heads; `linear`: numbers of the linear forms, by form."""
+    """What an attention consists of. `q`, `kv`: heads, in so many `blocks`; `linear`: numbers of the linear forms, by form."""
 
     q: int
     kv: int
-    linear: Mapping[str, tuple[int, ...]]
+    blocks: int = 1
+    linear: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def check(self, degree: int, where: str) -> None:
         """Raises TopologyError when the heads do not divide among `degree` ranks, with the degrees that do."""
         if not self.divides(degree):
             legal = [each for each in range(1, self.q + 1) if self.divides(each)]
+            blocks = f" in {self.blocks} blocks" if self.blocks > 1 else ""
             linear = "".join(f", {name} {sizes}" for name, sizes in self.linear.items())
             raise TopologyError(
-                f"parallel.tp={degree} does not divide the {self.q} heads with {self.kv} key-value heads{linear} of {where}:"
-                f" use parallel.tp in {legal}"
+                f"parallel.tp={degree} does not divide the {self.q} heads with {self.kv} key-value heads{blocks}{linear} of"
+                f" {where}: use parallel.tp in {legal}"
             )
 
     def divides(self, degree: int) -> bool:
         """Every rank gets equally many heads, and whole key-value heads."""
+        kv = self.kv // self.blocks
         return (
-            self.q % degree == 0
-            and (self.kv % degree == 0 or degree % self.kv == 0)
+            self.q % (self.blocks * degree) == 0
+            and (kv % degree == 0 or degree % kv == 0)
             and all(size % degree == 0 for sizes in self.linear.values() for size in sizes)
         )
+
+    def copies(self, degree: int) -> int:
+        """How many of `degree` ranks hold the same key-value heads."""
+        kv = self.kv // self.blocks
+        return degree // kv if degree % kv == 0 else 1
 
 
 def cut(form: str, dim: int, size: int, counts: Counts, index: int, degree: int) -> Cut:
@@ -89,27 +98,21 @@ def cut(form: str, dim: int, size: int, counts: Counts, index: int, degree: int)
 
 def _parts(form: str, size: int, counts: Counts, degree: int) -> list[tuple[int, int]]:
     """(units, pieces) of each segment of the dim."""
-    kv_pieces = min(degree, counts.kv)
-    half, half_kv, quarter = counts.q // 2, counts.kv // 2, counts.q // 4
+    q, kv = counts.q // counts.blocks, counts.kv // counts.blocks
+    queries, keys = (q, degree), (kv, min(degree, kv))
     match form:
         case "":
             return [(size, degree)]
         case "pair":
             return [(size // 2, degree)] * 2
         case "heads" | "per_head":
-            return [(counts.q, degree)]
+            return [queries] * counts.blocks
         case "kv_heads" | "groups":
-            return [(counts.kv, kv_pieces)]
-        case "blocks":
-            return [(counts.q, degree), (counts.kv, kv_pieces), (counts.kv, kv_pieces)]
-        case "halves":
-            return [(half, degree)] * 2
-        case "kv_halves":
-            return [(half_kv, min(degree, half_kv))] * 2
-        case "quarters":
-            return [(quarter, degree)] * 4
-        case "quarters_qvk":
-            return [(quarter, degree)] * 12
+            return [keys] * counts.blocks
+        case "qkv":
+            return [queries, keys, keys]
+        case "block_qvk":
+            return [queries] * (3 * counts.blocks)
     return [(units, degree) for units in counts.linear[form]]
 
 

@@ -5,6 +5,7 @@ single linear layer that the decoder layer holds itself. It is left where its ro
 is left as a whole, because its router and its shared experts' gates multiply what is still each rank's part.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -58,7 +59,7 @@ def make_plan(model: PreTrainedModel, user: Mapping[str, str]) -> list[RegionPla
     search = _Search(model, user, getattr(model, "tp_plan", None) or {})
     regions = [region for index in range(len(found[1])) for region in _regions(search, f"{found[0]}.{index}")]
     if search.unmatched:
-        lines = "\n".join(f"  {line}" for line in search.unmatched)
+        lines = "\n".join(f"  {line}" for line in dict.fromkeys(search.unmatched))
         raise ModelError(
             f"parallel.tp needs the role of every weight of {search.config.model_type}; no rule knows\n{lines}\n"
             "use parallel.tp=1, or say what they are, by name or pattern, such as\n"
@@ -168,5 +169,6 @@ def _is_norm(name: str, module: nn.Module) -> bool:
 
 
 def _describe(name: str, module: nn.Module) -> str:
+    """With a star for numbers: what one layer has, all have."""
     shapes = ", ".join(f"{each} {tuple(p.shape)}" for each, p in module.named_parameters(recurse=False))
-    return f"{name} ({type(module).__name__}: {shapes})"
+    return f"{re.sub(r'(?<=[.])[0-9]+(?=[.]|$)', '*', name)} ({type(module).__name__}: {shapes})"

@@ -21,6 +21,7 @@ from torch import Tensor
 from framework.comm import collectives, duals
 from framework.comm.collectives import Pending
 from framework.mesh.axis import Axis
+from framework.parallel.tensor.draws import Draws
 
 # Of hidden states, [B, S, D]; all but the last two dims are batch.
 TOKEN_DIM = -2
@@ -33,14 +34,23 @@ class TokenShard:
     zeros, which a border takes away again before anything mixes tokens.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis, draws: Draws | None = None) -> None:
+        self.axis, self.draws = axis, draws
         self.length = 0
+        self._outer: Tensor | None = None
 
     def scatter(self, x: Tensor) -> Tensor:
         """Replicated [B, S, D] to this rank's [B, S'/tp, D]."""
         self.length = x.shape[TOKEN_DIM]
+        if self.draws is not None:
+            self._outer = self.draws.start_outside(x)
         return duals.scatter(self.pad(x), self.axis, TOKEN_DIM)
+
+    def end_draws(self, x: Tensor) -> None:
+        """The tokens come together again."""
+        if self.draws is not None and self._outer is not None:
+            self.draws.restore(x, self._outer)
+            self._outer = None
 
     def pad(self, x: Tensor) -> Tensor:
         """Zeros behind the tokens of [B, S, D] up to a multiple of the ranks. [B * S'/tp, D] and such are left alone: they
@@ -50,7 +60,7 @@ class TokenShard:
 
     def strip(self, x: Tensor) -> Tensor:
         """Undo `pad`."""
-        return x[:, : self.length] if x.ndim == 3 else x
+        return x[:, : self.length].contiguous() if x.ndim == 3 else x
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' tokens. Not differentiable."""
@@ -104,12 +114,23 @@ class Call:
 
 class Region:
     """One region of one layer. tokens None: its surroundings are replicated. regathers: keep only this rank's tokens of the
-    input for backward, and gather them again there."""
+    input for backward, and gather them again there. draws: the random streams, None if nothing draws; differs: inside, every
+    rank draws for itself."""
 
-    def __init__(self, axis: Axis, tokens: TokenShard | None, regathers: bool = False) -> None:
+    def __init__(
+        self,
+        axis: Axis,
+        tokens: TokenShard | None,
+        regathers: bool = False,
+        name: str = "",
+        draws: Draws | None = None,
+        differs: bool = True,
+    ) -> None:
         self.axis, self.tokens = axis, tokens
         self.regathers = regathers and tokens is not None
+        self.name, self.draws, self.differs = name, draws, differs
         self.call = Call(None)
+        self._outer: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
         """The whole input, for ranks that use it in their own ways: [.., S'/tp, D] or [.., S, D] to [.., S, D]."""
@@ -118,24 +139,32 @@ class Region:
         tick = x.new_zeros((), requires_grad=torch.is_grad_enabled())
         whole = _Enter.apply(x, tick, self, self.call)
         self.call.whole_address = whole.data_ptr()
+        if self.draws is not None:
+            self._outer = self.draws.start_inside(x, self.name, self.differs)
         return whole
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum of all ranks' y, of all tokens or of this rank's."""
-        self.call.shard = None
+        self._end(y)
         if self.tokens is None:
             return duals.reduce_from(y, self.axis)
         return duals.reduce_scatter(self.tokens.pad(y), self.axis, TOKEN_DIM)
 
     def sum_in_place(self, y: Tensor) -> Tensor:
         """`leave` for a y that nobody else holds; not differentiable, its adjoint is `spread`."""
-        self.call.shard = None
+        self._end(y)
         if self.tokens is None:
             collectives.all_reduce(y, self.axis)
             return y
         out, pending = self.tokens.start_reduce_scatter(y)
         pending.wait()
         return out
+
+    def _end(self, y: Tensor) -> None:
+        self.call.shard = None
+        if self.draws is not None and self._outer is not None:
+            self.draws.restore(y, self._outer)
+            self._outer = None
 
     def spread(self, dy: Tensor) -> Tensor:
         """The gradient of what left, for every rank: the adjoint of `sum_in_place`."""

@@ -62,24 +62,23 @@ ROLES: Mapping[str, str] = MappingProxyType({
 def _falcon(config: PretrainedConfig) -> str:
     if config.new_decoder_architecture:
         return "column:groups"
-    return "column:blocks" if config.multi_query else "column:per_head"
+    return "column:qkv" if config.multi_query else "column:per_head"
 
 
 Choice = str | Callable[[PretrainedConfig], str]
 
 # What a family does otherwise, or alone: packed projections above all, whose arrangement no name tells.
 FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
-    "gpt2": {"c_attn": "column:blocks"},
-    "gpt_bigcode": {"c_attn": lambda config: "column:blocks" if config.multi_query else "column:per_head"},
+    "gpt2": {"c_attn": "column:qkv"},
+    "gpt_bigcode": {"c_attn": lambda config: "column:qkv" if config.multi_query else "column:per_head"},
     "gpt_neox": {"query_key_value": "column:per_head"},
     "bloom": {"query_key_value": "column:per_head"},
     "persimmon": {"query_key_value": "column:per_head"},
     "falcon": {"query_key_value": _falcon},
-    "phi3": {"qkv_proj": "column:blocks"},
-    "mpt": {"Wqkv": "column:blocks"},
-    "codegen": {"qkv_proj": "column:quarters_qvk", "out_proj": "row:quarters"},
+    "phi3": {"qkv_proj": "column:qkv"},
+    "mpt": {"Wqkv": "column:qkv"},
+    "codegen": {"qkv_proj": "column:block_qvk", "out_proj": "row:heads"},
     "granitemoeshared": {"input_linear": "column:pair", "output_linear": "row"},
-    "diffllama": {"q_proj": "column:halves", "k_proj": "column:kv_halves", "v_proj": "column:kv_halves"},
     "apertus": {"act_fn": "replicated"},
     "qwen3_next": {
         "in_proj_qkvz": "column:linear_key_heads",
@@ -88,6 +87,10 @@ FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
         "norm": "replicated",
     },
 })  # fmt: skip
+
+# Into how many blocks an attention sorts its heads, where it is not one: CodeGen's packed projection has four, differential
+# attention pairs heads of the first half with those of the second.
+HEAD_BLOCKS: Mapping[str, int] = MappingProxyType({"codegen": 4, "diffllama": 2})
 
 # Parameters that stand in an attention module itself: the form of dim 0, None if replicated.
 PARAMETERS: Mapping[str, str | None] = MappingProxyType({
@@ -114,5 +117,5 @@ HEAD_WIDTHS = frozenset({"embed_dim", "hidden_size", "split_size", "all_head_siz
 KV_WIDTHS = frozenset({"kv_dim"})
 LINEAR_NUMBERS = frozenset({"num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"})
 
-# Arguments of attentions that hold something for every head along dim 0, possibly of every sequence: [B * heads, ...].
-HEAD_ARGUMENTS = ("alibi", "position_bias")
+# Arguments of attentions with a bias for every head, [B * heads, ., .] or [B, heads, ., .]; beside them a mask may hold it, too.
+HEAD_BIASES = ("alibi", "position_bias")

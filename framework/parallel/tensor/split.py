@@ -1,8 +1,5 @@
 """Split a model on meta over the tensor-parallel ranks: its weights become this rank's parts, under the same names."""
 
-import copy
-import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -19,29 +16,16 @@ from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, part
 from framework.model.plan import FINAL_NORMS, find_layers, find_units
 from framework.parallel.tensor.cuts import Counts, Cut, cut
+from framework.parallel.tensor.draws import Draws, draws_in_training
+from framework.parallel.tensor.heads import count_heads, divide_numbers
+from framework.parallel.tensor.hooks import enter, enter_behind, leave, lend_bias, return_bias, scatter, share_balance
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
 from framework.parallel.tensor.plan import RegionPlan, make_plan
 from framework.parallel.tensor.regions import Region, TokenShard
-from framework.parallel.tensor.rules import (
-    HEAD_ARGUMENTS,
-    HEAD_NUMBERS,
-    HEAD_WIDTHS,
-    KV_NUMBERS,
-    KV_WIDTHS,
-    LINEAR_NUMBERS,
-    PARAMETERS,
-    WEIGHT_BEFORE_CAST,
-    Role,
-)
+from framework.parallel.tensor.rules import PARAMETERS, WEIGHT_BEFORE_CAST, Role
 
+NO_HEADS = Counts(1, 1)
 NO_PLAN: Mapping[str, str] = MappingProxyType({})
-
-
-def ranks_per_kv_head(config: PretrainedConfig, tp: int) -> int:
-    """How many of `tp` ranks hold the same key-value heads: 1 unless there are fewer heads than ranks."""
-    text = config.get_text_config()
-    kv = _kv_heads(text) // (2 if text.model_type == "diffllama" else 1)
-    return tp // kv if tp % kv == 0 else 1
 
 
 def split_over_tp(
@@ -65,11 +49,13 @@ def split_over_tp(
     if tp.size == 1:
         return {name: Layout(tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)}
     regions = make_plan(model, user_plan)
-    surgery = _Surgery(model, tp, kv, TokenShard(tp) if sequence else None, regathers)
+    draws = Draws(tp, outside_differs=sequence) if draws_in_training(model.config) else None
+    surgery = _Surgery(model, tp, kv, TokenShard(tp, draws) if sequence else None, draws, regathers)
     for region in regions:
         surgery.split_region(region)
     surgery.split_vocabulary()
     surgery.place_tokens()
+    model.register_forward_hook(partial(share_balance, tp.size))
     return surgery.finish()
 
 
@@ -81,6 +67,7 @@ class _Surgery:
     tp: Axis
     kv: Axis
     tokens: TokenShard | None
+    draws: Draws | None
     regathers: bool
     layouts: dict[str, Layout] = field(default_factory=dict)
     local: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -89,28 +76,42 @@ class _Surgery:
     def config(self) -> PretrainedConfig:
         return self.model.config.get_text_config()
 
+    @property
+    def layers(self) -> tuple[str, nn.ModuleList]:
+        found = find_layers(self.model)
+        assert found is not None, "planned without layers"
+        return found
+
     # --- regions
 
     def split_region(self, plan: RegionPlan) -> None:
         """Split the modules of one region, and give it its borders."""
-        region = Region(self.tp, self.tokens, self.regathers)
-        uses_heads = any(_is_of_heads(role) for role in plan.roles.values())
-        attentions = {name.rpartition(".")[0] for name, role in plan.roles.items() if _is_of_heads(role)}
-        counts = _count_heads(self.model, plan) if uses_heads else Counts(self.tp.size, self.tp.size, {})
-        if uses_heads:
-            counts.check(self.tp.size, f"{self.config.model_type} ({plan.name})")
+        region = Region(self.tp, self.tokens, self.regathers, plan.name, self.draws, differs=not plan.is_block)
+        attentions = {name.rpartition(".")[0] for name, role in plan.roles.items() if role.form not in ("", "pair")}
+        counts = self._count_heads(plan) if attentions else NO_HEADS
         for name in attentions:
-            self._divide_numbers(name, counts)
+            divide_numbers(self.model.get_submodule(name), counts, self.tp)
             self._split_own_parameters(name, counts)
         for name, role in plan.roles.items():
             self._split_module(name, role, counts, region, leaves=not plan.is_block)
         for name in plan.experts:
             self._split_experts(name)
         entrance = self.model.get_submodule(plan.name)
-        entrance.register_forward_pre_hook(partial(_enter, region), with_kwargs=True)
+        entrance.register_forward_pre_hook(partial(enter, region), with_kwargs=True)
         if plan.is_block:
-            entrance.register_forward_hook(partial(_leave, region))
+            entrance.register_forward_hook(partial(leave, region))
         self._replicate_rest(entrance.named_parameters(plan.name), lambda name: True)
+
+    def _count_heads(self, plan: RegionPlan) -> Counts:
+        counts = count_heads(self.model, plan)
+        counts.check(self.tp.size, f"{self.config.model_type} ({plan.name})")
+        copies = counts.copies(self.tp.size)
+        if copies not in (1, self.kv.size):
+            raise TopologyError(
+                f"{plan.name} has {counts.kv} key-value heads, other layers another number: parallel.tp={self.tp.size} is more"
+                " than both; use a smaller parallel.tp"
+            )
+        return counts
 
     def _split_module(self, name: str, role: Role, counts: Counts, region: Region, leaves: bool) -> None:
         module: Any = self.model.get_submodule(name)
@@ -174,46 +175,15 @@ class _Surgery:
         ):
             whole = getattr(experts, parameter, None)
             if whole is not None:
-                found = cut(its_form, dim, whole.shape[dim], Counts(1, 1, {}), self.tp.rank, self.tp.size)
+                found = cut(its_form, dim, whole.shape[dim], NO_HEADS, self.tp.rank, self.tp.size)
                 setattr(experts, parameter, self._take(f"{name}.{parameter}", whole, found))
         mine = experts.down_proj.shape[1 if transposed else 2]
         for attribute, value in list(vars(experts).items()):
             if attribute in ("intermediate_dim", "intermediate_size", "expert_dim") and value == inner:
                 setattr(experts, attribute, mine)
         if getattr(experts, "down_proj_bias", None) is not None:
-            experts.register_forward_pre_hook(partial(_lend_bias, self.tp.size))
-            experts.register_forward_hook(_return_bias)
-
-    def _divide_numbers(self, name: str, counts: Counts) -> None:
-        """The numbers of heads, and widths of all of them, that the attention's forward reads."""
-        attention: Any = self.model.get_submodule(name)
-        degree = self.tp.size
-        q_local, kv_local = counts.q // degree, max(counts.kv // degree, 1)
-        if self.config.model_type == "diffllama":
-            kv_local = 2 * max(counts.kv // 2 // degree, 1)
-        head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", None))
-        for attribute, value in list(vars(attention).items()):
-            if attribute in HEAD_NUMBERS:
-                setattr(attention, attribute, q_local)
-            elif attribute in KV_NUMBERS:
-                setattr(attention, attribute, kv_local)
-            elif attribute == "num_key_value_groups":
-                setattr(attention, attribute, q_local // kv_local)
-            elif attribute in HEAD_WIDTHS and head_dim is not None and value == counts.q * head_dim:
-                setattr(attention, attribute, q_local * head_dim)
-            elif attribute in KV_WIDTHS:
-                setattr(attention, attribute, value // counts.kv * kv_local)
-            elif attribute in LINEAR_NUMBERS and counts.linear:
-                setattr(attention, attribute, value // degree)
-        if _reads_heads_from_config(type(attention)):
-            attention.config = copy.copy(attention.config)
-            attention.config.num_attention_heads = q_local
-            attention.config.num_key_value_heads = kv_local
-        arguments = list(inspect.signature(attention.forward).parameters)
-        for argument in HEAD_ARGUMENTS:
-            if argument in arguments:
-                hook = partial(_select_heads, argument, arguments.index(argument), counts.q, self.tp)
-                attention.register_forward_pre_hook(hook, with_kwargs=True)
+            experts.register_forward_pre_hook(partial(lend_bias, self.tp.size))
+            experts.register_forward_hook(return_bias)
 
     def _split_own_parameters(self, name: str, counts: Counts) -> None:
         """Parameters that the attention itself holds, one number per head."""
@@ -238,7 +208,7 @@ class _Surgery:
             raise ModelError(
                 f"the head has {head.weight.shape[0]} rows, the embedding {rows}: parallel.tp splits both alike"
             )
-        found = cut("", 0, rows, Counts(1, 1, {}), self.tp.rank, self.tp.size)
+        found = cut("", 0, rows, NO_HEADS, self.tp.rank, self.tp.size)
         start, stop = part(rows, self.tp.rank, self.tp.size)
         embedding.weight = self._take(f"{names[embedding]}.weight", embedding.weight, found)
         look_up_locally(embedding, start, stop, self.tp)
@@ -249,19 +219,18 @@ class _Surgery:
         # With sharded tokens the region begins where they are gathered: models read the sequence's shape before the head.
         where = self._last_module() if self.tokens is not None else self.model.get_output_embeddings()
         if self.tokens is not None:
-            where.register_forward_hook(partial(_enter_behind, region))
+            where.register_forward_hook(partial(enter_behind, region))
         else:
-            where.register_forward_pre_hook(partial(_enter, region), with_kwargs=True)
+            where.register_forward_pre_hook(partial(enter, region), with_kwargs=True)
 
     def place_tokens(self) -> None:
         """Shard the tokens where the first layer begins. What stands before computes alike on all ranks, with whole gradients."""
-        found = find_layers(self.model)
-        if self.tokens is not None and found is not None:
-            found[1][0].register_forward_pre_hook(partial(_scatter, self.tokens), with_kwargs=True)
+        if self.tokens is not None:
+            self.layers[1][0].register_forward_pre_hook(partial(scatter, self.tokens), with_kwargs=True)
 
     def _last_module(self) -> nn.Module:
         """The final norm, or the last layer if there is none."""
-        name, layers = _layers_of(self.model)
+        name, layers = self.layers
         parent = self.model.get_submodule(name.rpartition(".")[0])
         norms, is_behind = [], False
         for child, module in parent.named_children():
@@ -322,108 +291,3 @@ class _Surgery:
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
         setattr(self.model.get_submodule(parent), child, module)
-
-
-def _is_of_heads(role: Role) -> bool:
-    return role.form not in ("", "pair")
-
-
-def _count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
-    """From the config, and the number of key-value heads from their projection's shape where there is one."""
-    config = model.config.get_text_config()
-    heads, kv = config.num_attention_heads, _kv_heads(config)
-    for name in plan.roles:
-        parent = model.get_submodule(name.rpartition(".")[0])
-        head_dim = getattr(parent, "head_dim", None)
-        if name.endswith(".k_proj") and head_dim:
-            kv = model.get_parameter(f"{name}.weight").shape[0] // head_dim
-    linear = {}
-    if any(role.form.startswith("linear_") for role in plan.roles.values()):
-        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-        key_dim, value_dim = keys * config.linear_key_head_dim, values * config.linear_value_head_dim
-        linear = {
-            "linear_key_heads": (keys,),
-            "linear_value_heads": (values,),
-            "linear_channels": (key_dim, key_dim, value_dim),
-        }
-    return Counts(heads, kv, linear)
-
-
-def _kv_heads(config: PretrainedConfig) -> int:
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return 1
-    numbers = (getattr(config, name, None) for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
-    return next(number for number in numbers if isinstance(number, int))
-
-
-def _reads_heads_from_config(attention: type) -> bool:
-    methods = (each for name, each in vars(attention).items() if inspect.isfunction(each) and name != "__init__")
-    return any(re.search(r"self\.config\.num_(attention|key_value)_heads", inspect.getsource(each)) for each in methods)
-
-
-def _layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    found = find_layers(model)
-    assert found is not None, "planned without layers"
-    return found
-
-
-# --- hooks
-
-
-def _enter(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """The input enters the region: the first argument, or `hidden_states`."""
-    return _on_input(region.enter, args, kwargs)
-
-
-def _scatter(tokens: TokenShard, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    return _on_input(tokens.scatter, args, kwargs)
-
-
-def _on_input(change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]):
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
-
-
-def _enter_behind(region: Region, module: nn.Module, args: Any, output: Any):
-    return _on_output(region.enter, output)
-
-
-def _leave(region: Region, module: nn.Module, args: Any, output: Any):
-    """The output leaves the region: the tensor, or the first of several."""
-    return _on_output(region.leave, output)
-
-
-def _on_output(change: Callable[[Tensor], Tensor], output: Any):
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-
-def _select_heads(
-    argument: str,
-    position: int,
-    heads: int,
-    axis: Axis,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-):
-    """Of an argument with something for each head, [B * heads, ...] or [heads, ...], what this rank's heads need."""
-
-    def select(x: Tensor) -> Tensor:
-        start, stop = part(heads, axis.rank, axis.size)
-        return x.unflatten(0, (-1, heads))[:, start:stop].flatten(0, 1)
-
-    if kwargs.get(argument) is not None:
-        return args, kwargs | {argument: select(kwargs[argument])}
-    if len(args) > position and args[position] is not None:
-        return (*args[:position], select(args[position]), *args[position + 1 :]), kwargs
-    return args, kwargs
-
-
-def _lend_bias(degree: int, experts: Any, args: Any) -> None:
-    """For one forward pass a rank's part of the bias stands before the parameter: the ranks' outputs are summed."""
-    experts.__dict__["down_proj_bias"] = experts._parameters["down_proj_bias"] / degree
-
-
-def _return_bias(experts: nn.Module, args: Any, output: Any) -> None:
-    del experts.__dict__["down_proj_bias"]

@@ -1,0 +1,97 @@
+"""Heads: how many an attention has, and the numbers by which its unmodified forward knows."""
+
+import copy
+import inspect
+import re
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from framework.mesh.axis import Axis
+from framework.parallel.tensor.cuts import Counts
+from framework.parallel.tensor.hooks import select_heads
+from framework.parallel.tensor.plan import RegionPlan
+from framework.parallel.tensor.rules import (
+    HEAD_BIASES,
+    HEAD_BLOCKS,
+    HEAD_NUMBERS,
+    HEAD_WIDTHS,
+    KV_NUMBERS,
+    KV_WIDTHS,
+    LINEAR_NUMBERS,
+)
+
+
+def ranks_per_kv_head(config: PretrainedConfig, tp: int) -> int:
+    """How many of `tp` ranks hold the same key-value heads: 1 unless there are fewer heads than ranks."""
+    text = config.get_text_config()
+    return Counts(text.num_attention_heads, _kv_heads(text), HEAD_BLOCKS.get(text.model_type, 1)).copies(tp)
+
+
+def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
+    """From the config, and the number of key-value heads from their projection's shape where there is one."""
+    config = model.config.get_text_config()
+    heads, kv = config.num_attention_heads, _kv_heads(config)
+    for name in plan.roles:
+        head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+        if name.endswith(".k_proj") and head_dim:
+            kv = model.get_parameter(f"{name}.weight").shape[0] // head_dim
+    linear = {}
+    if any(role.form.startswith("linear_") for role in plan.roles.values()):
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        key_dim, value_dim = keys * config.linear_key_head_dim, values * config.linear_value_head_dim
+        linear = {
+            "linear_key_heads": (keys,),
+            "linear_value_heads": (values,),
+            "linear_channels": (key_dim, key_dim, value_dim),
+        }
+    return Counts(heads, kv, HEAD_BLOCKS.get(config.model_type, 1), linear)
+
+
+def divide_numbers(attention: Any, counts: Counts, tp: Axis) -> None:
+    """Tell an attention how many heads it has here: attributes, a config of its own if it reads heads there, and arguments
+    with something for every head."""
+    q_local, kv_local = counts.q // tp.size, counts.kv // min(tp.size, counts.kv // counts.blocks)
+    head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", None))
+    for name, value in list(vars(attention).items()):
+        if name in HEAD_NUMBERS:
+            setattr(attention, name, q_local)
+        elif name in KV_NUMBERS:
+            setattr(attention, name, kv_local)
+        elif name == "num_key_value_groups":
+            setattr(attention, name, q_local // kv_local)
+        elif name in HEAD_WIDTHS and head_dim is not None and value == counts.q * head_dim:
+            setattr(attention, name, q_local * head_dim)
+        elif name in KV_WIDTHS:
+            setattr(attention, name, value // counts.kv * kv_local)
+        elif name in LINEAR_NUMBERS and counts.linear:
+            setattr(attention, name, value // tp.size)
+    if _reads_heads_from_config(type(attention)):
+        # All modules share one config: this one gets a copy.
+        attention.config = copy.copy(attention.config)
+        attention.config.num_attention_heads, attention.config.num_key_value_heads = q_local, kv_local
+    _select_head_arguments(attention, counts, tp)
+
+
+def _select_head_arguments(attention: nn.Module, counts: Counts, tp: Axis) -> None:
+    arguments = list(inspect.signature(attention.forward).parameters)
+    if not any(bias in arguments for bias in HEAD_BIASES):
+        return
+    for argument in (*HEAD_BIASES, "attention_mask"):
+        if argument in arguments:
+            hook = partial(select_heads, argument, arguments.index(argument), counts.q, tp)
+            attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _kv_heads(config: PretrainedConfig) -> int:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    numbers = (getattr(config, name, None) for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
+    return next(number for number in numbers if isinstance(number, int))
+
+
+def _reads_heads_from_config(attention: type) -> bool:
+    methods = (each for name, each in vars(attention).items() if inspect.isfunction(each) and name != "__init__")
+    return any(re.search(r"self\.config\.num_(attention|key_value)_heads", inspect.getsource(each)) for each in methods)

@@ -1,0 +1,82 @@
+"""Hooks by which regions and tokens attach to modules that are Hugging Face's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from framework.mesh.axis import Axis
+from framework.mesh.layout import part
+from framework.parallel.tensor.regions import Region, TokenShard
+
+
+def enter(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """The input enters the region: the first argument, or `hidden_states`."""
+    return _on_input(region.enter, args, kwargs)
+
+
+def scatter(tokens: TokenShard, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    return _on_input(tokens.scatter, args, kwargs)
+
+
+def _on_input(change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]):
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+
+def enter_behind(region: Region, module: nn.Module, args: Any, output: Any):
+    change = _on_output(region.enter, output)
+    if region.tokens is not None:
+        region.tokens.end_draws(change if isinstance(change, Tensor) else change[0])
+    return change
+
+
+def leave(region: Region, module: nn.Module, args: Any, output: Any):
+    """The output leaves the region: the tensor, or the first of several."""
+    return _on_output(region.leave, output)
+
+
+def _on_output(change: Callable[[Tensor], Tensor], output: Any):
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def select_heads(
+    argument: str,
+    position: int,
+    heads: int,
+    axis: Axis,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+):
+    """Of an argument with something for each head, what this rank's heads need: [B, heads, ...], else [B * heads, ., .]."""
+    start, stop = part(heads, axis.rank, axis.size)
+
+    def select(x: Any) -> Any:
+        if not isinstance(x, Tensor) or (x.ndim == 4 and x.shape[1] != heads):
+            return x
+        return x[:, start:stop] if x.ndim == 4 else x.unflatten(0, (-1, heads))[:, start:stop].flatten(0, 1)
+
+    if argument in kwargs:
+        return args, kwargs | {argument: select(kwargs[argument])}
+    if len(args) > position:
+        return (*args[:position], select(args[position]), *args[position + 1 :]), kwargs
+    return args, kwargs
+
+
+def lend_bias(degree: int, experts: Any, args: Any) -> None:
+    """For one forward pass a rank's part of the bias stands before the parameter: the ranks' outputs are summed."""
+    experts.__dict__["down_proj_bias"] = experts._parameters["down_proj_bias"] / degree
+
+
+def return_bias(experts: nn.Module, args: Any, output: Any) -> None:
+    del experts.__dict__["down_proj_bias"]
+
+
+def share_balance(degree: int, model: nn.Module, args: Any, output: Any) -> None:
+    """A router's balancing term is computed alike by all ranks from what is inside regions, where gradients are parts that
+    are summed: each rank's is one part in `degree`."""
+    balance = getattr(output, "aux_loss", None)
+    if isinstance(balance, Tensor) and balance.requires_grad:
+        output.aux_loss = balance.detach() + (balance - balance.detach()) / degree
