@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -25,10 +25,13 @@ from framework.model.load import build_meta, choose_experts, load_config
 from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter
 from framework.model.packing import keeps_documents_apart
 from framework.model.plan import Unit, find_units, tied_names
+from framework.model.stage import Cut, StageModel, find_layer_outputs, find_shared, own_ties, own_units
 from framework.model.weights import read_weights, resolve_folder
 from framework.optim.groups import GroupAssignment, group_parameters
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.parallelize import parallelize
+from framework.parallel.pipeline.execute import Hidden
+from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.zero.buffers import FROZEN, Span, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
@@ -39,11 +42,12 @@ from framework.parallel.zero.waits import Waits
 from framework.recipe import schema
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Precision, Recipe
-from framework.track.flops import flops_per_token, measure_model, mfu, peak_flops
+from framework.track.flops import flops_per_token, measure_model, mfu, peak_flops, unit_flops
 from framework.track.observers import Observers, open_observers
 from framework.track.report import RunInfo
 from framework.train.faults import StopRequest
 from framework.train.loop import Loop, Services
+from framework.train.stage import Stage
 from framework.train.state import RunState, entries
 from framework.train.step import Run, evaluate
 
@@ -54,90 +58,158 @@ COLLECTIVE_CHECK_S = 120.0
 
 
 def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = False) -> Run:
-    """The model of `config` on this rank, laid out, with its values and its optimizer.
+    """This rank's stages of the model of `config`, laid out, with their values and one optimizer.
 
     resumes: leave the parameters' values to a checkpoint that is loaded next.
     """
-    model = build_meta(config, recipe.model.attention)
-    units = find_units(model)
-    assignments = group(recipe, model, units)
-    ties = tied_names(model)
-    buffers = lay_out(recipe, model, units, assignments, mesh.device, mesh.axes)
-    materialize(model, units, ties, buffers, recipe, mesh.device, resumes)
+    whole = build_meta(config, recipe.model.attention)
+    units = find_units(whole)
+    assignments = group(recipe, whole, units)
+    pipeline = plan_stages(recipe, whole)
+    plans = lay_out(recipe, config, pipeline, assignments, mesh.device, mesh.axes)
+    materialize(whole, plans, recipe, mesh.device, resumes)
 
     settings = {_group_key(each): each for each in assignments}
+    buffers = [buffer for plan in plans for buffer in plan.buffers]
     spans = [(buffer, span) for buffer in buffers if buffer.is_trained for span in buffer.spans]
     optimizer = FlatOptimizer(recipe.optim, [_flat(buffer, span, settings[span.group]) for buffer, span in spans])
-    write_gradients_directly(model, {name: place for buffer in buffers for name, place in buffer.places.items()})
     waits = Waits(mesh.device)
-    gradients = GradientSync(buffers, waits, DTYPES[recipe.precision.reduce])
-    parameters = ParameterSync([[buffer for buffer in buffers if buffer.unit == unit.name] for unit in units], waits)
-    hooks = UnitHooks(model, units, ties, parameters, gradients, recipe.zero.prefetch_units)
     return Run(
-        model,
-        buffers,
-        parameters,
-        gradients,
-        hooks,
-        optimizer,
-        spans,
-        waits,
-        mesh,
-        recipe.optim.clip_norm,
-        recipe.train.seed,
+        stages={plan.model.cut.index: _connect_stage(plan, recipe, waits) for plan in plans},
+        pipeline=pipeline,
+        optimizer=optimizer,
+        spans=spans,
+        copies=_find_copies(buffers),
+        numbers={each.parameter: number for number, each in enumerate(assignments)},
+        hidden=Hidden(
+            (config.get_text_config().hidden_size,), compute_dtype(recipe.precision, mesh.device), mesh.device
+        ),
+        waits=waits,
+        mesh=mesh,
+        clip_norm=recipe.optim.clip_norm,
+        seed=recipe.train.seed,
     )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage before it has memory. units: whole or in part this stage's; ties: names of its parameters in its model."""
+
+    model: StageModel
+    units: list[Unit]
+    ties: dict[str, tuple[str, ...]]
+    buffers: list[UnitBuffer]
+
+
+def plan_stages(recipe: Recipe, whole: PreTrainedModel) -> Pipeline:
+    """Where the model is cut and in which order stages compute. Raises what does not fit."""
+    derived = derive(recipe)
+    costs = unit_flops(whole, find_units(whole), derived.context)
+    return plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
 
 
 def lay_out(
     recipe: Recipe,
-    model: PreTrainedModel,
-    units: Sequence[Unit],
+    config: PretrainedConfig,
+    pipeline: Pipeline,
     assignments: Sequence[GroupAssignment],
     device: torch.device,
     axes: Mapping[str, Axis],
-) -> list[UnitBuffer]:
-    """The buffers of a model on meta, planned and not yet allocated: for any rank of any mesh, on any machine."""
-    groups = dict.fromkeys((name for unit in units for name in unit.parameters), FROZEN)
-    groups |= {each.parameter: _group_key(each) for each in assignments}
+) -> list[StagePlan]:
+    """A rank's stages on meta, planned and not yet allocated: for any rank of any mesh, on any machine."""
+    ranks = pipeline.rank_of_stage
+    if ranks[0] == ranks[-1]:  # what embedding and head share is on one rank
+        axes = {**axes, "ends": Axis("ends", 1, 0)}
+    returns_tuple = len(ranks) > 1 and find_layer_outputs(config)
+    own = [cut for cut in pipeline.cuts if ranks[cut.index] == axes["pp"].rank]
+    return [_lay_out_stage(recipe, config, cut, returns_tuple, assignments, device, axes) for cut in own]
+
+
+def _lay_out_stage(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    cut: Cut,
+    returns_tuple: bool,
+    assignments: Sequence[GroupAssignment],
+    device: torch.device,
+    axes: Mapping[str, Axis],
+) -> StagePlan:
     compute, master = compute_dtype(recipe.precision, device), DTYPES[recipe.precision.master]
+    model = build_meta(config, recipe.model.attention)
     choose_experts(model, recipe.model.experts, compute)
+    whole, ties = find_units(model), tied_names(model)
+    units, shared = own_units(whole, ties, cut), find_shared(whole, ties, cut)
+    stage = StageModel(model, whole, cut, returns_tuple, compute)
+    groups = dict.fromkeys((name for unit in units for name in unit.parameters), FROZEN)
+    groups |= {each.parameter: _group_key(each) for each in assignments if each.parameter in groups}
+    ties = own_ties(model, ties)
     lifetimes = lifetimes_of(recipe.zero)
-    return parallelize(model, units, groups, recipe.memory, compute, master, device, lifetimes, axes)
+    buffers = parallelize(model, units, ties, shared, groups, recipe.memory, compute, master, device, lifetimes, axes)
+    return StagePlan(stage, units, ties, buffers)
 
 
 def materialize(
-    model: PreTrainedModel,
-    units: Sequence[Unit],
-    ties: Mapping[str, tuple[str, ...]],
-    buffers: Sequence[UnitBuffer],
-    recipe: Recipe,
-    device: torch.device,
-    resumes: bool,
+    stock: PreTrainedModel, plans: Sequence[StagePlan], recipe: Recipe, device: torch.device, resumes: bool
 ) -> None:
     """Memory and values: seeded, or read from `model.weights`, one unit at a time, or none yet if a checkpoint follows.
 
-    Values are those of a second model on meta that nobody laid out: initialisers and files know whole modules only.
+    stock: a model on meta that nobody laid out or cut: initialisers and files know whole modules only.
     """
-    stock = build_meta(model.config, recipe.model.attention)
-    for unit in units:
-        draws = recipe.model.weights is None and not resumes
-        values = initialize_unit(stock, unit, recipe.train.seed, unit.parameters if draws else ())
-        for buffer in (buffer for buffer in buffers if buffer.unit == unit.name):
-            buffer.allocate(device)
-            for slot in buffer.slots:
-                if slot.name in values:
-                    for box, place in _places(*buffer.held(slot, buffer.master)).items():
-                        place.copy_(values[slot.name][box.slices()].flatten())
-    if recipe.model.weights is not None and not resumes:
-        _read_pretrained(stock, buffers, resolve_folder(recipe.model.weights))
-    for buffer in buffers:
-        buffer.publish()
-        for name, parameter in buffer.parameters.items():
-            set_parameter(model, ties[name], parameter)
+    draws = recipe.model.weights is None and not resumes
+    for plan in plans:
+        for unit in plan.units:
+            values = _initialize(stock, unit, recipe.train.seed, draws)
+            for buffer in (buffer for buffer in plan.buffers if buffer.unit == unit.name):
+                buffer.allocate(device)
+                for slot in buffer.slots:
+                    if slot.name in values:
+                        for box, place in _places(*buffer.held(slot, buffer.master)).items():
+                            place.copy_(values[slot.name][box.slices()].flatten())
+        if recipe.model.weights is not None and not resumes:
+            _read_pretrained(stock, plan.buffers, resolve_folder(recipe.model.weights))
+        for buffer in plan.buffers:
+            buffer.publish()
+            for name, parameter in buffer.parameters.items():
+                set_parameter(plan.model.model, plan.ties[name], parameter)
     stock_buffers = dict(stock.named_buffers())
-    for path, module in model.named_modules():
-        for name, tensor in module.named_buffers(recurse=False):
-            module._buffers[name] = stock_buffers.get(f"{path}.{name}" if path else name, tensor).to(device)
+    for plan in plans:
+        for path, module in plan.model.model.named_modules():
+            for name, tensor in module.named_buffers(recurse=False):
+                module._buffers[name] = stock_buffers.get(f"{path}.{name}" if path else name, tensor).to(device)
+
+
+def _initialize(stock: PreTrainedModel, unit: Unit, seed: int, draws: bool) -> dict[str, Tensor]:
+    """Initial values of the unit's parameters. One that is tied to another unit has the value that it has there, which is drawn
+    with all of that unit."""
+    values: dict[str, Tensor] = {}
+    names = set(unit.parameters) if draws else set()
+    for each in find_units(stock):
+        if each.name == unit.name or names & set(each.parameters):
+            values |= initialize_unit(stock, each, seed, each.parameters if names & set(each.parameters) else ())
+    return values
+
+
+def _connect_stage(plan: StagePlan, recipe: Recipe, waits: Waits) -> Stage:
+    """The stage with what gathers its parameters and reduces its gradients."""
+    model = plan.model.model
+    write_gradients_directly(model, {name: place for buffer in plan.buffers for name, place in buffer.places.items()})
+    gradients = GradientSync(plan.buffers, waits, DTYPES[recipe.precision.reduce])
+    by_unit = [[buffer for buffer in plan.buffers if buffer.unit == unit.name] for unit in plan.units]
+    parameters = ParameterSync(by_unit, waits)
+    hooks = UnitHooks(model, plan.units, plan.ties, parameters, gradients, recipe.zero.prefetch_units)
+    return Stage(plan.model, plan.buffers, parameters, gradients, hooks)
+
+
+def _find_copies(buffers: Sequence[UnitBuffer]) -> list[tuple[UnitBuffer, UnitBuffer]]:
+    """Buffers of one parameter in two stages of this rank; the second of each pair counts nothing."""
+    known: dict[str, UnitBuffer] = {}
+    copies = []
+    for buffer in buffers:
+        first = known.setdefault(buffer.slots[0].name, buffer)
+        if first is not buffer:
+            buffer.is_copy = True
+            copies.append((first, buffer))
+    return copies
 
 
 def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -> int:

@@ -31,7 +31,7 @@ class Mesh:
     axes: dict[str, Axis]
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name: one of `topology.AXIS_NAMES`."""
+        """The axis of that name: one of `topology.AXIS_NAMES`, or `ends`."""
         if name not in self.axes:
             raise TopologyError(f"no axis {name!r}: the axes are {', '.join(AXIS_NAMES)}")
         return self.axes[name]
@@ -69,9 +69,8 @@ def connect(
     if device.type == "cuda":
         _start_communicators(groups, device)
     axes = {}
-    for name in AXIS_NAMES:
-        ranks = topology.ranks(name, rank)
-        axes[name] = Axis(name, len(ranks), topology.index(name, rank), ranks, groups.get(ranks), check_s=check_s)
+    for name, ranks in topology.groups(rank).items():
+        axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(ranks), check_s=check_s)
     if device.type == "cuda" and axes["shard"].size > 1:
         axes["shard"] = replace(axes["shard"], scatter_group=_create_scatter_group(axes["shard"], device))
     return Mesh(topology, rank, device, axes)
@@ -113,8 +112,7 @@ def _create_groups(
         dist.init_process_group(backend, store=attempt, rank=rank, world_size=topology.world, timeout=connecting)
         return dist.group.WORLD
 
-    for name in AXIS_NAMES:
-        ranks = topology.ranks(name, rank)
+    for name, ranks in topology.groups(rank).items():
         if len(ranks) == 1 or ranks in groups:
             continue
         if len(ranks) == topology.world:

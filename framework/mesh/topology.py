@@ -77,6 +77,18 @@ class Topology:
         first = rank - self.index(axis, rank) * stride
         return tuple(range(first, first + size * stride, stride))
 
+    def ends(self, rank: int) -> tuple[int, ...]:
+        """The first and the last rank of the pipeline that `rank` is in, if it is one of them and not both; else itself.
+
+        They share what the embedding and the head share. It is no axis: ranks between them have no part in it.
+        """
+        pipeline = self.ranks("pp", rank)
+        return (pipeline[0], pipeline[-1]) if len(pipeline) > 1 and rank in (pipeline[0], pipeline[-1]) else (rank,)
+
+    def groups(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The ranks of each axis as `rank` sees it, and `ends`."""
+        return {name: self.ranks(name, rank) for name in AXIS_NAMES} | {"ends": self.ends(rank)}
+
     def _size_stride(self, axis: str) -> tuple[int, int]:
         batch = self.dp * self.cp
         table = {

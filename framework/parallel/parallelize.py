@@ -3,7 +3,8 @@
 Nothing here owns memory or sends a byte, so a plan for thousands of ranks can be made on a laptop.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,8 @@ from framework.recipe.schema import Memory
 def parallelize(
     model: PreTrainedModel,
     units: Sequence[Unit],
+    ties: Mapping[str, tuple[str, ...]],
+    shared: Collection[str],
     groups: Mapping[str, str],
     memory: Memory,
     compute_dtype: torch.dtype,
@@ -29,7 +32,11 @@ def parallelize(
     lifetimes: Lifetimes,
     axes: Mapping[str, Axis],
 ) -> list[UnitBuffer]:
-    """Transform the layers and plan the unit buffers. `groups`: optimizer group of each parameter, "" if frozen."""
+    """Transform the layers and plan the unit buffers.
+
+    ties: the names of each parameter in this model. shared: parameters that are on the other end of the pipeline as well.
+    groups: optimizer group of each parameter, "" if frozen.
+    """
     layers = [model.get_submodule(unit.root) for unit in units if unit.is_layer]
     # Inside compilation, so that a compiled layer recomputes as one graph.
     if memory.activation_checkpointing == "full":
@@ -40,7 +47,14 @@ def parallelize(
         for layer in layers:
             layer.compile(dynamic=False)
     # Last: buffers hold the parameters that are left to this rank, in the dtypes that forward reads.
-    layouts = {name: Layout(tuple(model.get_parameter(name).shape)) for unit in units for name in unit.parameters}
+    names = [name for unit in units for name in unit.parameters]
+    layouts = {name: Layout(tuple(model.get_parameter(ties[name][0]).shape)) for name in names}
+    # Law 1: a tied embedding across stages is one more replica axis.
+    layouts |= {
+        name: replace(each, replicated=(*each.replicated, "ends"), partial=(*each.partial, "ends"))
+        for name, each in layouts.items()
+        if name in shared
+    }
     fp32 = kept_in_fp32(model, compute_dtype)
-    dtypes = {name: torch.float32 if name in fp32 else compute_dtype for name in layouts}
+    dtypes = {name: torch.float32 if fp32 & {*ties[name]} else compute_dtype for name in names}
     return plan_buffers(units, layouts, groups, dtypes, master_dtype, lifetimes, axes)

@@ -6,11 +6,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from framework.recipe.derive import count_ranks, find_batch_problems, find_node_problems, find_world_problems
+from framework.recipe.derive import (
+    count_ranks,
+    count_virtual_stages,
+    derive,
+    find_batch_problems,
+    find_node_problems,
+    find_world_problems,
+)
 from framework.recipe.launch_rules import launch_rules
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Optim, Recipe, Zero
+from framework.recipe.schema import Optim, Pipeline, Recipe, Zero
 
 __all__ = ["Problem", "check_recipe", "render_problems"]
 
@@ -45,6 +52,8 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel", *COUNTED), find_world_problems),
         (("parallel", *COUNTED, "batch"), find_batch_problems),
         (("parallel", *COUNTED, "zero"), _zero),
+        (("parallel.pp", "pipeline"), _stages),
+        (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
         (("precision",), _precision),
         (("optim.schedule", "train.steps"), _schedule),
         (("optim.name", "optim.betas", "optim.eps", "optim.momentum"), _optimizer),
@@ -61,7 +70,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
 
 
 def _unavailable(recipe: Recipe) -> Iterator[Problem]:
-    for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+    for axis, name in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
         degree = getattr(recipe.parallel, axis)
         if degree != 1:
             message = f"{name} parallelism is not available in this version"
@@ -93,6 +102,34 @@ def _zero(recipe: Recipe) -> Iterator[Problem]:
             message = f"zero.stage={recipe.zero.stage} has no use for it"
             fix = f"leave it out (~zero.{name}); or zero.stage={' or '.join(map(str, stages))}"
             yield Problem(f"zero.{name}", value, message, fix)
+
+
+def _stages(recipe: Recipe) -> Iterator[Problem]:
+    pipeline, pp, virtual = recipe.pipeline, recipe.parallel.pp, count_virtual_stages(recipe.pipeline)
+    legal = {"interleaved": "2 or more", "zbv": "2", "dualpipe_v": "2"}.get(pipeline.schedule, "1")
+    if pipeline.table is None and (virtual < 2 if legal == "2 or more" else str(virtual) != legal):
+        message = f"pipeline.schedule={pipeline.schedule} has {legal} on each rank"
+        fix = "pipeline.virtual_stages=null"
+        if legal == "1":
+            fix += "; or pipeline.schedule=interleaved"
+        yield Problem("pipeline.virtual_stages", virtual, message, fix)
+    elif pipeline.layers is not None and (len(pipeline.layers) != pp * virtual or min(pipeline.layers) < 1):
+        message = f"needs a number of layers, at least 1, for each of pp * virtual_stages = {pp} * {virtual} stages"
+        yield Problem("pipeline.layers", pipeline.layers, message, "null, to cut by cost; or as many numbers")
+    if pipeline.table is not None and pipeline.schedule != Pipeline().schedule:
+        message = f"pipeline.table={pipeline.table} is a schedule as well"
+        yield Problem("pipeline.schedule", pipeline.schedule, message, "leave one of them out")
+
+
+def _microbatches(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.pipeline.schedule != "dualpipe_v" or recipe.pipeline.table is not None:
+        return
+    derived = derive(recipe)
+    needed, each = 2 * derived.pp, derived.dp * derived.sequences_per_microbatch
+    if derived.accumulation < needed:
+        message = f"dualpipe_v on {derived.pp} ranks needs {needed} microbatches in a step, and there are {derived.accumulation}"
+        fix = f"batch.sequences_per_step={needed * each} or more; or pipeline.schedule=zbv"
+        yield Problem("pipeline.schedule", "dualpipe_v", message, fix)
 
 
 def _precision(recipe: Recipe) -> Iterator[Problem]:

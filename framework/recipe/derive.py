@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from framework.errors import RecipeError
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Batch, Recipe
+from framework.recipe.schema import Batch, Pipeline, Recipe
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,13 @@ def find_node_problems(recipe: Recipe) -> Iterator[Problem]:
     if ranks % nodes == 0:
         ways.append(f"launch.ranks_per_node={ranks // nodes}")
     yield Problem("launch.nodes", launch.nodes, message, "; or ".join([*ways, "launch.nodes=null, which follows"]))
+
+
+def count_virtual_stages(pipeline: Pipeline) -> int:
+    """Stages on each rank."""
+    if pipeline.virtual_stages is not None:
+        return pipeline.virtual_stages
+    return 2 if pipeline.schedule in ("interleaved", "zbv", "dualpipe_v") else 1
 
 
 def find_world_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -94,6 +94,16 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = key(
+        "order of forwards and backwards; zb_h1, zbv and dualpipe_v split backwards to fill the bubble", "1f1b"
+    )
+    virtual_stages: int | None = key("stages on each rank; null: 1, or 2 for interleaved, zbv, dualpipe_v", None, low=1)
+    layers: list[int] | None = key("layers of each stage; null: by cost, the embedding's and the head's included", None)
+    table: str | None = key("a CSV file with a schedule of your own: one line a rank, cells such as 0F0, 0B0", None)
+
+
+@dataclass(frozen=True)
 class Zero:
     stage: int = key(
         "shards over the ranks: 1 optimizer state, 2 and gradients, 3 and parameters; 0 nothing", 0, low=0, high=3
@@ -242,6 +252,7 @@ class Recipe:
     model: Model = group(Model)
     data: Data = group(Data)
     parallel: Parallel = group(Parallel)
+    pipeline: Pipeline = group(Pipeline)
     zero: Zero = group(Zero)
     memory: Memory = group(Memory)
     precision: Precision = group(Precision)

@@ -8,10 +8,13 @@ PaLM's 6 N + 12 L H d T. Recomputation does no useful work and is not counted.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from framework.model.plan import Unit
 
 # Dense bf16 tensor-core peak of one device, FLOP/s, by a part of the name that the driver reports; the first match counts.
 # From the makers' data sheets, halved where they state the figure "with sparsity". SXM unless the name says otherwise.
@@ -71,6 +74,35 @@ def flops_per_token(model: PreTrainedModel, context: int) -> float:
     """Training FLOPs per token at sequences of `context` tokens."""
     config = model.config.get_text_config()
     return 6.0 * (measure_model(model).multiplied + attention_width(config) * sum(attention_reach(config, context)))
+
+
+def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> dict[str, float]:
+    """Forward FLOPs per token of each unit, by name: two for each weight that is multiplied, and its attention's. A tied
+    weight is multiplied in the head."""
+    config = model.config.get_text_config()
+    reaches = iter(attention_reach(config, context))
+    head = model.get_output_embeddings()
+    found = {}
+    for unit in units:
+        modules = [model.get_submodule(path) for path in unit.modules]
+        multiplied = sum(_count_multiplied(module, config) for module in modules if module is not head)
+        attended = attention_width(config) * next(reaches) if unit.is_layer else 0
+        found[unit.name] = 2.0 * (multiplied + attended)
+    if head is not None:
+        found["head"] += 2.0 * sum(parameter.numel() for parameter in head.parameters())
+    return found
+
+
+def _count_multiplied(module: nn.Module, config: PretrainedConfig) -> int:
+    """Weights of the module itself that a token is multiplied with; of stacked experts, those of one token."""
+    if isinstance(module, nn.Embedding):
+        return 0
+    chosen = _experts_per_token(config) if hasattr(module, "is_transposed") else None
+    total = 0
+    for parameter in module.parameters(recurse=False):
+        count = parameter.numel()
+        total += count * chosen // parameter.shape[0] if chosen is not None and parameter.ndim == 3 else count
+    return total
 
 
 def attention_width(config: PretrainedConfig) -> int:

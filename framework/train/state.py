@@ -40,13 +40,17 @@ def entries(run: Run, whole: bool) -> Iterator[Entry]:
     """
     for buffer in run.buffers:
         cut = buffer.held if whole else buffer.counted
-        for slot in buffer.slots:
+        for slot in buffer.slots if whole or not buffer.is_copy else ():
             yield Entry(f"weight/{slot.name}", *cut(slot, buffer.master))
-    for name, tensor in persistent_buffers(run.model).items():
-        yield Entry(f"buffer/{name}", Layout(tuple(tensor.shape), replicated=("world",)), tensor.view(-1))
+    saved: set[str] = set()
+    for stage in run.stages.values():
+        for name, tensor in persistent_buffers(stage.model.model).items():
+            if whole or name not in saved:
+                saved.add(name)
+                yield Entry(f"buffer/{name}", Layout(tuple(tensor.shape), replicated=("world",)), tensor.view(-1))
     for name in run.optimizer.state_names:
         for index, (buffer, span) in enumerate(run.spans):
             cut = buffer.held if whole else buffer.counted
-            for slot in buffer.slots:
+            for slot in buffer.slots if whole or not buffer.is_copy else ():
                 if slot.group == span.group:
                     yield Entry(f"{name}/{slot.name}", *cut(slot, run.optimizer.state(index, name), span.start))

@@ -1,7 +1,8 @@
 """One optimizer step, without a branch on parallelism: sizes of one take the same path."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,34 +12,40 @@ from framework.comm.collectives import all_reduce
 from framework.data.pack import Microbatch
 from framework.mesh.connect import Mesh
 from framework.model.loss import count_loss_tokens, token_loss
-from framework.model.materialize import accepted_arguments, seed_for
+from framework.model.materialize import accepted_arguments
+from framework.model.stage import StageModel
 from framework.optim.clip import clip_divisor, squared_norm
 from framework.optim.optimizers import FlatOptimizer
-from framework.parallel.pipeline.execute import execute
-from framework.parallel.pipeline.schedules import make_schedule
-from framework.parallel.zero.buffers import Span, UnitBuffer
-from framework.parallel.zero.gradients import GradientSync
-from framework.parallel.zero.hooks import UnitHooks
-from framework.parallel.zero.parameters import ParameterSync
+from framework.parallel.pipeline.execute import Hidden, Links, execute
+from framework.parallel.pipeline.lower import Lowered
+from framework.parallel.pipeline.pipeline import Pipeline
+from framework.parallel.pipeline.simulate import Timed
+from framework.parallel.zero.buffers import GradientPlace, Slot, Span, UnitBuffer
 from framework.parallel.zero.waits import Waits
+from framework.train.stage import Stage, StageOfStep
 
 
 @dataclass
 class Run:
-    """What a rank trains with. `spans`: what each of the optimizer's flat tensors is of which buffer; `waits`: for the
-    collectives of parameters and gradients."""
+    """What a rank trains with. stages: this rank's, by number. spans: what each of the optimizer's flat tensors is of which
+    buffer. copies: buffers of one parameter in two stages of this rank. numbers: of each trained parameter of the whole model.
+    waits: for the collectives of parameters and gradients."""
 
-    model: PreTrainedModel
-    buffers: list[UnitBuffer]
-    parameters: ParameterSync
-    gradients: GradientSync
-    hooks: UnitHooks
+    stages: dict[int, Stage]
+    pipeline: Pipeline
     optimizer: FlatOptimizer
     spans: list[tuple[UnitBuffer, Span]]
+    copies: list[tuple[UnitBuffer, UnitBuffer]]
+    numbers: dict[str, int]
+    hidden: Hidden
     waits: Waits
     mesh: Mesh
     clip_norm: float | None
     seed: int
+
+    @property
+    def buffers(self) -> list[UnitBuffer]:
+        return [buffer for stage in self.stages.values() for buffer in stage.buffers]
 
 
 def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: float, votes: Sequence[float]) -> Tensor:
@@ -53,28 +60,42 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
     num_tokens = torch.stack([count_loss_tokens(each.labels) for each in inputs]).sum()
     all_reduce(num_tokens, batch_axis)
     num_microbatches = len(inputs) * batch_axis.size
-    schedule = make_schedule("1f1b", run.mesh.topology.pp, len(inputs))
-    run.model.train()
-    run.gradients.start_step()
 
-    def forward(index: int) -> Tensor:
-        torch.manual_seed(seed_for(run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank))
-        return _loss(run.model, inputs[index], num_tokens, num_microbatches)
+    def compute(stage: Stage, index: int, received: Tensor | None) -> Tensor:
+        seed = (run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank)
+        output = _forward(stage.model, received, inputs[index], seed)
+        is_last = stage.model.cut.is_last
+        return _loss(stage.model.model, output, inputs[index], num_tokens, num_microbatches) if is_last else output
 
-    def backward(loss: Tensor, is_last: bool) -> None:
-        run.gradients.start_backward(is_last)
-        loss.backward()
-        run.hooks.end_backward()
+    for stage in run.stages.values():
+        stage.model.model.train()
+        stage.gradients.start_step()
+    losses, _ = _execute(run, run.pipeline.training(len(inputs)), inputs, compute)
+    for stage in run.stages.values():
+        stage.gradients.finish()
+    for buffer, copy in run.copies:
+        copy.reduced.copy_(buffer.reduced.add_(copy.reduced))
+    return _update(run, losses, lr, votes)
 
-    losses = execute(schedule.actions[run.mesh.axis("pp").rank], forward, backward)
-    run.gradients.finish()
-    return _update(run, torch.stack(losses).sum(), lr, votes)
+
+def _execute(
+    run: Run, lowered: Lowered, inputs: Sequence[Microbatch], compute: Callable[[Stage, int, Tensor | None], Tensor]
+) -> tuple[Tensor, list[Timed]]:
+    """The sum of the losses that this rank has computed, and when what was done."""
+    axis = run.mesh.axis("pp")
+    hidden = replace(run.hidden, shape=(*inputs[0].input_ids.shape, *run.hidden.shape))
+    stages = {number: StageOfStep(stage, compute) for number, stage in run.stages.items()}
+    losses, timed = execute(lowered, axis.rank, stages, Links(axis, lowered, hidden))
+    ordered = [losses[index] for index in sorted(losses)]
+    return torch.stack(ordered).sum() if ordered else torch.zeros((), device=run.mesh.device), timed
 
 
 def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor:
     """Sum loss, norm, votes and what was reached over the world, then clip and step, unless they are not finite."""
     counted = (buffer.counted_elements(buffer.reduced) for buffer in run.buffers if buffer.is_trained)
-    reached = [float(place.is_reached) for _, _, place in run.gradients.places]
+    reached = [0.0] * len(run.numbers)
+    for _, slot, place in _places(run):
+        reached[run.numbers[slot.name]] += place.is_reached
     sums = torch.tensor([0.0, 0.0, *votes, *reached], dtype=torch.float64, device=run.mesh.device)
     sums[0] = loss
     sums[1] = squared_norm(counted, run.mesh.device)
@@ -82,7 +103,8 @@ def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor
     result, reached_anywhere = sums.split([2 + len(votes), len(reached)])
     result[1].sqrt_()
     divisor = clip_divisor(result[1], run.clip_norm)
-    run.parameters.update()
+    for stage in run.stages.values():
+        stage.parameters.update()
     with run.optimizer.preserving(_unreached_spans(run, reached_anywhere)):
         run.optimizer.step(lr, divisor, skip=~result[:2].isfinite().all())
     for buffer in run.buffers:
@@ -93,20 +115,27 @@ def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor
 @torch.no_grad()
 def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
     """Mean loss per token over all ranks' microbatches, of which every rank has the same number; leaves no trace in training."""
-    run.model.eval()
+    inputs = [_to_device(microbatch, run.mesh.device) for microbatch in microbatches]
     one = torch.ones((), dtype=torch.int64, device=run.mesh.device)
+
+    def compute(stage: Stage, index: int, received: Tensor | None) -> Tensor:
+        output = _forward(stage.model, received, inputs[index], None)
+        return token_loss(output.logits, inputs[index].labels, one) if stage.model.cut.is_last else output
+
+    for stage in run.stages.values():
+        stage.model.model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
-    for microbatch in microbatches:
-        each = _to_device(microbatch, run.mesh.device)
-        sums[0] += token_loss(_forward(run.model, each).logits, each.labels, one)
-        sums[1] += count_loss_tokens(each.labels)
-    all_reduce(sums, run.mesh.axis("batch"))
+    if inputs:
+        sums[0], _ = _execute(run, run.pipeline.validation(len(inputs)), inputs, compute)
+    if any(stage.model.cut.is_last for stage in run.stages.values()):
+        sums[1] = sum(count_loss_tokens(each.labels) for each in inputs)
+    for name in ("batch", "pp"):
+        all_reduce(sums, run.mesh.axis(name))
     return float(sums[0] / sums[1].clamp(min=1))
 
 
-def _loss(model: PreTrainedModel, inputs: Microbatch, num_tokens: Tensor, num_microbatches: int) -> Tensor:
+def _loss(model: PreTrainedModel, output: Any, inputs: Microbatch, num_tokens: Tensor, num_microbatches: int) -> Tensor:
     """This microbatch's part of the batch's loss, with a router's balancing term averaged over the batch's microbatches."""
-    output = _forward(model, inputs)
     loss = token_loss(output.logits, inputs.labels, num_tokens)
     balance = getattr(output, "aux_loss", None)
     if balance is not None and getattr(model.config, "output_router_logits", False):
@@ -114,11 +143,11 @@ def _loss(model: PreTrainedModel, inputs: Microbatch, num_tokens: Tensor, num_mi
     return loss
 
 
-def _forward(model: PreTrainedModel, inputs: Microbatch):
+def _forward(model: StageModel, received: Tensor | None, inputs: Microbatch, seed: tuple[int | str, ...] | None) -> Any:
     """No cache and no mask: with either, packed positions would be ignored and documents would see one another."""
     positions = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
-    cache = {"use_cache": False} if "use_cache" in accepted_arguments(model) else {}
-    return model(input_ids=inputs.input_ids, **positions, **cache)
+    cache = {"use_cache": False} if "use_cache" in accepted_arguments(model.model) else {}
+    return model(received, seed, input_ids=inputs.input_ids, **positions, **cache)
 
 
 def _to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
@@ -135,8 +164,8 @@ def _unreached_spans(run: Run, reached_anywhere: Tensor) -> list[tuple[int, int,
     optimizers leave those alone, decay included. Asks the device only where this rank's own backward missed a parameter."""
     missed = {
         (buffer, slot)
-        for (buffer, slot, place), reached in zip(run.gradients.places, reached_anywhere, strict=True)
-        if not place.is_reached and reached == 0
+        for buffer, slot, place in _places(run)
+        if not place.is_reached and reached_anywhere[run.numbers[slot.name]] == 0
     }
     return [
         (index, max(slot.start, span.start) - span.start, min(slot.stop, span.stop) - span.start)
@@ -144,3 +173,9 @@ def _unreached_spans(run: Run, reached_anywhere: Tensor) -> list[tuple[int, int,
         for buffer, slot in missed
         if owner is buffer and max(slot.start, span.start) < min(slot.stop, span.stop)
     ]
+
+
+def _places(run: Run) -> Iterator[tuple[UnitBuffer, Slot, GradientPlace]]:
+    """Every trained parameter of this rank."""
+    for stage in run.stages.values():
+        yield from stage.gradients.places

@@ -45,10 +45,16 @@ def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     return {
         slot.name: buffer.counted(slot, buffer.reduced if buffer.is_trained else torch.zeros_like(buffer.master))
         for buffer in run.buffers
+        if not buffer.is_copy
         for slot in buffer.slots
     }
 
 
 def owned_weights(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     """Layout and own elements of every parameter, in the master dtype."""
-    return {slot.name: buffer.counted(slot, buffer.master) for buffer in run.buffers for slot in buffer.slots}
+    return {
+        slot.name: buffer.counted(slot, buffer.master)
+        for buffer in run.buffers
+        if not buffer.is_copy
+        for slot in buffer.slots
+    }

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from transformers import PreTrainedModel
 
-from framework.build import DTYPES, group, lay_out, make_topology
+from framework.build import DTYPES, group, lay_out, make_topology, plan_stages
 from framework.errors import EXIT_DONE
 from framework.mesh.axis import Axis
 from framework.mesh.placement import place
-from framework.mesh.topology import AXIS_NAMES, Topology, shards_within_node
+from framework.mesh.topology import Topology, shards_within_node
 from framework.model.load import build_meta, load_config
 from framework.model.plan import Unit, find_units
 from framework.optim.optimizers import state_names
@@ -33,7 +34,7 @@ def plan(recipe: Recipe) -> int:
     topology = make_topology(recipe, derived)
     model = build_meta(load_config(recipe.model), recipe.model.attention)
     size, units = measure_model(model), find_units(model)
-    buffers = plan_rank(recipe, model, units, topology, rank=0)
+    buffers = plan_rank(recipe, model, topology, rank=0)
     print(f"model         {model.config.model_type}, {size.total:,} parameters, {size.active:,} of them met by a token")
     print(f"compute       {flops_per_token(model, derived.context) / 1e9:,.2f} GFLOP per token, forward and backward")
     print(describe_derived(derived))
@@ -55,14 +56,13 @@ def plan(recipe: Recipe) -> int:
     return EXIT_DONE
 
 
-def plan_rank(recipe: Recipe, model, units: Sequence[Unit], topology: Topology, rank: int) -> list[UnitBuffer]:
+def plan_rank(recipe: Recipe, whole: PreTrainedModel, topology: Topology, rank: int) -> list[UnitBuffer]:
     """The unit buffers of any rank, without memory and without a process group."""
-
-    axes = {
-        name: Axis(name, topology.size(name), topology.index(name, rank), topology.ranks(name, rank))
-        for name in AXIS_NAMES
-    }
-    return lay_out(recipe, model, units, group(recipe, model, units), torch.device("cpu"), axes)
+    axes = {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in topology.groups(rank).items()}
+    assignments = group(recipe, whole, find_units(whole))
+    pipeline = plan_stages(recipe, whole)
+    stages = lay_out(recipe, whole.config, pipeline, assignments, torch.device("cpu"), axes)
+    return [buffer for stage in stages for buffer in stage.buffers]
 
 
 def bytes_per_rank(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict[str, int]:

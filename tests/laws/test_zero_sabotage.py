@@ -96,7 +96,7 @@ def update_before_reductions_end() -> AbstractContextManager[Any]:
     def settle_none(sync: GradientSync) -> None:
         sync._reductions.clear()
 
-    return patch.object(GradientSync, "_settle_all", settle_none)
+    return patch.object(GradientSync, "settle", settle_none)
 
 
 def update_before_replicas_agree() -> AbstractContextManager[Any]:

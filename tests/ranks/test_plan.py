@@ -11,7 +11,6 @@ from framework.comm import ledger
 from framework.errors import EXIT_DONE
 from framework.mesh.connect import connect
 from framework.model.load import build_meta
-from framework.model.plan import find_units
 from framework.optim.optimizers import state_names
 from framework.recipe.compose import compose
 from framework.recipe.schema import Recipe, Zero
@@ -83,7 +82,7 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
         for rank, measured in enumerate(by_rank):
             allocated, sent = measured[label]
             model = build_meta(case.config)
-            buffers = plan_rank(recipe, model, find_units(model), topology_of(recipe), rank)
+            buffers = plan_rank(recipe, model, topology_of(recipe), rank)
             planned = bytes_per_rank(buffers, state_names(recipe.optim))
             # Optimizer states leave out the padding that the last rank holds.
             assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=0.02), label
@@ -101,7 +100,9 @@ def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> t
     train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, (1.0,))
     sent = ledger.difference(ledger.snapshot(mesh), before)
     mesh.close()
-    return {axis: sent[axis] for axis in sent if axis not in ("shard", "replica")}, len(list(run.model.parameters()))
+    return {axis: sent[axis] for axis in sent if axis not in ("shard", "replica")}, len(
+        list(run.stages[0].model.model.parameters())
+    )
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

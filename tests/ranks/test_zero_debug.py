@@ -21,14 +21,14 @@ SKIPPED = 2  # the unit layers.1
 
 def skip_a_gather(run: Run) -> None:
     """As if the unit's gather had been forgotten."""
-    start_gather = run.parameters.start_gather
+    start_gather = run.stages[0].parameters.start_gather
 
     def forgetful(index: int) -> None:
         if index == SKIPPED:
-            run.parameters.gathered.add(index)
+            run.stages[0].parameters.gathered.add(index)
         start_gather(index)
 
-    run.parameters.start_gather = forgetful  # type: ignore[method-assign]
+    run.stages[0].parameters.start_gather = forgetful  # type: ignore[method-assign]
 
 
 def train(

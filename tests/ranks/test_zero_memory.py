@@ -146,14 +146,14 @@ def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[st
 def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
     """Gathering alone adds to gathered parameters; a pool never gives memory back, so its size is its peak."""
     peak = 0
-    start_gather = run.parameters.start_gather
+    start_gather = run.stages[0].parameters.start_gather
 
     def watched(index: int) -> None:
         nonlocal peak
         start_gather(index)
         peak = max(peak, sum(buffer.full.untyped_storage().nbytes() for buffer in run.buffers))
 
-    run.parameters.start_gather = watched  # type: ignore[method-assign]
+    run.stages[0].parameters.start_gather = watched  # type: ignore[method-assign]
     for step, batch in enumerate(case.batches()):
         train_step(run, share(batch, recipe.batch.sequences_per_microbatch, run.mesh), step, 1e-3, ())
     return peak, run.buffers[0].pool.num_bytes

@@ -1,7 +1,7 @@
 """Every schedule can be run, has the bubble and the memory that its paper states, and is lowered to messages that match."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -137,7 +137,7 @@ def test_lowered_lists_keep_the_computation_and_match_their_messages(
     schedule: Schedule, forward: int, backward: int, message: int
 ) -> None:
     costs = Costs(*((each,) * schedule.num_stages for each in (forward, backward, 1)), message)
-    lowered = lower(schedule, costs, "microbatch", "microbatch")
+    lowered = lower(schedule, costs, "microbatch", "microbatch").ranks
     links: dict[tuple[int, int], list[Action]] = {}
     for rank, actions in enumerate(lowered):
         assert tuple(each for each in actions if each.kind in COMPUTE) == schedule.actions[rank]
@@ -158,7 +158,7 @@ def test_lowered_lists_keep_the_computation_and_match_their_messages(
     assert_ends_even_if_messages_block(lowered, schedule)
 
 
-def assert_ends_even_if_messages_block(lowered: list[list[Action]], schedule: Schedule) -> None:
+def assert_ends_even_if_messages_block(lowered: Sequence[Sequence[Action]], schedule: Schedule) -> None:
     """Every message waits until both its sides have come to it: the strictest that a network could be."""
     positions = [0] * len(lowered)
     moved = True
@@ -186,9 +186,9 @@ def assert_ends_even_if_messages_block(lowered: list[list[Action]], schedule: Sc
 
 def test_lifetimes_are_in_their_places() -> None:
     schedule = make_schedule("1f1b", 2, 2)
-    once = lower(schedule, unit_costs(2), "step", "step")
+    once = lower(schedule, unit_costs(2), "step", "step").ranks
     assert " ".join(map(str, once[1])) == "1RECV_F0 1UNSHARD0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1"
-    each = Counter(action.kind for action in lower(schedule, unit_costs(2), "microbatch", "microbatch")[0])
+    each = Counter(action.kind for action in lower(schedule, unit_costs(2), "microbatch", "microbatch").ranks[0])
     assert each[Kind.UNSHARD] == each[Kind.RESHARD] == 3  # F0, F1 B0, B1
     assert each[Kind.REDUCE] == 2
 

@@ -1,32 +1,201 @@
-"""The one executor: interprets a rank's actions. Accumulation, whatever the number of microbatches, is its one-stage case."""
+"""The one executor: interprets a rank's actions. Accumulation, whatever the number of microbatches, is its one-stage case.
 
-from collections.abc import Callable, Sequence
+Of a microbatch only the graph lives from its F to its B: what a stage computed is sent and forgotten, what it received is in
+the graph where backward needs it. Between stages on one rank a tensor changes hands without a message.
+"""
 
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from framework.parallel.pipeline.actions import Action, Kind
+from framework.comm.forms import Pending
+from framework.comm.p2p import exchange
+from framework.mesh.axis import Axis
+from framework.parallel.pipeline.actions import COMPUTE, Action, Kind
+from framework.parallel.pipeline.lower import RECEIVES, SENDS, Lowered, Message
+from framework.parallel.pipeline.simulate import Timed
+
+
+class Stage(Protocol):
+    """A part of the model, with one microbatch of a step at a time. What its forward returns is a hidden state, or on the last
+    stage the microbatch's loss."""
+
+    def forward(self, microbatch: int, received: Tensor | None) -> Tensor: ...
+
+    def backward(self, output: GradientEdge | None, gradient: Tensor | None, is_last: bool) -> None:
+        """output: None if nothing below it is trained. is_last: of this stage in this step: its gradients are then complete."""
+
+    def backward_input(self, output: GradientEdge | None, gradient: Tensor | None) -> Any:
+        """The gradient of the input; returns what `backward_weights` needs."""
+
+    def backward_weights(self, left: Any, is_last: bool) -> None: ...
+
+    def unshard(self, is_forward: bool) -> None: ...
+
+    def reshard(self) -> None: ...
+
+    def reduce(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What goes from stage to stage, of which every microbatch has the same."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Links:
+    """The messages of one step on this rank. Tensors that were sent are held until the receiver has used them: what comes back
+    from it later says so, so nobody ever stands still for a send."""
+
+    def __init__(self, axis: Axis, lowered: Lowered, hidden: Hidden):
+        self._axis, self._lowered, self._hidden = axis, lowered, hidden
+        self._arriving: dict[Action, tuple[Tensor, Pending]] = {}
+        self._leaving: list[tuple[Message, Pending]] = []
+
+    def start(self, actions: Sequence[Action], outputs: dict[Action, Tensor]) -> None:
+        """Start sends and receives that stand side by side, as one batch."""
+        sends, receives, messages = [], [], []
+        for action in actions:
+            message = self._lowered.messages[action]
+            if action.kind in SENDS:
+                sends.append((outputs.pop(action), message.target))
+                messages.append(message)
+            else:
+                place = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self._hidden.device)
+                receives.append((place, message.source))
+        pending = exchange(sends, receives, self._axis)
+        self._leaving += [(message, pending) for message in messages]
+        arrived = (action for action in actions if action.kind in RECEIVES)
+        self._arriving |= {action: (place, pending) for action, (place, _) in zip(arrived, receives, strict=True)}
+
+    def take(self, action: Action) -> Tensor:
+        """What a receive brought, once it is there."""
+        place, pending = self._arriving.pop(action)
+        pending.wait()
+        message = self._lowered.messages[action]
+        used = [each for each in self._leaving if each[0].target == message.source and each[0].before <= message.after]
+        for each in used:
+            self._leaving.remove(each)
+            each[1].wait()
+        return place
+
+    def finish(self) -> None:
+        """Wait for what is still under way."""
+        for _, pending in self._leaving:
+            pending.wait()
+        self._leaving = []
 
 
 def execute(
-    actions: Sequence[Action],
-    forward: Callable[[int], Tensor],
-    backward: Callable[[Tensor, bool], None],
-) -> list[Tensor]:
-    """Run the actions; return the microbatches' losses, detached, in order of microbatch.
+    lowered: Lowered,
+    rank: int,
+    stages: Mapping[int, Stage],
+    links: Links,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[dict[int, Tensor], list[Timed]]:
+    """Run the rank's actions. Returns the losses by microbatch, detached, of the last stage only; and when what was done.
 
-    forward: computes a microbatch's loss by its index; backward: is given that loss, and whether it is the step's last
-    backward, in which gradients are complete. A microbatch's graph lives from its F to its B and no longer.
+    Without autograd (torch.no_grad) the actions are forwards only.
     """
-    live: dict[int, Tensor] = {}
-    losses: dict[int, Tensor] = {}
-    num_backwards = sum(action.kind is Kind.BACKWARD for action in actions)
-    for action in actions:
+    step = _Step(lowered, stages, links, clock)
+    timed = []
+    for are_messages, group in groupby(lowered.ranks[rank], lambda action: action.kind in SENDS + RECEIVES):
+        actions = list(group)
+        if are_messages:
+            links.start(actions, step.outputs)
+        else:
+            timed += [step.run(action) for action in actions]
+    links.finish()
+    assert not step.live and not step.left, f"never ran backward: {sorted(map(str, step.live))}"  # noqa: PT018
+    return step.losses, [each for each in timed if each.action.kind in COMPUTE]
+
+
+class _Step:
+    """What is alive between the actions of a step. live: (input, output) of a microbatch by its F; left: for a later W; outputs:
+    to be sent, by the send; local: for another stage of this rank, by the receive that it stands for."""
+
+    def __init__(self, lowered: Lowered, stages: Mapping[int, Stage], links: Links, clock: Callable[[], float]):
+        self._stages, self._links, self._clock = stages, links, clock
+        self._last = lowered.num_stages - 1
+        self._messages = lowered.messages
+        self._rest = {stage: lowered.count_backwards(stage) for stage in stages}
+        self.live: dict[Action, tuple[Tensor | None, GradientEdge | None]] = {}
+        self.left: dict[Action, Any] = {}
+        self.outputs: dict[Action, Tensor] = {}
+        self.local: dict[Action, Tensor] = {}
+        self.losses: dict[int, Tensor] = {}
+
+    def run(self, action: Action) -> Timed:
+        """Wait for what the action needs, then do it; only the doing is timed."""
+        arrived = None
+        if action.kind is Kind.FORWARD and action.stage > 0:
+            arrived = self._take(action, Kind.RECEIVE_ACTIVATION)
+        elif action.kind in (Kind.BACKWARD, Kind.INPUT) and action.stage < self._last:
+            arrived = self._take(action, Kind.RECEIVE_GRADIENT)
+        start = self._clock()
+        self._do(action, self._stages[action.stage], arrived)
+        return Timed(action, start, self._clock())
+
+    def _do(self, action: Action, stage: Stage, arrived: Tensor | None) -> None:
         match action.kind:
             case Kind.FORWARD:
-                live[action.microbatch] = forward(action.microbatch)
-                losses[action.microbatch] = live[action.microbatch].detach()
-            case Kind.BACKWARD:
-                num_backwards -= 1
-                backward(live.pop(action.microbatch), num_backwards == 0)
-    assert not live, f"microbatches {sorted(live)} never ran backward"
-    return [losses[index] for index in sorted(losses)]
+                self._forward(action, stage, arrived)
+            case Kind.BACKWARD | Kind.INPUT:
+                self._backward(action, stage, arrived)
+            case Kind.WEIGHT:
+                stage.backward_weights(self.left.pop(action), self._is_last_of(action.stage))
+            case Kind.UNSHARD:
+                stage.unshard(is_forward=action._replace(kind=Kind.FORWARD) not in self.live)
+            case Kind.RESHARD:
+                stage.reshard()
+            case Kind.REDUCE:
+                stage.reduce()
+
+    def _forward(self, action: Action, stage: Stage, received: Tensor | None) -> None:
+        keeps = torch.is_grad_enabled()
+        if received is not None:
+            received.requires_grad_(keeps)
+        output = stage.forward(action.microbatch, received)
+        if keeps:
+            self.live[action] = received, get_gradient_edge(output) if output.requires_grad else None
+        if action.stage == self._last:
+            self.losses[action.microbatch] = output.detach()
+        else:
+            self._hand_on(action, Kind.SEND_ACTIVATION, output.detach())
+
+    def _backward(self, action: Action, stage: Stage, gradient: Tensor | None) -> None:
+        received, output = self.live.pop(action._replace(kind=Kind.FORWARD))
+        if action.kind is Kind.BACKWARD:
+            stage.backward(output, gradient, self._is_last_of(action.stage))
+        else:
+            self.left[action._replace(kind=Kind.WEIGHT)] = stage.backward_input(output, gradient)
+        if received is not None:
+            assert received.grad is not None, f"{action} gave its input no gradient"
+            self._hand_on(action, Kind.SEND_GRADIENT, received.grad)
+
+    def _take(self, action: Action, kind: Kind) -> Tensor:
+        receive = action._replace(kind=kind)
+        return self.local.pop(receive) if receive in self.local else self._links.take(receive)
+
+    def _hand_on(self, action: Action, kind: Kind, tensor: Tensor) -> None:
+        """To another rank if there is a message for it, else to another stage of this one."""
+        send = action._replace(kind=kind)
+        if send in self._messages:
+            self.outputs[send] = tensor.contiguous()
+        elif kind is Kind.SEND_ACTIVATION:
+            self.local[Action(action.stage + 1, Kind.RECEIVE_ACTIVATION, action.microbatch)] = tensor
+        else:
+            self.local[Action(action.stage - 1, Kind.RECEIVE_GRADIENT, action.microbatch)] = tensor
+
+    def _is_last_of(self, stage: int) -> bool:
+        self._rest[stage] -= 1
+        return self._rest[stage] == 0

@@ -42,8 +42,21 @@ class Message:
     receive: Action
 
 
-def lower(schedule: Schedule, costs: Costs, unshard: Often = "step", reduce: Often = "step") -> list[list[Action]]:
-    """Each rank's actions with everything in its place.
+@dataclass(frozen=True)
+class Lowered:
+    """Each rank's actions with everything in its place, and the message of each send and receive."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    messages: dict[Action, Message]
+    num_stages: int
+
+    def count_backwards(self, stage: int) -> int:
+        """After how many actions the gradients of a stage are complete."""
+        return sum(each.stage == stage and each.kind in (B, W) for actions in self.ranks for each in actions)
+
+
+def lower(schedule: Schedule, costs: Costs, unshard: Often = "step", reduce: Often = "step") -> Lowered:
+    """What each rank really does.
 
     unshard: a stage's parameters are gathered once and kept until the update, or for each forward and backward anew.
     reduce: gradients are summed over ranks once, or after each microbatch's backward.
@@ -56,8 +69,9 @@ def lower(schedule: Schedule, costs: Costs, unshard: Often = "step", reduce: Oft
         for slot, action in (*_place_messages(rank, messages), *_place_lifetimes(actions, unshard, reduce)):
             slots[slot].append(action)
         lines = [[*slot, *actions[index : index + 1]] for index, slot in enumerate(slots)]
-        lowered.append([action for line in lines for action in line])
-    return lowered
+        lowered.append(tuple(action for line in lines for action in line))
+    by_action = {action: each for each in messages for action in (each.send, each.receive)}
+    return Lowered(tuple(lowered), by_action, schedule.num_stages)
 
 
 def list_messages(schedule: Schedule, costs: Costs) -> Iterator[Message]:

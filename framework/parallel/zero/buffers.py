@@ -14,8 +14,9 @@ buffer share their compute dtype, the axes over which they are replicated and th
 are all trained or all frozen; these have neither master nor gradient.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from framework.model.products import collect_product
 from framework.parallel.zero.lifetimes import Lifetimes
 
 FROZEN = ""
+
+# Calls that bring a unit's gradients to their places, by the unit's name.
+Deferred = dict[str, list[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ class UnitBuffer:
         self.pool = pool
         self.parameters: dict[str, nn.Parameter] = {}
         self.places: dict[str, GradientPlace] = {}
+        self.is_copy = False  # of a buffer of another stage on this rank, which counts its elements
         self.is_complete = False  # backward has left the unit: no gradient of this microbatch may come any more
         self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = torch.empty(0)
 
@@ -200,6 +205,8 @@ class UnitBuffer:
 
     def _counted_part(self) -> tuple[int, int]:
         """Those who own the same divide it evenly: whoever holds an element, one of them counts it."""
+        if self.is_copy:
+            return 0, 0
         index, count = 0, 1
         for axis in self.replica_axes:
             index, count = index * axis.size + axis.rank, count * axis.size
@@ -216,12 +223,14 @@ class UnitBuffer:
 class GradientPlace:
     """Where one parameter's gradient is collected: a view of its buffer's gradient, written first, then added to.
 
-    is_written: since the buffer was last started afresh; is_reached: in this step.
+    is_written: since the buffer was last started afresh; is_reached: in this step. deferred: while it is set, gradients do not
+    come here but, as calls that bring them, into the list of their unit: a backward that leaves weights for later.
     """
 
     def __init__(self, buffer: UnitBuffer, slot: Slot):
         self.parameter = buffer.parameters[slot.name]
         self.is_written = self.is_reached = False
+        self.deferred: Deferred | None = None
         self._buffer, self._slot = buffer, slot
 
     @property
@@ -231,11 +240,19 @@ class GradientPlace:
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient, cast to the master dtype. LayoutError if it comes after its unit's reduction."""
+        if self.deferred is not None:
+            self.deferred.setdefault(self._buffer.unit, []).append(partial(self.add, gradient))
+            return
         place, is_first = self._open()
         place.copy_(gradient) if is_first else place.add_(gradient)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right^T. left: [m, k], right: [n, k], any strides; the place: [m, n]."""
+        if self.deferred is not None:
+            self.deferred.setdefault(self._buffer.unit, []).append(
+                partial(self.add_product, left.detach(), right.detach())
+            )
+            return
         place, is_first = self._open()
         collect_product(place, left, right, is_first)
 
@@ -278,11 +295,11 @@ def plan_buffers(
             for name in sorted(names, key=lambda name: order[groups[name]]):
                 slots.append(Slot(name, layouts[name], end, end + layouts[name].numel_local, groups[name]))
                 end = slots[-1].stop
-            dtype, _, replicated, partial = kind
+            dtype, _, replicated, summed = kind
             divides = lifetimes.divides_updates and groups[names[0]] != FROZEN
             update_axis = axes["replica"] if divides else Axis("update", 1, 0)
             outer = () if divides else ("replica",)
-            replicas, partials = ([axes[name] for name in (*outer, *names)] for names in (replicated, partial))
+            replicas, partials = ([axes[name] for name in (*outer, *names)] for names in (replicated, summed))
             buffers.append(
                 UnitBuffer(
                     unit.name,

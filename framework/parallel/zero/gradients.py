@@ -16,7 +16,7 @@ from torch import Tensor
 
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
 from framework.comm.forms import Pending
-from framework.parallel.zero.buffers import GradientPlace, Slot, UnitBuffer
+from framework.parallel.zero.buffers import Deferred, GradientPlace, Slot, UnitBuffer
 from framework.parallel.zero.waits import Waits
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
@@ -36,7 +36,8 @@ class Reduction:
 
 class GradientSync:
     """Follows a step: start_step, then for each microbatch start_backward, (gradients arrive), reduce of each unit from the
-    last to the first, then finish. wire: the dtype in which ranks send; sums are in that of the buffers."""
+    last to the first, then finish. A backward may come in two halves: start_input_backward, end_input_backward, and at any
+    time later backward_weights. wire: the dtype in which ranks send; sums are in that of the buffers."""
 
     def __init__(self, buffers: Sequence[UnitBuffer], waits: Waits, wire: torch.dtype):
         self.wire = wire
@@ -46,6 +47,7 @@ class GradientSync:
         for buffer in self.buffers:
             self._of_unit.setdefault(buffer.unit, []).append(buffer)
         self._is_last = False
+        self._deferred: Deferred | None = None
         self._has_reduced: set[UnitBuffer] = set()
         self._reductions: deque[Reduction] = deque()
         self._sums: list[tuple[Pending, Iterator[Pending]]] = []  # over replicas: under way, and what follows
@@ -68,13 +70,38 @@ class GradientSync:
 
         What the former backward still had under way has had a whole forward's time; its memory is needed again.
         """
-        self._settle_all()
+        self.settle()
         self._is_last = is_last
         for buffer in self.buffers:
             buffer.is_complete = False
 
+    def start_input_backward(self) -> None:
+        """Announce a backward that computes the gradients of activations and leaves those of weights for later."""
+        self._deferred = {}
+        for _, _, place in self.places:
+            place.deferred = self._deferred
+
+    def end_input_backward(self) -> Deferred:
+        """What it has left: the factors of the linear layers' products, and such gradients as came with it anyway."""
+        deferred, self._deferred = self._deferred, None
+        assert deferred is not None, "no input backward was started"
+        for _, _, place in self.places:
+            place.deferred = None
+        return deferred
+
+    @torch.no_grad()
+    def backward_weights(self, deferred: Deferred, is_last: bool) -> None:
+        """The rest of that backward: each unit's gradients, from the last unit to the first, and its reduction."""
+        self.start_backward(is_last)
+        for unit in self._of_unit:
+            for bring in deferred.pop(unit, ()):
+                bring()
+            self.reduce(unit)
+
     def reduce(self, unit: str) -> None:
         """Backward has left the unit: what did not get a gradient will get none in this microbatch."""
+        if self._deferred is not None:
+            return
         for buffer in self._of_unit.get(unit, ()):
             buffer.is_complete = True
             if self._is_last or not buffer.lifetimes.keeps_gradients:
@@ -82,7 +109,7 @@ class GradientSync:
 
     def finish(self) -> None:
         """Wait until `reduced` holds the sum over all microbatches and ranks."""
-        self._settle_all()
+        self.settle()
         while self._sums:
             self.waits.wait([pending for pending, _ in self._sums])
             self._sums = [(pending, rest) for _, rest in self._sums if (pending := next(rest, None))]
@@ -102,7 +129,8 @@ class GradientSync:
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or buffer.shard_axis.size == 1):
             self._settle()
 
-    def _settle_all(self) -> None:
+    def settle(self) -> None:
+        """Wait until the reductions under way have ended, and give their memory back."""
         while self._reductions:
             self._settle()
 

@@ -27,7 +27,7 @@ class UnitHooks:
     ):
         self.parameters = parameters
         doors = [_doors(unit, units, ties) for unit in units]
-        self._uses = _foresee(model, units, doors)
+        self._uses = _foresee(model, units, ties, doors)
         self.order = UnitOrder(self._uses, parameters, gradients, prefetch_units)
         for index, positions in enumerate(doors):
             for name, position in positions.items():
@@ -73,11 +73,13 @@ def _doors(unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]
     return {holder: next(i for i, other in enumerate(units) if holder in other.modules) for holder in sorted(holders)}
 
 
-def _foresee(model: nn.Module, units: Sequence[Unit], doors: Sequence[Mapping[str, int]]) -> list[UnitUse]:
+def _foresee(
+    model: nn.Module, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], doors: Sequence[Mapping[str, int]]
+) -> list[UnitUse]:
     uses = []
     is_above_trained = False
     for index, unit in enumerate(units):
-        is_above_trained |= any(model.get_parameter(name).requires_grad for name in unit.parameters)
+        is_above_trained |= any(model.get_parameter(ties[name][0]).requires_grad for name in unit.parameters)
         is_embedding = all(isinstance(model.get_submodule(name), nn.Embedding) for name in doors[index])
         is_kept = any(position > index for position in doors[index].values())
         uses.append(UnitUse(unit.name, is_kept, is_above_trained and not is_embedding))

@@ -56,6 +56,11 @@ class ParameterSync:
             if not buffer.lifetimes.resident_parameters:
                 buffer.full.untyped_storage().resize_(0)
 
+    def release_transient(self) -> None:
+        """Give back what is gathered for one use at a time."""
+        for index in list(self.transient):
+            self.release(index)
+
     def update(self) -> None:
         """What ranks own has changed: what was gathered is old."""
         self._are_parts_old = True

@@ -1,0 +1,260 @@
+"""A part of a model as a pipeline stage: some of its layers, the first part with the embedding, the last with the head.
+
+The model stays the unmodified Hugging Face model and is called as always, so masks, positions and rotary tables are computed
+on every stage; only hidden states come from the stage before. What belongs to others is replaced on meta, before anything has
+memory:
+
+    layer       passes its input on; the list keeps its length, so every layer keeps its index
+    embedding   gives zeros of the right shape; what the model makes of them before its layers is computed and not used
+    head        gives logits of no words
+
+The hidden states that were received take the place of the first own layer's input, so scalings, position embeddings and norms
+between embedding and layers act once, on the first stage. What leaves is the output of the last own layer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from framework.errors import ModelError
+from framework.model.materialize import seed_for
+from framework.model.plan import Unit, find_units
+from framework.model.shrink import shrink
+
+# Of 46 families whose parts do what the whole does, the logits differ by 2e-6 at most in fp32; where not, by 1e-2 and more.
+LARGEST_DIFFERENCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stage `index` of `count`, with the layers [start, stop)."""
+
+    index: int
+    count: int
+    start: int
+    stop: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def owns(self, unit: Unit) -> bool:
+        """Whether the unit's parameters are this stage's."""
+        if unit.is_layer:
+            return self.start <= int(unit.name.removeprefix("layers.")) < self.stop
+        return self.is_first if unit.name == "embedding" else self.is_last
+
+
+def cut_stages(layers: Sequence[int]) -> list[Cut]:
+    """The stages whose numbers of layers these are."""
+    bounds = [sum(layers[:index]) for index in range(len(layers) + 1)]
+    return [Cut(index, len(layers), start, stop) for index, (start, stop) in enumerate(pairwise(bounds))]
+
+
+def own_units(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: Cut) -> list[Unit]:
+    """The units of which the stage computes anything, in order: those without an own layer have no parameter.
+
+    A parameter that is tied to a unit of another stage is in both stages, under one name.
+    """
+    kept = [unit for unit in units if cut.owns(unit) or not unit.is_layer]
+    return [replace(unit, parameters=_own_parameters(unit, units, ties, cut)) for unit in kept]
+
+
+def _own_parameters(
+    unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: Cut
+) -> tuple[str, ...]:
+    if not cut.owns(unit):
+        return ()
+    elsewhere = [name for other in units if not cut.owns(other) for name in other.parameters]
+    tied = [name for name in elsewhere if any(_holder(alias) in unit.modules for alias in ties[name])]
+    return (*unit.parameters, *tied)
+
+
+def find_shared(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: Cut) -> set[str]:
+    """The stage's parameters that another stage has as well."""
+    elsewhere = {module for unit in units if not cut.owns(unit) for module in unit.modules}
+    own = {name for unit in own_units(units, ties, cut) for name in unit.parameters}
+    return {name for name in own if any(_holder(alias) in elsewhere for alias in ties[name])}
+
+
+def own_ties(model: nn.Module, ties: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Of each parameter's names those that the cut model has; its first name in the whole model stays what it is called."""
+    there = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    kept = {name: tuple(alias for alias in aliases if alias in there) for name, aliases in ties.items()}
+    return {name: aliases for name, aliases in kept.items() if aliases}
+
+
+class StageModel:
+    """A model on meta, cut in place to one stage. With one stage nothing is replaced, and a call is the model's own.
+
+    returns_tuple: whether its layers return tuples. dtype: of hidden states.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, units: Sequence[Unit], cut: Cut, returns_tuple: bool, dtype: torch.dtype
+    ):
+        self.model, self.cut = model, cut
+        self._received: Tensor | None = None
+        self._leaving: Tensor | None = None
+        self._seed: tuple[int | str, ...] | None = None
+        for unit in units:
+            if not cut.owns(unit):
+                _hollow_out(model, unit, returns_tuple, dtype)
+        layers = [unit.root for unit in units if unit.is_layer and cut.owns(unit)]
+        for unit in units:
+            if unit.is_layer and cut.owns(unit):
+                model.get_submodule(unit.root).register_forward_pre_hook(partial(self._reseed, unit.name))
+        if not cut.is_first:
+            model.get_submodule(layers[0]).register_forward_pre_hook(self._inject, with_kwargs=True)
+        if not cut.is_last:
+            model.get_submodule(layers[-1]).register_forward_hook(self._take)
+
+    def __call__(self, received: Tensor | None, seed: tuple[int | str, ...] | None = None, **inputs: Any) -> Any:
+        """received: [B, T, D], what the stage before gave; None on the first. Returns hidden states [B, T, D], on the last
+        stage the model's output.
+
+        seed: each layer's random draws are a function of it and of the layer, wherever the model is cut. None: nothing is
+        seeded.
+        """
+        self._received, self._leaving, self._seed = received, None, seed
+        self._reseed("embedding")
+        output = self.model(**inputs)
+        leaving, self._received, self._leaving = self._leaving, None, None
+        return output if self.cut.is_last else leaving
+
+    def _reseed(self, unit: str, *_: Any) -> None:
+        if self._seed is not None:
+            torch.manual_seed(seed_for(*self._seed, unit))
+
+    def _inject(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": self._received}
+        return (self._received, *args[1:]), kwargs
+
+    def _take(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._leaving = output[0] if isinstance(output, tuple) else output
+
+
+class PassThrough(nn.Module):
+    """In the place of another stage's layer."""
+
+    def __init__(self, returns_tuple: bool):
+        super().__init__()
+        self.returns_tuple = returns_tuple
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+
+class Zeros(nn.Module):
+    """In the place of another stage's embedding: [B, T] of anything becomes [B, T, width] of zeros."""
+
+    def __init__(self, width: int, dtype: torch.dtype):
+        super().__init__()
+        self.width, self.dtype = width, dtype
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x = kwargs.get("position_ids") if x is None else x
+        return torch.zeros(*x.shape[:2], self.width, dtype=self.dtype, device=x.device)
+
+
+class Resized(nn.Module):
+    """In the place of another stage's linear layer or norm: its input, or zeros where the width changes; no words for a head."""
+
+    def __init__(self, width: int | None):
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.width is None or self.width == x.shape[-1]:
+            return x
+        return x.new_zeros(*x.shape[:-1], self.width)
+
+
+def _hollow_out(model: PreTrainedModel, unit: Unit, returns_tuple: bool, dtype: torch.dtype) -> None:
+    """Replace whatever of the unit has parameters."""
+    if unit.is_layer:
+        _replace(model, unit.root, PassThrough(returns_tuple))
+        return
+    head = model.get_output_embeddings()
+    for path in unit.modules:
+        module = model.get_submodule(path)
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if module is head:
+            _replace(model, path, Resized(0))
+        elif isinstance(module, nn.Embedding):
+            _replace(model, path, Zeros(module.embedding_dim, dtype))
+        else:
+            _replace(model, path, Resized(getattr(module, "out_features", None)))
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module
+
+
+def _holder(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def find_layer_outputs(config: PretrainedConfig) -> bool:
+    """Whether the family's layers return tuples. ModelError for a family that cannot be cut: its layers hand on more than
+    hidden states, or are shared. A small copy of the model is run whole and in two parts.
+    """
+    small = shrink(config)
+    small.use_cache = small.get_text_config().use_cache = False
+    returns_tuple: list[bool] = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        whole = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        units = find_units(whole)
+        layers = [unit for unit in units if unit.is_layer]
+        tokens = torch.randint(0, small.get_text_config().vocab_size, (2, 6))
+        for unit in layers:
+            whole.get_submodule(unit.root).register_forward_hook(partial(_note_type, returns_tuple))
+        expected = whole(input_ids=tokens).logits
+        if len(layers) < 2 or len(returns_tuple) != len(layers) or len(set(returns_tuple)) != 1:
+            raise _refuse(config, "its layers are not called one after another")
+        try:
+            found = _run_in_parts(whole, small, units, len(layers), returns_tuple[0], tokens)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+            raise _refuse(config, f"a part of it does not run alone ({error})") from error
+    if (found - expected).abs().max() > LARGEST_DIFFERENCE * expected.abs().max():
+        raise _refuse(config, "its layers hand on more than hidden states, or share what they compute")
+    return returns_tuple[0]
+
+
+def _note_type(types: list[bool], layer: nn.Module, args: Any, output: Any) -> None:
+    types.append(isinstance(output, tuple))
+
+
+def _run_in_parts(
+    whole: PreTrainedModel,
+    config: PretrainedConfig,
+    units: Sequence[Unit],
+    num_layers: int,
+    returns_tuple: bool,
+    tokens: Tensor,
+) -> Tensor:
+    hidden = None
+    for cut in cut_stages((1, num_layers - 1)):
+        part = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        part.load_state_dict(whole.state_dict())
+        hidden = StageModel(part, units, cut, returns_tuple, torch.float32)(hidden, input_ids=tokens)
+    assert hidden is not None
+    return hidden.logits
+
+
+def _refuse(config: PretrainedConfig, reason: str) -> ModelError:
+    return ModelError(f"{config.model_type} models cannot be cut into pipeline stages: {reason}. Use parallel.pp=1")

@@ -1,0 +1,111 @@
+"""A run's pipeline: where the model is cut, and what ranks do in a step of so many microbatches."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from framework.errors import RecipeError
+from framework.model.stage import Cut, cut_stages
+from framework.parallel.pipeline.actions import Action, Kind, Schedule
+from framework.parallel.pipeline.cut import cut_by_cost
+from framework.parallel.pipeline.lower import Lowered, Often, lower
+from framework.parallel.pipeline.schedules import make_schedule
+from framework.parallel.pipeline.simulate import Costs
+from framework.parallel.pipeline.table import read_table
+from framework.recipe import schema
+from framework.recipe.derive import count_virtual_stages
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """cuts: the stages; rank_of_stage: where each is. costs: of each stage. make: the schedule of so many microbatches.
+    unshard, reduce: see `lower`. known: what has been lowered before."""
+
+    cuts: tuple[Cut, ...]
+    rank_of_stage: tuple[int, ...]
+    costs: Costs
+    make: Callable[[int], Schedule]
+    unshard: Often = "step"
+    reduce: Often = "step"
+    known: dict[tuple[str, int], Lowered] = field(default_factory=dict)
+
+    def training(self, num_microbatches: int) -> Lowered:
+        """What ranks do in a training step."""
+        return self._lower("training", num_microbatches, self.make)
+
+    def validation(self, num_microbatches: int) -> Lowered:
+        """Forwards only."""
+        return self._lower("validation", num_microbatches, lambda count: forward_only(self.rank_of_stage, count))
+
+    def _lower(self, what: str, num_microbatches: int, make: Callable[[int], Schedule]) -> Lowered:
+        key = what, num_microbatches
+        if key not in self.known:
+            self.known[key] = lower(make(num_microbatches), self.costs, self.unshard, self.reduce)
+        return self.known[key]
+
+
+def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """Every microbatch through all stages; microbatch m is in stage s at time m + s, and what is further on goes first."""
+    times = range(num_microbatches + len(rank_of_stage) - 1)
+    lists = [
+        tuple(
+            Action(stage, Kind.FORWARD, at - stage)
+            for at in times
+            for stage in reversed(range(len(rank_of_stage)))
+            if rank_of_stage[stage] == rank and 0 <= at - stage < num_microbatches
+        )
+        for rank in range(max(rank_of_stage) + 1)
+    ]
+    return Schedule("forward only", num_microbatches, rank_of_stage, tuple(lists))
+
+
+def plan_pipeline(
+    settings: schema.Pipeline, num_ranks: int, num_microbatches: int, unit_costs: Mapping[str, float], zero: schema.Zero
+) -> Pipeline:
+    """The pipeline of a recipe. unit_costs: forward time of each unit of the model, in any unit, in order of computation.
+
+    Raises RecipeError or ScheduleError where model, microbatches and stages do not fit.
+    """
+    if settings.table is not None:
+        make: Callable[[int], Schedule] = partial(read_table, Path(settings.table), num_ranks)
+    else:
+        make = partial(_make, settings.schedule, num_ranks, count_virtual_stages(settings))
+    schedule = make(num_microbatches)
+    layers = [cost for unit, cost in unit_costs.items() if unit.startswith("layers.")]
+    ends = unit_costs.get("embedding", 0.0), unit_costs.get("head", 0.0)
+    counts = _count_layers(settings, layers, ends, schedule.num_stages)
+    cuts = tuple(cut_stages(counts))
+    costs = [sum(layers[cut.start : cut.stop]) + ends[0] * cut.is_first + ends[1] * cut.is_last for cut in cuts]
+    return Pipeline(
+        cuts,
+        schedule.rank_of_stage,
+        Costs(costs, costs, costs),
+        make,
+        "microbatch" if zero.stage == 3 and not zero.keep_gathered else "step",
+        "microbatch" if zero.stage >= 2 and zero.accumulate == "sharded" else "step",
+    )
+
+
+def _make(name: str, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
+    return make_schedule(name, num_ranks, num_microbatches, virtual_stages)
+
+
+def _count_layers(
+    settings: schema.Pipeline, layers: Sequence[float], ends: tuple[float, float], num_stages: int
+) -> Sequence[int]:
+    if num_stages == 1:
+        return [len(layers)]
+    if num_stages > len(layers):
+        raise RecipeError(
+            f"parallel.pp makes {num_stages} stages, and the model has {len(layers)} layers, of which each stage needs one:"
+            " lower parallel.pp or pipeline.virtual_stages"
+        )
+    if settings.layers is None:
+        return cut_by_cost(layers, *ends, num_stages)
+    if len(settings.layers) != num_stages or sum(settings.layers) != len(layers):
+        raise RecipeError(
+            f"pipeline.layers={settings.layers} makes {len(settings.layers)} stages of {sum(settings.layers)} layers; the model"
+            f" has {len(layers)} layers in {num_stages} stages. Use null, to cut by cost"
+        )
+    return settings.layers
