@@ -22,6 +22,7 @@ from framework.mesh.connect import Mesh, connect, local_rank, num_nodes, ranks_p
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology, shards_within_node
 from framework.model.load import build_meta, choose_experts, load_config
+from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter
 from framework.model.packing import keeps_documents_apart
 from framework.model.plan import Unit, find_units, tied_names
@@ -32,6 +33,7 @@ from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.parallelize import parallelize
 from framework.parallel.pipeline.execute import Hidden
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
+from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
 from framework.parallel.zero.buffers import FROZEN, Span, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
@@ -64,6 +66,7 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     """
     whole = build_meta(config, recipe.model.attention)
     units = find_units(whole)
+    vocabulary = whole.get_output_embeddings().weight.shape[0]
     assignments = group(recipe, whole, units)
     pipeline = plan_stages(recipe, whole)
     plans = lay_out(recipe, config, pipeline, assignments, mesh.device, mesh.axes)
@@ -85,6 +88,7 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
             (config.get_text_config().hidden_size,), compute_dtype(recipe.precision, mesh.device), mesh.device
         ),
         waits=waits,
+        loss=TokenLoss(mesh.axis("tp"), vocabulary, CHUNK_TOKENS if recipe.memory.chunked_loss else None),
         mesh=mesh,
         clip_norm=recipe.optim.clip_norm,
         seed=recipe.train.seed,
@@ -138,13 +142,23 @@ def _lay_out_stage(
     model = build_meta(config, recipe.model.attention)
     choose_experts(model, recipe.model.experts, compute)
     whole, ties = find_units(model), tied_names(model)
+    layouts = split_over_tp(
+        model,
+        axes["tp"],
+        axes["kv"],
+        recipe.parallel.sequence,
+        recipe.model.tp_plan,
+        recipe.memory.gathered_inputs == "regather",
+    )
     units, shared = own_units(whole, ties, cut), find_shared(whole, ties, cut)
     stage = StageModel(model, whole, cut, returns_tuple, compute)
     groups = dict.fromkeys((name for unit in units for name in unit.parameters), FROZEN)
     groups |= {each.parameter: _group_key(each) for each in assignments if each.parameter in groups}
     ties = own_ties(model, ties)
     lifetimes = lifetimes_of(recipe.zero)
-    buffers = parallelize(model, units, ties, shared, groups, recipe.memory, compute, master, device, lifetimes, axes)
+    buffers = parallelize(
+        model, units, ties, layouts, shared, groups, recipe.memory, compute, master, device, lifetimes, axes
+    )
     return StagePlan(stage, units, ties, buffers)
 
 
@@ -221,7 +235,7 @@ def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -
     prepared = open_prepared(recipe)
     config = load_config(recipe.model)
     _check_data_fits(recipe, prepared, config)
-    topology = make_topology(recipe, derived)
+    topology = make_topology(recipe, derived, config)
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
     mesh = connect(topology, choose_device(recipe.launch.device), check_s=check_s)
     with nullcontext(stop) if stop else StopRequest() as requests:
@@ -331,7 +345,7 @@ def _describe(
     )
 
 
-def make_topology(recipe: Recipe, derived: Derived) -> Topology:
+def make_topology(recipe: Recipe, derived: Derived, config: PretrainedConfig) -> Topology:
     """The recipe's degrees. Stage 0 shards over one rank; nodes are what the launcher says, and null is everyone."""
     batch = derived.dp * derived.cp
     within = recipe.zero.shard_within
@@ -344,6 +358,7 @@ def make_topology(recipe: Recipe, derived: Derived) -> Topology:
         cp=derived.cp,
         tp=derived.tp,
         ep=derived.ep,
+        kv=ranks_per_kv_head(config, derived.tp),
         shard=1 if recipe.zero.stage == 0 else shard,
     )
 

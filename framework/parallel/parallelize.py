@@ -23,6 +23,7 @@ def parallelize(
     model: PreTrainedModel,
     units: Sequence[Unit],
     ties: Mapping[str, tuple[str, ...]],
+    layouts: Mapping[str, Layout],
     shared: Collection[str],
     groups: Mapping[str, str],
     memory: Memory,
@@ -34,7 +35,7 @@ def parallelize(
 ) -> list[UnitBuffer]:
     """Transform the layers and plan the unit buffers.
 
-    ties: the names of each parameter in this model. shared: parameters that are on the other end of the pipeline as well.
+    ties: the names of each parameter in this model. layouts: of each, as tensor parallelism has left it. shared: parameters that are on the other end of the pipeline as well.
     groups: optimizer group of each parameter, "" if frozen.
     """
     layers = [model.get_submodule(unit.root) for unit in units if unit.is_layer]
@@ -48,12 +49,17 @@ def parallelize(
             layer.compile(dynamic=False)
     # Last: buffers hold the parameters that are left to this rank, in the dtypes that forward reads.
     names = [name for unit in units for name in unit.parameters]
-    layouts = {name: Layout(tuple(model.get_parameter(ties[name][0]).shape)) for name in names}
     # Law 1: a tied embedding across stages is one more replica axis.
-    layouts |= {
-        name: replace(each, replicated=(*each.replicated, "ends"), partial=(*each.partial, "ends"))
-        for name, each in layouts.items()
-        if name in shared
+    ends = {name: ("ends",) if name in shared else () for name in names}
+    layouts = {
+        name: replace(
+            layouts[name],
+            replicated=(*layouts[name].replicated, *ends[name]),
+            partial=(*layouts[name].partial, *ends[name]),
+            # Buffers divide among replicas what is counted; an interval is for what is shared in part.
+            interval=None if layouts[name].replicated else layouts[name].interval,
+        )
+        for name in names
     }
     fp32 = kept_in_fp32(model, compute_dtype)
     dtypes = {name: torch.float32 if fp32 & {*ties[name]} else compute_dtype for name in names}

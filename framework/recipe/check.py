@@ -70,7 +70,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
 
 
 def _unavailable(recipe: Recipe) -> Iterator[Problem]:
-    for axis, name in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
+    for axis, name in (("cp", "context"), ("ep", "expert")):
         degree = getattr(recipe.parallel, axis)
         if degree != 1:
             message = f"{name} parallelism is not available in this version"

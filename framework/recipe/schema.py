@@ -57,6 +57,9 @@ class Model:
     attention: str = key("attention implementation, as Hugging Face names them; auto: its own choice", "auto")
     experts: str = key("experts implementation, as Hugging Face names them; auto: its own choice", "auto")
     freeze: list[str] = key("regular expressions over parameter names that are not trained", [])
+    tp_plan: dict[str, str] = key(
+        "with parallel.tp, roles of modules that are not known: pattern of names -> column, row, replicated or norm", {}
+    )
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,10 @@ class Data:
 class Parallel:
     dp: int | None = key("data-parallel degree; null fills the world", None, low=1)
     tp: int = key("tensor-parallel degree", 1, low=1)
+    sequence: bool = key(
+        "with tp: between attention and mlp each rank holds a part of every sequence's tokens (sequence parallelism)",
+        True,
+    )
     pp: int = key("pipeline-parallel degree", 1, low=1)
     cp: int = key("context-parallel degree", 1, low=1)
     ep: int = key("expert-parallel degree", 1, low=1)
@@ -130,6 +137,11 @@ class Memory:
         "full: keep each layer's input, compute the rest again", "none"
     )
     compile: Literal["auto", "never", "always"] = key("torch.compile per layer; auto: on GPUs", "auto")
+    chunked_loss: bool = key("have the loss's fp32 logits of some tokens at a time only", False)
+    gathered_inputs: Literal["keep", "regather"] = key(
+        "with parallel.sequence, the inputs of attention and mlp for backward: keep them whole, or gather them again",
+        "keep",
+    )
 
 
 @dataclass(frozen=True)

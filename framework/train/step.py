@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from framework.comm.collectives import all_reduce
 from framework.data.pack import Microbatch
 from framework.mesh.connect import Mesh
-from framework.model.loss import count_loss_tokens, token_loss
+from framework.model.loss import TokenLoss, count_loss_tokens
 from framework.model.materialize import accepted_arguments
 from framework.model.stage import StageModel
 from framework.optim.clip import clip_divisor, squared_norm
@@ -29,7 +28,7 @@ from framework.train.stage import Stage, StageOfStep
 class Run:
     """What a rank trains with. stages: this rank's, by number. spans: what each of the optimizer's flat tensors is of which
     buffer. copies: buffers of one parameter in two stages of this rank. numbers: of each trained parameter of the whole model.
-    waits: for the collectives of parameters and gradients."""
+    waits: for the collectives of parameters and gradients. loss: of logits, or of this rank's part of them."""
 
     stages: dict[int, Stage]
     pipeline: Pipeline
@@ -39,6 +38,7 @@ class Run:
     numbers: dict[str, int]
     hidden: Hidden
     waits: Waits
+    loss: TokenLoss
     mesh: Mesh
     clip_norm: float | None
     seed: int
@@ -65,7 +65,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
         seed = (run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank)
         output = _forward(stage.model, received, inputs[index], seed)
         is_last = stage.model.cut.is_last
-        return _loss(stage.model.model, output, inputs[index], num_tokens, num_microbatches) if is_last else output
+        return _loss(run, stage, output, inputs[index], num_tokens, num_microbatches) if is_last else output
 
     for stage in run.stages.values():
         stage.model.model.train()
@@ -92,12 +92,13 @@ def _execute(
 
 def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor:
     """Sum loss, norm, votes and what was reached over the world, then clip and step, unless they are not finite."""
-    counted = (buffer.counted_elements(buffer.reduced) for buffer in run.buffers if buffer.is_trained)
+    trained = (buffer for buffer in run.buffers if buffer.is_trained)
+    counted = (elements for buffer in trained for elements in buffer.counted_elements(buffer.reduced))
     reached = [0.0] * len(run.numbers)
     for _, slot, place in _places(run):
         reached[run.numbers[slot.name]] += place.is_reached
     sums = torch.tensor([0.0, 0.0, *votes, *reached], dtype=torch.float64, device=run.mesh.device)
-    sums[0] = loss
+    sums[0] = loss / run.mesh.axis("tp").size  # all of them have it
     sums[1] = squared_norm(counted, run.mesh.device)
     all_reduce(sums, run.mesh.axis("world"))
     result, reached_anywhere = sums.split([2 + len(votes), len(reached)])
@@ -120,7 +121,7 @@ def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
 
     def compute(stage: Stage, index: int, received: Tensor | None) -> Tensor:
         output = _forward(stage.model, received, inputs[index], None)
-        return token_loss(output.logits, inputs[index].labels, one) if stage.model.cut.is_last else output
+        return run.loss(output.logits, inputs[index].labels, one) if stage.model.cut.is_last else output
 
     for stage in run.stages.values():
         stage.model.model.eval()
@@ -134,12 +135,14 @@ def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
     return float(sums[0] / sums[1].clamp(min=1))
 
 
-def _loss(model: PreTrainedModel, output: Any, inputs: Microbatch, num_tokens: Tensor, num_microbatches: int) -> Tensor:
+def _loss(
+    run: Run, stage: Stage, output: Any, inputs: Microbatch, num_tokens: Tensor, num_microbatches: int
+) -> Tensor:
     """This microbatch's part of the batch's loss, with a router's balancing term averaged over the batch's microbatches."""
-    loss = token_loss(output.logits, inputs.labels, num_tokens)
-    balance = getattr(output, "aux_loss", None)
-    if balance is not None and getattr(model.config, "output_router_logits", False):
-        loss = loss + model.config.router_aux_loss_coef * balance / num_microbatches
+    loss = run.loss(output.logits, inputs.labels, num_tokens)
+    balance, config = getattr(output, "aux_loss", None), stage.model.model.config
+    if balance is not None and getattr(config, "output_router_logits", False):
+        loss = loss + config.router_aux_loss_coef * balance / num_microbatches
     return loss
 
 

@@ -31,8 +31,9 @@ def plan(recipe: Recipe) -> int:
         batch = derived.dp * derived.cp
         within = shards_within_node(derived.world, batch, derived.tp, derived.ranks_per_node, derived.nodes)
         recipe = replace(recipe, zero=replace(recipe.zero, shard_within=within))
-    topology = make_topology(recipe, derived)
-    model = build_meta(load_config(recipe.model), recipe.model.attention)
+    config = load_config(recipe.model)
+    topology = make_topology(recipe, derived, config)
+    model = build_meta(config, recipe.model.attention)
     size, units = measure_model(model), find_units(model)
     buffers = plan_rank(recipe, model, topology, rank=0)
     print(f"model         {model.config.model_type}, {size.total:,} parameters, {size.active:,} of them met by a token")

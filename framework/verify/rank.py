@@ -78,7 +78,7 @@ def draw_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -> li
 def _run_rank(rank: int, recipe: Recipe, config: PretrainedConfig, num_steps: int, folder: Path) -> None:
     torch.set_num_threads(1)
     set_verbosity_error()
-    topology = make_topology(recipe, derive(recipe))
+    topology = make_topology(recipe, derive(recipe), config)
     try:
         mesh = connect(topology, torch.device("cpu"), (folder / "rendezvous").as_uri(), rank, TIMEOUT_S)
         evidence = run_layout(recipe, config, draw_batches(recipe, config, num_steps), mesh)

@@ -11,7 +11,7 @@ from framework.build import DTYPES, make_topology
 from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.recipe.derive import derive
-from framework.recipe.schema import Batch, Launch, Memory, Optim, Precision, Recipe, Train, Zero
+from framework.recipe.schema import Batch, Launch, Memory, Optim, Parallel, Precision, Recipe, Train, Zero
 from framework.verify.compare import TOLERANCES, Row, compare, render
 from framework.verify.evidence import Evidence, TokenBatch, initial_weights, make_batches
 from framework.verify.layout import run_layout
@@ -24,6 +24,7 @@ CONTEXT = 9
 # Divides into any of 1 to 4 ranks x 1 or 3 microbatches.
 SEQUENCES = 36
 STAGE_0 = Zero(stage=0)
+DATA_PARALLEL = Parallel()
 CPU = torch.device("cpu")
 
 
@@ -71,29 +72,32 @@ def small_recipe(
     sequences: int = SEQUENCES,
     clip_norm: float | None = None,
     zero: Zero = STAGE_0,
+    parallel: Parallel = DATA_PARALLEL,
 ) -> Recipe:
     """A recipe whose global batch does not depend on the layout.
 
     In fp32 Adam's eps is 1e-3, as in `meshwright verify`: at 1e-8 it divides rounding noise by itself.
     """
     master = "fp32" if precision == "bf16" else precision
+    dp = world // (parallel.tp * parallel.pp * parallel.cp)
     return Recipe(
         train=Train(steps=STEPS, seed=5),
         batch=Batch(
             sequences_per_step=sequences,
-            sequences_per_microbatch=sequences // (world * accumulation),
+            sequences_per_microbatch=sequences // (dp * accumulation),
             context=CONTEXT,
         ),
         memory=Memory(compile="never"),
         precision=Precision(precision, master, master),  # type: ignore[arg-type]
         optim=Optim(lr=1e-2, eps=1e-8 if precision == "fp64" else 1e-3, clip_norm=clip_norm),
+        parallel=parallel,
         zero=zero,
         launch=Launch(ranks=world, device="cpu"),
     )
 
 
-def topology_of(recipe: Recipe) -> Topology:
-    return make_topology(recipe, derive(recipe))
+def topology_of(recipe: Recipe, config: PretrainedConfig) -> Topology:
+    return make_topology(recipe, derive(recipe), config)
 
 
 def run_cases(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> dict[str, list[Row]]:
@@ -113,7 +117,7 @@ def train_layouts(rank: int, world: int, rendezvous: str, cases: Sequence[Case])
     by_topology: dict[Topology, list[tuple[Case, str]]] = {}
     for case in cases:
         for label, recipe in case.layouts.items():
-            by_topology.setdefault(topology_of(recipe), []).append((case, label))
+            by_topology.setdefault(topology_of(recipe, case.config), []).append((case, label))
     found = {}
     for number, (topology, layouts) in enumerate(by_topology.items()):
         if rank < topology.world:

@@ -44,7 +44,7 @@ def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tup
     """Body: for each layout the bytes that are allocated by kind, before the first step, and those sent in a step."""
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
-        mesh = connect(topology_of(recipe), CPU, f"{rendezvous}-{number}", rank)
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(recipe, case.config, mesh)
         allocated = measure_memory(run)
         before = ledger.totals(ledger.snapshot(mesh))
@@ -82,7 +82,7 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
         for rank, measured in enumerate(by_rank):
             allocated, sent = measured[label]
             model = build_meta(case.config)
-            buffers = plan_rank(recipe, model, topology_of(recipe), rank)
+            buffers = plan_rank(recipe, model, topology_of(recipe, case.config), rank)
             planned = bytes_per_rank(buffers, state_names(recipe.optim))
             # Optimizer states leave out the padding that the last rank holds.
             assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=0.02), label
@@ -93,8 +93,8 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
 
 def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[ledger.Reading, int]:
     """Body: what a step sends beside parameters and gradients, and the number of trained parameters."""
-    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
     case = Case("", family("llama"), {"": recipe})
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(recipe, case.config, mesh)
     before = ledger.snapshot(mesh)
     train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, (1.0,))

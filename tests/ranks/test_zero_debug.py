@@ -36,7 +36,7 @@ def train(
 ) -> list[list[float]] | str:
     """Body: losses and norms of all steps, or the OrderError's message. fault: what the last rank does wrong."""
     (recipe,) = case.layouts.values()
-    mesh = connect(topology_of(recipe), CPU, rendezvous, rank, check_s=check_s)
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank, check_s=check_s)
     run = build(recipe, case.config, mesh)
     reports = []
     if fault == "skip" and rank == world - 1:

@@ -124,7 +124,7 @@ def states_of(run: Run) -> dict[str, Tensor]:
 def train_and_save(rank: int, world: int, rendezvous: str, case: Case, root: Path) -> tuple[list[list[float]], dict]:
     """Body: train on all batches, saving after the first; losses and norms after it, and the last state."""
     (recipe,) = case.layouts.values()
-    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(recipe, case.config, mesh)
     batches = case.batches()
     train_steps(run, recipe, batches[:1])
@@ -138,7 +138,7 @@ def train_and_save(rank: int, world: int, rendezvous: str, case: Case, root: Pat
 def resume_and_train(rank: int, world: int, rendezvous: str, case: Case, root: Path) -> tuple[list[list[float]], dict]:
     """Body: as if the run had ended after the first batch."""
     (recipe,) = case.layouts.values()
-    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(recipe, case.config, mesh, resumes=True)
     state = restore(run, root)
     found = train_steps(run, recipe, case.batches(), start=state.step), states_of(run)
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_stage_3_on_four_ranks_continues_at_stage_0_on_two(
 def train_and_evaluate(rank: int, world: int, rendezvous: str, case: Case, evaluates: bool) -> tuple[list, dict]:
     """Body: train, with evaluations on other batches before, between and after the steps, or without."""
     (recipe,) = case.layouts.values()
-    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(recipe, case.config, mesh)
     batches, reports = case.batches(), []
     for step in range(len(batches)):
@@ -214,8 +214,8 @@ def live_bytes() -> int:
 
 def watch_memory(rank: int, world: int, rendezvous: str, recipe: Recipe, num_steps: int) -> list[int]:
     """Body: live bytes after a few steps, and after many more."""
-    mesh = connect(topology_of(recipe), CPU, rendezvous, rank)
     config = build_config(family("llama"))
+    mesh = connect(topology_of(recipe, config), CPU, rendezvous, rank)
     run = build(recipe, config, mesh)
     batches = make_batches(config, 4, 4, CONTEXT, seed=3)
     live = []

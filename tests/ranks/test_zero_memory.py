@@ -135,7 +135,7 @@ def full_bytes(buffer: UnitBuffer) -> int:
 def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[int, int]]:
     """Body: for each layout the most bytes of gathered parameters that a step ever has, and of full gradients."""
     found = {}
-    mesh = connect(topology_of(next(iter(case.layouts.values()))), CPU, rendezvous, rank)
+    mesh = connect(topology_of(next(iter(case.layouts.values())), case.config), CPU, rendezvous, rank)
     for label, recipe in case.layouts.items():
         run = build(recipe, case.config, mesh)
         found[label] = watch_peaks(run, recipe, case)

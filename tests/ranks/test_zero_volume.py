@@ -35,7 +35,7 @@ def measure_volume(rank: int, world: int, rendezvous: str, case: Case) -> dict[s
     batches = case.batches()[:2]
     by_topology: dict[Topology, list[tuple[str, Recipe]]] = {}
     for label, recipe in case.layouts.items():
-        by_topology.setdefault(topology_of(recipe), []).append((label, recipe))
+        by_topology.setdefault(topology_of(recipe, case.config), []).append((label, recipe))
     for number, (topology, layouts) in enumerate(by_topology.items()):
         if rank < topology.world:
             mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)

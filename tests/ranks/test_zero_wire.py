@@ -60,7 +60,7 @@ def hold(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, list[t
     """Body: for each layout after two steps what this rank holds: unit, first element, gradient, master."""
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
-        mesh = connect(topology_of(recipe), CPU, f"{rendezvous}-{number}", rank)
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(recipe, case.config, mesh)
         for step, batch in enumerate(case.batches()[:2]):
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2, ())
@@ -84,7 +84,7 @@ def count_bytes(rank: int, world: int, rendezvous: str, case: Case) -> dict[str,
     """Body: for each layout the bytes of a step by operation over the axes of ZeRO."""
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
-        mesh = connect(topology_of(recipe), CPU, f"{rendezvous}-{number}", rank)
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(recipe, case.config, mesh)
         train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-2, ())
         sent = ledger.snapshot(mesh)

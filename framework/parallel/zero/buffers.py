@@ -36,8 +36,8 @@ Deferred = dict[str, list[Callable[[], None]]]
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place: elements [start, stop) of its buffer. `layout`: of the whole local tensor; `group`: its optimizer
-    group, FROZEN for none."""
+    """A parameter's place: elements [start, stop) of its buffer. `layout`: of the local tensor before ZeRO, its interval what
+    this rank counts of what others hold in part; `group`: its optimizer group, FROZEN for none."""
 
     name: str
     layout: Layout
@@ -194,14 +194,22 @@ class UnitBuffer:
         return self._cut(slot, values, origin, self.start, self.stop)
 
     def counted(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
-        """Of `held`, what this rank and no replica counts in a norm and writes to a checkpoint."""
-        low, high = self._counted_part()
-        return self._cut(slot, values, origin, self.start + low, self.start + high)
+        """Of `held`, what this rank and no other counts in a norm and writes to a checkpoint."""
+        return self._cut(slot, values, origin, *self._counted(slot))
 
-    def counted_elements(self, values: Tensor) -> Tensor:
+    def counted_elements(self, values: Tensor) -> list[Tensor]:
         """All that this rank counts, of a tensor over what it owns; padding is nobody's."""
+        runs: list[tuple[int, int]] = []
+        for start, stop in (self._counted(slot) for slot in self.slots):
+            if start < stop:
+                runs.append((runs.pop()[0] if runs and runs[-1][1] == start else start, stop))
+        return [values[start - self.start : stop - self.start] for start, stop in runs]
+
+    def _counted(self, slot: Slot) -> tuple[int, int]:
+        """Of the slot, elements of the buffer: what its layout gives to this rank, in the part that the replicas do."""
         low, high = self._counted_part()
-        return values[low : max(low, min(high, self.numel - self.start))]
+        first, last = slot.layout.interval or (0, slot.layout.numel_local)
+        return max(self.start + low, slot.start + first), min(self.start + high, slot.start + last)
 
     def _counted_part(self) -> tuple[int, int]:
         """Those who own the same divide it evenly: whoever holds an element, one of them counts it."""
