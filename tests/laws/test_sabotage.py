@@ -16,7 +16,7 @@ from torch import Tensor
 from framework import build
 from framework.comm.collectives import Pending, Reduction, all_reduce
 from framework.mesh.axis import Axis
-from framework.model.loss import count_loss_tokens, token_loss
+from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
 from framework.model.materialize import initialize_unit, seed_for
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradientPlace, UnitBuffer
@@ -55,16 +55,16 @@ def count_tokens_of_the_rank() -> Any:
 def average_microbatches() -> Any:
     """Each microbatch's mean counts alike, however many of its tokens do (Hugging Face's Trainer until 2024)."""
 
-    def mean(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+    def mean(loss: TokenLoss, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
         return token_loss(logits, labels, count_loss_tokens(labels)) / (WORLD * ACCUMULATION)
 
-    return patch.object(step, "token_loss", mean)
+    return patch.object(TokenLoss, "__call__", mean)
 
 
 def balance_each_microbatch_fully() -> Any:
     """A router's balancing term is added for each microbatch rather than averaged over them."""
     whole = step._loss
-    return patch.object(step, "_loss", lambda model, inputs, num_tokens, count: whole(model, inputs, num_tokens, 1))
+    return patch.object(step, "_loss", lambda run, inputs, num_tokens, count: whole(run, inputs, num_tokens, 1))
 
 
 # --- law 1: gradients are summed over microbatches, uses and ranks

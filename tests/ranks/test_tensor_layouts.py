@@ -32,6 +32,7 @@ def layouts(precision: str, tps: tuple[int, ...]) -> dict[str, Recipe]:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_tensor_parallel_training_equals_one_process(pool: RankPool, name: str) -> None:
     cases = [
-        Case(f"{name} {tied}", family(name), layouts("fp64", (2,)), {"tie_word_embeddings": tied}) for tied in (True, False)
+        Case(f"{name} {tied}", family(name), layouts("fp64", (2,)), {"tie_word_embeddings": tied})
+        for tied in (True, False)
     ]
     assert_equal(pool, 4, cases)
