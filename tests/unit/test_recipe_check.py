@@ -120,7 +120,7 @@ class TestBatch:
         assert problem.fix == "launch.ranks=2; or parallel.dp=3; or parallel.dp=null, which fills the ranks"
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["cp", "ep"])
 def test_axes_of_later_versions_are_said_to_be_unavailable_and_nothing_else(axis):
     problems = problems_of(f"parallel.{axis}=2", "launch.ranks=3")
     assert problems.keys() == {f"parallel.{axis}"}
