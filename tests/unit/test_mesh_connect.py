@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig
 
 from framework.build import make_topology
 from framework.errors import TopologyError
@@ -67,9 +68,9 @@ def test_hsdp_takes_the_launchers_nodes_and_refuses_uneven_ones_before_anyone_co
     """Four ranks; three of them on one node and one on the other is refused on both."""
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": nodes}.items():
         monkeypatch.setenv(name, value)
-    recipe = compose(["zero=hsdp", "launch.ranks=4"]).require()
+    recipe, config = compose(["zero=hsdp", "launch.ranks=4"]).require(), LlamaConfig()
     if degree is not None:
-        assert make_topology(recipe, derive(recipe)).shard == degree
+        assert make_topology(recipe, derive(recipe), config).shard == degree
     else:
         with pytest.raises(TopologyError, match=r"zero\.shard_within=node needs equally many ranks on every node"):
-            make_topology(recipe, derive(recipe))
+            make_topology(recipe, derive(recipe), config)
