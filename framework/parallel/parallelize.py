@@ -35,8 +35,8 @@ def parallelize(
 ) -> list[UnitBuffer]:
     """Transform the layers and plan the unit buffers.
 
-    ties: the names of each parameter in this model. layouts: of each, as tensor parallelism has left it. shared: parameters that are on the other end of the pipeline as well.
-    groups: optimizer group of each parameter, "" if frozen.
+    ties: the names of each parameter in this model. layouts: of each, as tensor parallelism has left it. shared: parameters
+    that are on the other end of the pipeline as well. groups: optimizer group of each parameter, "" if frozen.
     """
     layers = [model.get_submodule(unit.root) for unit in units if unit.is_layer]
     # Inside compilation, so that a compiled layer recomputes as one graph.

@@ -135,9 +135,7 @@ def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
     return float(sums[0] / sums[1].clamp(min=1))
 
 
-def _loss(
-    run: Run, stage: Stage, output: Any, inputs: Microbatch, num_tokens: Tensor, num_microbatches: int
-) -> Tensor:
+def _loss(run: Run, stage: Stage, output: Any, inputs: Microbatch, num_tokens: Tensor, num_microbatches: int) -> Tensor:
     """This microbatch's part of the batch's loss, with a router's balancing term averaged over the batch's microbatches."""
     loss = run.loss(output.logits, inputs.labels, num_tokens)
     balance, config = getattr(output, "aux_loss", None), stage.model.model.config
