@@ -58,10 +58,10 @@ def test_prefetch_and_kept_parameters_are_bitwise_equal(pool: RankPool, stage: i
 
 def test_dividing_the_update_among_replicas_is_bitwise_equal(pool: RankPool) -> None:
     """Of two replicas a + b is b + a. Norms are summed in another grouping, so nothing is clipped by them."""
-    for stage, precision in ((1, "bf16"), (2, "fp32"), (3, "bf16")):
+    for stage, precision in ((1, "fp32"), (3, "bf16")):
         ways = [Zero(stage, 2), Zero(stage, 2, optimizer_within="all")]
         layouts = {str(zero): small_recipe(precision, 4, 3, SEQUENCES, None, zero) for zero in ways}
-        found = train(pool, 4, Case("", family("gemma2"), layouts))
+        found = train(pool, 4, Case("", family("llama"), layouts))
         norms = found[str(ways[0])].norms
         assert found[str(ways[1])].norms == pytest.approx(norms, rel=1e-6)
         assert_bitwise_equal({label: replace(evidence, norms=norms) for label, evidence in found.items()})
@@ -214,7 +214,7 @@ def live_bytes() -> int:
 
 def watch_memory(rank: int, world: int, rendezvous: str, recipe: Recipe, num_steps: int) -> list[int]:
     """Body: live bytes after a few steps, and after many more."""
-    config = build_config(family("llama"))
+    config = build_config(family("llama"), num_hidden_layers=2)
     mesh = connect(topology_of(recipe, config), CPU, rendezvous, rank)
     run = build(recipe, config, mesh)
     batches = make_batches(config, 4, 4, CONTEXT, seed=3)
@@ -228,7 +228,8 @@ def watch_memory(rank: int, world: int, rendezvous: str, recipe: Recipe, num_ste
 
 
 def test_many_steps_at_stage_3_leave_memory_flat(pool: RankPool) -> None:
-    for zero, num_steps in ((STAGE_3, 220), (Zero(stage=3, accumulate="local", keep_gathered=True), 40)):
-        recipe = small_recipe("bf16", 2, 2, 4, 0.05, zero)
+    keeping = Zero(stage=3, accumulate="local", keep_gathered=True)
+    for zero, num_microbatches, num_steps in ((STAGE_3, 1, 500), (keeping, 2, 40)):
+        recipe = small_recipe("bf16", 2, num_microbatches, 4, 0.05, zero)
         for early, late in pool.run(2, watch_memory, recipe, num_steps):
             assert early == late
