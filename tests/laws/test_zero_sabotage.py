@@ -111,18 +111,18 @@ def update_before_replicas_agree() -> AbstractContextManager[Any]:
 
 def leave_parts_as_replicas_updated_them() -> AbstractContextManager[Any]:
     """Each replica reads the old values of what the others have updated."""
-    return patch.object(ParameterSync, "renew_parts", lambda sync: None)
+    return patch.object(ParameterSync, "_renew_parts", lambda sync: None)
 
 
 def gather_before_parts_are_renewed() -> AbstractContextManager[Any]:
     """A unit is gathered while replicas' updates are on their way."""
-    renew_parts = ParameterSync.renew_parts
+    renew_parts = ParameterSync._renew_parts
 
     def hasty(sync: ParameterSync) -> None:
         renew_parts(sync)
         sync._renewals = {}
 
-    return patch.object(ParameterSync, "renew_parts", hasty)
+    return patch.object(ParameterSync, "_renew_parts", hasty)
 
 
 # --- order

@@ -51,7 +51,6 @@ class UnitOrder:
 
     def start_forward(self) -> None:
         """A forward begins, before the first unit."""
-        self._parameters.renew_parts()
         self._forward = -1
 
     def enter_forward(self, position: int) -> None:

@@ -26,16 +26,10 @@ class ParameterSync:
         self._are_parts_old = True  # where replicas divide the update, each has renewed only what it owns
         self._renewals: dict[int, list[Pending]] = {}
 
-    def renew_parts(self) -> None:
-        """Before a forward: after an update start to bring each rank's part together, of all units in their order. In place, so
-        it takes no memory; a unit's first gather waits for its own."""
-        if self._are_parts_old:
-            self._are_parts_old = False
-            self._renewals = {index: [_start_renewal(each) for each in unit] for index, unit in enumerate(self.units)}
-
     def start_gather(self, index: int) -> None:
         """Start to gather a unit that is not there and not on its way."""
         if index not in self.gathered:
+            self._renew_parts()
             self.gathered.add(index)
             if not all(buffer.lifetimes.keeps_parameters for buffer in self.units[index]):
                 self.transient.add(index)
@@ -60,6 +54,13 @@ class ParameterSync:
         """Give back what is gathered for one use at a time."""
         for index in list(self.transient):
             self.release(index)
+
+    def _renew_parts(self) -> None:
+        """At the first gather after an update start to bring each rank's part together, of all units in their order. In place,
+        so it takes no memory; a unit's own gather waits for it."""
+        if self._are_parts_old:
+            self._are_parts_old = False
+            self._renewals = {index: [_start_renewal(each) for each in unit] for index, unit in enumerate(self.units)}
 
     def update(self) -> None:
         """What ranks own has changed: what was gathered is old."""
