@@ -80,28 +80,28 @@ class Sizes:
     layers: tuple[int, ...]
 
 
-def shrink(config: PretrainedConfig) -> PretrainedConfig:
+def shrink(config: PretrainedConfig, least_layers: int = MIN_LAYERS) -> PretrainedConfig:
     """A config of about a million parameters or fewer that takes the same code paths as `config`.
 
     Kept: family, ties, rope, query heads per key-value head (at most 8), widths relative to the hidden size, one layer of
     each kind at least, fewer experts per token than experts, whether sizes are odd. Dropout and noise of routers are off,
     special tokens lie inside the vocabulary, windows are 8 or 9 tokens wide. Sequences have at most 256 tokens.
-    Raises ModelError where no small sizes are found.
+    It has least_layers layers or more, if the original has. Raises ModelError where no small sizes are found.
     """
     text = config.get_text_config()
-    return _shrink(config, _choose_sizes(_values(text)))
+    return _shrink(config, _choose_sizes(_values(text), least_layers), least_layers)
 
 
-def _shrink(config: PretrainedConfig, sizes: Sizes) -> PretrainedConfig:
+def _shrink(config: PretrainedConfig, sizes: Sizes, least_layers: int) -> PretrainedConfig:
     values = _values(config)
     if "hidden_size" in values:
-        sizes = _choose_sizes(values)
+        sizes = _choose_sizes(values, least_layers)
     small = {name: _shrink_value(name, value, sizes) for name, value in values.items()}
     small |= _shrink_heads(values) | _shrink_state_heads(values, sizes) | _shrink_experts(values)
     small |= _shrink_layers(values, sizes) | _shrink_rope(values, sizes)
     for name in config.sub_configs:
         part = getattr(config, name, None)
-        small[name] = _shrink(part, sizes) if isinstance(part, PretrainedConfig) else part
+        small[name] = _shrink(part, sizes, least_layers) if isinstance(part, PretrainedConfig) else part
     own_names = config.attribute_map
     try:
         return type(config)(**{own_names.get(name, name): value for name, value in small.items()})
@@ -117,7 +117,7 @@ def _values(config: PretrainedConfig) -> Values:
     return {common.get(name, name): value for name, value in config.to_dict().items() if name not in NOT_OF_THE_MODEL}
 
 
-def _choose_sizes(values: Values) -> Sizes:
+def _choose_sizes(values: Values, least_layers: int) -> Sizes:
     hidden, vocabulary = values.get("hidden_size", TARGET_HIDDEN), values.get("vocab_size") or 0
     hidden_small, head_scale = _choose_widths(values, hidden, min(TARGET_HIDDEN, hidden))
     positions = [value for name, value in values.items() if re.fullmatch(POSITION_COUNTS, name) and value]
@@ -126,7 +126,7 @@ def _choose_sizes(values: Values) -> Sizes:
         width_scale=Fraction(hidden_small, hidden),
         positions=max(positions, default=POSITIONS),
         vocabulary=min(vocabulary or VOCABULARY, VOCABULARY + vocabulary % 4),
-        layers=_choose_layers(values),
+        layers=_choose_layers(values, least_layers),
     )
 
 
@@ -266,18 +266,18 @@ def _shrink_experts(values: Values) -> Values:
     return small | {name: min(values[name], most) for name in EXPERTS_PER_TOKEN if values.get(name)}
 
 
-def _choose_layers(values: Values) -> tuple[int, ...]:
-    """The first layer of each kind, and more of the most frequent kind: at least 3, and one more than kinds."""
+def _choose_layers(values: Values, least: int) -> tuple[int, ...]:
+    """The first layer of each kind, and more of the most frequent kind: at least `least`, and one more than kinds."""
     count = _count_layers(values)
     columns = _per_layer(values, count)
     if not columns and any(values.get(period) for period, _ in LAYER_PERIODS):
-        return tuple(range(min(count, 4)))
+        return tuple(range(min(count, max(4, least))))
     kinds = [tuple(repr(column[index]) for column in columns.values()) for index in range(count)]
     # One of each kind; two of hybrid layers, because zamba ties the weights of all of them.
     kept = [index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < (2 if "'hybrid'" in kind else 1)]
     frequency = Counter(kinds)
     others = sorted(set(range(count)) - set(kept), key=lambda index: (-frequency[kinds[index]], index))
-    wanted = max(MIN_LAYERS, len(kept) + (len(frequency) > 1))
+    wanted = max(least, len(kept) + (len(frequency) > 1))
     return tuple(sorted(kept + others[: wanted - len(kept)]))
 
 

@@ -28,7 +28,8 @@ from framework.train.stage import Stage, StageOfStep
 class Run:
     """What a rank trains with. stages: this rank's, by number. spans: what each of the optimizer's flat tensors is of which
     buffer. copies: buffers of one parameter in two stages of this rank. numbers: of each trained parameter of the whole model.
-    waits: for the collectives of parameters and gradients. loss: of logits, or of this rank's part of them."""
+    waits: for the collectives of parameters and gradients. loss: of logits, or of this rank's part of them. timed: what this
+    rank did in its last step, by its host's clock."""
 
     stages: dict[int, Stage]
     pipeline: Pipeline
@@ -42,6 +43,7 @@ class Run:
     mesh: Mesh
     clip_norm: float | None
     seed: int
+    timed: tuple[Timed, ...] = ()
 
     @property
     def buffers(self) -> list[UnitBuffer]:
@@ -70,7 +72,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
     for stage in run.stages.values():
         stage.model.model.train()
         stage.gradients.start_step()
-    losses, _ = _execute(run, run.pipeline.training(len(inputs)), inputs, compute)
+    losses, run.timed = _execute(run, run.pipeline.training(len(inputs)), inputs, compute)
     for stage in run.stages.values():
         stage.gradients.finish()
     for buffer, copy in run.copies:
@@ -80,14 +82,14 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
 
 def _execute(
     run: Run, lowered: Lowered, inputs: Sequence[Microbatch], compute: Callable[[Stage, int, Tensor | None], Tensor]
-) -> tuple[Tensor, list[Timed]]:
+) -> tuple[Tensor, tuple[Timed, ...]]:
     """The sum of the losses that this rank has computed, and when what was done."""
     axis = run.mesh.axis("pp")
     hidden = replace(run.hidden, shape=(*inputs[0].input_ids.shape, *run.hidden.shape))
     stages = {number: StageOfStep(stage, compute) for number, stage in run.stages.items()}
     losses, timed = execute(lowered, axis.rank, stages, Links(axis, lowered, hidden))
     ordered = [losses[index] for index in sorted(losses)]
-    return torch.stack(ordered).sum() if ordered else torch.zeros((), device=run.mesh.device), timed
+    return torch.stack(ordered).sum() if ordered else torch.zeros((), device=run.mesh.device), tuple(timed)
 
 
 def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor:

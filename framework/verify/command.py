@@ -15,8 +15,8 @@ from transformers.utils.logging import set_verbosity_error
 from framework.build import DTYPES
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
 from framework.model.load import build_meta, load_config, load_config_file
-from framework.model.shrink import shrink
-from framework.recipe.derive import derive
+from framework.model.shrink import MIN_LAYERS, shrink
+from framework.recipe.derive import count_virtual_stages, derive
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Model, Recipe
 from framework.verify.compare import TOLERANCES, compare, render
@@ -36,7 +36,7 @@ def verify(recipe: Recipe, model_config: Path | None, fp64: bool, steps: int, ra
         raise RecipeError(f"--steps {steps}: at least one step is needed to compare anything")
     set_verbosity_error()
     original, model_notes = _load(recipe.model, model_config)
-    config = shrink(original)
+    config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
     model = build_meta(config)
     names = [name for name, _ in model.named_parameters()]
     small = shrink_recipe(recipe, names, _count_positions(config), fp64, steps, ranks)

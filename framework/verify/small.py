@@ -44,7 +44,7 @@ def shrink_recipe(
     derived = derive(recipe)
     dp = _choose_dp(recipe, ranks)
     microbatch = min(derived.sequences_per_microbatch, MAX_SEQUENCES_PER_MICROBATCH)
-    accumulation = min(derived.accumulation, MAX_ACCUMULATION)
+    accumulation = min(derived.accumulation, _most_microbatches(recipe))
     batch = Batch(dp * microbatch * accumulation, None, microbatch, min(derived.context, MAX_CONTEXT, positions))
     model, model_notes = _simplify_model(recipe.model, parameters, fp64)
     optim, optim_notes = _simplify_optim(recipe.optim, parameters, fp64)
@@ -52,6 +52,8 @@ def shrink_recipe(
     notes = [*model_notes, *optim_notes, *zero_notes]
     if dp != derived.dp:
         notes.append(f"parallel.dp: {dp} instead of {derived.dp} (--ranks sets another number)")
+    if recipe.pipeline.layers is not None:
+        notes.append(f"pipeline.layers={recipe.pipeline.layers}: by cost instead, the small model has fewer layers")
     if recipe.memory.compile == "always":
         notes.append("memory.compile: left out, it would take longer than all the rest")
     small = replace(
@@ -60,6 +62,7 @@ def shrink_recipe(
         batch=batch,
         model=model,
         parallel=replace(recipe.parallel, dp=dp),
+        pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
         memory=replace(recipe.memory, compile="never"),
         precision=Precision("fp64", "fp64", "fp64") if fp64 else Precision("fp32", "fp32", "fp32"),
@@ -67,6 +70,13 @@ def shrink_recipe(
         launch=replace(recipe.launch, kind="local", ranks=dp * _inner(recipe), device="cpu"),
     )
     return SmallRecipe(small, tuple(notes))
+
+
+def _most_microbatches(recipe: Recipe) -> int:
+    """A schedule from a table has its own number, and DualPipeV needs two for each rank."""
+    if recipe.pipeline.table is not None:
+        return derive(recipe).accumulation
+    return 2 * recipe.parallel.pp if recipe.pipeline.schedule == "dualpipe_v" else MAX_ACCUMULATION
 
 
 def _inner(recipe: Recipe) -> int:

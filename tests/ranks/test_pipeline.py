@@ -1,0 +1,203 @@
+"""Every pipeline is the training run of stock Hugging Face and torch in one process, whatever its schedule, cut and ZeRO stage.
+
+Pairs of what meets in the code, not the whole product: schedules x ZeRO stages with two data-parallel ranks, schedules x
+microbatches and depths without, families with each depth.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+from weakref import finalize
+
+import pytest
+import torch
+from torch import Tensor
+
+from framework.build import build
+from framework.mesh.connect import connect
+from framework.parallel.pipeline.actions import Action
+from framework.parallel.pipeline.schedules import make_schedule
+from framework.parallel.pipeline.simulate import Timed, needs
+from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
+from framework.train.stage import StageOfStep
+from framework.train.step import evaluate, train_step
+from framework.verify.compare import compare
+from framework.verify.evidence import Evidence
+from framework.verify.layout import share
+from tests.families import family
+from tests.ranks.parity import CPU, Case, assert_equal, small_recipe, topology_of, train_layouts, worst_error
+from tests.ranks.pool import RankPool
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
+# Divides into 1, 2, 4 or 7 microbatches on each of 1 or 2 data-parallel ranks.
+SEQUENCES = 28
+
+
+def recipe_of(
+    pp: int, schedule: str, count: int, precision: str = "fp32", dp: int = 1, zero: Zero | None = None, **changes: Any
+) -> Recipe:
+    recipe = small_recipe(precision, dp, count, SEQUENCES, 0.05, zero or Zero(stage=0))
+    launch = replace(recipe.launch, ranks=pp * dp)
+    pipeline = Pipeline(schedule=schedule)  # type: ignore[arg-type]
+    return replace(recipe, parallel=Parallel(pp=pp), pipeline=pipeline, launch=launch, **changes)
+
+
+def case_of(name: str, layouts: dict[str, Recipe], num_layers: int = 4, **changes: Any) -> Case:
+    key = {"gpt2": "n_layer"}.get(name, "num_hidden_layers")
+    if name == "gemma2":
+        changes |= {"layer_types": (["sliding_attention", "full_attention"] * num_layers)[:num_layers]}
+    return Case(f"{name} {changes}", family(name), layouts, {key: num_layers, **changes})
+
+
+@pytest.mark.parametrize(("name", "tied", "shift"), [("llama", False, 0), ("gpt2", True, 1), ("llama", True, 2)])
+def test_schedules_under_every_zero_stage_equal_one_process(pool: RankPool, name: str, tied: bool, shift: int) -> None:
+    zeros = (Zero(stage=0), Zero(stage=1), Zero(stage=2), Zero(stage=3), Zero(3, None, "local", keep_gathered=True))
+    layouts = {}
+    for index, schedule in enumerate(SCHEDULES):
+        for turn, count in enumerate((7, 2) if schedule != "dualpipe_v" else (7,)):
+            zero = zeros[(index + shift + 2 * turn) % len(zeros)]
+            layouts[f"{schedule} {count} microbatches {zero}"] = recipe_of(2, schedule, count, dp=2, zero=zero)
+    assert_equal(pool, 4, [case_of(name, layouts, tie_word_embeddings=tied)])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_four_stages_and_fewer_or_uneven_microbatches_equal_one_process(pool: RankPool, tied: bool) -> None:
+    counts = {"1f1b": (1, 2, 4, 7), "gpipe": (7,), "interleaved": (1, 4, 7), "zb_h1": (2, 7), "zbv": (1, 7)}
+    layouts = {
+        f"{schedule} {count} microbatches": recipe_of(4, schedule, count)
+        for schedule, numbers in counts.items()
+        for count in numbers
+        if tied or count == 7
+    }
+    layouts["dualpipe_v 14 microbatches"] = recipe_of(4, "dualpipe_v", 14)
+    assert_equal(pool, 4, [case_of("llama", layouts, num_layers=8, tie_word_embeddings=tied)])
+
+
+def test_families_in_two_and_three_uneven_stages_equal_one_process(pool: RankPool) -> None:
+    """Scaled and summed embeddings, sliding masks, routers, layers that return tuples, parallel blocks."""
+    cases = []
+    for name in ("gemma2", "granite", "qwen3_moe", "opt", "bloom", "falcon", "deepseek_v3"):
+        layouts = {
+            "1f1b on 3": recipe_of(3, "1f1b", 2, zero=Zero(stage=1)),
+            "zb_h1 on 2": recipe_of(2, "zb_h1", 4, zero=Zero(stage=3)),
+        }
+        changes = {} if name in ("bloom", "falcon") else {"num_hidden_layers": 5}
+        if name == "gemma2":
+            changes["layer_types"] = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+        cases.append(Case(name, family(name), layouts, changes))
+    assert_equal(pool, 3, cases)
+
+
+def test_fp64_equals_one_process_to_nine_digits(pool: RankPool) -> None:
+    layouts = {
+        f"{schedule} zero {stage}": recipe_of(2, schedule, 4, "fp64", zero=Zero(stage=stage))
+        for schedule, stage in zip(SCHEDULES, (0, 1, 2, 3, 0, 2), strict=True)
+    }
+    cases = [case_of(name, layouts, tie_word_embeddings=True) for name in ("gpt2", "gemma2")]
+    assert_equal(pool, 2, cases)
+
+
+def train(pool: RankPool, case: Case, world: int) -> dict[str, Evidence]:
+    return {label: evidence for (_, label), evidence in pool.run(world, train_layouts, [case])[0].items()}
+
+
+def test_gpipe_and_1f1b_are_bitwise_equal(pool: RankPool) -> None:
+    layouts = {schedule: recipe_of(2, schedule, 7) for schedule in ("gpipe", "1f1b")}
+    found = train(pool, case_of("llama", layouts, tie_word_embeddings=True), 2)
+    one, other = found["gpipe"], found["1f1b"]
+    assert (one.losses, one.norms) == (other.losses, other.norms)
+    for name, weight in one.weights.items():
+        assert torch.equal(weight, other.weights[name])
+        assert torch.equal(one.gradients[name], other.gradients[name])
+
+
+def test_dropout_recomputation_and_freezing_do_not_know_of_stages(pool: RankPool) -> None:
+    """Masks are drawn for a layer and a microbatch, wherever the model is cut; a first stage may have nothing to train."""
+    dropout = {"resid_pdrop": 0.3, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
+    recomputes = Memory(activation_checkpointing="full", compile="never")
+    layouts = {
+        "one stage": recipe_of(1, "1f1b", 4),
+        "two": recipe_of(2, "1f1b", 4),
+        "three, split backward, recomputed": recipe_of(3, "zb_h1", 4, memory=recomputes),
+        "in a V": recipe_of(2, "zbv", 4, zero=Zero(stage=2)),
+    }
+    found = train(pool, case_of("gpt2", layouts, **dropout), 3)
+    assert worst_error(compare(found["two"], found["one stage"])) < 1e-5
+    assert worst_error(compare(found["three, split backward, recomputed"], found["one stage"])) < 1e-5
+    assert worst_error(compare(found["in a V"], found["one stage"])) < 1e-5
+    without = train(pool, case_of("gpt2", {"one stage": layouts["one stage"]}), 1)
+    assert worst_error(compare(found["one stage"], without["one stage"])) > 1e-2
+    frozen = Model(freeze=["embed_tokens", r"layers\.[01]\."])
+    layouts = {schedule: recipe_of(2, schedule, 4, model=frozen) for schedule in ("1f1b", "zb_h1")}
+    assert_equal(pool, 2, [case_of("llama", layouts)])
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Of one rank: what it did when, its most live microbatches, the loss of a validation over all its sequences."""
+
+    timed: tuple[Timed, ...]
+    peak_live: int
+    validation: float
+
+
+@contextmanager
+def counting_live_microbatches() -> Iterator[list[int]]:
+    """The most microbatches at once of which anything is kept for backward."""
+    kept: dict[int, int] = {}
+    peak = [0]
+    forward = StageOfStep.forward
+
+    class Kept:
+        """Alive as long as autograd keeps the tensor."""
+
+        def __init__(self, tensor: Tensor, microbatch: int):
+            self.tensor = tensor
+            kept[microbatch] = kept.get(microbatch, 0) + 1
+            peak[0] = max(peak[0], sum(count > 0 for count in kept.values()))
+            finalize(self, lambda: kept.__setitem__(microbatch, kept[microbatch] - 1))
+
+    def watched(stage: StageOfStep, microbatch: int, received: Tensor | None) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: Kept(x, microbatch), lambda each: each.tensor):
+            return forward(stage, microbatch, received)
+
+    with patch.object(StageOfStep, "forward", watched):
+        yield peak
+
+
+def observe(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, Observed]:
+    """Body: two steps of each layout; the second is observed."""
+    found = {}
+    for number, (label, recipe) in enumerate(case.layouts.items()):
+        mesh = connect(topology_of(recipe), CPU, f"{rendezvous}-{number}", rank)
+        run = build(recipe, case.config, mesh)
+        microbatches = share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh)
+        before = evaluate(run, microbatches)
+        train_step(run, microbatches, 0, 0.0, ())
+        with counting_live_microbatches() as peak:
+            loss = float(train_step(run, microbatches, 1, 0.0, ())[0])
+        assert before == pytest.approx(loss, rel=1e-5), label
+        found[label] = Observed(run.timed, peak[0], evaluate(run, microbatches[:3]))
+        mesh.close()
+    return found
+
+
+def test_ranks_do_what_was_simulated_and_keep_no_more_microbatches(pool: RankPool) -> None:
+    """Order of each rank, every action after what it needs; 1F1B keeps min(P - rank, M) microbatches, not M; validation gives
+    the same loss on all ranks, and with nothing learnt the training's."""
+    layouts = {schedule: recipe_of(4, schedule, 7) for schedule in SCHEDULES if schedule != "dualpipe_v"}
+    by_rank = pool.run(4, observe, case_of("llama", layouts, num_layers=8))
+    for label, recipe in layouts.items():
+        virtual = 2 if label in ("interleaved", "zbv") else 1
+        schedule = make_schedule(recipe.pipeline.schedule, 4, 7, virtual)
+        ends: dict[Action, Timed] = {each.action: each for of_rank in by_rank for each in of_rank[label].timed}
+        for rank, of_rank in enumerate(by_rank):
+            assert tuple(each.action for each in of_rank[label].timed) == schedule.actions[rank], label
+            for each in of_rank[label].timed:
+                needed = needs(schedule, each.action)
+                assert needed is None or ends[needed].end <= each.start, (label, str(each.action))
+        assert len({of_rank[label].validation for of_rank in by_rank}) == 1
+    assert [of_rank["1f1b"].peak_live for of_rank in by_rank] == [4, 3, 2, 1]
+    assert [of_rank["gpipe"].peak_live for of_rank in by_rank] == [7, 7, 7, 7]
