@@ -75,7 +75,10 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     settings = {_group_key(each): each for each in assignments}
     buffers = [buffer for plan in plans for buffer in plan.buffers]
     spans = [(buffer, span) for buffer in buffers if buffer.is_trained for span in buffer.spans]
-    optimizer = FlatOptimizer(recipe.optim, [_flat(buffer, span, settings[span.group]) for buffer, span in spans])
+    flat = [_flat(buffer, span, settings[span.group]) for buffer, span in spans]
+    # A rank whose stages are frozen counts updates as the others do.
+    nothing = FlatSpan(torch.zeros(0, device=mesh.device), torch.zeros(0, device=mesh.device), 1.0, 0.0)
+    optimizer = FlatOptimizer(recipe.optim, flat or [nothing])
     waits = Waits(mesh.device)
     return Run(
         stages={plan.model.cut.index: _connect_stage(plan, recipe, waits) for plan in plans},
