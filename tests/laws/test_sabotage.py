@@ -16,6 +16,7 @@ from torch import Tensor
 from framework import build
 from framework.comm.collectives import Pending, Reduction, all_reduce
 from framework.mesh.axis import Axis
+from framework.model import stage
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
 from framework.model.materialize import initialize_unit, seed_for
 from framework.parallel.zero import gradients
@@ -151,11 +152,11 @@ def decay_what_was_not_reached() -> Any:
 def seed_dropout_by_rank() -> Any:
     """Masks follow the microbatch's number on its rank."""
 
-    def seed(run_seed: int, word: str, at: int, index: int) -> int:
+    def seed(run_seed: int, word: str, at: int, index: int, unit: str) -> int:
         world = dist.get_world_size() if dist.is_initialized() else 1
-        return seed_for(run_seed, word, at, index // world)
+        return seed_for(run_seed, word, at, index // world, unit)
 
-    return patch.object(step, "seed_for", seed)
+    return patch.object(stage, "seed_for", seed)
 
 
 def whole() -> Any:
