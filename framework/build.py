@@ -111,6 +111,11 @@ class StagePlan:
 def plan_stages(recipe: Recipe, whole: PreTrainedModel) -> Pipeline:
     """Where the model is cut and in which order stages compute. Raises what does not fit."""
     derived = derive(recipe)
+    if derived.pp > 1 and getattr(whole.config, "output_router_logits", False):
+        raise RecipeError(
+            f"model.config.output_router_logits=true: the balancing term is a product of sums over all layers, and with"
+            f" parallel.pp={derived.pp} no stage has all of them. Set it to false, or parallel.pp=1"
+        )
     costs = unit_flops(whole, find_units(whole), derived.context)
     return plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from framework.build import DTYPES, group, lay_out, make_topology, plan_stages
+from framework.build import DTYPES, compute_dtype, group, lay_out, make_topology, plan_stages
 from framework.errors import EXIT_DONE
 from framework.mesh.axis import Axis
 from framework.mesh.placement import place
@@ -14,7 +14,7 @@ from framework.mesh.topology import Topology, shards_within_node
 from framework.model.load import build_meta, load_config
 from framework.model.plan import Unit, find_units
 from framework.optim.optimizers import state_names
-from framework.parallel.pipeline.schedules import make_schedule
+from framework.parallel.pipeline.describe import describe_pipeline
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_derived
@@ -51,9 +51,10 @@ def plan(recipe: Recipe) -> int:
     print("\nsent per step by each rank")
     for what, num_bytes in bytes_sent(buffers, derived.accumulation, DTYPES[recipe.precision.reduce]).items():
         print(f"  {what:<22} {_gib(num_bytes)}")
-    actions = make_schedule("1f1b", 1, derived.accumulation).actions[0]
-    shown = " ".join(f"{action.kind.value}{action.microbatch}" for action in actions[:16])
-    print(f"\nschedule      {shown}{' ...' if len(actions) > 16 else ''}")
+    rows = derived.sequences_per_microbatch * derived.context
+    width = config.get_text_config().hidden_size * compute_dtype(recipe.precision, torch.device("cpu")).itemsize
+    recomputes = recipe.memory.activation_checkpointing == "full"
+    print("\n" + describe_pipeline(plan_stages(recipe, model), derived.accumulation, rows * width, recomputes))
     return EXIT_DONE
 
 

@@ -69,6 +69,11 @@ def test_more_stages_than_layers_and_a_wrong_sum_of_layers_are_refused() -> None
         pipeline_of("pipeline.layers=[1,100]")
 
 
+def test_a_balancing_term_over_all_layers_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"output_router_logits=true.*no stage has all of them"):
+        pipeline_of("model=mixtral_8x7b", "model.config.output_router_logits=true")
+
+
 def test_layers_can_be_given() -> None:
     pipeline = pipeline_of("model.config.num_hidden_layers=5", "pipeline.layers=[4,1]")
     assert [(cut.start, cut.stop) for cut in pipeline.cuts] == [(0, 4), (4, 5)]

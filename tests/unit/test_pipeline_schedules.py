@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
-from framework.parallel.pipeline.cut import cut_by_cost, cut_evenly
+from framework.parallel.pipeline.cut import balance_ranks, cut_by_cost, cut_evenly
 from framework.parallel.pipeline.draw import draw_grid, save_picture
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
@@ -303,3 +303,24 @@ class TestCut:
     def test_a_heavy_head_leaves_the_last_stage_fewer_layers(self) -> None:
         assert cut_evenly(10, 4) == [3, 3, 2, 2]
         assert cut_by_cost([1.0] * 12, 0.0, 2.0, 4) == [3, 3, 4, 2]
+
+    @given(st.lists(st.integers(1, 9), min_size=4, max_size=12), st.integers(0, 20), st.integers(0, 20))
+    def test_balancing_never_makes_the_slowest_rank_slower(self, layers: list[int], first: int, last: int) -> None:
+        ranks = (0, 1, 1, 0)
+
+        def slowest(cut: list[int]) -> int:
+            ends = [sum(cut[: stage + 1]) for stage in range(4)]
+            sums = [sum(layers[end - size : end]) for end, size in zip(ends, cut, strict=True)]
+            return max(sums[0] + first + sums[3] + last, sums[1] + sums[2])
+
+        by_stage = cut_by_cost(layers, first, last, 4)
+        found = balance_ranks(by_stage, layers, first, last, ranks)
+        assert sum(found) == len(layers)
+        assert min(found) >= 1
+        assert slowest(found) <= slowest(by_stage)
+
+    def test_a_rank_with_both_ends_gets_fewer_layers(self) -> None:
+        """Embedding and head are on the first rank of a V."""
+        cut = balance_ranks(cut_by_cost([1.0] * 16, 0.0, 4.0, 8), [1.0] * 16, 0.0, 4.0, (0, 1, 2, 3, 3, 2, 1, 0))
+        assert cut[0] + cut[7] == 2
+        assert max(cut[rank] + cut[7 - rank] for rank in range(1, 4)) == 5

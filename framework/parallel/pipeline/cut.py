@@ -1,7 +1,7 @@
 """Where a model is cut into stages: so that the slowest is as fast as it can be."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise, permutations
 
 
 def cut_evenly(num_layers: int, num_stages: int) -> list[int]:
@@ -35,3 +35,33 @@ def cut_by_cost(layers: Sequence[float], first: float, last: float, num_stages: 
                     after[stop] = found
         best = after
     return list(best[num_layers][2])
+
+
+def balance_ranks(
+    counts: Sequence[int], layers: Sequence[float], first: float, last: float, rank_of_stage: Sequence[int]
+) -> list[int]:
+    """`counts` with layers moved from stage to stage as long as that makes the slowest rank faster, whose stages compute in
+    turn, or all more alike."""
+    sums = [0.0, *accumulate(layers)]
+
+    def slowness(cut: Sequence[int]) -> tuple[float, float, float]:
+        ends = [0, *accumulate(cut)]
+        costs = [sums[stop] - sums[start] for start, stop in pairwise(ends)]
+        costs[0] += first
+        costs[-1] += last
+        ranks = [0.0] * (max(rank_of_stage) + 1)
+        for rank, cost in zip(rank_of_stage, costs, strict=True):
+            ranks[rank] += cost
+        return max(ranks), sum(cost * cost for cost in ranks), max(costs)
+
+    best = list(counts)
+    while True:
+        moves = [
+            [count - (stage == source) + (stage == target) for stage, count in enumerate(best)]
+            for source, target in permutations(range(len(best)), 2)
+            if best[source] > 1
+        ]
+        found = min(moves, key=slowness, default=best)
+        if slowness(found) >= slowness(best):
+            return best
+        best = found

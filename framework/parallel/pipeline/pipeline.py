@@ -8,7 +8,7 @@ from pathlib import Path
 from framework.errors import RecipeError
 from framework.model.stage import Cut, cut_stages
 from framework.parallel.pipeline.actions import Action, Kind, Schedule
-from framework.parallel.pipeline.cut import cut_by_cost
+from framework.parallel.pipeline.cut import balance_ranks, cut_by_cost
 from framework.parallel.pipeline.lower import Lowered, Often, lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs
@@ -74,7 +74,7 @@ def plan_pipeline(
     schedule = make(num_microbatches)
     layers = [cost for unit, cost in unit_costs.items() if unit.startswith("layers.")]
     ends = unit_costs.get("embedding", 0.0), unit_costs.get("head", 0.0)
-    counts = _count_layers(settings, layers, ends, schedule.num_stages)
+    counts = _count_layers(settings, layers, ends, schedule.rank_of_stage)
     cuts = tuple(cut_stages(counts))
     costs = [sum(layers[cut.start : cut.stop]) + ends[0] * cut.is_first + ends[1] * cut.is_last for cut in cuts]
     return Pipeline(
@@ -92,8 +92,9 @@ def _make(name: str, num_ranks: int, virtual_stages: int, num_microbatches: int)
 
 
 def _count_layers(
-    settings: schema.Pipeline, layers: Sequence[float], ends: tuple[float, float], num_stages: int
+    settings: schema.Pipeline, layers: Sequence[float], ends: tuple[float, float], rank_of_stage: Sequence[int]
 ) -> Sequence[int]:
+    num_stages = len(rank_of_stage)
     if num_stages == 1:
         return [len(layers)]
     if num_stages > len(layers):
@@ -102,7 +103,7 @@ def _count_layers(
             " lower parallel.pp or pipeline.virtual_stages"
         )
     if settings.layers is None:
-        return cut_by_cost(layers, *ends, num_stages)
+        return balance_ranks(cut_by_cost(layers, *ends, num_stages), layers, *ends, rank_of_stage)
     if len(settings.layers) != num_stages or sum(settings.layers) != len(layers):
         raise RecipeError(
             f"pipeline.layers={settings.layers} makes {len(settings.layers)} stages of {sum(settings.layers)} layers; the model"

@@ -1,0 +1,62 @@
+"""A pipeline in words and numbers, before anything runs: the cut, the grid, what stands still, what is alive."""
+
+from collections.abc import Iterator
+
+from framework.errors import ScheduleError
+from framework.parallel.pipeline.draw import draw_grid
+from framework.parallel.pipeline.pipeline import Pipeline
+from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from framework.parallel.pipeline.simulate import Costs, peak_live, simulate
+
+# Bytes that a layer keeps of each hidden value for backward, for two-byte activations and attention that does not store
+# its matrix (Korthikanti et al. 2022, section 4: 34 s b h).
+KEPT_PER_VALUE = 17
+
+
+def describe_pipeline(pipeline: Pipeline, num_microbatches: int, hidden_bytes: int, recomputes: bool) -> str:
+    """hidden_bytes: of one microbatch's hidden states. recomputes: layers keep their input only."""
+    schedule = pipeline.make(num_microbatches)
+    timeline = simulate(schedule, pipeline.costs)
+    slowest = max(pipeline.costs.forward) or 1.0
+    lines = [
+        f"pipeline      {schedule.name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks,"
+        f" {num_microbatches} microbatches, bubble {timeline.bubble:.1%}",
+        f"{'stage':<7}{'rank':<6}{'layers':<12}time of the slowest",
+    ]
+    for cut, rank, cost in zip(pipeline.cuts, schedule.rank_of_stage, pipeline.costs.forward, strict=True):
+        ends = "".join([" + embedding"] * cut.is_first + [" + head"] * cut.is_last)
+        lines.append(f"{cut.index:<7}{rank:<6}{f'{cut.start} to {cut.stop - 1}':<12}{cost / slowest:.0%}{ends}")
+    lines += ["", draw_grid(schedule), ""]
+    kept = hidden_bytes * (1 if recomputes else KEPT_PER_VALUE)
+    lines.append("most live microbatches x stages, and what they keep for backward (an estimate)")
+    for rank, live in enumerate(peak_live(schedule)):
+        layers = max(cut.stop - cut.start for cut in pipeline.cuts if schedule.rank_of_stage[cut.index] == rank)
+        lines.append(f"  rank {rank:<4}{live:>4}   {live * layers * kept / 2**20:>12,.1f} MiB")
+    lowered = pipeline.training(num_microbatches).ranks[0]
+    shown = " ".join(map(str, lowered[:24]))
+    lines += [
+        "",
+        f"rank 0 does   {shown}{' ...' if len(lowered) > 24 else ''}",
+        f"parameters    gathered once per {pipeline.unshard} (zero.stage, zero.keep_gathered)",
+        f"gradients     reduced once per {pipeline.reduce} (zero.stage, zero.accumulate)",
+        "",
+        *_compare(pipeline, schedule.num_ranks, num_microbatches),
+    ]
+    return "\n".join(lines)
+
+
+def _compare(pipeline: Pipeline, num_ranks: int, num_microbatches: int) -> Iterator[str]:
+    """Every schedule on as many ranks, with stages of equal cost: its bubble and its live microbatches."""
+    yield f"{'schedule':<14}{'stages':<8}{'bubble':<9}live microbatches on each rank, in layers of a rank"
+    total = sum(pipeline.costs.forward)
+    for name, form in SCHEDULES.items():
+        virtual = form.virtual_stages or 2
+        try:
+            schedule = make_schedule(name, num_ranks, num_microbatches, virtual)
+        except ScheduleError as error:
+            yield f"{name:<14}{num_ranks * virtual:<8}{error}"
+            continue
+        costs = [total / schedule.num_stages] * schedule.num_stages
+        bubble = simulate(schedule, Costs(costs, costs, costs)).bubble
+        live = " ".join(f"{count / virtual:g}" for count in peak_live(schedule))
+        yield f"{name:<14}{schedule.num_stages:<8}{f'{bubble:.1%}':<9}{live}"
