@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.build import DTYPES, compute_dtype, group, lay_out, make_topology, plan_stages
 from framework.errors import EXIT_DONE
@@ -16,10 +16,11 @@ from framework.model.plan import Unit, find_units
 from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.describe import describe_pipeline
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.recipe.derive import derive
+from framework.recipe.derive import Derived, derive
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Recipe
 from framework.track.flops import flops_per_token, measure_model
+from framework.verify.describe_layouts import describe_layouts
 
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
@@ -45,6 +46,10 @@ def plan(recipe: Recipe) -> int:
         f"zero          stage {recipe.zero.stage}: {topology.size('shard')} shards, {topology.size('replica')} replicas"
     )
     print("\n" + _describe_units(units, buffers))
+    if derived.tp > 1:
+        print("\nparameters of rank 0, before ZeRO\n" + describe_layouts(buffers))
+        sent = activation_bytes_per_layer(derived, config, compute_dtype(recipe.precision, torch.device("cpu")))
+        print(f"\nactivations   each layer sends {_gib(sent).strip()} per microbatch over tp, forward and backward")
     print("\nbytes per rank, of rank 0; activations, logits and the framework itself come on top")
     for kind, num_bytes in bytes_per_rank(buffers, state_names(recipe.optim)).items():
         print(f"  {kind:<12} {_gib(num_bytes)}")
@@ -84,6 +89,17 @@ def bytes_per_rank(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict
             total["optimizer"] += buffer.numel_owned * master * len(states)
     total["gathered"] = _largest_gathered(buffers)
     return total
+
+
+def activation_bytes_per_layer(derived: Derived, config: PretrainedConfig, compute: torch.dtype) -> int:
+    """What a rank sends over `tp` for one layer and one microbatch.
+
+    With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
+    in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes.
+    """
+    tokens = derived.sequences_per_microbatch * derived.context
+    whole = tokens * config.get_text_config().hidden_size * compute.itemsize
+    return 2 * 2 * 2 * (derived.tp - 1) * whole // derived.tp
 
 
 def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, wire: torch.dtype) -> dict[str, int]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 from torch import Tensor
 
 from framework.build import DTYPES, build
@@ -13,10 +14,11 @@ from framework.mesh.connect import connect
 from framework.model.load import build_meta
 from framework.optim.optimizers import state_names
 from framework.recipe.compose import compose
-from framework.recipe.schema import Recipe, Zero
+from framework.recipe.derive import derive
+from framework.recipe.schema import Parallel, Recipe, Zero
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
-from framework.verify.plan import bytes_per_rank, bytes_sent, plan, plan_rank
+from framework.verify.plan import activation_bytes_per_layer, bytes_per_rank, bytes_sent, plan, plan_rank
 from tests.families import family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
@@ -129,3 +131,25 @@ def test_large_models_are_planned_without_memory(model: str, total: str, capsys:
 def test_a_node_holds_all_local_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(compose(["zero=hsdp", "launch.ranks=4"]).require()) == EXIT_DONE
     assert "stage 3: 4 shards, 1 replicas" in capsys.readouterr().out
+
+
+def measure_activations(rank: int, world: int, rendezvous: str, recipe: Recipe) -> list[int]:
+    """Body: bytes over `tp` in a step of two layers and of three."""
+    sent = []
+    for num_layers in (2, 3):
+        case = Case("", family("llama"), {"": recipe}, {"num_hidden_layers": num_layers})
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{num_layers}", rank)
+        run = build(recipe, case.config, mesh)
+        before = sum(mesh.axis("tp").traffic.bytes.values())
+        train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
+        sent.append(sum(mesh.axis("tp").traffic.bytes.values()) - before)
+        mesh.close()
+    return sent
+
+
+def test_bytes_of_a_tensor_parallel_layer_are_what_ranks_send(pool: RankPool) -> None:
+    recipe = small_recipe("fp32", 2, 3, 12, None, Zero(stage=0), Parallel(tp=2, sequence=False))
+    config = Case("", family("llama"), {"": recipe}).config
+    planned = 3 * activation_bytes_per_layer(derive(recipe), config, torch.float32)
+    for two, three in pool.run(2, measure_activations, recipe):
+        assert three - two == planned

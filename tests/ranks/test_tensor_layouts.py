@@ -1,38 +1,51 @@
 """Tensor-parallel layouts of the whole training step: with ZeRO, data parallelism, accumulation and clipping they are the run
-of stock Hugging Face and torch in one process: losses, norms, gradients, weights."""
+of stock Hugging Face and torch in one process: losses, norms, gradients, weights. `test_tensor.py` splits each family alone."""
 
 from itertools import product
+from operator import attrgetter
 
 import pytest
 
 from framework.recipe.schema import Parallel, Recipe, Zero
-from tests.families import family
+from tests.families import FAMILIES, Family, family
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
+from tests.ranks.test_parity import WITHOUT_FP64, WITHOUT_INITIALISER
 
 SEQUENCES = 4
+NAMES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo", "olmo2", "gpt2", "gpt_neox",
+    "gpt_bigcode", "falcon", "falcon_grouped", "bloom", "opt", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss",
+)  # fmt: skip
+# (tp, dp, sequence, stage) of four ranks at most. A family's split knows nothing of ZeRO: each meets every value once or more.
+PAIRS = ((2, 2, True, 3), (2, 2, False, 1), (2, 1, True, 0), (4, 1, True, 3))
+CROSS = tuple((2, dp, sequence, stage) for dp, sequence, stage in product((1, 2), (True, False), (0, 1, 3)))
 
 
-def layouts(precision: str, tps: tuple[int, ...]) -> dict[str, Recipe]:
-    """Every degree with and without sequence parallelism, on one and two data-parallel ranks where four suffice, at stages 0,
-    1 and 3."""
-    ways = [
-        (tp, sequence, dp, stage)
-        for tp, sequence, dp, stage in product(tps, (True, False), (1, 2), (0, 1, 3))
-        if tp * dp <= 4 and (dp > 1 or stage != 1)
-    ]
+def layout(precision: str, tp: int, dp: int, sequence: bool, stage: int) -> Recipe:
+    parallel = Parallel(tp=tp, sequence=sequence)
+    return small_recipe(precision, tp * dp, 2, SEQUENCES, 0.05, Zero(stage=stage), parallel)
+
+
+def layouts(precision: str, ways: tuple[tuple[int, int, bool, int], ...]) -> dict[str, Recipe]:
     return {
-        f"tp {tp}, dp {dp}, sequence {sequence}, stage {stage}": small_recipe(
-            precision, tp * dp, 2, SEQUENCES, 0.05, Zero(stage=stage), Parallel(tp=tp, sequence=sequence)
-        )
-        for tp, sequence, dp, stage in ways
+        f"tp {tp}, dp {dp}, sequence {sequence}, stage {stage}": layout(precision, tp, dp, sequence, stage)
+        for tp, dp, sequence, stage in ways
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_tensor_parallel_training_equals_one_process(pool: RankPool, name: str) -> None:
-    cases = [
-        Case(f"{name} {tied}", family(name), layouts("fp64", (2,)), {"tie_word_embeddings": tied})
-        for tied in (True, False)
-    ]
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_combination_with_zero_equals_one_process(pool: RankPool, tied: bool) -> None:
+    changes = {"tie_word_embeddings": tied}
+    cases = [Case("llama", family("llama"), layouts("fp64", CROSS), changes)]
+    cases.append(Case("llama in fp32", family("llama"), layouts("fp32", PAIRS), changes))
     assert_equal(pool, 4, cases)
+
+
+@pytest.mark.parametrize(
+    "each",
+    [each for each in FAMILIES if each.name in NAMES and each.name not in (*WITHOUT_FP64, *WITHOUT_INITIALISER)],
+    ids=attrgetter("name"),
+)
+def test_every_family_equals_one_process(pool: RankPool, each: Family) -> None:
+    assert_equal(pool, 4, [Case(each.name, each, layouts("fp64", PAIRS))])
