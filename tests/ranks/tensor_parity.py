@@ -87,7 +87,8 @@ def compare_case(case: TensorCase, tp: Axis, kv: Axis) -> float:
     labels = ids.roll(-1, 1).masked_fill(torch.rand(ids.shape) < 0.3, IGNORE)
     labels[:, -1] = IGNORE
     with keep_double(torch.float64):
-        expected = expect_whole(whole, ids, labels)
+        # One rank is enough to ask the whole model.
+        expected = expect_whole(whole, ids, labels) if tp.rank == 0 else {}
         split, layouts = build_split(case, whole, tp, kv)
         loss_of = TokenLoss(tp, split_vocabulary(split, layouts), case.chunk_tokens)
         output = split(input_ids=ids)
@@ -95,6 +96,8 @@ def compare_case(case: TensorCase, tp: Axis, kv: Axis) -> float:
         loss.backward()
     found = {"loss": loss.detach()} | gather_gradients(split, case.spoil(layouts) if case.spoil else layouts, tp, kv)
     assert layouts.keys() == dict(whole.named_parameters(remove_duplicate=False)).keys()
+    if tp.rank != 0:
+        return 0.0
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     # A key's bias cancels in the softmax: its gradient is rounding noise.
     floor = NOISE_SHARE * max(float(each.abs().max()) for each in expected.values())

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 from framework.comm.collectives import gather_objects
 from framework.errors import ModelError, TopologyError
@@ -19,6 +20,7 @@ from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta
 from framework.model.loss import TokenLoss
+from framework.model.shrink import shrink
 from framework.parallel.activation_checkpointing import checkpoint_activations
 from framework.parallel.tensor import layers, split_over_tp
 from framework.parallel.tensor.layers import RowLinear
@@ -260,6 +262,19 @@ def test_what_no_rule_knows_is_refused_by_name() -> None:
     config = build_config(family("stablelm"), qk_layernorm=True)
     with pytest.raises(ModelError, match=r"(?s)layers.\*.self_attn.q_layernorm.norms.\* .*model.tp_plan"):
         split_over_tp(build_meta(config), axis, ALONE, False)
+
+
+def test_norms_of_what_is_still_in_parts_are_refused() -> None:
+    """A.X-K1 normalises the output of its mixture of experts inside it, where each rank has a part of the sum."""
+    config = shrink(CONFIG_MAPPING["axk1"]())
+    with pytest.raises(ModelError, match=r"mlp.post_mlp_layernorm \(AXK1RMSNorm"):
+        split_over_tp(build_meta(config), Axis("tp", 2, 0), ALONE, False)
+
+
+def test_encoders_that_name_their_layers_alike_are_refused() -> None:
+    config = shrink(CONFIG_MAPPING["bert"]())
+    with pytest.raises(ModelError, match=r"intermediate.dense .*taken for row, without a column beside it"):
+        split_over_tp(build_meta(config), Axis("tp", 2, 0), ALONE, False)
 
 
 def test_degrees_that_heads_do_not_divide_by_are_refused_with_those_that_do() -> None:

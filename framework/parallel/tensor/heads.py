@@ -27,7 +27,7 @@ from framework.parallel.tensor.rules import (
 def ranks_per_kv_head(config: PretrainedConfig, tp: int) -> int:
     """How many of `tp` ranks hold the same key-value heads: 1 unless there are fewer heads than ranks."""
     text = config.get_text_config()
-    if not hasattr(text, "num_attention_heads"):
+    if getattr(text, "num_attention_heads", None) is None:
         return 1
     return Counts(text.num_attention_heads, _kv_heads(text), HEAD_BLOCKS.get(text.model_type, 1)).copies(tp)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from framework.errors import ModelError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import part
 from framework.parallel.tensor.regions import Region, TokenShard
@@ -25,11 +26,18 @@ def _on_input(change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs:
     return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
 
-def enter_behind(region: Region, module: nn.Module, args: Any, output: Any):
-    change = _on_output(region.enter, output)
-    if region.tokens is not None:
-        region.tokens.end_draws(change if isinstance(change, Tensor) else change[0])
-    return change
+def gather_behind(region: Region, tokens: TokenShard, module: nn.Module, args: Any, output: Any):
+    """Behind the module, the final norm, the tokens come together: what follows is a region."""
+    if not tokens.is_sharded:
+        # NanoChat normalises the embedding by its final norm, too. With a weight that would be two kinds of gradient.
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            raise ModelError(
+                f"{type(module).__name__} is used before and behind the layers: use parallel.sequence=false"
+            )
+        return output
+    gathered = _on_output(region.enter, output)
+    tokens.end(gathered if isinstance(gathered, Tensor) else gathered[0])
+    return gathered
 
 
 def leave(region: Region, module: nn.Module, args: Any, output: Any):

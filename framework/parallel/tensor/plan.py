@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,6 +20,8 @@ from framework.model.plan import find_layers
 from framework.parallel.tensor.rules import FAMILIES, HEAD_NORMS, PARAMETERS, ROLES, Role, parse_role
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
+# Styles of Hugging Face's own plans that say all that is needed.
+HINTS = MappingProxyType({"colwise": Role("column"), "rowwise": Role("row")})
 LINEARS = (nn.Linear, Conv1D, nn.Conv1d)
 
 
@@ -100,6 +103,7 @@ def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
             region = _region(search, name, module)
             if region is not None:
                 yield region
+    _check_ends(search, loose, has_experts=False)
     if loose:
         yield RegionPlan(next(iter(loose)), loose, (), is_block=False)
 
@@ -128,7 +132,19 @@ def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
             roles[full] = role
     if not roles and not experts:
         return None
+    _check_ends(search, roles, has_experts)
     return RegionPlan(name, roles, experts, is_block=has_experts)
+
+
+def _check_ends(search: _Search, roles: Mapping[str, Role], has_experts: bool) -> None:
+    """What column layers take apart, row layers put together: a region with only one of them is not understood."""
+    kinds = {role.kind for role in roles.values()} - {"replicated", "norm"}
+    if len(kinds) == 1 and not has_experts:
+        for name, role in roles.items():
+            if role.kind in kinds:
+                partner = "row" if role.kind == "column" else "column"
+                line = _describe(name, search.model.get_submodule(name))
+                search.unmatched.append(f"{line}, taken for {role.kind}, without a {partner} beside it")
 
 
 def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
@@ -144,11 +160,21 @@ def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
         return None
     if leaf in ROLES:
         return parse_role(ROLES[leaf])
-    return None
+    return _hinted_role(search, name)
+
+
+def _hinted_role(search: _Search, name: str) -> Role | None:
+    """Hugging Face's plan, of plain layers only: it does not tell how heads lie."""
+    parent = search.model.get_submodule(name.rpartition(".")[0])
+    if any(hasattr(parent, word) for word in ("head_dim", "head_size", "num_heads")):
+        return None
+    style = next((style for pattern, style in search.hints.items() if fnmatchcase(name, pattern)), "")
+    return HINTS.get(style)
 
 
 def _norm_role(search: _Search, name: str, norm: nn.Module) -> Role | None:
-    """Of a norm inside a region: of one head, of all heads, with a weight for each head, or of the hidden states."""
+    """Of a norm inside a region: of one head, of all heads, or with a weight for each head. One of hidden states is unknown: it
+    may be of a sum that is still in parts."""
     parameters = dict(norm.named_parameters(recurse=False))
     parent = search.model.get_submodule(name.rpartition(".")[0])
     shape = tuple(next(iter(parameters.values())).shape)
@@ -159,7 +185,7 @@ def _norm_role(search: _Search, name: str, norm: nn.Module) -> Role | None:
     if form is not None and head_dim is not None and shape != (head_dim,):
         is_rms = set(parameters) == {"weight"} and shape[0] % head_dim == 0
         return Role("norm", form) if len(shape) == 2 or is_rms else None
-    return Role("replicated") if shape in ((head_dim,), (search.config.hidden_size,)) else None
+    return Role("replicated") if shape == (head_dim,) else None
 
 
 def _is_norm(name: str, module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from framework.comm import collectives, duals
 from framework.comm.collectives import Pending
+from framework.errors import ModelError
 from framework.mesh.axis import Axis
 from framework.parallel.tensor.draws import Draws
 
@@ -31,23 +32,27 @@ class TokenShard:
     """Between the first layer and the final norm each rank holds a part of every sequence's tokens (sequence parallelism).
 
     length: tokens of the sequences that are in the layers now. If the ranks do not divide it, the last part is padded with
-    zeros, which a border takes away again before anything mixes tokens.
+    zeros, which a border takes away again before anything mixes tokens. is_sharded: we are between the two now.
     """
 
     def __init__(self, axis: Axis, draws: Draws | None = None) -> None:
         self.axis, self.draws = axis, draws
         self.length = 0
+        self.is_sharded = False
         self._outer: Tensor | None = None
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Replicated [B, S, D] to this rank's [B, S'/tp, D]."""
-        self.length = x.shape[TOKEN_DIM]
+        """Replicated [B, S, D] to this rank's [B, S'/tp, D]. A first layer that runs again finds them sharded already."""
+        if self.is_sharded:
+            return x
+        self.length, self.is_sharded = x.shape[TOKEN_DIM], True
         if self.draws is not None:
             self._outer = self.draws.start_outside(x)
         return duals.scatter(self.pad(x), self.axis, TOKEN_DIM)
 
-    def end_draws(self, x: Tensor) -> None:
-        """The tokens come together again."""
+    def end(self, x: Tensor) -> None:
+        """The tokens have come together again."""
+        self.is_sharded = False
         if self.draws is not None and self._outer is not None:
             self.draws.restore(x, self._outer)
             self._outer = None
@@ -70,6 +75,10 @@ class TokenShard:
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Start gathering; `join` makes the tokens of what has come."""
+        if not self.length:
+            raise ModelError(
+                "a layer runs before the first one, where tokens are scattered: use parallel.sequence=false"
+            )
         out = x.new_empty(self.axis.size, *x.shape)
         return out, collectives.start_all_gather(out, x.contiguous(), self.axis)
 

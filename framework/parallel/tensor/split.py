@@ -18,7 +18,7 @@ from framework.model.plan import FINAL_NORMS, find_layers, find_units
 from framework.parallel.tensor.cuts import Counts, Cut, cut
 from framework.parallel.tensor.draws import Draws, draws_in_training
 from framework.parallel.tensor.heads import count_heads, divide_numbers
-from framework.parallel.tensor.hooks import enter, enter_behind, leave, lend_bias, return_bias, scatter, share_balance
+from framework.parallel.tensor.hooks import enter, gather_behind, leave, lend_bias, return_bias, scatter, share_balance
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
 from framework.parallel.tensor.plan import RegionPlan, make_plan
 from framework.parallel.tensor.regions import Region, TokenShard
@@ -217,11 +217,10 @@ class _Surgery:
         region = Region(self.tp, self.tokens, self.regathers)
         self._put(names[head], ColumnLinear(weight, bias, False, region, self.kv))
         # With sharded tokens the region begins where they are gathered: models read the sequence's shape before the head.
-        where = self._last_module() if self.tokens is not None else self.model.get_output_embeddings()
         if self.tokens is not None:
-            where.register_forward_hook(partial(enter_behind, region))
+            self._last_module().register_forward_hook(partial(gather_behind, region, self.tokens))
         else:
-            where.register_forward_pre_hook(partial(enter, region), with_kwargs=True)
+            self.model.get_output_embeddings().register_forward_pre_hook(partial(enter, region), with_kwargs=True)
 
     def place_tokens(self) -> None:
         """Shard the tokens where the first layer begins. What stands before computes alike on all ranks, with whole gradients."""
