@@ -11,6 +11,7 @@ from tests.families import FAMILIES, Family, family
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parity import WITHOUT_FP64, WITHOUT_INITIALISER
+from tests.ranks.test_tensor import CHANGES
 
 SEQUENCES = 4
 NAMES = (
@@ -48,4 +49,4 @@ def test_every_combination_with_zero_equals_one_process(pool: RankPool, tied: bo
     ids=attrgetter("name"),
 )
 def test_every_family_equals_one_process(pool: RankPool, each: Family) -> None:
-    assert_equal(pool, 4, [Case(each.name, each, layouts("fp64", PAIRS))])
+    assert_equal(pool, 4, [Case(each.name, each, layouts("fp64", PAIRS), CHANGES.get(each.name, {}))])
