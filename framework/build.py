@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.checkpoint.load import load_newest, newest_checkpoint
 from framework.checkpoint.save import save_checkpoint
+from framework.comm.collectives import gather_objects
 from framework.data.loader import Loader, validation_batches
 from framework.data.prepared import Prepared, open_prepared
 from framework.errors import EXIT_FAILED, DataError, MeshwrightError, RecipeError
@@ -31,8 +32,10 @@ from framework.model.weights import read_weights, resolve_folder
 from framework.optim.groups import GroupAssignment, group_parameters
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.parallelize import parallelize
+from framework.parallel.pipeline.draw import save_picture, save_trace
 from framework.parallel.pipeline.execute import Hidden
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
+from framework.parallel.pipeline.simulate import Timeline, simulate
 from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
 from framework.parallel.zero.buffers import FROZEN, Span, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
@@ -243,6 +246,9 @@ def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -
     prepared = open_prepared(recipe)
     config = load_config(recipe.model)
     _check_data_fits(recipe, prepared, config)
+    if derived.pp > 1:
+        plan_stages(recipe, build_meta(config, recipe.model.attention))
+        find_layer_outputs(config)
     topology = make_topology(recipe, derived, config)
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
     mesh = connect(topology, choose_device(recipe.launch.device), check_s=check_s)
@@ -278,6 +284,13 @@ def _train(
         state.num_updates = run.optimizer.num_updates
         save_checkpoint(root, state.step, entries(run, whole=False), state.to_json(), world, recipe.checkpoint.keep)
 
+    def draw() -> None:
+        timeline = Timeline(tuple(gather_objects(run.timed, mesh.axis("pp"))))
+        if mesh.rank == 0:
+            simulated = simulate(run.pipeline.make(derived.accumulation), run.pipeline.costs)
+            save_trace(run_dir / "timeline.json", timeline)
+            save_picture(run_dir / "timeline.png", {"simulated": simulated, "measured": timeline}, derived.pp)
+
     def validate() -> float:
         return evaluate(
             run,
@@ -305,6 +318,7 @@ def _train(
     services = Services(
         validate,
         save,
+        draw,
         observers.report,
         lambda tokens_per_s: mfu(tokens_per_s, info.flops_per_token or 0.0, world.size, info.peak_flops),
         stop,

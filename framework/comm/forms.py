@@ -1,7 +1,8 @@
 """Forms: how a collective is made of what a backend offers, and which form is taken on which device.
 
-`FORMS` is the choice. It is a table and not a measurement at start-up, because ranks must choose alike and because no size
-was found at which another form wins: scripts/bench/collectives.py from 64 KiB to 64 MiB, 2 and 4 ranks (docs/benchmarks.md).
+`FORMS` is the choice. It is a table and not a measurement at start-up, because ranks must choose alike and because on gloo no
+size was found at which its own form wins: scripts/bench/collectives.py from 64 KiB to 64 MiB, 2 and 4 ranks
+(docs/benchmarks.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -203,6 +203,11 @@ class Track:
         "before each collective ranks tell each other what they start: a divergence is an error, not a hang; slow",
         False,
     )
+    timeline_step: int | None = key(
+        "write what ranks did when in this step: RUN/timeline.json, a Chrome trace, and timeline.png; null: never",
+        None,
+        low=1,
+    )
     wandb: Wandb = group(Wandb)
 
 

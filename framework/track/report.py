@@ -30,6 +30,7 @@ class StepReport:
     validation_loss: float | None = None
     skipped_steps: int = 0
     exposed_communication_s: float = 0.0
+    pipeline_bubble: float = 0.0
 
 
 @dataclass(frozen=True)

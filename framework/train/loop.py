@@ -55,11 +55,12 @@ class Taken:
 
 @dataclass(frozen=True)
 class Services:
-    """What the loop calls. `save` and `validate` are collective; `report` does nothing but on rank 0; `mfu` turns tokens per
-    second of the whole run into a share of the devices' peak, None where that is not known."""
+    """What the loop calls. `save`, `draw` and `validate` are collective; `report` does nothing but on rank 0; `mfu` turns tokens
+    per second of the whole run into a share of the devices' peak, None where that is not known."""
 
     validate: Callable[[], float]
     save: Callable[[], None]
+    draw: Callable[[], None]
     report: Callable[[StepReport], None]
     mfu: Callable[[float], float | None]
     stop: StopRequest
@@ -74,7 +75,7 @@ class Loop:
         self._unread: Taken | None = None
         self._skipped_in_a_row = 0
         self._last_save_s = time.monotonic()
-        self._busy_s, self._wait_s = 0.0, 0.0
+        self._busy_s = self._wait_s = self._computed_s = self._span_s = 0.0
         self._stop = self._save_by_clock = False
 
     def train(self) -> int:
@@ -82,6 +83,8 @@ class Loop:
         while self.state.step < self.recipe.train.steps and not self._stop:
             self._take_step()
             is_last = self.state.step == self.recipe.train.steps
+            if self.state.step == self.recipe.track.timeline_step:
+                self.services.draw()
             if self._is_due(self.recipe.train.validate_every_steps) or (
                 is_last and self.recipe.train.validate_every_steps
             ):
@@ -107,6 +110,8 @@ class Loop:
         state.tokens += self.derived.tokens_per_step
         traffic = ledger.totals(ledger.difference(ledger.snapshot(self.run.mesh), before))
         self._wait_s, self._busy_s = loaded - started, time.perf_counter() - loaded
+        self._computed_s = sum(each.end - each.start for each in self.run.timed)
+        self._span_s = self.run.timed[-1].end - loaded
         self._read()
         seconds = time.perf_counter() - started
         self._unread = Taken(
@@ -114,12 +119,14 @@ class Loop:
         )
 
     def _votes(self) -> list[float]:
-        """[stop?, save now?] then (busy, waiting) seconds of the step before, each rank in its own place."""
+        """[stop?, save now?] then seconds of the step before, each rank in its own place: busy, waiting for data, in actions of
+        the pipeline, until the last of them had ended."""
         minutes = self.recipe.checkpoint.every_minutes
         due = minutes is not None and time.monotonic() - self._last_save_s > 60 * minutes
         votes = [float(self.services.stop.requested), float(due and self.run.mesh.rank == 0)]
-        seconds = [0.0] * (2 * self.derived.world)
-        seconds[2 * self.run.mesh.rank : 2 * self.run.mesh.rank + 2] = self._busy_s, self._wait_s
+        seconds = [0.0] * (4 * self.derived.world)
+        first = 4 * self.run.mesh.rank
+        seconds[first : first + 4] = self._busy_s, self._wait_s, self._computed_s, self._span_s
         return votes + seconds
 
     def _read(self, validation_loss: float | None = None) -> None:
@@ -158,8 +165,9 @@ class Loop:
                 lr=taken.lr,
                 step_s=taken.seconds,
                 tokens_per_s=tokens_per_s,
-                tokens_per_s_per_rank=tuple(tokens_of_rank / busy if busy else 0.0 for busy in seconds[0::2]),
-                data_wait_s=max(seconds[1::2]),
+                tokens_per_s_per_rank=tuple(tokens_of_rank / busy if busy else 0.0 for busy in seconds[0::4]),
+                data_wait_s=max(seconds[1::4]),
+                pipeline_bubble=_bubble(seconds[2::4], seconds[3::4]),
                 exposed_communication_s=sum(stall.seconds for stall in taken.stalls),
                 mfu=self.services.mfu(tokens_per_s),
                 memory_bytes=peak_memory_bytes(self.run.mesh.device),
@@ -176,3 +184,9 @@ class Loop:
         self._read()
         self.services.save()
         self._last_save_s, self._save_by_clock = time.monotonic(), False
+
+
+def _bubble(computed_s: list[float], spans_s: list[float]) -> float:
+    """Share of the ranks' time, until the last of them is through with its actions, in which they computed nothing."""
+    longest = max(spans_s)
+    return 1.0 - sum(computed_s) / (len(spans_s) * longest) if longest else 0.0

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import GradientPlace, Slot, Span, UnitBuffer
 from framework.parallel.zero.waits import Waits
 from framework.train.stage import Stage, StageOfStep
+
+# Microbatches that go through the pipeline together in a validation.
+VALIDATION_MICROBATCHES = 64
 
 
 @dataclass
@@ -118,23 +123,27 @@ def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor
 @torch.no_grad()
 def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
     """Mean loss per token over all ranks' microbatches, of which every rank has the same number; leaves no trace in training."""
-    inputs = [_to_device(microbatch, run.mesh.device) for microbatch in microbatches]
     one = torch.ones((), dtype=torch.int64, device=run.mesh.device)
-
-    def compute(stage: Stage, index: int, received: Tensor | None) -> Tensor:
-        output = _forward(stage.model, received, inputs[index], None)
-        return run.loss(output.logits, inputs[index].labels, one) if stage.model.cut.is_last else output
-
     for stage in run.stages.values():
         stage.model.model.eval()
+    has_loss = any(stage.model.cut.is_last for stage in run.stages.values())
     sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
-    if inputs:
-        sums[0], _ = _execute(run, run.pipeline.validation(len(inputs)), inputs, compute)
-    if any(stage.model.cut.is_last for stage in run.stages.values()):
-        sums[1] = sum(count_loss_tokens(each.labels) for each in inputs)
+    waiting = iter(microbatches)
+    while inputs := [_to_device(each, run.mesh.device) for each in islice(waiting, VALIDATION_MICROBATCHES)]:
+        compute = partial(_evaluate, run, inputs, one)
+        sums[0] += _execute(run, run.pipeline.validation(len(inputs)), inputs, compute)[0]
+        if has_loss:
+            sums[1] += sum(count_loss_tokens(each.labels) for each in inputs)
     for name in ("batch", "pp"):
         all_reduce(sums, run.mesh.axis(name))
     return float(sums[0] / sums[1].clamp(min=1))
+
+
+def _evaluate(
+    run: Run, inputs: Sequence[Microbatch], num_tokens: Tensor, stage: Stage, index: int, received: Tensor | None
+) -> Tensor:
+    output = _forward(stage.model, received, inputs[index], None)
+    return run.loss(output.logits, inputs[index].labels, num_tokens) if stage.model.cut.is_last else output
 
 
 def _loss(run: Run, stage: Stage, output: Any, inputs: Microbatch, num_tokens: Tensor, num_microbatches: int) -> Tensor:

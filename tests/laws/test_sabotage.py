@@ -113,7 +113,7 @@ def scatter_without_adding() -> Any:
 
 def count_replicas_in_the_norm() -> Any:
     """Every rank counts all that it holds."""
-    return patch.object(UnitBuffer, "counted_elements", lambda buffer, values: values)
+    return patch.object(UnitBuffer, "counted_elements", lambda buffer, values: [values])
 
 
 def count_the_norm_of_the_rank() -> Any:

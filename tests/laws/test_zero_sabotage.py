@@ -161,7 +161,7 @@ def keep_old_parameters() -> AbstractContextManager[Any]:
 
 def count_the_padding() -> AbstractContextManager[Any]:
     """The norm goes over the whole of a rank's part, its padded tail included."""
-    return patch.object(UnitBuffer, "counted_elements", lambda buffer, values: values)
+    return patch.object(UnitBuffer, "counted_elements", lambda buffer, values: [values])
 
 
 def leave_unwritten_gradients() -> AbstractContextManager[Any]:
@@ -181,9 +181,8 @@ def count_a_tied_parameter_twice() -> AbstractContextManager[Any]:
     """The norm counts the embedding once more, as the head."""
     counted = UnitBuffer.counted_elements
 
-    def twice(buffer: UnitBuffer, values: Tensor) -> Tensor:
-        once = counted(buffer, values)
-        return torch.cat([once, once]) if buffer.unit == "embedding" else once
+    def twice(buffer: UnitBuffer, values: Tensor) -> list[Tensor]:
+        return counted(buffer, values) * (2 if buffer.unit == "embedding" else 1)
 
     return patch.object(UnitBuffer, "counted_elements", twice)
 

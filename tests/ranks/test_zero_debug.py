@@ -17,6 +17,7 @@ from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
 SKIPPED = 2  # the unit layers.1
+DIVIDED = Zero(stage=2, shard_within=2, optimizer_within="all")
 
 
 def skip_a_gather(run: Run) -> None:
@@ -57,7 +58,7 @@ def case_of(world: int, zero: Zero) -> Case:
     return Case("", family("llama"), {"": small_recipe("fp32", world, 1, 12, 0.05, zero)})
 
 
-@pytest.mark.parametrize("zero", [Zero(stage=3), Zero(stage=2, shard_within=2), Zero(stage=0)], ids=str)
+@pytest.mark.parametrize("zero", [Zero(stage=3), DIVIDED, Zero(stage=0)], ids=str)
 def test_ranks_in_step_train_as_without_the_mode(pool: RankPool, zero: Zero) -> None:
     world = 4 if zero.shard_within else 2
     assert pool.run(world, train, case_of(world, zero), 30.0, "") == pool.run(

@@ -1,5 +1,6 @@
 """Schedules and timelines as text and as pictures."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,3 +60,22 @@ def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) 
     ]
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=7, frameon=False)
     figure.savefig(path)
+
+
+def save_trace(path: Path, timeline: Timeline) -> None:
+    """A measured timeline, in seconds, as a Chrome trace (chrome://tracing, ui.perfetto.dev), one row a rank."""
+    first = min((rank[0].start for rank in timeline.ranks if rank), default=0.0)
+    events = [
+        {
+            "name": str(each.action),
+            "cat": each.action.kind.name.lower(),
+            "ph": "X",
+            "ts": (each.start - first) * 1e6,
+            "dur": (each.end - each.start) * 1e6,
+            "pid": 0,
+            "tid": number,
+        }
+        for number, rank in enumerate(timeline.ranks)
+        for each in rank
+    ]
+    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
