@@ -74,7 +74,7 @@ PreemptMode=REQUEUE
 SlurmdTimeout=15
 SlurmctldTimeout=10
 MessageTimeout=5
-KillWait=5
+KillWait=20
 NodeName=DEFAULT CPUs=8 RealMemory=8000 Gres=gpu:8 State=UNKNOWN
 CONF
   for gpu in {0..7}; do : > "$place/gpu/$gpu"; done    # a device is a file; SLURM only counts them
@@ -109,6 +109,7 @@ boot() { # boot NODE
   if lives "$folder/init.pid"; then return; fi
   mkdir -p "$folder/spool"; rm -f "$folder/init.pid"
   # The namespace's first process only reaps what is orphaned in it, and ends with slurmd.
+  # shellcheck disable=SC2016    # the inner shell expands them
   setsid unshare --pid --fork --uts --mount --mount-proc --propagation private bash -c '
       hostname "$1"; mount --bind "$2/hosts" /etc/hosts
       slurmd -D -N "$1" -f "$SLURM_CONF" & slurmd=$!

@@ -19,10 +19,11 @@ near_end=                           # set once the time limit is near
 say() { printf '%(%F %T)T  job %s: %s\n' -1 "$job" "$*"; }
 
 newest_step() { # of the checkpoints, which are whole or absent
-  local newest
-  newest=$(ls "$run/checkpoints" 2>/dev/null | grep -xE 'step-[0-9]+' | sort | tail -n 1)
-  newest=${newest#step-}
-  echo $((10#${newest:-0}))
+  local newest=0 path
+  for path in "$run"/checkpoints/step-*; do    # in the order of their numbers, which have leading zeros
+    if [[ ${path##*/} =~ ^step-([0-9]+)$ ]]; then newest=$((10#${BASH_REMATCH[1]})); fi
+  done
+  echo "$newest"
 }
 
 note() { printf '%(%FT%T%z)T job=%s restart=%s %s\n' -1 "$job" "${SLURM_RESTART_COUNT:-0}" "$*" >> "$history"; }
@@ -37,16 +38,19 @@ stop() { # stop CODE WHY: the last word on this run; what still waits in its cha
   exit "$1"
 }
 
-# SLURM lets a requeued job wait two minutes. It takes the delay back when it is asked to, but only once the job has left
-# its nodes, when nothing of this script is left: a job of one moment asks.
+# SLURM lets a requeued job wait two minutes, for its nodes refuse a job that they have revoked in the same second. It takes
+# the delay back when it is asked to, but only once the job has left its nodes, when nothing of this script is left: a job of
+# one moment asks, for a start some seconds later.
 start_soon() { # start_soon [CHANGE...]: other changes that a job takes only while it waits
-  sbatch --quiet --job-name="soon-$job" --output=/dev/null --nodes=1 --ntasks=1 --time=1 --deadline=now+2minutes \
+  sbatch --quiet --job-name="soon-$job" --output=/dev/null --nodes=1 --ntasks=1 --time=2 --deadline=now+4minutes \
     ${SLURM_JOB_PARTITION:+--partition="$SLURM_JOB_PARTITION"} ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
-    ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in {1..150}; do
-      state=\$(squeue --noheader --job=$job --format=%T)
-      if [ \"\$state\" = PENDING ]; then scontrol update JobId=$job StartTime=now $*; exit; fi
-      if [ -z \"\$state\" ]; then exit; fi
-      sleep 0.2
+    ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in {1..240}; do
+      state=\$(squeue --noheader --states=all --job=$job --format=%T)
+      case \$state in
+        PENDING) scontrol update JobId=$job StartTime=now+3 $*; exit ;;
+        CANCELLED) exit ;;
+      esac
+      sleep 0.5
     done"
 }
 
@@ -67,6 +71,7 @@ time_is_near() {
   while :; do scancel --quiet --signal=USR1 "$job"; sleep 5; done &
   asking=$!
 }
+limit_s=$(date --date="$(field EndTime)" +%s)
 trap time_is_near USR1
 trap : TERM                         # scancel or preemption: the ranks get it too, save and end; `field` says which it was
 
@@ -80,8 +85,15 @@ start_ranks() {
 {% block ranks %}{% endblock %}
   local ranks=$!
   while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done    # a signal ends `wait`, not the ranks
-  if [ -n "${asking:-}" ]; then kill "$asking"; wait "$asking" 2>/dev/null; asking=; fi
-  if [ -s "$outcome" ]; then code=$(< "$outcome"); fi
+  if [ -n "${asking:-}" ]; then kill "$asking" 2>/dev/null; wait "$asking" 2>/dev/null; asking=; fi
+  # What a rank said of itself is more than srun's code, which may be that of a rank it killed, or 0 when it lost sight of them.
+  local said
+  said=$(cat "$outcome" 2>/dev/null)
+  case $said:$code in
+    :0) code=1 ;;
+    0:* | :*) ;;
+    *) code=$said ;;
+  esac
 }
 
 # --- set-up: what the site and the recipe ask for
@@ -113,6 +125,7 @@ while :; do
     88) stop 88 "ended with 88, the numbers left the finite range: not started again" ;;
   esac
   if [ "$(field JobState)" != RUNNING ]; then    # somebody else ends this job
+    if [ -n "$near_end" ] && [ "$(date +%s)" -ge "$limit_s" ]; then requeue "cut by the time limit before it had saved"; fi
     if [ "$(field PreemptTime)" != None ]; then start_soon; fi
     say "ended by SLURM with $code at step $(newest_step)"
     exit "$code"

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from framework.errors import EXIT_DONE, EXIT_FAILED, MeshwrightError
+from framework.errors import EXIT_FAILED, MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, is_task
 from framework.recipe.compose import load_recipe
@@ -69,7 +69,7 @@ def run_process(work: Callable[[], int]) -> NoReturn:
     faulthandler.enable()
     _end_with_parent()
     code = work()
-    if code != EXIT_DONE and is_task():
+    if is_task():
         claim_outcome(code)
     # The launcher sends SIGTERM once the first rank has ended; from here on it must not replace the code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

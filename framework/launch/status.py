@@ -7,7 +7,9 @@ import fcntl
 import re
 import statistics
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +147,19 @@ def _describe_steps(run: RunDirectory, recipe: Recipe) -> str:
     return f"{last['step']:,} of {total:,} ({last['step'] / total:.0%}), loss {last['loss']:.4f}{eta}"
 
 
+def _waits_for_the_clock(state: JobState) -> bool:
+    """Is it only SLURM's delay after a requeue that keeps the job? Other reasons have a start time that is a guess."""
+    with suppress(ValueError):
+        is_due = datetime.fromisoformat(state.start) <= datetime.now()
+        return state.state == "PENDING" and state.reason in ("BeginTime", "None", "") and not is_due
+    return False
+
+
 def _next_command(run: RunDirectory, recipe: Recipe, jobs: list[tuple[str, JobState | None]], is_done: bool) -> str:
     active = [(job, state) for job, state in jobs if state and state.state in WAITING_OR_RUNNING]
     if not active:
         return f"meshwright export {run.path} --to DIR" if is_done else resume_command(run, recipe)
     job, state = active[0]
-    if state.state == "PENDING" and state.reason == "BeginTime":
-        return f"scontrol update JobId={job} StartTime=now    # instead of waiting for the start time"
+    if _waits_for_the_clock(state):
+        return f"scontrol update JobId={job} StartTime=now    # instead of waiting until {state.start}"
     return f"scancel {' '.join(job for job, _ in active)}    # saves and stops"

@@ -1,0 +1,243 @@
+"""A real SLURM cluster on this machine, and a desk in front of it: submit, watch, and do harm at a known moment.
+
+Runs are a tiny model and a few steps. So that a fault finds a run in the middle, however fast the machine is, its ranks are
+stopped (SIGSTOP) at a step first; SLURM's own SIGCONT, or ours, lets them go on.
+"""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from framework.checkpoint.commit import newest_checkpoint
+from framework.checkpoint.load import Reader
+from framework.cli import main
+from framework.launch.export import _read
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "scripts" / "local_cluster.sh"
+STEPS = 120
+NODES = 5  # n4 is for preemption, n5 is to die; nothing else runs there
+WORDS = ("mesh", "axis", "layout", "box", "dual", "unit", "schedule", "state")
+RECIPE = (
+    "track=none",
+    "data=files",
+    "data.sources.files.path=corpus",
+    "data.bpe_vocab=300",
+    "data.validation=0",
+    "model.config={vocab_size: 320, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2,"
+    " num_attention_heads: 2, num_key_value_heads: 1, tie_word_embeddings: true}",
+    "precision=fp32",
+    f"train.steps={STEPS}",
+    "train.validate_every_steps=null",
+    "optim.schedule.warmup_steps=2",
+    "batch.sequences_per_step=6",
+    "batch.sequences_per_microbatch=1",
+    "batch.context=16",
+    "checkpoint.every_steps=20",
+    "launch.threads_per_rank=1",
+)
+SLURM = (
+    "launch=slurm",
+    "launch.gres=null",
+    "launch.ranks_per_node=1",
+    'launch.time="00:10:00"',
+    "launch.signal_seconds_before_end=20",
+)
+APART = 'launch.sbatch=["--exclude=n[4-5]"]'
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Desk:
+    """`place` has the corpus and the runs; relative paths of recipes hold there."""
+
+    place: Path
+    environment: dict[str, str]
+    _composing: threading.Lock = field(default_factory=threading.Lock)  # Hydra composes one recipe at a time
+
+    def meshwright(self, *arguments: str) -> Answer:
+        """The program in this process, which has torch imported already."""
+        out, err = io.StringIO(), io.StringIO()
+        with self._composing, redirect_stdout(out), redirect_stderr(err):
+            code = main(arguments)
+        return Answer(code, out.getvalue(), err.getvalue())
+
+    def submit(self, run: str, *overrides: str) -> str:
+        """Queue a new run; returns the job's id (of a chain the first)."""
+        answer = self.meshwright("submit", *RECIPE, *SLURM, APART, f"run.id={run}", *overrides)
+        assert answer.code == 0, answer
+        return re.search(r"^job +(\d+)", answer.out, re.M)[1]
+
+    def resume(self, run: str, *overrides: str) -> str:
+        answer = self.meshwright("submit", f"run.id={run}", *overrides)
+        assert answer.code == 0, answer
+        return re.search(r"^job +(\d+)", answer.out, re.M)[1]
+
+    def train_here(self, run: str, *overrides: str) -> None:
+        """The same recipe on this machine, without SLURM, in a process of its own."""
+        command = [sys.executable, "-m", "framework", "train", *RECIPE, f"run.id={run}", *overrides]
+        subprocess.run(command, cwd=self.place, env=self.environment, check=True, capture_output=True, timeout=240)
+
+    def cluster(self, *words: str) -> str:
+        """scripts/local_cluster.sh."""
+        return call(str(SCRIPT), *words)
+
+    # --- what a run has left behind
+
+    def folder(self, run: str) -> Path:
+        return self.place / "runs" / run
+
+    def log(self, run: str) -> str:
+        path = self.folder(run) / "job.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def records(self, run: str) -> list[dict]:
+        """Of metrics.jsonl, as far as it is written."""
+        path = self.folder(run) / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def losses(self, run: str) -> list[tuple[int, float]]:
+        return [(record["step"], record["loss"]) for record in self.records(run)]
+
+    def weights(self, run: str) -> dict[str, torch.Tensor]:
+        reader = Reader(newest_checkpoint(self.folder(run) / "checkpoints"))
+        return {name: _read(reader, name) for name in reader.manifest.entries if name.startswith("weight/")}
+
+    def history(self, run: str) -> list[dict]:
+        """slurm/history as dicts: time (seconds), job, restart, what (start, end) and its values."""
+        path = self.folder(run) / "slurm" / "history"
+        return [parse_note(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def ends(self, run: str) -> list[int]:
+        return [note["code"] for note in self.history(run) if note["what"] == "end"]
+
+    def starts(self, run: str) -> list[dict]:
+        return [note for note in self.history(run) if note["what"] == "start"]
+
+    # --- watching and doing harm
+
+    def pids(self, run: str) -> dict[int, int]:
+        """Rank -> process, of the ranks that live now."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                if b"framework.launch.rank" in words and str(self.folder(run)).encode() in words:
+                    variables = dict(re.findall(rb"(\w+)=([^\0]*)", (process / "environ").read_bytes()))
+                    if words[0].endswith((b"python", b"python3")) and b"SLURM_PROCID" in variables:
+                        found[int(variables[b"SLURM_PROCID"])] = int(process.name)
+        return found
+
+    def pause(self, run: str, at_step: int, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
+        """Stop the run's ranks once it has reported `at_step`; returns them."""
+
+        def is_there() -> bool:
+            return unless() or any(record["step"] >= at_step for record in self.records(run)[-1:])
+
+        wait_for(is_there, f"{run} at step {at_step}", tell=lambda: self.log(run))
+        pids = {} if unless() else self.pids(run)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGSTOP)
+        return pids
+
+    def let_go(self, pids: dict[int, int]) -> None:
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def wait_until_said(self, run: str, text: str, times: int = 1, timeout_s: float = 300) -> None:
+        """Until the job's log has the text so many times."""
+        wait_for(lambda: self.log(run).count(text) >= times, f"{run} says {text!r}", timeout_s, lambda: self.log(run))
+
+    def wait_until_gone(self, job: str, timeout_s: float = 300) -> None:
+        """Until the job neither waits nor runs."""
+        wait_for(lambda: job_state(job) not in ("PENDING", "RUNNING", "COMPLETING"), f"the end of job {job}", timeout_s)
+
+    def seconds_to_vanish(self, pids: dict[int, int]) -> float:
+        """How long it takes until none of these processes lives."""
+        started = time.monotonic()
+        wait_for(lambda: not any(lives(pid) for pid in pids.values()), f"the end of {pids}")
+        return time.monotonic() - started
+
+
+def parse_note(line: str) -> dict:
+    stamp, *words = line.split()
+    values = dict(word.split("=", 1) for word in words if "=" in word)
+    note = {"time": time.mktime(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S")), "job": values["job"]}
+    note |= {name: int(values[name]) for name in ("restart", "from", "code", "step") if name in values}
+    return note | {"what": "start" if "from" in values else "end", "nodes": values.get("nodes", "")}
+
+
+def job_field(job: str, name: str) -> str:
+    return re.search(rf"\b{name}=(\S*)", call("scontrol", "--oneliner", "show", "job", job))[1]
+
+
+def job_state(job: str) -> str:
+    return job_field(job, "JobState")
+
+
+def call(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def lives(pid: int) -> bool:
+    """A zombie does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def wait_for(
+    condition: Callable[[], bool], what: str, timeout_s: float = 300, tell: Callable[[], str] = lambda: ""
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s:.0f} s\n{tell()}"
+        time.sleep(0.1)
+
+
+def write_corpus(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(20):
+        text = " ".join(WORDS[(number * index * index + index) % len(WORDS)] for index in range(1, 200))
+        (folder / f"{number}.txt").write_text(text)
+
+
+def wandb_steps(run_dir: Path) -> Iterator[tuple[str, list[int]]]:
+    """(run id, steps) of each offline segment of a run, oldest first."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
+        store, steps, run_id = DataStore(), [], ""
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            run_id = record.run.run_id or run_id
+            for item in record.history.item:
+                if (item.key or "/".join(item.nested_key)) == "step":
+                    steps.append(int(json.loads(item.value_json)))
+        yield run_id, steps

@@ -1,0 +1,152 @@
+"""Jobs on a real cluster: every run ends where an undisturbed one would, bitwise, or stops as documented."""
+
+import json
+from concurrent.futures import Future
+
+import pytest
+import torch
+import yaml
+
+from tests.slurm.cluster import STEPS, Desk, wait_for, wandb_steps
+from tests.slurm.scenarios import left_over, run_scenarios
+
+
+@pytest.fixture(scope="module")
+def evidence(desk: Desk) -> dict[str, Future]:
+    return run_scenarios(desk)
+
+
+@pytest.fixture(scope="module")
+def reference(evidence):
+    """The undisturbed run's losses, by ranks."""
+    return evidence["local_references"].result()["losses"]
+
+
+def assert_equals_undisturbed(desk: Desk, run: str, ranks: int, reference) -> None:
+    assert desk.losses(run) == reference[ranks]
+    mine, theirs = desk.weights(run), desk.weights(f"local{ranks}")
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]), name
+
+
+def test_one_two_and_three_nodes_train_as_the_local_launch_does(evidence, reference):
+    losses = evidence["layouts"].result()["losses"]
+    assert losses == reference
+    assert [step for step, _ in losses[3]] == list(range(1, STEPS + 1))
+
+
+def test_dry_run_shows_to_the_byte_what_is_submitted(evidence):
+    found = evidence["layouts"].result()
+    assert found["shown"] == found["written"] == found["queued"]
+    assert "srun --nodes=2 --ntasks=2" in found["shown"]
+    assert not found["dry_run_left_a_folder"]
+
+
+def test_time_limits_leave_the_curve_as_it_was(desk, evidence, reference):
+    found = evidence["time_limit"].result()
+    assert found["ends"][-1] == 0
+    assert len(found["ends"]) >= 3
+    assert set(found["ends"][:-1]) == {85}
+    assert max(found["delays_s"]) < 20
+    assert_equals_undisturbed(desk, "limit", 2, reference)
+    assert len({start["job"] for start in desk.starts("limit")}) == 1
+    segments = list(wandb_steps(desk.folder("limit")))
+    assert len(segments) == len(found["ends"])
+    assert {run_id for run_id, _ in segments} == {"limit"}
+    assert [step for _, steps in segments for step in steps] == list(range(1, STEPS + 1))
+
+
+def test_a_chain_of_three_jobs_is_one_run(desk, evidence, reference):
+    found = evidence["chain"].result()
+    assert len(found["queued"]) == 3
+    assert [state for _, state in found["queued"]].count("PENDING") >= 2
+    assert len(set(found["jobs"])) == len(found["jobs"]) == 3
+    if desk.ends("chain")[-1] != 0:  # a slow machine: the third was cut as well, and said how to go on
+        assert "the chain is at its end: go on with  meshwright submit run.id=chain" in desk.log("chain")
+        desk.wait_until_gone(desk.resume("chain", "launch.chain=1", 'launch.time="00:10:00"'))
+    assert_equals_undisturbed(desk, "chain", 1, reference)
+
+
+def test_killed_ranks_are_started_again_in_the_same_job(desk, evidence, reference):
+    found = evidence["killed_ranks"].result()
+    assert max(found["vanish_s"]) < 30
+    assert [start["restart"] for start in found["starts"]] == [0, 0, 0]
+    assert [start["from"] for start in found["starts"]] == [0, 20, 60]
+    assert found["ends"][-1] == 0
+    assert_equals_undisturbed(desk, "killed", 2, reference)
+
+
+def test_a_preempted_run_resumes_at_its_step(desk, evidence, reference):
+    found = evidence["preemption"].result()
+    assert found["ends"] == [85, 0]
+    assert found["vanish_s"] < 30
+    assert [start["restart"] for start in found["starts"]] == [0, 1]
+    assert found["at"] <= found["starts"][1]["from"] <= found["at"] + 6
+    assert_equals_undisturbed(desk, "yields", 1, reference)
+
+
+def test_a_cancelled_run_has_saved_and_stays_away(desk, evidence, reference):
+    found = evidence["cancelled"].result()
+    assert (found["state"], found["starts"], found["ends"]) == ("CANCELLED", 1, [85])
+    assert found["vanish_s"] < 30
+    assert "which waits or runs" in found["refusal"]
+    assert "meshwright submit run.id=cancelled" in found["status"]
+    assert 30 <= found["resumed"]["from"] <= 40
+    assert_equals_undisturbed(desk, "cancelled", 2, reference)
+
+
+def test_a_run_survives_the_loss_of_its_node(desk, evidence, reference):
+    found = evidence["node_loss"].result()
+    assert found["vanish_s"] < 30
+    assert "PENDING" in found["status"]
+    assert "saved    step 20" in found["status"]
+    assert [(start["restart"], start["from"]) for start in found["starts"]] == [(0, 0), (1, 20)]
+    assert_equals_undisturbed(desk, "power", 1, reference)
+
+
+def test_a_crash_that_returns_is_stopped_and_its_evidence_kept(desk, evidence):
+    found = evidence["crash_for_ever"].result()
+    assert [start["from"] for start in found["starts"]] == [0, 5, 5]
+    assert found["state"] == "FAILED"
+    assert "stopped: 2 starts from step 5, none with a newer checkpoint" in found["status"]
+    assert [step for step, _ in desk.losses("crashes")][:7] == list(range(1, 8))
+    assert (desk.folder("crashes") / "checkpoints" / "step-00000005").is_dir()
+
+
+def test_a_users_mistake_is_said_once_and_not_tried_again(evidence):
+    found = evidence["users_mistake"].result()
+    assert (found["starts"], found["ends"]) == (1, [86])
+    assert "86, a mistake in the input: not started again" in found["log"]
+    assert found["log"].count("max_position_embeddings=8") == 2  # in full, and in one line of the other rank
+    assert found["log"].count("ends as well") == 1
+
+
+def test_a_bad_node_is_left_out(evidence):
+    found = evidence["bad_node"].result()
+    assert found["ends"] == [87, 87]
+    first, second = (start["nodes"] for start in found["starts"])
+    assert first != second
+    assert {first, second} <= set(found["excluded"].split(",")) or found["excluded"].startswith("n[")
+
+
+def test_a_sweep_is_an_array_with_a_limit(evidence):
+    found = evidence["array"].result()
+    assert found["at_once"] == 2
+    recipes = [yaml.safe_load(text) for text in found["recipes"]]
+    assert [recipe["optim"]["lr"] for recipe in recipes] == [1e-3, 2e-3, 3e-3, 4e-3]
+    assert {recipe["track"]["wandb"]["group"] for recipe in recipes} == {"sweep-sweep-001"}
+    assert [[step for step, _ in losses] for losses in found["losses"]] == [list(range(1, 16))] * 4
+    assert len({json.dumps(losses) for losses in found["losses"]}) == 4
+    assert found["status"].count(", done") == 4
+
+
+def test_torchrun_starts_the_same_run(evidence, reference):
+    found = evidence["torchrun"].result()
+    assert found["losses"] == reference[2], found["log"]
+
+
+def test_nothing_is_left_running(desk, evidence):
+    for future in evidence.values():
+        future.result()
+    wait_for(lambda: not left_over(desk), "the end of all processes", 30, lambda: "\n".join(left_over(desk)))
