@@ -1,0 +1,87 @@
+"""Sabotage of the pipeline: drop one rule, and the comparison with one process fails."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from framework.parallel.pipeline.execute import _Step
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.recipe.schema import Zero
+from framework.train import step
+from framework.verify.compare import Row
+from tests.ranks.parity import Case, run_cases
+from tests.ranks.pool import RankPool
+from tests.ranks.test_pipeline import case_of, recipe_of
+
+VISIBLE = 1e-3
+
+Sabotage = Callable[[], AbstractContextManager[Any]]
+
+
+def average_microbatches() -> AbstractContextManager[Any]:
+    """Each microbatch is divided by its own tokens and then averaged, as if all had equally many."""
+    whole = step._loss
+
+    def loss(run: Any, stage: Any, output: Any, inputs: Any, num_tokens: Tensor, num_microbatches: int) -> Tensor:
+        own = step.count_loss_tokens(inputs.labels)
+        return whole(run, stage, output, inputs, own * num_microbatches, num_microbatches)
+
+    return patch.object(step, "_loss", loss)
+
+
+def reduce_before_the_last_backward() -> AbstractContextManager[Any]:
+    """The first backward of a stage is taken for the last."""
+
+    def is_last(executed: _Step, stage: int) -> bool:
+        executed._rest[stage] -= 1
+        return executed._rest[stage] == 3
+
+    return patch.object(_Step, "_is_last_of", is_last)
+
+
+def forget_the_other_end() -> AbstractContextManager[Any]:
+    """The two owners of a tied embedding do not sum their gradients."""
+    allocate = UnitBuffer.allocate
+
+    def alone(buffer: UnitBuffer, *args: Any) -> None:
+        buffer.partial_axes = tuple(axis for axis in buffer.partial_axes if axis.name != "ends")
+        allocate(buffer, *args)
+
+    return patch.object(UnitBuffer, "allocate", alone)
+
+
+def of(schedule: str, zero: int) -> Case:
+    recipe = recipe_of(2, schedule, 4, "fp64", zero=Zero(stage=zero))
+    case = case_of("llama", {"": recipe}, tie_word_embeddings=True)
+    return replace(case, name=f"{schedule} at zero {zero}")
+
+
+SABOTAGES = (
+    (average_microbatches, of("1f1b", 0), "loss"),
+    (reduce_before_the_last_backward, of("1f1b", 1), "gradient, step 1"),
+    (forget_the_other_end, of("zb_h1", 0), "gradient, step 1"),
+)
+
+
+def run_sabotaged(rank: int, world: int, rendezvous: str, sabotage: Sabotage, case: Case) -> dict[str, list[Row]]:
+    """Body: `run_cases` under a sabotage, which ends with it."""
+    with sabotage():
+        return run_cases(rank, world, rendezvous, [case])
+
+
+def errors(pool: RankPool, sabotage: Sabotage, case: Case) -> dict[str, float]:
+    (rows,) = pool.run(2, run_sabotaged, sabotage, case)[0].values()
+    return {row.quantity: row.error for row in rows}
+
+
+@pytest.mark.parametrize(("sabotage", "case", "quantity"), SABOTAGES, ids=lambda each: getattr(each, "__name__", None))
+def test_a_dropped_rule_shows_and_the_whole_code_does_not(
+    pool: RankPool, sabotage: Sabotage, case: Case, quantity: str
+) -> None:
+    assert max(errors(pool, nullcontext, case).values()) < case.tolerance
+    assert errors(pool, sabotage, case)[quantity] > VISIBLE
