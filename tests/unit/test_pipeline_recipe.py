@@ -47,6 +47,11 @@ def pipeline_of(*overrides: str) -> Pipeline:
             "pipeline.schedule",
             "needs 4 microbatches in a step, and there are 3 | batch.sequences_per_step=4 or more",
         ),
+        (
+            ["parallel.tp=2", "launch.ranks=4", "parallel.sequence=true"],
+            "parallel.sequence",
+            "hidden states cross stages whole",
+        ),
         (["pipeline.schedule=1f1"], "pipeline.schedule", "1f1b"),
     ],
 )  # fmt: skip
