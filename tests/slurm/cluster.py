@@ -4,26 +4,24 @@ Runs are a tiny model and a few steps. So that a fault finds a run in the middle
 stopped (SIGSTOP) at a step first; SLURM's own SIGCONT, or ours, lets them go on.
 """
 
-import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.load import Reader
-from framework.cli import main
 from framework.launch.export import _read
+from tests.unit.test_track_wandb import steps_in_wandb
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "local_cluster.sh"
@@ -73,14 +71,14 @@ class Desk:
 
     place: Path
     environment: dict[str, str]
-    _composing: threading.Lock = field(default_factory=threading.Lock)  # Hydra composes one recipe at a time
 
     def meshwright(self, *arguments: str) -> Answer:
-        """The program in this process, which has torch imported already."""
-        out, err = io.StringIO(), io.StringIO()
-        with self._composing, redirect_stdout(out), redirect_stderr(err):
-            code = main(arguments)
-        return Answer(code, out.getvalue(), err.getvalue())
+        """The program, in a process of its own: scenarios run side by side."""
+        command = [sys.executable, "-m", "framework", *arguments]
+        done = subprocess.run(
+            command, cwd=self.place, env=self.environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
 
     def submit(self, run: str, *overrides: str) -> str:
         """Queue a new run; returns the job's id (of a chain the first)."""
@@ -225,19 +223,6 @@ def write_corpus(folder: Path) -> None:
         (folder / f"{number}.txt").write_text(text)
 
 
-def wandb_steps(run_dir: Path) -> Iterator[tuple[str, list[int]]]:
-    """(run id, steps) of each offline segment of a run, oldest first."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
-    for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
-        store, steps, run_id = DataStore(), [], ""
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            run_id = record.run.run_id or run_id
-            for item in record.history.item:
-                if (item.key or "/".join(item.nested_key)) == "step":
-                    steps.append(int(json.loads(item.value_json)))
-        yield run_id, steps
+def wandb_segments(run_dir: Path, run_id: str) -> list[list[int]]:
+    """The steps of each offline segment of a run, oldest first."""
+    return [steps_in_wandb(segment) for segment in sorted(run_dir.glob(f"wandb/offline-run-*-{run_id}"))]

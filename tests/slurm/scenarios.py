@@ -170,7 +170,7 @@ wait $rank
 
 def users_mistake(desk: Desk) -> Evidence:
     """A mistake that only the ranks can see: the model has fewer positions than a sequence."""
-    job = desk.submit("mistake", "+model.config.max_position_embeddings=8", "launch.nodes=2")
+    job = desk.submit("mistake", "model.config.max_position_embeddings=8", "launch.nodes=2")
     desk.wait_until_gone(job)
     return {"log": desk.log("mistake"), "starts": len(desk.starts("mistake")), "ends": desk.ends("mistake"), "job": job}
 
