@@ -13,12 +13,14 @@ reduced once where the system can. bf16: fp32 master weights and fp32 gradient s
   zero1            the same with ZeroRedundancyOptimizer, torch's stage 1
   fsdp2            fully_shard on each layer and on the model, reshard_after_forward (stage 3)
   fsdp2keep        the same without resharding after forward (stage 2)
+  deepspeed1 .. 3  DeepSpeed's stages with its defaults; only where asked for, since it has to be installed first
 `--same-product`: our linear layers use torch's own matrix product, so that the layout alone is compared.
 """
 
 import argparse
 import gc
 import json
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -38,6 +40,7 @@ from interleave import (
     Ours,
     Setting,
     Side,
+    decay_groups,
     join,
     make_adamw,
     measure,
@@ -45,6 +48,7 @@ from interleave import (
     parse_clip_norm,
     run_ranks,
     save_weights,
+    stock_model,
     table,
     title,
     tokens_of,
@@ -55,6 +59,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from framework.comm.forms import Pending
+from framework.data.loader import Microbatch
 from framework.mesh.axis import Axis
 from framework.mesh.connect import Mesh
 from framework.parallel.zero import gradients, parameters
@@ -68,6 +73,7 @@ OURS = {
     "ours3keep": Zero(stage=3, accumulate="local", keep_gathered=True),
 }
 SIDES = [*OURS, "ddp", "zero1", "fsdp2", "fsdp2keep"]
+DEEPSPEED = {f"deepspeed{stage}": stage for stage in (1, 2, 3)}
 # fp32 sums in another order; bf16 weights that round to the other neighbour.
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 MEMORY_STEPS = 4
@@ -99,6 +105,41 @@ class Fsdp2(Loop):
         return nullcontext()
 
 
+class DeepSpeed:
+    """deepspeed.initialize as its tutorial has it, with our optimizer."""
+
+    is_global = False
+
+    def __init__(self, setting: Setting, stage: int):
+        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(setting.world)}
+        import deepspeed
+
+        model = stock_model(setting)
+        config = {
+            "train_micro_batch_size_per_gpu": setting.case.sequences,
+            "gradient_accumulation_steps": setting.case.accumulation,
+            "gradient_clipping": setting.clip_norm or 0.0,
+            "bf16": {"enabled": setting.precision == "bf16"},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False)
+        optimizer = make_adamw(decay_groups(model))
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(self, microbatches: Sequence[Microbatch]) -> float:
+        total = 0.0
+        for each in microbatches:
+            loss = self.engine(each.input_ids, labels=each.labels, shift_labels=each.labels, use_cache=False).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.item() / len(microbatches)
+        return total
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 def make_zero_redundancy(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, fused=True)
 
@@ -111,6 +152,8 @@ def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor) -> Side:
             return Loop(setting, wrap_ddp, make_zero_redundancy)
         case "fsdp2" | "fsdp2keep":
             return Fsdp2(setting, reshards=name == "fsdp2")
+    if name in DEEPSPEED:
+        return DeepSpeed(setting, DEEPSPEED[name])
     return Ours(setting, mesh, OURS[name])
 
 
@@ -225,7 +268,7 @@ def main() -> None:
         "--cases", nargs="+", type=Case.parse, default=[Case(1, 1, 128), Case(1, 2, 512), Case(4, 1, 256)]
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES, *DEEPSPEED], default=SIDES)
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clip-norm", type=parse_clip_norm, default=None)
