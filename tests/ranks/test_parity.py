@@ -37,6 +37,7 @@ def test_any_ranks_accumulation_clipping_and_ties_equal_one_process(pool: RankPo
     assert_equal(pool, world, cases)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     "each", [each for each in FAMILIES if each.name not in WITHOUT_INITIALISER], ids=attrgetter("name")

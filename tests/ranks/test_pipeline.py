@@ -171,7 +171,7 @@ def observe(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, Obs
     """Body: two steps of each layout; the second is observed."""
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
-        mesh = connect(topology_of(recipe), CPU, f"{rendezvous}-{number}", rank)
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(recipe, case.config, mesh)
         microbatches = share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh)
         before = evaluate(run, microbatches)

@@ -59,6 +59,7 @@ def assert_equal(pool: RankPool, cases: Sequence[TensorCase]) -> None:
     assert not failed
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
 def test_every_family_split_equals_whole(pool: RankPool, batch: int) -> None:
     families: list[Family] = [each for each in FAMILIES if each.name not in WITHOUT_FP64][batch::NUM_BATCHES]

@@ -21,6 +21,7 @@ NAMES = (
 # (tp, dp, sequence, stage) of four ranks at most. A family's split knows nothing of ZeRO: each meets every value once or more.
 PAIRS = ((2, 2, True, 3), (2, 2, False, 1), (2, 1, True, 0), (4, 1, True, 3))
 CROSS = tuple((2, dp, sequence, stage) for dp, sequence, stage in product((1, 2), (True, False), (0, 1, 3)))
+TIES = (("llama", False), ("llama", True), ("gpt2", True))
 
 
 def layout(precision: str, tp: int, dp: int, sequence: bool, stage: int) -> Recipe:
@@ -43,6 +44,15 @@ def test_every_combination_with_zero_equals_one_process(pool: RankPool, tied: bo
     assert_equal(pool, 4, cases)
 
 
+def test_stages_of_split_layers_equal_one_process(pool: RankPool) -> None:
+    """tp 2 under pp 2, tied across the stages and untied."""
+    parallel = Parallel(tp=2, pp=2, sequence=False)
+    layouts = {f"stage {z}": small_recipe("fp64", 4, 2, SEQUENCES, 0.05, Zero(stage=z), parallel) for z in (0, 3)}
+    cases = [Case(f"{name} {tied}", family(name), layouts, {"tie_word_embeddings": tied}) for name, tied in TIES]
+    assert_equal(pool, 4, cases)
+
+
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "each",
     [each for each in FAMILIES if each.name in NAMES and each.name not in (*WITHOUT_FP64, *WITHOUT_INITIALISER)],

@@ -1,5 +1,6 @@
 """Every ZeRO layout is the training run of stock Hugging Face and torch in one process: losses, norms, gradients, weights."""
 
+from collections.abc import Mapping
 from itertools import product
 from operator import attrgetter
 from typing import Literal
@@ -11,6 +12,7 @@ from tests.families import FAMILIES, Family, family
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 
+Ways = Mapping[tuple[str, float | None, bool], tuple[int, ...]]
 FLAGSHIPS = ("llama", "gpt2", "qwen3", "gemma2", "mixtral", "gpt_neox")
 # Divides into 2, 3 or 4 ranks x 1 or 3 microbatches.
 SEQUENCES = 12
@@ -43,8 +45,8 @@ def layouts(precision: str, clip_norm: float | None, worlds: tuple[int, ...]) ->
 
 
 # (precision, clip_norm, tied) -> numbers of ranks. Clipping knows nothing of ties nor of the number of ranks: pairs suffice.
+CORE = {("fp64", 0.05, True): (2, 4), ("fp32", None, False): (3,)}
 GRID = {
-    ("fp64", 0.05, True): (2, 4),
     ("fp64", 0.05, False): (3,),
     ("fp64", None, True): (3,),
     ("fp64", None, False): (2, 4),
@@ -54,7 +56,10 @@ GRID = {
 
 
 @pytest.mark.parametrize("name", FLAGSHIPS)
-def test_any_stage_ranks_accumulation_clipping_and_ties_equal_one_process(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize("ways", [CORE, pytest.param(GRID, marks=pytest.mark.grid)], ids=["core", "grid"])
+def test_any_stage_ranks_accumulation_clipping_and_ties_equal_one_process(
+    pool: RankPool, name: str, ways: Ways
+) -> None:
     cases = [
         Case(
             f"{name} in {precision}, clipped at {clip}, {'tied' if tied else 'untied'}",
@@ -62,24 +67,12 @@ def test_any_stage_ranks_accumulation_clipping_and_ties_equal_one_process(pool: 
             layouts(precision, clip, worlds),
             {"tie_word_embeddings": tied},
         )
-        for (precision, clip, tied), worlds in GRID.items()
+        for (precision, clip, tied), worlds in ways.items()
     ]
     assert_equal(pool, 4, cases)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_an_update_divided_among_replicas_equals_one_process(pool: RankPool, name: str) -> None:
-    ways = [
-        *((1, Zero(stage, 2, optimizer_within="all")) for stage in (1, 2, 3)),
-        *((3, Zero(stage, 2, way, optimizer_within="all")) for stage, way in product((2, 3), WAYS)),
-        (1, Zero(1, 1, optimizer_within="all")),
-    ]
-    layouts = {
-        f"accumulation {count}, {zero}": small_recipe("fp64", 4, count, SEQUENCES, 0.05, zero) for count, zero in ways
-    }
-    assert_equal(pool, 4, [Case(name, family(name), layouts)])
-
-
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "each", [each for each in FAMILIES if each.name not in WITHOUT_INITIALISER], ids=attrgetter("name")
 )
