@@ -22,7 +22,7 @@ lint: install
 test: lint
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not grid"
 
-# Every family through each kind of layout: what `make test` shows on seven.
+# More families, ranks and ties of what `make test` shows.
 test-grid: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m grid
 

@@ -22,7 +22,7 @@ WITHOUT_INITIALISER = ("apertus",)
 WAYS = [*product(("fp64",), (None, 0.05), (True, False)), ("fp32", 0.05, True), ("fp32", None, False)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.grid), 4])
 @pytest.mark.parametrize("name", FLAGSHIPS)
 def test_any_ranks_accumulation_clipping_and_ties_equal_one_process(pool: RankPool, name: str, world: int) -> None:
     cases = [

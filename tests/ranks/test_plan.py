@@ -76,7 +76,9 @@ def measure_memory(run: Run) -> dict[str, int]:
     return totals
 
 
-@pytest.mark.parametrize(("name", "tied"), [("llama", True), ("llama", False), ("gpt2", True)])
+@pytest.mark.parametrize(
+    ("name", "tied"), [pytest.param("llama", True, marks=pytest.mark.grid), ("llama", False), ("gpt2", True)]
+)
 def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: bool) -> None:
     case = Case("", family(name), layouts(), {"tie_word_embeddings": tied})
     by_rank = pool.run(4, measure, case)
