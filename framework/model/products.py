@@ -1,5 +1,7 @@
 """The matrix product of a linear layer, in the fastest form that the device has."""
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,12 +10,23 @@ from torch import Tensor
 SMALL_PRODUCT = 2**20
 
 
+def _is_intel() -> bool:
+    """Whose processor this is; torch does not tell."""
+    described = Path("/proc/cpuinfo")
+    return described.exists() and "GenuineIntel" in described.read_text()
+
+
+# torch's own fp32 product is MKL's, which takes its fast path on Intel's processors only.
+MKL_IS_FAST = _is_intel()
+
+
 def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b.  x: [..., K]; weight: [N, K], any strides; bias: [N]; y: [..., N]. Not differentiable.
 
     torch sends fp32 products on CPUs to MKL, which runs at half speed or less on processors that are not Intel's: 110
     against 235 GFLOP/s on one core of an AMD EPYC with AVX-512, 2026-11-21, scripts/bench/products.py. oneDNN's kernel, the
-    one that torch.compile emits, computes the same IEEE products; other dtypes and devices have one good kernel already.
+    one that torch.compile emits, computes the same IEEE products. On a Xeon it is the slower one, by 30% for gradients of
+    weights; other dtypes and devices have one good kernel already.
     """
     if _has_faster_kernel(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -36,7 +49,8 @@ def collect_product(place: Tensor, left: Tensor, right: Tensor, is_first: bool) 
 
 def _has_faster_kernel(x: Tensor, weight: Tensor) -> bool:
     return (
-        x.dtype == torch.float32
+        not MKL_IS_FAST
+        and x.dtype == torch.float32
         and x.device.type == "cpu"
         and x.numel() * weight.shape[0] >= SMALL_PRODUCT
         and torch.backends.mkldnn.is_available()

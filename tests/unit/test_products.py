@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from framework.model.products import SMALL_PRODUCT, linear_product
+from framework.model import products
+from framework.model.products import SMALL_PRODUCT, collect_product, linear_product
+
+
+@pytest.fixture(params=[True, False], ids=["mkl", "onednn"], autouse=True)
+def on_either_processor(request, monkeypatch):
+    monkeypatch.setattr(products, "MKL_IS_FAST", request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -22,3 +28,12 @@ def test_the_product_is_torchs_for_any_size_and_dtype(dtype, rows, bias):
 def test_strides_do_not_matter():
     left, right = torch.randn(300, 97).t(), torch.randn(300, 64).t()
     torch.testing.assert_close(linear_product(left, right), left @ right.t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_are_collected_in_their_place(dtype):
+    left, right = torch.randn(300, 97, dtype=dtype).t(), torch.randn(300, 64, dtype=dtype).t()
+    place = torch.full((97, 64), torch.nan, dtype=dtype)
+    collect_product(place, left, right, is_first=True)
+    collect_product(place, left, right, is_first=False)
+    torch.testing.assert_close(place, 2 * (left @ right.t()), rtol=1e-4, atol=1e-4)
