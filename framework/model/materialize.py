@@ -23,6 +23,17 @@ def seed_for(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def seed_draws(seed: int) -> None:
+    """Seed what operations draw from, on the CPU and on all GPUs.
+
+    torch.manual_seed also asks every kind of device that is not there, and notes the caller's stack for each: a millisecond or
+    more within a model, where a step seeds each layer for each microbatch.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collection[str]) -> dict[str, Tensor]:
     """Initial values of the unit's parameters `names`: full, fp32, on the CPU, as the model's own initialiser draws them.
 

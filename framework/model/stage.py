@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.materialize import seed_for
+from framework.model.materialize import seed_draws, seed_for
 from framework.model.plan import Unit, find_units
 from framework.model.shrink import shrink
 
@@ -134,7 +134,7 @@ class StageModel:
 
     def _reseed(self, unit: str, *_: Any) -> None:
         if self._seed is not None:
-            torch.manual_seed(seed_for(*self._seed, unit))
+            seed_draws(seed_for(*self._seed, unit))
 
     def _inject(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if "hidden_states" in kwargs:

@@ -1,12 +1,15 @@
 """From the recipe's words to a model on meta: every shipped model has its published size, mistakes name what is near."""
 
 import json
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
 from framework.errors import ModelError
 from framework.model.load import build_meta, load_config, load_config_file
+from framework.model.materialize import seed_draws
 from framework.recipe.compose import compose
 from framework.recipe.schema import Model
 from framework.track.flops import measure_model
@@ -66,3 +69,11 @@ def test_any_config_file_is_read(tmp_path: Path) -> None:
         load_config_file(file)
     with pytest.raises(ModelError, match="no readable"):
         load_config_file(tmp_path / "nothing.json")
+
+
+def test_draws_are_seeded_as_by_torch_and_note_no_stack(monkeypatch):
+    torch.manual_seed(2**62 + 1)
+    expected = torch.rand(3)
+    monkeypatch.setattr(traceback, "format_stack", lambda *_: pytest.fail("the caller's stack was noted"))
+    seed_draws(2**62 + 1)
+    assert torch.equal(torch.rand(3), expected)
