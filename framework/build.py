@@ -1,35 +1,31 @@
 """Recipe -> Run: the spine. Reads top to bottom: structure, layout, memory, values, data, loop."""
 
-import difflib
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.checkpoint.load import load_newest, newest_checkpoint
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.collectives import gather_objects
+from framework.data.fit import check_data_fits
 from framework.data.loader import Loader, validation_batches
 from framework.data.prepared import Prepared, open_prepared
 from framework.errors import EXIT_FAILED, DataError, MeshwrightError, RecipeError
 from framework.mesh.axis import Axis
-from framework.mesh.box import Box
-from framework.mesh.connect import Mesh, connect, local_rank, num_nodes, ranks_per_node
-from framework.mesh.layout import Layout
+from framework.mesh.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
 from framework.mesh.topology import Topology, shards_within_node
 from framework.model.load import build_meta, choose_experts, load_config
 from framework.model.loss import CHUNK_TOKENS, TokenLoss
-from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter
-from framework.model.packing import keeps_documents_apart
+from framework.model.materialize import initialize_with_ties, set_parameter
 from framework.model.plan import Unit, find_units, tied_names
+from framework.model.precision import DTYPES, compute_dtype
 from framework.model.stage import Cut, StageModel, find_layer_outputs, find_shared, own_ties, own_units
-from framework.model.weights import read_weights, resolve_folder
-from framework.optim.groups import GroupAssignment, group_parameters
+from framework.model.weights import resolve_folder
+from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.parallelize import parallelize
 from framework.parallel.pipeline.draw import save_picture, save_trace
@@ -43,10 +39,11 @@ from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.linear import write_gradients_directly
 from framework.parallel.zero.parameters import ParameterSync
+from framework.parallel.zero.values import read_pretrained, write_values
 from framework.parallel.zero.waits import Waits
 from framework.recipe import schema
 from framework.recipe.derive import Derived, derive
-from framework.recipe.schema import Precision, Recipe
+from framework.recipe.schema import Recipe
 from framework.track.flops import flops_per_token, measure_model, mfu, peak_flops, unit_flops
 from framework.track.observers import Observers, open_observers
 from framework.track.report import RunInfo
@@ -55,8 +52,6 @@ from framework.train.loop import Loop, Services
 from framework.train.stage import Stage
 from framework.train.state import RunState, entries
 from framework.train.step import Run, evaluate
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
@@ -75,7 +70,7 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     plans = lay_out(recipe, config, pipeline, assignments, mesh.device, mesh.axes)
     materialize(whole, plans, recipe, mesh.device, resumes)
 
-    settings = {_group_key(each): each for each in assignments}
+    settings = {each.key: each for each in assignments}
     buffers = [buffer for plan in plans for buffer in plan.buffers]
     spans = [(buffer, span) for buffer in buffers if buffer.is_trained for span in buffer.spans]
     flat = [_flat(buffer, span, settings[span.group]) for buffer, span in spans]
@@ -109,6 +104,12 @@ class StagePlan:
     units: list[Unit]
     ties: dict[str, tuple[str, ...]]
     buffers: list[UnitBuffer]
+
+
+def group(recipe: Recipe, whole: PreTrainedModel, units: Sequence[Unit]) -> list[GroupAssignment]:
+    """What the optimizer does with each trained parameter: decided on the whole model, so that every rank agrees."""
+    shapes = {name: tuple(whole.get_parameter(name).shape) for unit in units for name in unit.parameters}
+    return group_trained(shapes, recipe.model.freeze, recipe.optim)
 
 
 def plan_stages(recipe: Recipe, whole: PreTrainedModel) -> Pipeline:
@@ -164,7 +165,7 @@ def _lay_out_stage(
     units, shared = own_units(whole, ties, cut), find_shared(whole, ties, cut)
     stage = StageModel(model, whole, cut, returns_tuple, compute)
     groups = dict.fromkeys((name for unit in units for name in unit.parameters), FROZEN)
-    groups |= {each.parameter: _group_key(each) for each in assignments if each.parameter in groups}
+    groups |= {each.parameter: each.key for each in assignments if each.parameter in groups}
     ties = own_ties(model, ties)
     lifetimes = lifetimes_of(recipe.zero)
     buffers = parallelize(
@@ -183,15 +184,12 @@ def materialize(
     draws = recipe.model.weights is None and not resumes
     for plan in plans:
         for unit in plan.units:
-            values = _initialize(stock, unit, recipe.train.seed, draws)
+            values = initialize_with_ties(stock, unit, recipe.train.seed, draws)
             for buffer in (buffer for buffer in plan.buffers if buffer.unit == unit.name):
                 buffer.allocate(device)
-                for slot in buffer.slots:
-                    if slot.name in values:
-                        for box, place in _places(*buffer.held(slot, buffer.master)).items():
-                            place.copy_(values[slot.name][box.slices()].flatten())
+                write_values(buffer, values)
         if recipe.model.weights is not None and not resumes:
-            _read_pretrained(stock, plan.buffers, resolve_folder(recipe.model.weights))
+            read_pretrained(stock, plan.buffers, resolve_folder(recipe.model.weights))
         for buffer in plan.buffers:
             buffer.publish()
             for name, parameter in buffer.parameters.items():
@@ -201,17 +199,6 @@ def materialize(
         for path, module in plan.model.model.named_modules():
             for name, tensor in module.named_buffers(recurse=False):
                 module._buffers[name] = stock_buffers.get(f"{path}.{name}" if path else name, tensor).to(device)
-
-
-def _initialize(stock: PreTrainedModel, unit: Unit, seed: int, draws: bool) -> dict[str, Tensor]:
-    """Initial values of the unit's parameters. One that is tied to another unit has the value that it has there, which is drawn
-    with all of that unit."""
-    values: dict[str, Tensor] = {}
-    names = set(unit.parameters) if draws else set()
-    for each in find_units(stock):
-        if each.name == unit.name or names & set(each.parameters):
-            values |= initialize_unit(stock, each, seed, each.parameters if names & set(each.parameters) else ())
-    return values
 
 
 def _connect_stage(plan: StagePlan, recipe: Recipe, waits: Waits) -> Stage:
@@ -245,7 +232,7 @@ def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -
     derived = derive(recipe)
     prepared = open_prepared(recipe)
     config = load_config(recipe.model)
-    _check_data_fits(recipe, prepared, config)
+    check_data_fits(recipe, prepared, config)
     if derived.pp > 1:
         plan_stages(recipe, build_meta(config, recipe.model.attention))
         find_layer_outputs(config)
@@ -396,84 +383,6 @@ def restore(run: Run, checkpoints: Path) -> RunState:
     return state
 
 
-def choose_device(device: str) -> torch.device:
-    """This rank's device: the one of its local rank if there are GPUs, unless the recipe says otherwise."""
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RecipeError("launch.device=cuda, but torch sees no GPU here: use launch.device=auto or cpu")
-    return torch.device("cuda", local_rank() % torch.cuda.device_count())
-
-
-def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward; auto is bf16 where the device multiplies it natively."""
-    if precision.compute != "auto":
-        return DTYPES[precision.compute]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        flags = Path("/proc/cpuinfo")
-        native = flags.exists() and re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags.read_text()) is not None
-    return torch.bfloat16 if native else torch.float32
-
-
-def _check_data_fits(recipe: Recipe, prepared: Prepared, config: PretrainedConfig) -> None:
-    """Every token has an embedding, and packed documents are understood by the model."""
-    vocabulary = config.get_text_config().vocab_size
-    if vocabulary < prepared.vocab_size:
-        raise DataError(
-            f"model.config.vocab_size={vocabulary} is smaller than the tokenizer's {prepared.vocab_size} entries"
-            f" ({prepared.tokenizer}): set model.config.vocab_size to at least {prepared.vocab_size}, or use a smaller tokenizer"
-        )
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < recipe.batch.context:
-        raise RecipeError(
-            f"batch.context={recipe.batch.context} is longer than the model's positions,"
-            f" model.config.max_position_embeddings={limit}: shorten the one or raise the other"
-        )
-    if recipe.data.pack == "documents" and not keeps_documents_apart(config):
-        raise RecipeError(
-            f"data.pack=documents, but in {config.model_type} models documents that share a row see one another: the model does"
-            " not derive its mask from positions, or carries state along. Use data.pack=concat"
-        )
-
-
-def group(recipe: Recipe, model: PreTrainedModel, units: Sequence[Unit]) -> list[GroupAssignment]:
-    """Optimizer groups of the trained parameters; a pattern of model.freeze that matches nothing is an error."""
-    names = [name for unit in units for name in unit.parameters]
-    for pattern in recipe.model.freeze:
-        if not any(re.search(pattern, name) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            raise RecipeError(
-                f"model.freeze: {pattern!r} matches no parameter; names look like {', '.join(near or names[:3])}"
-            )
-    frozen = {name for name in names if any(re.search(pattern, name) for pattern in recipe.model.freeze)}
-    if len(frozen) == len(names):
-        raise RecipeError("model.freeze leaves no parameter to train: take a pattern out")
-    parameters = [(name, tuple(model.get_parameter(name).shape), name not in frozen) for name in names]
-    return group_parameters(parameters, recipe.optim)
-
-
-def _group_key(assignment: GroupAssignment) -> str:
-    return f"{assignment.group} x{assignment.lr_ratio:g} decay {assignment.weight_decay:g}"
-
-
 def _flat(buffer: UnitBuffer, span: Span, assignment: GroupAssignment) -> FlatSpan:
     where = slice(span.start - buffer.start, span.stop - buffer.start)
     return FlatSpan(buffer.master[where], buffer.reduced[where], assignment.lr_ratio, assignment.weight_decay)
-
-
-def _places(layout: Layout, held: Tensor) -> dict[Box, Tensor]:
-    """The flat piece of `held` that is each box of its layout."""
-    boxes = layout.boxes()
-    return dict(zip(boxes, held.split([box.numel for box in boxes]), strict=True)) if boxes else {}
-
-
-def _read_pretrained(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
-    """Only the boxes that this rank holds are read; every element must be found."""
-    places = {slot.name: _places(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
-    for name, tensor in persistent_buffers(stock).items():
-        places[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
-    wanted = {name: list(boxes) for name, boxes in places.items() if boxes}
-    for name, box, values in read_weights(folder, stock, wanted):
-        places[name][box].copy_(values.flatten())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from framework.errors import ConnectionFailed, TopologyError
+from framework.errors import ConnectionFailed, RecipeError, TopologyError
 from framework.mesh.axis import Axis
 from framework.mesh.topology import AXIS_NAMES, Topology
 
@@ -180,6 +180,15 @@ def _create_scatter_group(shard: Axis, device: torch.device) -> Any:
     group = dist.new_group(list(shard.ranks), backend="nccl", use_local_synchronization=True)
     _start_communicators({shard.ranks: group}, device)
     return group
+
+
+def choose_device(device: str) -> torch.device:
+    """This rank's device: the one of its local rank if there are GPUs, unless the recipe says otherwise."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RecipeError("launch.device=cuda, but torch sees no GPU here: use launch.device=auto or cpu")
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
 def local_rank() -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.plan import Unit
+from framework.model.plan import Unit, find_units
 
 
 def seed_for(*parts: int | str) -> int:
@@ -64,6 +64,17 @@ def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collec
     forgotten = [name for name, value in values.items() if value.isnan().any()]
     if forgotten:
         raise ModelError(f"{type(model).__name__} has no initialiser for {', '.join(forgotten)}: set model.weights")
+    return values
+
+
+def initialize_with_ties(model: PreTrainedModel, unit: Unit, seed: int, draws: bool) -> dict[str, Tensor]:
+    """`initialize_unit` of the unit's parameters, or, without `draws`, of its buffers only. A parameter that is tied to another
+    unit has the value that it has there, which is drawn with all of that unit."""
+    values: dict[str, Tensor] = {}
+    names = set(unit.parameters) if draws else set()
+    for each in find_units(model):
+        if each.name == unit.name or names & set(each.parameters):
+            values |= initialize_unit(model, each, seed, each.parameters if names & set(each.parameters) else ())
     return values
 
 

@@ -7,7 +7,7 @@ is not where a scale of one or an offset belongs. Embeddings do decay.
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from framework.errors import RecipeError
@@ -28,6 +28,26 @@ class GroupAssignment:
     group: str
     lr_ratio: float
     weight_decay: float
+
+    @property
+    def key(self) -> str:
+        """Equal for parameters that are updated alike."""
+        return f"{self.group} x{self.lr_ratio:g} decay {self.weight_decay:g}"
+
+
+def group_trained(shapes: Mapping[str, tuple[int, ...]], freeze: Sequence[str], optim: Optim) -> list[GroupAssignment]:
+    """One assignment per parameter that no pattern of `model.freeze` takes. shapes: global, of the *whole* model, by name.
+    RecipeError for a pattern that takes nothing, and for patterns that leave nothing."""
+    for pattern in freeze:
+        if not any(re.search(pattern, name) for name in shapes):
+            near = difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.3)
+            raise RecipeError(
+                f"model.freeze: {pattern!r} matches no parameter; names look like {', '.join(near or list(shapes)[:3])}"
+            )
+    frozen = {name for name in shapes if any(re.search(pattern, name) for pattern in freeze)}
+    if len(frozen) == len(shapes):
+        raise RecipeError("model.freeze leaves no parameter to train: take a pattern out")
+    return group_parameters(((name, shape, name not in frozen) for name, shape in shapes.items()), optim)
 
 
 def group_parameters(parameters: Iterable[tuple[str, tuple[int, ...], bool]], optim: Optim) -> list[GroupAssignment]:

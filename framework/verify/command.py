@@ -12,9 +12,9 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
-from framework.build import DTYPES
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
 from framework.model.load import build_meta, load_config, load_config_file
+from framework.model.precision import DTYPES
 from framework.model.shrink import MIN_LAYERS, shrink
 from framework.recipe.derive import count_virtual_stages, derive
 from framework.recipe.describe import describe_derived

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from framework.build import build, compute_dtype
+from framework.build import build
 from framework.data.pack import Microbatch
 from framework.mesh.connect import Mesh
 from framework.mesh.layout import Layout
+from framework.model.precision import compute_dtype
 from framework.optim.schedules import learning_rate
 from framework.recipe.schema import Recipe
 from framework.train.step import Run, train_step

@@ -6,13 +6,14 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.build import DTYPES, compute_dtype, group, lay_out, make_topology, plan_stages
+from framework.build import group, lay_out, make_topology, plan_stages
 from framework.errors import EXIT_DONE
 from framework.mesh.axis import Axis
 from framework.mesh.placement import place
 from framework.mesh.topology import Topology, shards_within_node
 from framework.model.load import build_meta, load_config
 from framework.model.plan import Unit, find_units
+from framework.model.precision import DTYPES, compute_dtype
 from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.describe import describe_pipeline
 from framework.parallel.zero.buffers import UnitBuffer

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework import build
 from framework.comm.collectives import Pending, Reduction, all_reduce
 from framework.mesh.axis import Axis
-from framework.model import stage
+from framework.model import materialize, stage
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
 from framework.model.materialize import initialize_unit, seed_for
 from framework.parallel.zero import gradients
@@ -135,7 +134,7 @@ def draw_weights_by_rank() -> Any:
     def draw(model: Any, unit: Any, seed: int, names: Any) -> dict[str, Tensor]:
         return initialize_unit(model, unit, seed + dist.get_rank(), names)
 
-    return patch.object(build, "initialize_unit", draw)
+    return patch.object(materialize, "initialize_unit", draw)
 
 
 # --- what stock optimizers do

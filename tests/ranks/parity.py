@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from framework.build import DTYPES, make_topology
+from framework.build import make_topology
 from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
+from framework.model.precision import DTYPES
 from framework.recipe.derive import derive
 from framework.recipe.schema import Batch, Launch, Memory, Optim, Parallel, Precision, Recipe, Train, Zero
 from framework.verify.compare import TOLERANCES, Row, compare, render

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.build import DTYPES, build
+from framework.build import build
 from framework.comm import ledger
 from framework.errors import EXIT_DONE
 from framework.mesh.connect import connect
 from framework.model.load import build_meta
+from framework.model.precision import DTYPES
 from framework.optim.optimizers import state_names
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive

@@ -150,11 +150,9 @@ class GradientSync:
     def _sum_replicas(self, buffer: UnitBuffer) -> Iterator[Pending]:
         """What a part still has to be summed over, one after the other."""
         label = f"gradient of {buffer.unit}"
-        if buffer.update_axis.size > 1:
-            yield start_reduce_scatter(buffer.reduced, buffer.summed, buffer.update_axis, label, self.wire)
+        yield start_reduce_scatter(buffer.reduced, buffer.summed, buffer.update_axis, label, self.wire)
         for axis in buffer.partial_axes:
-            if axis.size > 1:
-                yield start_all_reduce(buffer.reduced, axis, label=label, wire=self.wire)
+            yield start_all_reduce(buffer.reduced, axis, label=label, wire=self.wire)
 
 
 def _collect(place: GradientPlace, parameter: Tensor) -> None:

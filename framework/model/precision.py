@@ -1,0 +1,22 @@
+"""Dtypes of a recipe's words."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from framework.recipe.schema import Precision
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward; auto is bf16 where the device multiplies it natively."""
+    if precision.compute != "auto":
+        return DTYPES[precision.compute]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        flags = Path("/proc/cpuinfo")
+        native = flags.exists() and re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags.read_text()) is not None
+    return torch.bfloat16 if native else torch.float32
