@@ -8,6 +8,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -328,13 +329,12 @@ def _run_in_turn(commands: Sequence[Sequence[str]]) -> int:
 
 def _run_process(command: Sequence[str]) -> tuple[int, bool]:
     """(exit code, whether Ctrl-C was pressed). The terminal sends Ctrl-C to the process as well; it saves, and is waited for."""
-    interrupted = False
-    with subprocess.Popen(command) as process:
-        while True:
-            try:
-                return process.wait(), interrupted
-            except KeyboardInterrupt:
-                interrupted = True
+    pressed = []
+    former = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        return subprocess.run(command, check=False).returncode, bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 # --- arguments and help

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 
 def keep_double(dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -18,11 +18,32 @@ def keep_double(dtype: torch.dtype) -> AbstractContextManager[Any]:
     return _KeepDouble() if dtype == torch.float64 else nullcontext()
 
 
-class _KeepDouble(TorchDispatchMode):
-    """Sees every operation in this thread, those of backward and of recomputed layers too."""
+class _KeepDouble(TorchFunctionMode):
+    """Sees every call of torch that Python makes in this thread: there models cast. A mode below autograd would see backward's
+    operations as well, and take longer than they do."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if kwargs.get("dtype") == torch.float32 and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            kwargs = kwargs | {"dtype": torch.float64}
+        if func is Tensor.backward:
+            # torch leaves the mode while this runs, and recomputed layers run in it.
+            with self:
+                return _backward(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if func is Tensor.float or (func in CASTS and len(args) > 1 and _dtype_of(args[1]) is torch.float32):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
         return func(*args, **kwargs)
+
+
+CASTS = (Tensor.to, Tensor.type, Tensor.type_as)
+
+
+def _dtype_of(word: Any) -> Any:
+    """What a cast's argument asks for, if it is a tensor whose dtype is to be taken over."""
+    return word.dtype if isinstance(word, Tensor) else None
+
+
+def _backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, **others: Any) -> None:
+    torch.autograd.backward(loss, gradient, retain_graph, **others)

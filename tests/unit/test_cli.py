@@ -284,12 +284,11 @@ class TestSweep:
 
     def test_a_child_is_waited_for_through_control_c(self, tmp_path):
         """The parent gets SIGINT as well; it must not kill a child that is still saving."""
-        child = "import signal, time; signal.signal(signal.SIGINT, lambda *_: None); time.sleep(1); print('saved', flush=True)"
-        parent = (
-            "import os, signal, sys, threading; from framework import cli\n"
-            "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-            f"print(cli._run_process([sys.executable, '-c', {child!r}]))"
+        child = (
+            "import os, signal, time; signal.signal(signal.SIGINT, lambda *_: None)\n"
+            "os.kill(os.getppid(), signal.SIGINT); time.sleep(1); print('saved', flush=True)"
         )
+        parent = f"import sys; from framework import cli\nprint(cli._run_process([sys.executable, '-c', {child!r}]))"
         out = subprocess.run(
             [sys.executable, "-c", parent], capture_output=True, text=True, timeout=60, check=False
         ).stdout
