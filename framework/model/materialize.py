@@ -56,7 +56,7 @@ def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collec
             if buffer.is_meta:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed_for(seed, unit.name))
+        seed_draws(seed_for(seed, unit.name))
         for path in unit.modules:
             _initialiser(model, path)(model.get_submodule(path))
     for module, name, parameter in meta:

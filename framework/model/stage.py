@@ -216,7 +216,7 @@ def find_layer_outputs(config: PretrainedConfig) -> bool:
     small.use_cache = small.get_text_config().use_cache = False
     returns_tuple: list[bool] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        seed_draws(0)
         whole = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
         units = find_units(whole)
         layers = [unit for unit in units if unit.is_layer]
