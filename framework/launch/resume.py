@@ -25,6 +25,7 @@ MAY_CHANGE = (
     ("train.sample", "reads the finished weights"),
     ("batch.sequences_per_microbatch", "sums in another grouping"),
     ("parallel.*", "every layout is the same training run"),
+    ("pipeline.*", "every cut and every schedule is the same training run"),
     ("zero.*", "every layout is the same training run"),
     ("memory.*", "the same values in other memory"),
     ("launch.*", "where it runs"),

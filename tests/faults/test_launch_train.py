@@ -130,6 +130,21 @@ def test_run_goes_on_with_another_number_of_ranks(capfd):
         assert torch.allclose(weight, weights("whole")[name], rtol=1e-4, atol=1e-6), name
 
 
+def test_a_pipeline_goes_on_as_one_stage_and_is_exported(tmp_path, capfd):
+    """Rank 0, which reports, is not the last stage, which has the loss."""
+    interrupt_after("piped", 5)
+    layout = ("parallel.pp=2", "launch.ranks=2", "pipeline.schedule=zb_h1", "batch.sequences_per_microbatch=1")
+    assert train("run.id=piped", *layout) == EXIT_RESUME
+    assert export_command(Path("runs/piped"), tmp_path / "out") == EXIT_DONE
+    exported, saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), weights("piped")
+    assert saved.keys() < exported.keys()  # the tied head
+    for name, weight in saved.items():
+        assert torch.equal(exported[name], weight), name
+    assert resume("piped", "parallel.pp=1", "launch.ranks=1", "pipeline.schedule=1f1b") == EXIT_DONE
+    assert "changed  pipeline.schedule: zb_h1 -> 1f1b" in capfd.readouterr().out
+    assert losses("piped") == pytest.approx(losses("whole"), rel=1e-5)
+
+
 def test_damaged_newest_checkpoint_costs_steps_and_nothing_else(capfd):
     interrupt_after("damaged", 25)
     assert train("run.id=damaged") == EXIT_RESUME

@@ -1,10 +1,10 @@
 """Every pipeline is the training run of stock Hugging Face and torch in one process, whatever its schedule, cut and ZeRO stage.
 
-Pairs of what meets in the code, not the whole product: schedules x ZeRO stages with two data-parallel ranks, schedules x
-microbatches and depths without, families with each depth.
+The product of meshes, schedules, virtual stages, ZeRO stages, microbatches, models and ties is too large: of any two of them
+every pair of values is there, on four ranks, and in the grid on eight.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,21 +27,31 @@ from framework.verify.compare import compare
 from framework.verify.evidence import Evidence
 from framework.verify.layout import share
 from tests.families import family
+from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, Case, assert_equal, small_recipe, topology_of, train_layouts, worst_error
 from tests.ranks.pool import RankPool
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
-# Divides into 1, 2, 4 or 7 microbatches on each of 1 or 2 data-parallel ranks.
+# Divides into 1, 2, 4 or 7 microbatches, and into 1, 2 or 7 on each of two data-parallel ranks.
 SEQUENCES = 28
+NUM_LAYERS = 8
 
 
 def recipe_of(
-    pp: int, schedule: str, count: int, precision: str = "fp32", dp: int = 1, zero: Zero | None = None, **changes: Any
+    pp: int,
+    schedule: str,
+    count: int,
+    precision: str = "fp32",
+    dp: int = 1,
+    zero: Zero | None = None,
+    tp: int = 1,
+    virtual: int | None = None,
+    **changes: Any,
 ) -> Recipe:
-    recipe = small_recipe(precision, dp, count, SEQUENCES, 0.05, zero or Zero(stage=0))
-    launch = replace(recipe.launch, ranks=pp * dp)
-    pipeline = Pipeline(schedule=schedule)  # type: ignore[arg-type]
-    return replace(recipe, parallel=Parallel(pp=pp), pipeline=pipeline, launch=launch, **changes)
+    parallel = Parallel(pp=pp, tp=tp, sequence=False)
+    recipe = small_recipe(precision, pp * dp * tp, count, SEQUENCES, 0.05, zero or Zero(stage=0), parallel)
+    pipeline = Pipeline(schedule=schedule, virtual_stages=virtual)  # type: ignore[arg-type]
+    return replace(recipe, pipeline=pipeline, **changes)
 
 
 def case_of(name: str, layouts: dict[str, Recipe], num_layers: int = 4, **changes: Any) -> Case:
@@ -51,28 +61,48 @@ def case_of(name: str, layouts: dict[str, Recipe], num_layers: int = 4, **change
     return Case(f"{name} {changes}", family(name), layouts, {key: num_layers, **changes})
 
 
-@pytest.mark.parametrize(("name", "tied", "shift"), [("llama", False, 0), ("gpt2", True, 1), ("llama", True, 2)])
-def test_schedules_under_every_zero_stage_equal_one_process(pool: RankPool, name: str, tied: bool, shift: int) -> None:
-    zeros = (Zero(stage=0), Zero(stage=1), Zero(stage=2), Zero(stage=3), Zero(3, None, "local", keep_gathered=True))
-    layouts = {}
-    for index, schedule in enumerate(SCHEDULES):
-        for turn, count in enumerate((7, 2) if schedule != "dualpipe_v" else (7,)):
-            zero = zeros[(index + shift + 2 * turn) % len(zeros)]
-            layouts[f"{schedule} {count} microbatches {zero}"] = recipe_of(2, schedule, count, dp=2, zero=zero)
-    assert_equal(pool, 4, [case_of(name, layouts, tie_word_embeddings=tied)])
+# Ranks of a pipeline, data-parallel and tensor-parallel ones; schedules with their stages on each rank; ZeRO; microbatches.
+MESHES = ((2, 2, 1), (2, 1, 2), (3, 1, 1), (4, 1, 1))
+WIDE_MESHES = ((2, 2, 2), (3, 1, 2), (4, 1, 2), (4, 2, 1))
+FORMS = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zbv", 2), ("dualpipe_v", 2))
+MORE_FORMS = (*FORMS, ("interleaved", 3), ("interleaved", 4))
+ZEROS = (Zero(0), Zero(1), Zero(2), Zero(3), Zero(3, None, "local", keep_gathered=True))
+COUNTS = (1, 2, 4, 7)
+NAMES = ("llama", "gpt2", "qwen3_moe")
+MORE_NAMES = (*NAMES, "gemma2", "granite")
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_four_stages_and_fewer_or_uneven_microbatches_equal_one_process(pool: RankPool, tied: bool) -> None:
-    counts = {"1f1b": (1, 2, 4, 7), "gpipe": (7,), "interleaved": (1, 4, 7), "zb_h1": (2, 7), "zbv": (1, 7)}
-    layouts = {
-        f"{schedule} {count} microbatches": recipe_of(4, schedule, count)
-        for schedule, numbers in counts.items()
-        for count in numbers
-        if tied or count == 7
-    }
-    layouts["dualpipe_v 14 microbatches"] = recipe_of(4, "dualpipe_v", 14)
-    assert_equal(pool, 4, [case_of("llama", layouts, num_layers=8, tie_word_embeddings=tied)])
+def can_run(mesh: tuple[int, int, int], form: tuple[str, int], *others: Any) -> bool:
+    """There are layers for all stages, sequences for all microbatches, and dualpipe_v has those that it needs."""
+    (pp, dp, _), (schedule, virtual), (_, count, *_) = mesh, form, others
+    has_enough = schedule != "dualpipe_v" or count >= 2 * pp
+    return pp * virtual <= NUM_LAYERS and SEQUENCES % (count * dp) == 0 and has_enough
+
+
+def cases_of(rows: Iterable[tuple[Any, ...]], precision: str) -> list[Case]:
+    """Of rows (mesh, form, zero, microbatches, name, tied): a case for each model, with its layouts."""
+    layouts: dict[tuple[str, bool], dict[str, Recipe]] = {}
+    for (pp, dp, tp), (schedule, virtual), zero, count, name, tied in rows:
+        recipe = recipe_of(pp, schedule, count, precision, dp, zero, tp, virtual)
+        label = f"pp {pp} dp {dp} tp {tp}, {virtual} {schedule}, {zero}, {count} microbatches"
+        layouts.setdefault((name, tied), {})[label] = recipe
+    return [case_of(name, each, NUM_LAYERS, tie_word_embeddings=tied) for (name, tied), each in layouts.items()]
+
+
+def test_any_two_of_mesh_schedule_zero_microbatches_model_and_tie_equal_one_process(pool: RankPool) -> None:
+    rows = cover_pairs((MESHES, FORMS, ZEROS, COUNTS, NAMES, (True, False)), can_run)
+    rows.append(((4, 1, 1), ("dualpipe_v", 2), Zero(2), 14, "llama", True))
+    assert_equal(pool, 4, cases_of(rows, "fp64"))
+
+
+@pytest.mark.grid
+def test_any_two_of_them_on_eight_ranks_equal_one_process() -> None:
+    rows = cover_pairs((WIDE_MESHES, MORE_FORMS, ZEROS, COUNTS, MORE_NAMES, (True, False)), can_run, start=1000)
+    eight = RankPool(8)
+    try:
+        assert_equal(eight, 8, cases_of(rows, "fp32"))
+    finally:
+        eight.close()
 
 
 def test_families_in_two_and_three_uneven_stages_equal_one_process(pool: RankPool) -> None:
@@ -90,27 +120,21 @@ def test_families_in_two_and_three_uneven_stages_equal_one_process(pool: RankPoo
     assert_equal(pool, 3, cases)
 
 
-def test_fp64_equals_one_process_to_nine_digits(pool: RankPool) -> None:
-    layouts = {
-        f"{schedule} zero {stage}": recipe_of(2, schedule, 4, "fp64", zero=Zero(stage=stage))
-        for schedule, stage in zip(SCHEDULES, (0, 1, 2, 3, 0, 2), strict=True)
-    }
-    cases = [case_of(name, layouts, tie_word_embeddings=True) for name in ("gpt2", "gemma2")]
-    assert_equal(pool, 2, cases)
-
-
 def train(pool: RankPool, case: Case, world: int) -> dict[str, Evidence]:
     return {label: evidence for (_, label), evidence in pool.run(world, train_layouts, [case])[0].items()}
 
 
-def test_gpipe_and_1f1b_are_bitwise_equal(pool: RankPool) -> None:
-    layouts = {schedule: recipe_of(2, schedule, 7) for schedule in ("gpipe", "1f1b")}
-    found = train(pool, case_of("llama", layouts, tie_word_embeddings=True), 2)
+@pytest.mark.parametrize(
+    ("name", "pp", "count", "zero"), [("llama", 2, 7, 0), ("gpt2", 3, 4, 3), ("qwen3_moe", 4, 2, 2)]
+)
+def test_gpipe_and_1f1b_are_bitwise_equal(pool: RankPool, name: str, pp: int, count: int, zero: int) -> None:
+    layouts = {schedule: recipe_of(pp, schedule, count, zero=Zero(stage=zero)) for schedule in ("gpipe", "1f1b")}
+    found = train(pool, case_of(name, layouts, tie_word_embeddings=True), pp)
     one, other = found["gpipe"], found["1f1b"]
     assert (one.losses, one.norms) == (other.losses, other.norms)
-    for name, weight in one.weights.items():
-        assert torch.equal(weight, other.weights[name])
-        assert torch.equal(one.gradients[name], other.gradients[name])
+    for parameter, weight in one.weights.items():
+        assert torch.equal(weight, other.weights[parameter])
+        assert torch.equal(one.gradients[parameter], other.gradients[parameter])
 
 
 def test_dropout_recomputation_and_freezing_do_not_know_of_stages(pool: RankPool) -> None:

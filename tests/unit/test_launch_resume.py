@@ -34,6 +34,13 @@ def test_allowed_changes_are_applied_and_listed(run):
     assert {change.key for change in changes} == {"train.steps", "launch.ranks", "batch.sequences_per_microbatch"}
 
 
+def test_a_pipeline_may_begin_end_and_change_its_cut_and_its_schedule(run):
+    pipeline = ("parallel.pp=2", "launch.ranks=2", "pipeline.schedule=interleaved", "pipeline.layers=[1,1,1,1]")
+    recipe, changes = resume(run, *pipeline)
+    assert (recipe.parallel.pp, recipe.pipeline.layers) == (2, [1, 1, 1, 1])
+    assert {"parallel.pp", "pipeline.schedule", "pipeline.layers"} <= {change.key for change in changes}
+
+
 @pytest.mark.parametrize(
     "override",
     [

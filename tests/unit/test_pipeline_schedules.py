@@ -15,7 +15,7 @@ from framework.parallel.pipeline.cut import balance_ranks, cut_by_cost, cut_even
 from framework.parallel.pipeline.draw import draw_grid, save_picture
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
-from framework.parallel.pipeline.simulate import Costs, Timeline, peak_live, simulate, unit_costs, validate
+from framework.parallel.pipeline.simulate import Costs, Timeline, needs, peak_live, simulate, unit_costs, validate
 from framework.parallel.pipeline.table import read_table, write_table
 
 STAGES, MICROBATCHES = 16, 64
@@ -41,7 +41,7 @@ def idle(name: str, ranks: int, count: int, virtual: int) -> int | None:
             # None on the rank's own time; P - 1 from the first rank's start to the last one's end. The paper has M >= 2P.
             return ranks - 1 if count >= 2 * ranks - 1 else None
         case _:
-            # The paper's (P - 1)(F&B + B - 3W) has F and B of a pair end together; one after the other it is this.
+            # One action after another. The published formula is of pairs: `test_dualpipe_v_in_pairs_...`.
             return ranks - 1
 
 
@@ -100,6 +100,48 @@ def test_zbv_ranks_never_pause_between_their_first_and_last_action() -> None:
         for count in (2 * ranks - 1, 2 * ranks, 3 * ranks + 1, 64):
             timeline = simulate(make_schedule("zbv", ranks, count, 2), unit_costs(2 * ranks))
             assert timeline.pause == pytest.approx(0.0, abs=1e-12), (ranks, count)
+
+
+def pair(actions: Sequence[Action]) -> list[tuple[Action, ...]]:
+    """Neighbours F and B of a rank's two stages as one: DualPipe's F&B, whose computation hides its messages."""
+    blocks: list[tuple[Action, ...]] = []
+    for action in actions:
+        before = blocks[-1] if blocks else ()
+        is_pair = len(before) == 1 and (before[0].kind, action.kind) == (Kind.FORWARD, Kind.BACKWARD)
+        if is_pair and before[0].stage != action.stage:
+            blocks[-1] = (*before, action)
+        else:
+            blocks.append((action,))
+    return blocks
+
+
+def standing_in_pairs(schedule: Schedule, time_of_pair: float) -> float:
+    """The longest that a rank stands still where both of a pair begin together and end together; F = I = W = 1."""
+    blocks = [pair(actions) for actions in schedule.actions]
+    places = {
+        action: (rank, at) for rank, line in enumerate(blocks) for at, block in enumerate(line) for action in block
+    }
+    ends: list[list[float]] = [[] for _ in blocks]
+    busy = [0.0] * len(blocks)
+    while any(len(ended) < len(line) for ended, line in zip(ends, blocks, strict=True)):
+        for rank, (ended, line) in enumerate(zip(ends, blocks, strict=True)):
+            block = line[len(ended)] if len(ended) < len(line) else ()
+            needed = [places[each] for each in (needs(schedule, action) for action in block) if each is not None]
+            if not block or any(at >= len(ends[owner]) for owner, at in needed):
+                continue
+            time = time_of_pair if len(block) == 2 else 1.0 + (block[0].kind is Kind.BACKWARD)
+            ended.append(max([ended[-1] if ended else 0.0, *(ends[owner][at] for owner, at in needed)]) + time)
+            busy[rank] += time
+    return max(ended[-1] for ended in ends) - min(busy)
+
+
+@pytest.mark.parametrize("time_of_pair", [2.0, 2.5, 3.0])
+def test_dualpipe_v_in_pairs_has_the_published_bubble(time_of_pair: float) -> None:
+    """(PP/2 - 1)(F&B + B - 3W) on PP/2 ranks with PP stages, whatever the overlap within a pair makes of F&B."""
+    for ranks in range(1, 9):
+        for count in (2 * ranks, 2 * ranks + 1, 4 * ranks + 3):
+            standing = standing_in_pairs(make_schedule("dualpipe_v", ranks, count, 2), time_of_pair)
+            assert standing == (ranks - 1) * (time_of_pair + 2 - 3), (ranks, count)
 
 
 def test_live_microbatches_of_1f1b_fall_from_rank_to_rank() -> None:
