@@ -65,7 +65,7 @@ def _commands() -> tuple[Command, ...]:
         Command("train", "check the recipe and train it here", _train, _add_train, True),
         Command("check", "every mistake of a recipe at once, or what it says in full", _check, _add_check, True),
         Command("verify", "the recipe's layout on CPU ranks against stock Hugging Face", _verify, _add_verify, True),
-        Command("plan", "layouts and bytes per rank, without any device", _plan, _add_nothing, True),
+        Command("plan", "layouts and bytes per rank, without any device", _plan, _add_plan, True),
         Command("prepare", "text to token store, resumable and on all cores", _prepare, _add_prepare, True),
         Command("submit", "queue the recipe on a SLURM cluster", _submit, _add_submit, True),
         Command(
@@ -194,11 +194,20 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """A command without options of its own."""
 
 
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--schedule-to",
+        type=Path,
+        metavar="FILE",
+        help="write the schedule too: .svg, .png or .pdf is its picture, .csv a table for pipeline.table",
+    )
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
     from framework.verify.plan import plan
 
-    return plan(recipe)
+    return plan(recipe, arguments.schedule_to)
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:

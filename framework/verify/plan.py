@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.build import group, lay_out, make_topology, plan_stages
-from framework.errors import EXIT_DONE
+from framework.errors import EXIT_DONE, RecipeError
 from framework.mesh.axis import Axis
 from framework.mesh.placement import place
 from framework.mesh.topology import Topology, shards_within_node
@@ -16,6 +17,10 @@ from framework.model.plan import Unit, find_units
 from framework.model.precision import DTYPES, compute_dtype
 from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.describe import describe_pipeline
+from framework.parallel.pipeline.draw import save_picture
+from framework.parallel.pipeline.pipeline import Pipeline
+from framework.parallel.pipeline.simulate import simulate
+from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.recipe.derive import Derived, derive
 from framework.recipe.describe import describe_derived
@@ -23,11 +28,13 @@ from framework.recipe.schema import Recipe
 from framework.track.flops import flops_per_token, measure_model
 from framework.verify.describe_layouts import describe_layouts
 
+PICTURES = (".svg", ".png", ".pdf")
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
 
-def plan(recipe: Recipe) -> int:
-    """Print model, batch, units, bytes per rank, traffic and schedule. Raises what the recipe or the model has wrong."""
+def plan(recipe: Recipe, schedule_to: Path | None = None) -> int:
+    """Print model, batch, units, bytes per rank, traffic and schedule; write the schedule to a file if one is given. Raises what
+    the recipe or the model has wrong."""
     derived = derive(recipe)
     if recipe.zero.shard_within == "node":
         batch = derived.dp * derived.cp
@@ -60,8 +67,27 @@ def plan(recipe: Recipe) -> int:
     rows = derived.sequences_per_microbatch * derived.context
     width = config.get_text_config().hidden_size * compute_dtype(recipe.precision, torch.device("cpu")).itemsize
     recomputes = recipe.memory.activation_checkpointing == "full"
-    print("\n" + describe_pipeline(plan_stages(recipe, model), derived.accumulation, rows * width, recomputes))
+    pipeline = plan_stages(recipe, model)
+    print("\n" + describe_pipeline(pipeline, derived.accumulation, rows * width, recomputes))
+    if schedule_to is not None:
+        save_schedule(schedule_to, pipeline, derived.accumulation)
+        print(f"\nwrote the schedule to {schedule_to}")
     return EXIT_DONE
+
+
+def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int) -> None:
+    """As a table that `pipeline.table` reads, or as a picture of the simulated times. Raises RecipeError for other endings."""
+    schedule = pipeline.make(num_microbatches)
+    if not path.parent.is_dir():
+        raise RecipeError(f"--schedule-to {path}: there is no folder {path.parent}, make it first")
+    if path.suffix == ".csv":
+        write_table(path, schedule)
+    elif path.suffix in PICTURES:
+        save_picture(path, {schedule.name: simulate(schedule, pipeline.costs)}, schedule.num_ranks)
+    else:
+        raise RecipeError(
+            f"--schedule-to {path}: end the name in .csv for a table, in {', '.join(PICTURES)} for a picture"
+        )
 
 
 def plan_rank(recipe: Recipe, whole: PreTrainedModel, topology: Topology, rank: int) -> list[UnitBuffer]:

@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -153,7 +154,8 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("argv", "module", "name", "expected"),
         [
-            (["plan"], "framework.verify.plan", "plan", ()),
+            (["plan"], "framework.verify.plan", "plan", (None,)),
+            (["plan", "--schedule-to", "a.svg"], "framework.verify.plan", "plan", (Path("a.svg"),)),
             (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", (3,)),
             (["verify", "--fp64", "--steps", "5"], "framework.verify.command", "verify", (None, True, 5, None)),
         ],

@@ -16,6 +16,7 @@ from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.recipe.compose import compose
 from framework.recipe.files import search_path
 from framework.track.flops import unit_flops
+from framework.verify.plan import save_schedule
 
 PIPELINE = ("parallel.pp=2", "launch.ranks=2", "batch.sequences_per_step=8", "batch.sequences_per_microbatch=1")
 
@@ -93,6 +94,20 @@ def test_a_table_is_a_schedule_and_a_missing_or_waiting_one_is_refused(tmp_path:
     table.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     with pytest.raises(ScheduleError, match=r"(?s)deadlocks: rank 0 waits before 0B0 for 1B0 of rank 1.*>>>"):
         pipeline_of(f"pipeline.table={table}", "batch.sequences_per_step=2")
+
+
+def test_a_planned_schedule_is_written_as_a_table_that_is_read_again_and_as_a_picture(tmp_path: Path) -> None:
+    pipeline = pipeline_of("pipeline.schedule=zbv")
+    save_schedule(tmp_path / "mine.csv", pipeline, 8)
+    again = pipeline_of(f"pipeline.table={tmp_path}/mine.csv")
+    assert again.make(8).actions == pipeline.make(8).actions
+    assert again.cuts == pipeline.cuts
+    save_schedule(tmp_path / "mine.svg", pipeline, 8)
+    assert (tmp_path / "mine.svg").read_text().startswith("<?xml")
+    with pytest.raises(RecipeError, match=r"--schedule-to .*mine.txt: end the name in .csv for a table, in .svg"):
+        save_schedule(tmp_path / "mine.txt", pipeline, 8)
+    with pytest.raises(RecipeError, match=r"there is no folder .*missing"):
+        save_schedule(tmp_path / "missing" / "mine.csv", pipeline, 8)
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "gemma3n_text", "zamba2", "mamba"])
