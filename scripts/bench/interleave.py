@@ -7,6 +7,8 @@ wall time of the side over wall time of the reference; reported is the median ov
 seconds are of the whole process, averaged over ranks. The loss of each step must agree with the reference's.
 """
 
+import ctypes
+import gc
 import json
 import os
 import statistics
@@ -27,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from framework.build import build
+from framework.comm.collectives import gather_objects
 from framework.data.loader import Microbatch
 from framework.mesh.connect import Mesh, connect
 from framework.mesh.topology import Topology
@@ -47,6 +50,9 @@ MODEL: dict[str, Any] = {
 }
 LR, BETAS, EPS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
 WARMUP_ROUNDS = 2
+MEMORY_STEPS = 4
+DATA_PARALLEL = schema.Parallel()
+ONE_STAGE = schema.Pipeline()
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ class Setting:
     """What a rank needs to know to build any side.
 
     precision: fp32, or bf16 with fp32 master weights and fp32 gradient sums. same_product: our layers use torch's own
-    matrix product instead of the faster one (framework/model/products.py), so that only the rest is compared.
+    matrix product instead of the faster one (framework/model/products.py), so that only the rest is compared. tp: neighbours
+    that take the same tokens. pp: ranks of a pipeline, which take the same tokens too.
     """
 
     case: Case
@@ -85,6 +92,16 @@ class Setting:
     scratch: str
     precision: str = "fp32"
     same_product: bool = False
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.pp * self.tp)
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(pp=self.pp, dp=self.dp, tp=self.tp, shard=self.dp)
 
 
 class Side(Protocol):
@@ -102,11 +119,11 @@ Builder = Callable[[str, Setting, Mesh, Tensor], Side]
 
 
 def tokens_of(setting: Setting) -> Tensor:
-    """All tokens of the run: [sequences, context + 1], sample j of microbatch m of rank r at (m * world + r) * b + j.
+    """All tokens of the run: [sequences, context + 1], sample j of microbatch m of data-parallel rank r at (m * dp + r) * b + j.
 
     Drawn by Zipf's law, which a model learns within a few steps: equal losses then say that the updates are equal too.
     """
-    sequences = setting.steps * setting.case.accumulation * setting.world * setting.case.sequences
+    sequences = setting.steps * setting.case.accumulation * setting.dp * setting.case.sequences
     shares = 1.0 / torch.arange(1, MODEL["vocab_size"] + 1)
     draws = torch.multinomial(
         shares, sequences * (setting.case.context + 1), replacement=True, generator=torch.Generator().manual_seed(0)
@@ -117,7 +134,8 @@ def tokens_of(setting: Setting) -> Tensor:
 def microbatches_of(setting: Setting, tokens: Tensor, step: int) -> list[Microbatch]:
     """This rank's share of a step."""
     case = setting.case
-    shares = tokens.view(setting.steps, case.accumulation, setting.world, case.sequences, -1)[step, :, setting.rank]
+    shares = tokens.view(setting.steps, case.accumulation, setting.dp, case.sequences, -1)
+    shares = shares[step, :, setting.topology.index("dp", setting.rank)]
     return [Microbatch(share[:, :-1].contiguous(), share[:, 1:].contiguous(), None) for share in shares]
 
 
@@ -187,12 +205,19 @@ class Ours:
 
     is_global = True
 
-    def __init__(self, setting: Setting, mesh: Mesh, zero: schema.Zero):
+    def __init__(
+        self,
+        setting: Setting,
+        mesh: Mesh,
+        zero: schema.Zero,
+        parallel: schema.Parallel = DATA_PARALLEL,
+        pipeline: schema.Pipeline = ONE_STAGE,
+    ):
         case = setting.case
         recipe = schema.Recipe(
             train=schema.Train(steps=setting.steps),
             batch=schema.Batch(
-                sequences_per_step=case.sequences * case.accumulation * setting.world,
+                sequences_per_step=case.sequences * case.accumulation * setting.dp,
                 sequences_per_microbatch=case.sequences,
                 context=case.context,
             ),
@@ -207,6 +232,8 @@ class Ours:
                 schedule=schema.LearningRateSchedule(name="constant"),
             ),
             zero=zero,
+            parallel=parallel,
+            pipeline=pipeline,
             launch=schema.Launch(ranks=setting.world, device="cpu"),
         )
         self.run = build(recipe, load_config(recipe.model), mesh if zero.stage else _unsharded(mesh))
@@ -260,7 +287,7 @@ def join(setting: Setting, rendezvous: str) -> Mesh:
     if setting.world > 1:  # how libraries find the process group that `connect` makes
         rank, world = str(setting.rank), str(setting.world)
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    return connect(Topology(dp=setting.world, shard=setting.world), torch.device("cpu"), rendezvous, setting.rank)
+    return connect(setting.topology, torch.device("cpu"), rendezvous, setting.rank)
 
 
 def _time_step(side: Side, microbatches: list[Microbatch], world: int) -> tuple[float, float, float]:
@@ -296,6 +323,42 @@ def run_ranks(program: Callable[..., None], setting: Setting, *args: Any) -> Any
         if any(rank.exitcode for rank in ranks):
             raise SystemExit(f"{setting}: exit codes {[rank.exitcode for rank in ranks]}")
         return json.loads(results.read_text())
+
+
+def measure_memory(setting: Setting, build_side: Builder, name: str, rendezvous: str, results: Path) -> None:
+    """One rank: the peak resident memory of some steps after the first, and before anything was built, in bytes; rank 0 writes
+    those of all."""
+    mesh = join(setting, rendezvous)
+    tokens = tokens_of(setting)
+    before = read_status("VmRSS")
+    side = build_side(name, setting, mesh, tokens)
+    side.step(microbatches_of(setting, tokens, 0))
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what building left with the allocator is nobody's
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far was of building: start it anew
+    for step in range(1, setting.steps):
+        side.step(microbatches_of(setting, tokens, step))
+    found = gather_objects((before, read_status("VmHWM")), mesh.axis("world"))
+    if setting.rank == 0:
+        results.write_text(json.dumps(found))
+    side.close()
+    mesh.close()
+
+
+def read_status(key: str) -> int:
+    """A size in /proc/self/status, in bytes."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return 1024 * int(line.split()[1])
+
+
+def print_memory(setting: Setting, build_side: Builder, names: Sequence[str]) -> None:
+    """Each side in ranks of its own."""
+    print("| side | peak resident MiB of each rank | above the empty rank |\n|---|---|---|", flush=True)
+    for name in names:
+        found = run_ranks(measure_memory, replace(setting, steps=MEMORY_STEPS), build_side, name)
+        peaks = ", ".join(f"{peak / 2**20:.0f}" for _, peak in found)
+        above = ", ".join(f"{(peak - before) / 2**20:.0f}" for before, peak in found)
+        print(f"| {name} | {peaks} | {above} |", flush=True)
 
 
 def table(setting: Setting, measured: dict, against: str, tolerance: float) -> list[str]:

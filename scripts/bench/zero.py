@@ -18,14 +18,12 @@ reduced once where the system can. bf16: fp32 master weights and fp32 gradient s
 """
 
 import argparse
-import gc
 import json
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +44,7 @@ from interleave import (
     measure,
     microbatches_of,
     parse_clip_norm,
+    print_memory,
     run_ranks,
     save_weights,
     stock_model,
@@ -76,7 +75,6 @@ SIDES = [*OURS, "ddp", "zero1", "fsdp2", "fsdp2keep"]
 DEEPSPEED = {f"deepspeed{stage}": stage for stage in (1, 2, 3)}
 # fp32 sums in another order; bf16 weights that round to the other neighbour.
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
-MEMORY_STEPS = 4
 
 
 class Fsdp2(Loop):
@@ -157,28 +155,6 @@ def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor) -> Side:
     return Ours(setting, mesh, OURS[name])
 
 
-def measure_memory(setting: Setting, name: str, rendezvous: str, results: Path) -> None:
-    """One rank: the peak resident memory of some steps after the first, and before anything was built, in bytes."""
-    mesh = join(setting, rendezvous)
-    tokens = tokens_of(setting)
-    before = read_status("VmRSS")
-    side = build_side(name, setting, mesh, tokens)
-    side.step(microbatches_of(setting, tokens, 0))
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far was of building: start it anew
-    for step in range(1, setting.steps):
-        side.step(microbatches_of(setting, tokens, step))
-    if setting.rank == 0:
-        results.write_text(json.dumps({"before": before, "peak": read_status("VmHWM")}))
-    mesh.close()
-
-
-def read_status(key: str) -> int:
-    """A size in /proc/self/status, in bytes."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return 1024 * int(line.split()[1])
-
-
 def trace(setting: Setting, name: str, rendezvous: str, results: Path) -> None:
     """One rank: profile a step; every collective is a range in a thread of its own, from its start to its end."""
     mesh = join(setting, rendezvous)
@@ -254,14 +230,6 @@ def overlap(start: float, end: float, intervals: Sequence[tuple[float, float]]) 
     return covered
 
 
-def print_memory(setting: Setting, names: list[str]) -> None:
-    print("| side | peak resident MiB of a rank | above the empty rank |\n|---|---|---|", flush=True)
-    for name in names:
-        found = run_ranks(measure_memory, setting, name)
-        above = found["peak"] - found["before"]
-        print(f"| {name} | {found['peak'] / 2**20:.0f} | {above / 2**20:.0f} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -290,7 +258,7 @@ def main() -> None:
                 )
                 print(f"\n{precision}, {case}", flush=True)
                 if options.memory:
-                    print_memory(replace(setting, steps=MEMORY_STEPS), options.sides)
+                    print_memory(setting, build_side, options.sides)
                 elif options.trace is not None:
                     found = run_ranks(trace, setting, options.sides[0])
                     options.trace.write_text(json.dumps(found))
