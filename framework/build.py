@@ -14,10 +14,11 @@ from framework.comm.collectives import gather_objects
 from framework.data.fit import check_data_fits
 from framework.data.loader import Loader, validation_batches
 from framework.data.prepared import Prepared, open_prepared
-from framework.errors import EXIT_FAILED, DataError, MeshwrightError, RecipeError
+from framework.errors import EXIT_FAILED, DataError, MeshwrightError
 from framework.mesh.axis import Axis
 from framework.mesh.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
 from framework.mesh.topology import Topology, shards_within_node
+from framework.model.balance import Balance, Routers, find_balance
 from framework.model.load import build_meta, choose_experts, load_config
 from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_with_ties, set_parameter
@@ -32,7 +33,7 @@ from framework.parallel.pipeline.draw import save_picture, save_trace
 from framework.parallel.pipeline.execute import Hidden
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.simulate import Timeline, simulate
-from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
+from framework.parallel.tensor import mask_of, ranks_per_kv_head, split_over_tp
 from framework.parallel.zero.buffers import FROZEN, Span, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
@@ -67,7 +68,8 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     vocabulary = whole.get_output_embeddings().weight.shape[0]
     assignments = group(recipe, whole, units)
     pipeline = plan_stages(recipe, whole)
-    plans = lay_out(recipe, config, pipeline, assignments, mesh.device, mesh.axes)
+    balance = find_balance(whole)
+    plans = lay_out(recipe, config, pipeline, assignments, mesh.device, mesh.axes, balance)
     materialize(whole, plans, recipe, mesh.device, resumes)
 
     settings = {each.key: each for each in assignments}
@@ -86,7 +88,11 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
         copies=_find_copies(buffers),
         numbers={each.parameter: number for number, each in enumerate(assignments)},
         hidden=Hidden(
-            (config.get_text_config().hidden_size,), compute_dtype(recipe.precision, mesh.device), mesh.device
+            config.get_text_config().hidden_size,
+            mesh.axis("tp").size if recipe.parallel.sequence else 1,
+            0 if balance is None else balance.num_sums,
+            compute_dtype(recipe.precision, mesh.device),
+            mesh.device,
         ),
         waits=waits,
         loss=TokenLoss(mesh.axis("tp"), vocabulary, CHUNK_TOKENS if recipe.memory.chunked_loss else None),
@@ -115,11 +121,6 @@ def group(recipe: Recipe, whole: PreTrainedModel, units: Sequence[Unit]) -> list
 def plan_stages(recipe: Recipe, whole: PreTrainedModel) -> Pipeline:
     """Where the model is cut and in which order stages compute. Raises what does not fit."""
     derived = derive(recipe)
-    if derived.pp > 1 and getattr(whole.config, "output_router_logits", False):
-        raise RecipeError(
-            f"model.config.output_router_logits=true: the balancing term is a product of sums over all layers, and with"
-            f" parallel.pp={derived.pp} no stage has all of them. Set it to false, or parallel.pp=1"
-        )
     costs = unit_flops(whole, find_units(whole), derived.context)
     return plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
 
@@ -131,6 +132,7 @@ def lay_out(
     assignments: Sequence[GroupAssignment],
     device: torch.device,
     axes: Mapping[str, Axis],
+    balance: Balance | None = None,
 ) -> list[StagePlan]:
     """A rank's stages on meta, planned and not yet allocated: for any rank of any mesh, on any machine."""
     ranks = pipeline.rank_of_stage
@@ -138,7 +140,7 @@ def lay_out(
         axes = {**axes, "ends": Axis("ends", 1, 0)}
     returns_tuple = len(ranks) > 1 and find_layer_outputs(config)
     own = [cut for cut in pipeline.cuts if ranks[cut.index] == axes["pp"].rank]
-    return [_lay_out_stage(recipe, config, cut, returns_tuple, assignments, device, axes) for cut in own]
+    return [_lay_out_stage(recipe, config, cut, returns_tuple, assignments, device, axes, balance) for cut in own]
 
 
 def _lay_out_stage(
@@ -149,6 +151,7 @@ def _lay_out_stage(
     assignments: Sequence[GroupAssignment],
     device: torch.device,
     axes: Mapping[str, Axis],
+    balance: Balance | None,
 ) -> StagePlan:
     compute, master = compute_dtype(recipe.precision, device), DTYPES[recipe.precision.master]
     model = build_meta(config, recipe.model.attention)
@@ -163,7 +166,10 @@ def _lay_out_stage(
         recipe.memory.gathered_inputs == "regather",
     )
     units, shared = own_units(whole, ties, cut), find_shared(whole, ties, cut)
-    stage = StageModel(model, whole, cut, returns_tuple, compute)
+    seed_mask = mask_of(axes["tp"], differs=recipe.parallel.sequence)
+    # Inside regions gradients are one rank's part of a sum, and routers stand there.
+    routers = None if balance is None else Routers(model, balance, compute, device, num_copies=axes["tp"].size)
+    stage = StageModel(model, whole, cut, returns_tuple, compute, seed_mask, routers)
     groups = dict.fromkeys((name for unit in units for name in unit.parameters), FROZEN)
     groups |= {each.parameter: each.key for each in assignments if each.parameter in groups}
     ties = own_ties(model, ties)
@@ -233,8 +239,10 @@ def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -
     prepared = open_prepared(recipe)
     config = load_config(recipe.model)
     check_data_fits(recipe, prepared, config)
+    whole = build_meta(config, recipe.model.attention)
+    find_balance(whole)
     if derived.pp > 1:
-        plan_stages(recipe, build_meta(config, recipe.model.attention))
+        plan_stages(recipe, whole)
         find_layer_outputs(config)
     topology = make_topology(recipe, derived, config)
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None

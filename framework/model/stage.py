@@ -9,7 +9,8 @@ memory:
     head        gives logits of no words
 
 The hidden states that were received take the place of the first own layer's input, so scalings, position embeddings and norms
-between embedding and layers act once, on the first stage. What leaves is the output of the last own layer.
+between embedding and layers act once, on the first stage. What leaves is the output of the last own layer; what is behind it
+gets zeros.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.balance import Routers
 from framework.model.materialize import seed_draws, seed_for
 from framework.model.plan import Unit, find_units
 from framework.model.shrink import shrink
@@ -97,52 +99,81 @@ def own_ties(model: nn.Module, ties: Mapping[str, tuple[str, ...]]) -> dict[str,
 class StageModel:
     """A model on meta, cut in place to one stage. With one stage nothing is replaced, and a call is the model's own.
 
-    returns_tuple: whether its layers return tuples. dtype: of hidden states.
+    returns_tuple: whether its layers return tuples. dtype: of hidden states. seed_mask: what the seeds of its layers are
+    exclusive-or'd with, on a rank whose layers hold other tokens than those of the other ranks. routers: of the whole model,
+    whose sums are handed on, if there is a balancing term.
     """
 
     def __init__(
-        self, model: PreTrainedModel, units: Sequence[Unit], cut: Cut, returns_tuple: bool, dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        units: Sequence[Unit],
+        cut: Cut,
+        returns_tuple: bool,
+        dtype: torch.dtype,
+        seed_mask: int = 0,
+        routers: Routers | None = None,
     ):
-        self.model, self.cut = model, cut
+        self.model, self.cut, self.routers = model, cut, routers
         self._received: Tensor | None = None
         self._leaving: Tensor | None = None
         self._seed: tuple[int | str, ...] | None = None
+        self._shape = torch.Size()
         for unit in units:
             if not cut.owns(unit):
                 _hollow_out(model, unit, returns_tuple, dtype)
         layers = [unit.root for unit in units if unit.is_layer and cut.owns(unit)]
         for unit in units:
             if unit.is_layer and cut.owns(unit):
-                model.get_submodule(unit.root).register_forward_pre_hook(partial(self._reseed, unit.name))
+                model.get_submodule(unit.root).register_forward_pre_hook(partial(self._reseed, unit.name, seed_mask))
         if not cut.is_first:
             model.get_submodule(layers[0]).register_forward_pre_hook(self._inject, with_kwargs=True)
         if not cut.is_last:
             model.get_submodule(layers[-1]).register_forward_hook(self._take)
+            behind = next(unit.root for unit in units if unit.name == f"layers.{cut.stop}")
+            model.get_submodule(behind).register_forward_pre_hook(self._blank, with_kwargs=True)
 
-    def __call__(self, received: Tensor | None, seed: tuple[int | str, ...] | None = None, **inputs: Any) -> Any:
-        """received: [B, T, D], what the stage before gave; None on the first. Returns hidden states [B, T, D], on the last
-        stage the model's output.
+    def __call__(
+        self, received: tuple[Tensor, ...], seed: tuple[int | str, ...] | None = None, **inputs: Any
+    ) -> tuple[Any, ...]:
+        """received: what the stage before gave; nothing on the first. Returns hidden states [B, T, D], on the last stage the
+        model's output, and, with a balancing term, the routers' sums (`Balance`). Where layers hold a part of every sequence's
+        tokens, T is that part.
 
         seed: each layer's random draws are a function of it and of the layer, wherever the model is cut. None: nothing is
         seeded.
         """
-        self._received, self._leaving, self._seed = received, None, seed
-        self._reseed("embedding")
+        self._received, self._leaving, self._seed = received[0] if received else None, None, seed
+        self._shape = inputs["input_ids"].shape
+        self._reseed("embedding", 0)
+        if self.routers is not None:
+            self.routers.start()
         output = self.model(**inputs)
         leaving, self._received, self._leaving = self._leaving, None, None
-        return output if self.cut.is_last else leaving
+        sums = () if self.routers is None else (self.routers.end(*received[1:]),)
+        return output if self.cut.is_last else leaving, *sums
 
-    def _reseed(self, unit: str, *_: Any) -> None:
+    def _reseed(self, unit: str, mask: int, *_: Any) -> None:
         if self._seed is not None:
-            seed_draws(seed_for(*self._seed, unit))
+            seed_draws(seed_for(*self._seed, unit) ^ mask)
 
     def _inject(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": self._received}
-        return (self._received, *args[1:]), kwargs
+        return _replace_input(args, kwargs, self._received)
 
     def _take(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._leaving = output[0] if isinstance(output, tuple) else output
+
+    def _blank(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """What the model does behind the own layers is not used, and may ask for all tokens: it gets zeros without memory."""
+        assert self._leaving is not None, "a layer runs before those in front of it"
+        zeros = self._leaving.new_zeros(()).expand(*self._shape, self._leaving.shape[-1])
+        return _replace_input(args, kwargs, zeros)
+
+
+def _replace_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states: Tensor | None) -> tuple[Any, Any]:
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": hidden_states}
+    return (hidden_states, *args[1:]), kwargs
 
 
 class PassThrough(nn.Module):
@@ -214,6 +245,7 @@ def find_layer_outputs(config: PretrainedConfig) -> bool:
     """
     small = shrink(config)
     small.use_cache = small.get_text_config().use_cache = False
+    small.output_router_logits = False  # the balancing term of a part without a router has no value
     returns_tuple: list[bool] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         seed_draws(0)
@@ -247,13 +279,12 @@ def _run_in_parts(
     returns_tuple: bool,
     tokens: Tensor,
 ) -> Tensor:
-    hidden = None
+    hidden: tuple[Any, ...] = ()
     for cut in cut_stages((1, num_layers - 1)):
         part = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         part.load_state_dict(whole.state_dict())
         hidden = StageModel(part, units, cut, returns_tuple, torch.float32)(hidden, input_ids=tokens)
-    assert hidden is not None
-    return hidden.logits
+    return hidden[0].logits
 
 
 def _refuse(config: PretrainedConfig, reason: str) -> ModelError:

@@ -52,7 +52,6 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel", *COUNTED), find_world_problems),
         (("parallel", *COUNTED, "batch"), find_batch_problems),
         (("parallel", *COUNTED, "zero"), _zero),
-        (("parallel",), _sequence_in_stages),
         (("parallel.pp", "pipeline"), _stages),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
         (("precision",), _precision),
@@ -103,13 +102,6 @@ def _zero(recipe: Recipe) -> Iterator[Problem]:
             message = f"zero.stage={recipe.zero.stage} has no use for it"
             fix = f"leave it out (~zero.{name}); or zero.stage={' or '.join(map(str, stages))}"
             yield Problem(f"zero.{name}", value, message, fix)
-
-
-def _sequence_in_stages(recipe: Recipe) -> Iterator[Problem]:
-    parallel = recipe.parallel
-    if parallel.sequence and parallel.tp > 1 and parallel.pp > 1:
-        message = f"with parallel.pp={parallel.pp} hidden states cross stages whole: not available in this version"
-        yield Problem("parallel.sequence", True, message, "parallel.sequence=false; or parallel.pp=1")
 
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:

@@ -1,13 +1,13 @@
 """A stage on this rank: a part of the model with its parameters, gradients and hooks, as the executor drives it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from framework.model.stage import StageModel
+from framework.parallel.pipeline.execute import Tensors
 from framework.parallel.zero.buffers import Deferred, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
@@ -27,21 +27,22 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageOfStep:
-    """A stage with what a step asks of it. compute: (stage, microbatch, received) -> hidden states or, of the last, the loss."""
+    """A stage with what a step asks of it. compute: (stage, microbatch, received) -> what the next stage receives or, of the
+    last, the loss."""
 
     stage: Stage
-    compute: Callable[[Stage, int, Tensor | None], Tensor]
+    compute: Callable[[Stage, int, Tensors], Tensors]
 
-    def forward(self, microbatch: int, received: Tensor | None) -> Tensor:
+    def forward(self, microbatch: int, received: Tensors) -> Tensors:
         return self.compute(self.stage, microbatch, received)
 
-    def backward(self, output: GradientEdge | None, gradient: Tensor | None, is_last: bool) -> None:
+    def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
         self.stage.gradients.start_backward(is_last)
-        self._backward(output, gradient)
+        self._backward(outputs, gradients)
 
-    def backward_input(self, output: GradientEdge | None, gradient: Tensor | None) -> Deferred:
+    def backward_input(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> Deferred:
         self.stage.gradients.start_input_backward()
-        self._backward(output, gradient)
+        self._backward(outputs, gradients)
         return self.stage.gradients.end_input_backward()
 
     def backward_weights(self, left: Deferred, is_last: bool) -> None:
@@ -58,7 +59,7 @@ class StageOfStep:
     def reduce(self) -> None:
         self.stage.gradients.settle()
 
-    def _backward(self, output: GradientEdge | None, gradient: Tensor | None) -> None:
-        if output is not None:
-            torch.autograd.backward(output, gradient)
+    def _backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:
+        if outputs:
+            torch.autograd.backward(outputs, gradients or None)
         self.stage.hooks.end_backward()

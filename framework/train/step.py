@@ -1,7 +1,7 @@
 """One optimizer step, without a branch on parallelism: sizes of one take the same path."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ from framework.model.materialize import accepted_arguments
 from framework.model.stage import StageModel
 from framework.optim.clip import clip_divisor, squared_norm
 from framework.optim.optimizers import FlatOptimizer
-from framework.parallel.pipeline.execute import Hidden, Links, execute
+from framework.parallel.pipeline.execute import Hidden, Links, Tensors, execute
 from framework.parallel.pipeline.lower import Lowered
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
@@ -68,11 +68,11 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
     all_reduce(num_tokens, batch_axis)
     num_microbatches = len(inputs) * batch_axis.size
 
-    def compute(stage: Stage, index: int, received: Tensor | None) -> Tensor:
+    def compute(stage: Stage, index: int, received: Tensors) -> Tensors:
         seed = (run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank)
-        output = _forward(stage.model, received, inputs[index], seed)
+        outputs = _forward(stage.model, received, inputs[index], seed)
         is_last = stage.model.cut.is_last
-        return _loss(run, stage, output, inputs[index], num_tokens, num_microbatches) if is_last else output
+        return (_loss(run, stage, outputs, inputs[index], num_tokens, num_microbatches),) if is_last else outputs
 
     for stage in run.stages.values():
         stage.model.model.train()
@@ -86,13 +86,14 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
 
 
 def _execute(
-    run: Run, lowered: Lowered, inputs: Sequence[Microbatch], compute: Callable[[Stage, int, Tensor | None], Tensor]
+    run: Run, lowered: Lowered, inputs: Sequence[Microbatch], compute: Callable[[Stage, int, Tensors], Tensors]
 ) -> tuple[Tensor, tuple[Timed, ...]]:
     """The sum of the losses that this rank has computed, and when what was done."""
     axis = run.mesh.axis("pp")
-    hidden = replace(run.hidden, shape=(*inputs[0].input_ids.shape, *run.hidden.shape))
+    sequences, tokens = inputs[0].input_ids.shape
+    links = Links(axis, lowered, run.hidden, (sequences, tokens))
     stages = {number: StageOfStep(stage, compute) for number, stage in run.stages.items()}
-    losses, timed = execute(lowered, axis.rank, stages, Links(axis, lowered, hidden))
+    losses, timed = execute(lowered, axis.rank, stages, links)
     ordered = [losses[index] for index in sorted(losses)]
     return torch.stack(ordered).sum() if ordered else torch.zeros((), device=run.mesh.device), tuple(timed)
 
@@ -140,26 +141,33 @@ def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
 
 
 def _evaluate(
-    run: Run, inputs: Sequence[Microbatch], num_tokens: Tensor, stage: Stage, index: int, received: Tensor | None
+    run: Run, inputs: Sequence[Microbatch], num_tokens: Tensor, stage: Stage, index: int, received: Tensors
+) -> Tensors:
+    outputs = _forward(stage.model, received, inputs[index], None)
+    return (run.loss(outputs[0].logits, inputs[index].labels, num_tokens),) if stage.model.cut.is_last else outputs
+
+
+def _loss(
+    run: Run, stage: Stage, outputs: Sequence[Any], inputs: Microbatch, num_tokens: Tensor, num_microbatches: int
 ) -> Tensor:
-    output = _forward(stage.model, received, inputs[index], None)
-    return run.loss(output.logits, inputs[index].labels, num_tokens) if stage.model.cut.is_last else output
-
-
-def _loss(run: Run, stage: Stage, output: Any, inputs: Microbatch, num_tokens: Tensor, num_microbatches: int) -> Tensor:
     """This microbatch's part of the batch's loss, with a router's balancing term averaged over the batch's microbatches."""
+    output, *sums = outputs
     loss = run.loss(output.logits, inputs.labels, num_tokens)
-    balance, config = getattr(output, "aux_loss", None), stage.model.model.config
-    if balance is not None and getattr(config, "output_router_logits", False):
-        loss = loss + config.router_aux_loss_coef * balance / num_microbatches
+    if stage.model.routers is not None:
+        balance = stage.model.routers.balance
+        loss = loss + balance.weight * balance.term(*sums) / num_microbatches
     return loss
 
 
-def _forward(model: StageModel, received: Tensor | None, inputs: Microbatch, seed: tuple[int | str, ...] | None) -> Any:
-    """No cache and no mask: with either, packed positions would be ignored and documents would see one another."""
+def _forward(
+    model: StageModel, received: Tensors, inputs: Microbatch, seed: tuple[int | str, ...] | None
+) -> tuple[Any, ...]:
+    """No cache and no mask: with either, packed positions would be ignored and documents would see one another. No balancing
+    term of the model's own: it would be of the layers that are here."""
     positions = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
-    cache = {"use_cache": False} if "use_cache" in accepted_arguments(model.model) else {}
-    return model(received, seed, input_ids=inputs.input_ids, **positions, **cache)
+    accepted = accepted_arguments(model.model)
+    without = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
+    return model(received, seed, input_ids=inputs.input_ids, **positions, **without)
 
 
 def _to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:

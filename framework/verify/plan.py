@@ -12,6 +12,7 @@ from framework.errors import EXIT_DONE, RecipeError
 from framework.mesh.axis import Axis
 from framework.mesh.placement import place
 from framework.mesh.topology import Topology, shards_within_node
+from framework.model.balance import find_balance
 from framework.model.load import build_meta, load_config
 from framework.model.plan import Unit, find_units
 from framework.model.precision import DTYPES, compute_dtype
@@ -43,6 +44,7 @@ def plan(recipe: Recipe, schedule_to: Path | None = None) -> int:
     config = load_config(recipe.model)
     topology = make_topology(recipe, derived, config)
     model = build_meta(config, recipe.model.attention)
+    find_balance(model)
     size, units = measure_model(model), find_units(model)
     buffers = plan_rank(recipe, model, topology, rank=0)
     print(f"model         {model.config.model_type}, {size.total:,} parameters, {size.active:,} of them met by a token")

@@ -27,9 +27,9 @@ def average_microbatches() -> AbstractContextManager[Any]:
     """Each microbatch is divided by its own tokens and then averaged, as if all had equally many."""
     whole = step._loss
 
-    def loss(run: Any, stage: Any, output: Any, inputs: Any, num_tokens: Tensor, num_microbatches: int) -> Tensor:
+    def loss(run: Any, stage: Any, outputs: Any, inputs: Any, num_tokens: Tensor, num_microbatches: int) -> Tensor:
         own = step.count_loss_tokens(inputs.labels)
-        return whole(run, stage, output, inputs, own * num_microbatches, num_microbatches)
+        return whole(run, stage, outputs, inputs, own * num_microbatches, num_microbatches)
 
     return patch.object(step, "_loss", loss)
 

@@ -18,6 +18,7 @@ from framework.mesh.axis import Axis
 from framework.mesh.connect import connect
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
+from framework.model.balance import Routers, find_balance
 from framework.model.load import build_meta, choose_experts
 from framework.model.loss import IGNORE, TokenLoss, count_loss_tokens
 from framework.model.materialize import set_parameter
@@ -91,8 +92,14 @@ def compare_case(case: TensorCase, tp: Axis, kv: Axis) -> float:
         expected = expect_whole(whole, ids, labels) if tp.rank == 0 else {}
         split, layouts = build_split(case, whole, tp, kv)
         loss_of = TokenLoss(tp, split_vocabulary(split, layouts), case.chunk_tokens)
+        term = find_balance(whole)
+        routers = None if term is None else Routers(split, term, torch.float64, CPU, tp.size)
+        if routers is not None:
+            routers.start()
         output = split(input_ids=ids)
-        loss = loss_of(output.logits, labels, count_loss_tokens(labels)) + balance(split, output)
+        loss = loss_of(output.logits, labels, count_loss_tokens(labels))
+        if routers is not None:
+            loss = loss + routers.balance.weight * routers.balance.term(routers.end())
         loss.backward()
     found = {"loss": loss.detach()} | gather_gradients(split, case.spoil(layouts) if case.spoil else layouts, tp, kv)
     assert layouts.keys() == dict(whole.named_parameters(remove_duplicate=False)).keys()

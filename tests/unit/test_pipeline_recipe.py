@@ -48,11 +48,6 @@ def pipeline_of(*overrides: str) -> Pipeline:
             "pipeline.schedule",
             "needs 4 microbatches in a step, and there are 3 | batch.sequences_per_step=4 or more",
         ),
-        (
-            ["parallel.tp=2", "launch.ranks=4", "parallel.sequence=true"],
-            "parallel.sequence",
-            "hidden states cross stages whole",
-        ),
         (["pipeline.schedule=1f1"], "pipeline.schedule", "1f1b"),
     ],
 )  # fmt: skip
@@ -73,11 +68,6 @@ def test_more_stages_than_layers_and_a_wrong_sum_of_layers_are_refused() -> None
         pipeline_of("parallel.pp=32", "launch.ranks=32")
     with pytest.raises(RecipeError, match=r"pipeline.layers=\[1, 100\] makes 2 stages of 101 layers"):
         pipeline_of("pipeline.layers=[1,100]")
-
-
-def test_a_balancing_term_over_all_layers_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"output_router_logits=true.*no stage has all of them"):
-        pipeline_of("model=mixtral_8x7b", "model.config.output_router_logits=true")
 
 
 def test_layers_can_be_given() -> None:

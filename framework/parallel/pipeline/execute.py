@@ -17,21 +17,25 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from framework.comm.forms import Pending
 from framework.comm.p2p import exchange
 from framework.mesh.axis import Axis
+from framework.model.balance import sums_dtype
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, Lowered, Message
 from framework.parallel.pipeline.simulate import Timed
 
+Tensors = tuple[Tensor, ...]
+
 
 class Stage(Protocol):
-    """A part of the model, with one microbatch of a step at a time. What its forward returns is a hidden state, or on the last
-    stage the microbatch's loss."""
+    """A part of the model, with one microbatch of a step at a time. What its forward returns goes to the next stage, or is on
+    the last stage the microbatch's loss."""
 
-    def forward(self, microbatch: int, received: Tensor | None) -> Tensor: ...
+    def forward(self, microbatch: int, received: Tensors) -> Tensors: ...
 
-    def backward(self, output: GradientEdge | None, gradient: Tensor | None, is_last: bool) -> None:
-        """output: None if nothing below it is trained. is_last: of this stage in this step: its gradients are then complete."""
+    def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
+        """outputs: those below which something is trained, with their gradients; the loss has none. is_last: of this stage in
+        this step: its gradients are then complete."""
 
-    def backward_input(self, output: GradientEdge | None, gradient: Tensor | None) -> Any:
+    def backward_input(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> Any:
         """The gradient of the input; returns what `backward_weights` needs."""
 
     def backward_weights(self, left: Any, is_last: bool) -> None: ...
@@ -45,39 +49,50 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Hidden:
-    """What goes from stage to stage, of which every microbatch has the same."""
+    """What goes from stage to stage. `width`: of hidden states; `token_parts`: so many ranks divide every sequence's tokens
+    among themselves, the last part padded, and each sends its own. `num_sums`: of routers, beside them."""
 
-    shape: tuple[int, ...]
+    width: int
+    token_parts: int
+    num_sums: int
     dtype: torch.dtype
     device: torch.device
+
+    def make_places(self, sequences: int, tokens: int) -> Tensors:
+        """For what a rank receives of a microbatch of so many sequences of so many tokens."""
+        shape = sequences, -(-tokens // self.token_parts), self.width
+        hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if not self.num_sums:
+            return (hidden,)
+        return hidden, torch.empty(self.num_sums, dtype=sums_dtype(self.dtype), device=self.device)
 
 
 class Links:
     """The messages of one step on this rank. Tensors that were sent are held until the receiver has used them: what comes back
     from it later says so, so nobody ever stands still for a send."""
 
-    def __init__(self, axis: Axis, lowered: Lowered, hidden: Hidden):
-        self._axis, self._lowered, self._hidden = axis, lowered, hidden
-        self._arriving: dict[Action, tuple[Tensor, Pending]] = {}
+    def __init__(self, axis: Axis, lowered: Lowered, hidden: Hidden, microbatch: tuple[int, int]):
+        """microbatch: sequences and their tokens, of which every microbatch has the same."""
+        self._axis, self._lowered, self._hidden, self._microbatch = axis, lowered, hidden, microbatch
+        self._arriving: dict[Action, tuple[Tensors, Pending]] = {}
         self._leaving: list[tuple[Message, Pending]] = []
 
-    def start(self, actions: Sequence[Action], outputs: dict[Action, Tensor]) -> None:
+    def start(self, actions: Sequence[Action], outputs: dict[Action, Tensors]) -> None:
         """Start sends and receives that stand side by side, as one batch."""
-        sends, receives, messages = [], [], []
+        sends, receives = [], []
+        places: dict[Action, Tensors] = {}
         for action in actions:
             message = self._lowered.messages[action]
             if action.kind in SENDS:
-                sends.append((outputs.pop(action), message.target))
-                messages.append(message)
+                sends += [(each, message.target) for each in outputs.pop(action)]
             else:
-                place = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self._hidden.device)
-                receives.append((place, message.source))
+                places[action] = self._hidden.make_places(*self._microbatch)
+                receives += [(each, message.source) for each in places[action]]
         pending = exchange(sends, receives, self._axis)
-        self._leaving += [(message, pending) for message in messages]
-        arrived = (action for action in actions if action.kind in RECEIVES)
-        self._arriving |= {action: (place, pending) for action, (place, _) in zip(arrived, receives, strict=True)}
+        self._leaving += [(self._lowered.messages[action], pending) for action in actions if action.kind in SENDS]
+        self._arriving |= {action: (place, pending) for action, place in places.items()}
 
-    def take(self, action: Action) -> Tensor:
+    def take(self, action: Action) -> Tensors:
         """What a receive brought, once it is there."""
         place, pending = self._arriving.pop(action)
         pending.wait()
@@ -120,23 +135,23 @@ def execute(
 
 
 class _Step:
-    """What is alive between the actions of a step. live: (input, output) of a microbatch by its F; left: for a later W; outputs:
-    to be sent, by the send; local: for another stage of this rank, by the receive that it stands for."""
+    """What is alive between the actions of a step. live: (inputs, outputs) of a microbatch by its F; left: for a later W;
+    outputs: to be sent, by the send; local: for another stage of this rank, by the receive that it stands for."""
 
     def __init__(self, lowered: Lowered, stages: Mapping[int, Stage], links: Links, clock: Callable[[], float]):
         self._stages, self._links, self._clock = stages, links, clock
         self._last = lowered.num_stages - 1
         self._messages = lowered.messages
         self._rest = {stage: lowered.count_backwards(stage) for stage in stages}
-        self.live: dict[Action, tuple[Tensor | None, GradientEdge | None]] = {}
+        self.live: dict[Action, tuple[Tensors, list[GradientEdge | None]]] = {}
         self.left: dict[Action, Any] = {}
-        self.outputs: dict[Action, Tensor] = {}
-        self.local: dict[Action, Tensor] = {}
+        self.outputs: dict[Action, Tensors] = {}
+        self.local: dict[Action, Tensors] = {}
         self.losses: dict[int, Tensor] = {}
 
     def run(self, action: Action) -> Timed:
         """Wait for what the action needs, then do it; only the doing is timed."""
-        arrived = None
+        arrived: Tensors = ()
         if action.kind is Kind.FORWARD and action.stage > 0:
             arrived = self._take(action, Kind.RECEIVE_ACTIVATION)
         elif action.kind in (Kind.BACKWARD, Kind.INPUT) and action.stage < self._last:
@@ -145,7 +160,7 @@ class _Step:
         self._do(action, self._stages[action.stage], arrived)
         return Timed(action, start, self._clock())
 
-    def _do(self, action: Action, stage: Stage, arrived: Tensor | None) -> None:
+    def _do(self, action: Action, stage: Stage, arrived: Tensors) -> None:
         match action.kind:
             case Kind.FORWARD:
                 self._forward(action, stage, arrived)
@@ -160,41 +175,44 @@ class _Step:
             case Kind.REDUCE:
                 stage.reduce()
 
-    def _forward(self, action: Action, stage: Stage, received: Tensor | None) -> None:
+    def _forward(self, action: Action, stage: Stage, received: Tensors) -> None:
         keeps = torch.is_grad_enabled()
-        if received is not None:
-            received.requires_grad_(keeps)
-        output = stage.forward(action.microbatch, received)
+        for each in received:
+            each.requires_grad_(keeps)
+        outputs = stage.forward(action.microbatch, received)
         if keeps:
-            self.live[action] = received, get_gradient_edge(output) if output.requires_grad else None
+            self.live[action] = received, [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
         if action.stage == self._last:
-            self.losses[action.microbatch] = output.detach()
+            (self.losses[action.microbatch],) = (each.detach() for each in outputs)
         else:
-            self._hand_on(action, Kind.SEND_ACTIVATION, output.detach())
+            self._hand_on(action, Kind.SEND_ACTIVATION, tuple(each.detach() for each in outputs))
 
-    def _backward(self, action: Action, stage: Stage, gradient: Tensor | None) -> None:
-        received, output = self.live.pop(action._replace(kind=Kind.FORWARD))
+    def _backward(self, action: Action, stage: Stage, gradients: Tensors) -> None:
+        received, outputs = self.live.pop(action._replace(kind=Kind.FORWARD))
+        trained = [edge for edge in outputs if edge is not None]
+        gradients = tuple(each for each, edge in zip(gradients, outputs, strict=False) if edge is not None)
         if action.kind is Kind.BACKWARD:
-            stage.backward(output, gradient, self._is_last_of(action.stage))
+            stage.backward(trained, gradients, self._is_last_of(action.stage))
         else:
-            self.left[action._replace(kind=Kind.WEIGHT)] = stage.backward_input(output, gradient)
-        if received is not None:
-            assert received.grad is not None, f"{action} gave its input no gradient"
-            self._hand_on(action, Kind.SEND_GRADIENT, received.grad)
+            self.left[action._replace(kind=Kind.WEIGHT)] = stage.backward_input(trained, gradients)
+        if received:
+            found = tuple(each.grad for each in received if each.grad is not None)
+            assert len(found) == len(received), f"{action} gave its input no gradient"
+            self._hand_on(action, Kind.SEND_GRADIENT, found)
 
-    def _take(self, action: Action, kind: Kind) -> Tensor:
+    def _take(self, action: Action, kind: Kind) -> Tensors:
         receive = action._replace(kind=kind)
         return self.local.pop(receive) if receive in self.local else self._links.take(receive)
 
-    def _hand_on(self, action: Action, kind: Kind, tensor: Tensor) -> None:
+    def _hand_on(self, action: Action, kind: Kind, tensors: Tensors) -> None:
         """To another rank if there is a message for it, else to another stage of this one."""
         send = action._replace(kind=kind)
         if send in self._messages:
-            self.outputs[send] = tensor.contiguous()
+            self.outputs[send] = tuple(each.contiguous() for each in tensors)
         elif kind is Kind.SEND_ACTIVATION:
-            self.local[Action(action.stage + 1, Kind.RECEIVE_ACTIVATION, action.microbatch)] = tensor
+            self.local[Action(action.stage + 1, Kind.RECEIVE_ACTIVATION, action.microbatch)] = tensors
         else:
-            self.local[Action(action.stage - 1, Kind.RECEIVE_GRADIENT, action.microbatch)] = tensor
+            self.local[Action(action.stage - 1, Kind.RECEIVE_GRADIENT, action.microbatch)] = tensors
 
     def _is_last_of(self, stage: int) -> bool:
         self._rest[stage] -= 1

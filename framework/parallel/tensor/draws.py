@@ -5,8 +5,9 @@
     inside attention and mlp                 different: other heads and features
     inside a mixture of experts              alike: a router that draws must route alike
 
-A step seeds its generator by microbatch, equally on all ranks. Every other stream is seeded by that seed, exclusive-or what is
-particular to the rank or the region: a function of where we are. So nothing has to be kept for recomputation, which restores
+A step seeds its generator by microbatch and layer, equally on all ranks, but for `mask_of` the rank where layers hold other
+tokens. Every other stream is seeded by that seed, exclusive-or what is particular to the rank or the region: a function of where
+we are. So nothing has to be kept for recomputation, which restores
 the generator's state: the seed is part of it, and both masks can be taken off again.
 """
 
@@ -27,11 +28,16 @@ def draws_in_training(config: PretrainedConfig) -> bool:
     return _draws(config.to_dict())
 
 
+def mask_of(axis: Axis, differs: bool) -> int:
+    """What a rank's seed is exclusive-or'd with where ranks draw differently; 0 where they draw alike, or there is one."""
+    return seed_for("tensor-parallel rank", axis.rank) if differs and axis.size > 1 else 0
+
+
 class Draws:
     """The streams of one rank. `outside_differs`: outside regions ranks draw differently, for they hold other tokens."""
 
     def __init__(self, axis: Axis, outside_differs: bool) -> None:
-        self.rank_mask = seed_for("tensor-parallel rank", axis.rank)
+        self.rank_mask = mask_of(axis, differs=True)
         self.outside_differs = outside_differs
 
     def start_outside(self, x: Tensor) -> Tensor:

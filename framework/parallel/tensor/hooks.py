@@ -36,8 +36,13 @@ def gather_behind(region: Region, tokens: TokenShard, module: nn.Module, args: A
             )
         return output
     gathered = _on_output(region.enter, output)
-    tokens.end(gathered if isinstance(gathered, Tensor) else gathered[0])
+    tokens.end()
     return gathered
+
+
+def end_tokens(tokens: TokenShard, model: nn.Module, args: Any, output: Any) -> None:
+    """The model has run. A part of it without the final norm hands its tokens on as they are."""
+    tokens.end()
 
 
 def leave(region: Region, module: nn.Module, args: Any, output: Any):
@@ -80,11 +85,3 @@ def lend_bias(degree: int, experts: Any, args: Any) -> None:
 
 def return_bias(experts: nn.Module, args: Any, output: Any) -> None:
     del experts.__dict__["down_proj_bias"]
-
-
-def share_balance(degree: int, model: nn.Module, args: Any, output: Any) -> None:
-    """A router's balancing term is computed alike by all ranks from what is inside regions, where gradients are parts that
-    are summed: each rank's is one part in `degree`."""
-    balance = getattr(output, "aux_loss", None)
-    if isinstance(balance, Tensor) and balance.requires_grad:
-        output.aux_loss = balance.detach() + (balance - balance.detach()) / degree

@@ -22,7 +22,7 @@ from framework.comm import collectives, duals
 from framework.comm.collectives import Pending
 from framework.errors import ModelError
 from framework.mesh.axis import Axis
-from framework.parallel.tensor.draws import Draws
+from framework.parallel.tensor.draws import Draws, torch_generator
 
 # Of hidden states, [B, S, D]; all but the last two dims are batch.
 TOKEN_DIM = -2
@@ -32,29 +32,31 @@ class TokenShard:
     """Between the first layer and the final norm each rank holds a part of every sequence's tokens (sequence parallelism).
 
     length: tokens of the sequences that are in the layers now. If the ranks do not divide it, the last part is padded with
-    zeros, which a border takes away again before anything mixes tokens. is_sharded: we are between the two now.
+    zeros, which a border takes away again before anything mixes tokens. is_sharded: we are between the two now. In a part of
+    a model they are the first of its layers, and the final norm or the end of the model.
     """
 
     def __init__(self, axis: Axis, draws: Draws | None = None) -> None:
         self.axis, self.draws = axis, draws
         self.length = 0
         self.is_sharded = False
-        self._outer: Tensor | None = None
+        self._outer: tuple[torch.Generator, Tensor] | None = None
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Replicated [B, S, D] to this rank's [B, S'/tp, D]. A first layer that runs again finds them sharded already."""
+        """Replicated [B, S, D] to this rank's [B, S'/tp, D]. Behind the first layer they are sharded already."""
         if self.is_sharded:
             return x
         self.length, self.is_sharded = x.shape[TOKEN_DIM], True
         if self.draws is not None:
-            self._outer = self.draws.start_outside(x)
+            self._outer = torch_generator(x), self.draws.start_outside(x)
         return duals.scatter(self.pad(x), self.axis, TOKEN_DIM)
 
-    def end(self, x: Tensor) -> None:
-        """The tokens have come together again."""
+    def end(self) -> None:
+        """The tokens have come together again, or left for another rank."""
         self.is_sharded = False
-        if self.draws is not None and self._outer is not None:
-            self.draws.restore(x, self._outer)
+        if self._outer is not None:
+            generator, state = self._outer
+            generator.set_state(state)
             self._outer = None
 
     def pad(self, x: Tensor) -> Tensor:

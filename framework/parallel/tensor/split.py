@@ -18,7 +18,15 @@ from framework.model.plan import FINAL_NORMS, find_layers, find_units
 from framework.parallel.tensor.cuts import Counts, Cut, cut
 from framework.parallel.tensor.draws import Draws, draws_in_training
 from framework.parallel.tensor.heads import count_heads, divide_numbers
-from framework.parallel.tensor.hooks import enter, gather_behind, leave, lend_bias, return_bias, scatter, share_balance
+from framework.parallel.tensor.hooks import (
+    end_tokens,
+    enter,
+    gather_behind,
+    leave,
+    lend_bias,
+    return_bias,
+    scatter,
+)
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
 from framework.parallel.tensor.plan import RegionPlan, make_plan
 from framework.parallel.tensor.regions import Region, TokenShard
@@ -55,7 +63,6 @@ def split_over_tp(
         surgery.split_region(region)
     surgery.split_vocabulary()
     surgery.place_tokens()
-    model.register_forward_hook(partial(share_balance, tp.size))
     return surgery.finish()
 
 
@@ -223,9 +230,14 @@ class _Surgery:
             self.model.get_output_embeddings().register_forward_pre_hook(partial(enter, region), with_kwargs=True)
 
     def place_tokens(self) -> None:
-        """Shard the tokens where the first layer begins. What stands before computes alike on all ranks, with whole gradients."""
+        """Shard the tokens where the first layer begins. What stands before computes alike on all ranks, with whole gradients.
+
+        Which layer is the first a pipeline decides later, so every layer asks; and a part of a model has no final norm.
+        """
         if self.tokens is not None:
-            self.layers[1][0].register_forward_pre_hook(partial(scatter, self.tokens), with_kwargs=True)
+            for layer in self.layers[1]:
+                layer.register_forward_pre_hook(partial(scatter, self.tokens), with_kwargs=True)
+            self.model.register_forward_hook(partial(end_tokens, self.tokens))
 
     def _last_module(self) -> nn.Module:
         """The final norm, or the last layer if there is none."""

@@ -1,0 +1,122 @@
+"""Stages that send each tensor-parallel rank's own tokens train as one process does (sequence parallelism in a pipeline).
+
+A sequence has 9 tokens, which two ranks do not divide: what travels is padded.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import framework.build
+from framework.build import build
+from framework.comm.collectives import gather_objects
+from framework.mesh.connect import connect
+from framework.parallel.pipeline.execute import Hidden
+from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.step import train_step
+from framework.verify.compare import compare
+from framework.verify.layout import share
+from tests.ranks.parity import CPU, Case, assert_equal, small_recipe, topology_of, worst_error
+from tests.ranks.pool import RankPool
+from tests.ranks.test_pipeline import SCHEDULES, case_of, train
+
+RECOMPUTES = Memory(activation_checkpointing="full", gathered_inputs="regather", compile="never")
+
+
+def recipe_of(schedule: str, count: int = 4, pp: int = 2, tp: int = 2, zero: int = 0, **changes: Any) -> Recipe:
+    parallel = Parallel(pp=pp, tp=tp, sequence=True)
+    recipe = small_recipe("fp64", pp * tp, count, 8, 0.05, Zero(stage=zero), parallel)
+    return replace(recipe, pipeline=Pipeline(schedule=schedule), **changes)  # type: ignore[arg-type]
+
+
+def layouts_of(*schedules: str) -> dict[str, Recipe]:
+    return {f"{each} zero {index % 4}": recipe_of(each, zero=index % 4) for index, each in enumerate(schedules)}
+
+
+def test_every_schedule_hands_on_each_ranks_own_tokens(pool: RankPool) -> None:
+    assert_equal(pool, 4, [case_of("llama", layouts_of(*SCHEDULES))])
+
+
+def test_ties_recomputation_and_gathering_again_hand_on_tokens(pool: RankPool) -> None:
+    split_backward = {
+        "regathered": recipe_of("zb_h1", memory=replace(RECOMPUTES, activation_checkpointing="none")),
+        "recomputed in a V": recipe_of("zbv", memory=RECOMPUTES),
+    }
+    assert_equal(pool, 4, [case_of("gpt2", split_backward, tie_word_embeddings=True)])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "granite", "qwen3_moe"])
+def test_families_hand_on_tokens(pool: RankPool, name: str) -> None:
+    recomputed = {f"{each}, recomputed": recipe_of(each, memory=RECOMPUTES) for each in ("1f1b", "zb_h1")}
+    assert_equal(pool, 4, [case_of(name, layouts_of(*SCHEDULES) | recomputed)])
+
+
+def test_dropout_does_not_know_of_stages_that_hold_tokens(pool: RankPool) -> None:
+    dropout = {"resid_pdrop": 0.3, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
+    layouts = {
+        "one stage": recipe_of("1f1b", pp=1),
+        "two": recipe_of("1f1b"),
+        "in a V, recomputed": recipe_of("zbv", memory=RECOMPUTES),
+    }
+    found = train(pool, case_of("gpt2", layouts, **dropout), 4)
+    assert worst_error(compare(found["two"], found["one stage"])) < 1e-9
+    assert worst_error(compare(found["in a V, recomputed"], found["one stage"])) < 1e-9
+
+
+def seed_layers_alike() -> AbstractContextManager[Any]:
+    """Sabotage: layers are seeded as if all ranks held the same tokens."""
+    return patch.object(framework.build, "mask_of", lambda axis, differs: 0)
+
+
+def find_seeds(
+    rank: int, world: int, rendezvous: str, case: Case, sabotage: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, int]:
+    """Body: how many seeds the ranks have in the last layer: outside, in its attention, in its experts."""
+    with sabotage():
+        return count_seeds(rank, rendezvous, case)
+
+
+def count_seeds(rank: int, rendezvous: str, case: Case) -> dict[str, int]:
+    recipe = case.layouts[""]
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
+    run = build(recipe, case.config, mesh)
+    seeds: dict[str, int] = {}
+
+    def note(place: str, module: nn.Module, args: Any) -> None:
+        seeds.setdefault(place, torch.initial_seed())
+
+    layer = run.stages[0].model.model.model.layers[-1]
+    for place, module in {
+        "outside": layer.post_attention_layernorm,
+        "attention": layer.self_attn.o_proj,
+        "experts": layer.mlp.experts,
+    }.items():
+        module.register_forward_pre_hook(partial(note, place))
+    train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 0.0, ())
+    everywhere = gather_objects(seeds, mesh.axis("tp"))
+    mesh.close()
+    return {place: len({each[place] for each in everywhere}) for place in seeds}
+
+
+def test_streams_of_later_layers_differ_where_ranks_hold_other_tokens_and_heads(pool: RankPool) -> None:
+    recipe = recipe_of("1f1b", pp=1)
+    case = case_of("qwen3_moe", {"": recipe}, attention_dropout=0.1)
+    expected = {"outside": 2, "attention": 2, "experts": 1}
+    assert pool.run(2, find_seeds, case, nullcontext)[0] == expected
+    assert pool.run(2, find_seeds, case, seed_layers_alike)[0] != expected
+
+
+def test_a_message_has_one_ranks_part_of_the_tokens() -> None:
+    places = {parts: Hidden(32, parts, 0, torch.float64, CPU).make_places(3, 9) for parts in (1, 2)}
+    assert {parts: [each.shape for each in found] for parts, found in places.items()} == {
+        1: [(3, 9, 32)],
+        2: [(3, 5, 32)],
+    }

@@ -1,0 +1,65 @@
+"""The balancing term from sums is Hugging Face's, for every family that has that one; others are refused by name."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from framework.errors import ModelError
+from framework.model.balance import Balance, Routers, find_balance
+from framework.model.load import build_meta, choose_experts
+from framework.verify.double import keep_double
+from tests.families import build_config, family
+
+KNOWN = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe", "qwen3_next", "minimax_m2")
+OTHERS = ("jamba", "ernie4_5_moe", "flex_olmo", "granitemoehybrid")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_term_of_sums_is_the_models(name: str) -> None:
+    config = build_config(family(name), output_router_logits=True, router_aux_loss_coef=0.3)
+    config.use_cache = False
+    balance = find_balance(build_meta(config))
+    assert balance is not None
+    assert balance.weight == 0.3
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    choose_experts(model, "auto", torch.float64)
+    tokens = torch.randint(3, 97, (3, 7))
+    with keep_double(torch.float64):
+        expected = model(input_ids=tokens).aux_loss
+        expected.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    routers = Routers(model, balance, torch.float64, torch.device("cpu"))
+    routers.start()
+    with keep_double(torch.float64):
+        model(input_ids=tokens, output_router_logits=False)
+        found = balance.term(routers.end())
+        found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+    assert gradients
+    for each, parameter in model.named_parameters():
+        if each in gradients:
+            torch.testing.assert_close(parameter.grad, gradients[each], rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_have_the_same_term(name: str) -> None:
+    config = AutoConfig.for_model(name)
+    config.output_router_logits = True
+    assert isinstance(find_balance(build_meta(config)), Balance)
+
+
+def test_no_term_is_asked_for() -> None:
+    assert find_balance(build_meta(build_config(family("mixtral")))) is None
+    assert find_balance(build_meta(build_config(family("llama")))) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("doge", "not one of the routers' logits|not E sum_e"), ("jetmoe", "coef")]
+)
+def test_another_term_is_refused_by_name(name: str, reason: str) -> None:
+    config = AutoConfig.for_model(name)
+    config.output_router_logits = True
+    with pytest.raises(ModelError, match=f"output_router_logits=true: the balancing term of {name} models.*({reason})"):
+        find_balance(build_meta(config))
