@@ -50,14 +50,24 @@ def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) 
                 )  # fmt: skip
                 if each.end - each.start > timeline.length / 80:
                     middle = (each.start + each.end) / 2 - first
-                    panel.text(middle, number, str(each.action.microbatch), ha="center", va="center", fontsize=6)
+                    color = "white" if alpha == 1.0 else "black"
+                    panel.text(
+                        middle, number, str(each.action.microbatch), ha="center", va="center", fontsize=7, color=color
+                    )
         panel.set_title(f"{title}: bubble {timeline.bubble:.1%}", fontsize=9, loc="left")
         panel.set_yticks(range(num_ranks), [f"rank {number}" for number in range(num_ranks)])
         panel.invert_yaxis()
+        panel.margins(x=0.0)
         panel.spines[["top", "right"]].set_visible(False)
+    actions = [each.action for timeline in timelines.values() for rank in timeline.ranks for each in rank]
+    there = {action.kind for action in actions}
     handles = [
-        axes[0].barh(0, 0, color=color, label=f"{kind.value} {kind.name.lower()}") for kind, color in COLORS.items()
+        axes[0].barh(0, 0, color=color, label=f"{kind.value} {kind.name.lower()}")
+        for kind, color in COLORS.items()
+        if kind in there
     ]
+    if any(action.stage >= num_ranks for action in actions):
+        handles.append(axes[0].barh(0, 0, color="white", label="paler: a rank's later stages; numbers: microbatches"))
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=7, frameon=False)
     figure.savefig(path)
 
