@@ -39,6 +39,7 @@ from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.linear import write_gradients_directly
+from framework.parallel.zero.lookup import add_rows_directly
 from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.values import read_pretrained, write_values
 from framework.parallel.zero.waits import Waits
@@ -210,7 +211,9 @@ def materialize(
 def _connect_stage(plan: StagePlan, recipe: Recipe, waits: Waits) -> Stage:
     """The stage with what gathers its parameters and reduces its gradients."""
     model = plan.model.model
-    write_gradients_directly(model, {name: place for buffer in plan.buffers for name, place in buffer.places.items()})
+    places = {name: place for buffer in plan.buffers for name, place in buffer.places.items()}
+    write_gradients_directly(model, places)
+    add_rows_directly(model, places)
     gradients = GradientSync(plan.buffers, waits, DTYPES[recipe.precision.reduce])
     by_unit = [[buffer for buffer in plan.buffers if buffer.unit == unit.name] for unit in plan.units]
     parameters = ParameterSync(by_unit, waits)

@@ -264,6 +264,19 @@ class GradientPlace:
         place, is_first = self._open()
         collect_product(place, left, right, is_first)
 
+    def add_rows(self, ids: Tensor, rows: Tensor) -> None:
+        """Add rows to those of the place that `ids` name. ids: [n], some perhaps more than once; rows: [n, k]."""
+        if self.deferred is not None:
+            self.deferred.setdefault(self._buffer.unit, []).append(partial(self.add_rows, ids, rows.detach()))
+            return
+        place, is_first = self._open()
+        if is_first:
+            place.zero_()
+        if place.is_cuda:  # there index_add_ adds in whatever order threads come
+            place.index_put_((ids,), rows.to(place.dtype), accumulate=True)
+        else:
+            place.index_add_(0, ids, rows.to(place.dtype))
+
     def _open(self) -> tuple[Tensor, bool]:
         """The place, and whether what it gets is the first: if not, it is added to."""
         if self._buffer.is_complete:
