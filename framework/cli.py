@@ -88,12 +88,7 @@ def _commands() -> tuple[Command, ...]:
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-m",
-        "--multirun",
-        action="store_true",
-        help="train every combination of values such as optim.lr=1e-3,3e-4 batch.context=256,512, one after another",
-    )
+    _add_multirun(parser, "one after another")
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -109,12 +104,7 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the script that would be submitted; change nothing"
     )
-    parser.add_argument(
-        "-m",
-        "--multirun",
-        action="store_true",
-        help="every combination of values such as optim.lr=1e-3,3e-4, as one job array of at most launch.at_once runs",
-    )
+    _add_multirun(parser, "as one job array of at most launch.at_once runs")
 
 
 def _submit(arguments: argparse.Namespace) -> int:
@@ -127,6 +117,15 @@ def _submit(arguments: argparse.Namespace) -> int:
     from framework.launch.submit import submit
 
     return submit(recipe, arguments.overrides, arguments.recipes, arguments.dry_run)
+
+
+def _add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
+    parser.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help=f"every combination of values such as optim.lr=1e-3,3e-4 batch.context=256,512, {how}",
+    )
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:

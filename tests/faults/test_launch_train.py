@@ -19,26 +19,14 @@ from framework.launch import local
 from framework.launch.directory import RunDirectory
 from framework.launch.export import _read, export_command
 from framework.recipe.compose import compose
+from tests import tiny_run
 
 STEPS = 100
-WORDS = ("mesh", "axis", "layout", "box", "dual", "unit", "schedule", "state")
 RECIPE = (
-    "track=none",
-    "data=files",
-    "data.sources.files.path=corpus",
-    "data.bpe_vocab=300",
-    "data.validation=0",
-    "model.config={vocab_size: 320, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2,"
-    " num_attention_heads: 2, num_key_value_heads: 1, tie_word_embeddings: true}",
-    "precision=fp32",
+    *tiny_run.RECIPE,
     f"train.steps={STEPS}",
-    "train.validate_every_steps=null",
-    "optim.schedule.warmup_steps=2",
     "batch.sequences_per_step=4",
     "batch.sequences_per_microbatch=2",
-    "batch.context=16",
-    "checkpoint.every_steps=20",
-    "launch.threads_per_rank=1",
 )
 
 
@@ -46,10 +34,7 @@ RECIPE = (
 def place(tmp_path_factory):
     """A folder with a corpus and, in `runs/whole`, a run that nothing disturbed."""
     place = tmp_path_factory.mktemp("train")
-    (place / "corpus").mkdir()
-    for number in range(20):
-        text = " ".join(WORDS[(number * index * index + index) % len(WORDS)] for index in range(1, 200))
-        (place / "corpus" / f"{number}.txt").write_text(text)
+    tiny_run.write_corpus(place / "corpus")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         assert train("run.id=whole") == EXIT_DONE

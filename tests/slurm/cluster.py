@@ -21,30 +21,18 @@ import torch
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.load import Reader
 from framework.launch.export import _read
+from tests import tiny_run
 from tests.unit.test_track_wandb import steps_in_wandb
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "local_cluster.sh"
 STEPS = 120
 NODES = 5  # n4 is for preemption, n5 is to die; nothing else runs there
-WORDS = ("mesh", "axis", "layout", "box", "dual", "unit", "schedule", "state")
 RECIPE = (
-    "track=none",
-    "data=files",
-    "data.sources.files.path=corpus",
-    "data.bpe_vocab=300",
-    "data.validation=0",
-    "model.config={vocab_size: 320, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2,"
-    " num_attention_heads: 2, num_key_value_heads: 1, tie_word_embeddings: true}",
-    "precision=fp32",
+    *tiny_run.RECIPE,
     f"train.steps={STEPS}",
-    "train.validate_every_steps=null",
-    "optim.schedule.warmup_steps=2",
     "batch.sequences_per_step=6",
     "batch.sequences_per_microbatch=1",
-    "batch.context=16",
-    "checkpoint.every_steps=20",
-    "launch.threads_per_rank=1",
 )
 SLURM = (
     "launch=slurm",
@@ -214,13 +202,6 @@ def wait_for(
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come within {timeout_s:.0f} s\n{tell()}"
         time.sleep(0.1)
-
-
-def write_corpus(folder: Path) -> None:
-    folder.mkdir()
-    for number in range(20):
-        text = " ".join(WORDS[(number * index * index + index) % len(WORDS)] for index in range(1, 200))
-        (folder / f"{number}.txt").write_text(text)
 
 
 def wandb_segments(run_dir: Path, run_id: str) -> list[list[int]]:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.slurm.cluster import NODES, REPOSITORY, SCRIPT, Desk, call, write_corpus
+from tests.slurm.cluster import NODES, REPOSITORY, SCRIPT, Desk, call
+from tests.tiny_run import write_corpus
 
 
 def why_not() -> str | None:

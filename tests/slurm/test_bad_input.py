@@ -8,7 +8,8 @@ import pytest
 
 from framework.cli import main
 from framework.errors import EXIT_USER
-from tests.slurm.cluster import RECIPE, SLURM, write_corpus
+from tests.slurm.cluster import RECIPE, SLURM
+from tests.tiny_run import write_corpus
 
 SITE = "# A site that counts every job.\nkind: slurm\nranks: null\nranks_per_node: 1\ngres: null\naccount: ???\n"
 
