@@ -6,6 +6,7 @@ the model's own accessors and by order of registration.
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,13 +36,21 @@ class Unit:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList] | None:
-    """Name and list of the decoder layers: the ModuleList of `num_hidden_layers` entries, else the one with most parameters."""
+    """Name and list of the decoder layers: of the ModuleLists of `num_hidden_layers` entries, or of all if there is none, the one
+    that is nearest to the input embedding in the tree (a vision tower may have as many layers), and of those the largest."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         return None
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     exact = [entry for entry in lists if len(entry[1]) == num_layers]
-    return max(exact or lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+    embedding = next((name for name, module in model.named_modules() if module is model.get_input_embeddings()), "")
+
+    def nearness(entry: tuple[str, nn.ModuleList]) -> tuple[int, int]:
+        pairs = zip(entry[0].split("."), embedding.split("."), strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return shared, sum(p.numel() for p in entry[1].parameters())
+
+    return max(exact or lists, key=nearness)
 
 
 def find_units(model: PreTrainedModel) -> list[Unit]:
