@@ -41,6 +41,7 @@ from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.linear import write_gradients_directly
 from framework.parallel.zero.lookup import add_rows_directly
 from framework.parallel.zero.parameters import ParameterSync
+from framework.parallel.zero.replicas import check_replicas
 from framework.parallel.zero.values import read_pretrained, write_values
 from framework.parallel.zero.waits import Waits
 from framework.recipe import schema
@@ -165,6 +166,7 @@ def _lay_out_stage(
         recipe.parallel.sequence,
         recipe.model.tp_plan,
         recipe.memory.gathered_inputs == "regather",
+        recipe.parallel.overlap == "always" or (recipe.parallel.overlap == "auto" and device.type == "cuda"),
     )
     units, shared = own_units(whole, ties, cut), find_shared(whole, ties, cut)
     seed_mask = mask_of(axes["tp"], differs=recipe.parallel.sequence)
@@ -282,6 +284,9 @@ def _train(
         state.num_updates = run.optimizer.num_updates
         save_checkpoint(root, state.step, entries(run, whole=False), state.to_json(), world, recipe.checkpoint.keep)
 
+    def check() -> None:
+        check_replicas(run.buffers, world, state.step)
+
     def draw() -> None:
         timeline = Timeline(tuple(gather_objects(run.timed, mesh.axis("pp"))))
         if mesh.rank == 0:
@@ -315,6 +320,7 @@ def _train(
     )
     services = Services(
         validate,
+        check,
         save,
         draw,
         observers.report,

@@ -69,6 +69,12 @@ class RunInUse(RunError):
     exit_code = EXIT_FAILED
 
 
+class DriftError(MeshwrightError):
+    """Ranks hold different values of what they should hold alike."""
+
+    exit_code = EXIT_NUMERICS
+
+
 class NumericsError(MeshwrightError):
     """Training left the finite numbers."""
 

@@ -33,6 +33,21 @@ def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return F.linear(x, weight, bias)
 
 
+def place_product(place: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """place = x W^T + b.  place: [..., N], rows of a larger tensor; the rest as in `linear_product`.
+
+    In the place itself where torch's kernel makes the product and rows follow one another.
+    """
+    if not place.is_contiguous() or _has_faster_kernel(x, weight):
+        place.copy_(linear_product(x, weight, bias))
+        return
+    rows, out = x.reshape(-1, x.shape[-1]), place.view(-1, place.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+
+
 def collect_product(place: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
     """place = left right^T if it is the first, else place += left right^T.  left: [M, K]; right: [N, K]; any strides.
 

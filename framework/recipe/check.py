@@ -52,6 +52,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel", *COUNTED), find_world_problems),
         (("parallel", *COUNTED, "batch"), find_batch_problems),
         (("parallel", *COUNTED, "zero"), _zero),
+        (("parallel", "memory.gathered_inputs"), _needs_sequence),
         (("parallel.pp", "pipeline"), _stages),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
         (("precision",), _precision),
@@ -102,6 +103,16 @@ def _zero(recipe: Recipe) -> Iterator[Problem]:
             message = f"zero.stage={recipe.zero.stage} has no use for it"
             fix = f"leave it out (~zero.{name}); or zero.stage={' or '.join(map(str, stages))}"
             yield Problem(f"zero.{name}", value, message, fix)
+
+
+def _needs_sequence(recipe: Recipe) -> Iterator[Problem]:
+    for key, value, default in (
+        ("parallel.overlap", recipe.parallel.overlap, "auto"),
+        ("memory.gathered_inputs", recipe.memory.gathered_inputs, "keep"),
+    ):
+        if not recipe.parallel.sequence and value not in (default, "never"):
+            message = "parallel.sequence=false gathers no inputs, so it would do nothing"
+            yield Problem(key, value, message, f"leave it out (~{key}); or parallel.sequence=true")
 
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:

@@ -95,6 +95,10 @@ class Parallel:
         "with tp: between attention and mlp each rank holds a part of every sequence's tokens (sequence parallelism)",
         True,
     )
+    overlap: Literal["auto", "never", "always"] = key(
+        "with parallel.sequence, send tokens rank by rank under the matrix products of attention and mlp; auto: on GPUs",
+        "auto",
+    )
     pp: int = key("pipeline-parallel degree", 1, low=1)
     cp: int = key("context-parallel degree", 1, low=1)
     ep: int = key("expert-parallel degree", 1, low=1)
@@ -200,7 +204,8 @@ class Wandb:
 class Track:
     every_steps: int = key("report after every so many steps", 1, low=1)
     debug_collectives: bool = key(
-        "before each collective ranks tell each other what they start: a divergence is an error, not a hang; slow",
+        "before each collective ranks tell each other what they start, and after each step they compare what they hold alike:"
+        " a divergence is an error, not a hang; slow",
         False,
     )
     timeline_step: int | None = key(

@@ -55,10 +55,12 @@ class Taken:
 
 @dataclass(frozen=True)
 class Services:
-    """What the loop calls. `save`, `draw` and `validate` are collective; `report` does nothing but on rank 0; `mfu` turns tokens
-    per second of the whole run into a share of the devices' peak, None where that is not known."""
+    """What the loop calls. `check`, `save`, `draw` and `validate` are collective; `check` raises where replicas differ; `report`
+    does nothing but on rank 0; `mfu` turns tokens per second of the whole run into a share of the devices' peak, None where that
+    is not known."""
 
     validate: Callable[[], float]
+    check: Callable[[], None]
     save: Callable[[], None]
     draw: Callable[[], None]
     report: Callable[[StepReport], None]
@@ -83,6 +85,8 @@ class Loop:
         while self.state.step < self.recipe.train.steps and not self._stop:
             self._take_step()
             is_last = self.state.step == self.recipe.train.steps
+            if self.recipe.track.debug_collectives:
+                self.services.check()
             if self.state.step == self.recipe.track.timeline_step:
                 self.services.draw()
             if self._is_due(self.recipe.train.validate_every_steps) or (

@@ -7,6 +7,7 @@ between: this tests what `parallel/tensor` does to a model, and what its layouts
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -42,13 +43,14 @@ class TensorCase:
     tokens: int = TOKENS
     chunk_tokens: int | None = None
     regathers: bool = False
+    overlaps: bool = False
     sabotage: Callable[[], AbstractContextManager[Any]] | None = None
     spoil: Callable[[dict[str, Layout]], dict[str, Layout]] | None = None
 
     @property
     def name(self) -> str:
         options = [f"tp={self.tp}", *(f"{key}={value}" for key, value in self.changes.items())]
-        options += [word for word in ("sequence", "chunk_tokens", "regathers") if getattr(self, word)]
+        options += [word for word in ("sequence", "chunk_tokens", "regathers", "overlaps") if getattr(self, word)]
         if self.tokens != TOKENS:
             options.append(f"{self.tokens} tokens")
         return f"{self.family.name} {' '.join(options)}"
@@ -144,7 +146,7 @@ def build_split(
     """The split model with the whole one's weights and buffers."""
     model = build_meta(case.config)
     choose_experts(model, "auto", torch.float64)
-    layouts = split_over_tp(model, tp, kv, case.sequence, regathers=case.regathers)
+    layouts = split_over_tp(model, tp, kv, case.sequence, regathers=case.regathers, overlaps=case.overlaps)
     weights = dict(whole.named_parameters(remove_duplicate=False))
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -194,4 +196,6 @@ def take(full: Tensor, layout: Layout) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor, floor: float = 1e-30) -> float:
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=floor))
+    """Infinite where something is not a number: that compares with nothing."""
+    error = float((found - expected).abs().max() / expected.abs().max().clamp(min=floor))
+    return error if isfinite(error) else inf

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from framework.comm import collectives, duals
 from framework.mesh.axis import Axis
 from framework.model.products import linear_product
+from framework.parallel.tensor.pieces import Arriving
 from framework.parallel.tensor.regions import Region
 
 
@@ -51,7 +52,8 @@ class SplitLinear(nn.Linear):
         """What stands for the weight in autograd's graph: itself, or, where it does not ask for a gradient, a scalar."""
         if self.gradient_place is None:
             return self.weight
-        return x.new_zeros((), requires_grad=torch.is_grad_enabled())
+        # Not `new_zeros`, which would be an operation on what may still be arriving.
+        return torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=torch.is_grad_enabled())
 
     def operands(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         """left, right with dW = left @ right^T in the weight's orientation."""
@@ -118,6 +120,10 @@ class _Column(torch.autograd.Function):
         call = layer.region.call
         shard = call.kept_input(x)
         ctx.layer, ctx.call, ctx.is_shard = layer, call, shard is not None
+        if isinstance(x, Arriving):
+            y = x.arrival.multiply(layer.matrix, bias)
+            ctx.save_for_backward(x.arrival.whole() if shard is None else shard)
+            return y
         ctx.save_for_backward(x if shard is None else shard)
         return linear_product(x, layer.matrix, bias)
 
@@ -146,16 +152,17 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, source: Tensor, layer: RowLinear) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x)
-        y = linear_product(x, layer.matrix)
-        return layer.region.sum_in_place(y) if layer.leaves else y
+        return layer.region.leave_by(x, layer.matrix) if layer.leaves else linear_product(x, layer.matrix)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         layer = ctx.layer
         (x,) = ctx.saved_tensors
+        matrix = layer.matrix.t() if ctx.needs_input_grad[0] else None
         if layer.leaves:
-            dy = layer.region.spread(dy)
-        dx = linear_product(dy, layer.matrix.t()) if ctx.needs_input_grad[0] else None
+            dx, dy = layer.region.spread(dy, matrix)
+        else:
+            dx = None if matrix is None else linear_product(dy, matrix)
         if layer.gradient_place is not None:
             layer.gradient_place.add_product(*layer.operands(x, dy))
             return dx, None, None

@@ -22,7 +22,9 @@ from framework.comm import collectives, duals
 from framework.comm.collectives import Pending
 from framework.errors import ModelError
 from framework.mesh.axis import Axis
+from framework.model.products import linear_product
 from framework.parallel.tensor.draws import Draws, torch_generator
+from framework.parallel.tensor.pieces import Arrival, Arriving, scatter_product
 
 # Of hidden states, [B, S, D]; all but the last two dims are batch.
 TOKEN_DIM = -2
@@ -77,12 +79,14 @@ class TokenShard:
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Start gathering; `join` makes the tokens of what has come."""
-        if not self.length:
-            raise ModelError(
-                "a layer runs before the first one, where tokens are scattered: use parallel.sequence=false"
-            )
+        self._check_scattered()
         out = x.new_empty(self.axis.size, *x.shape)
         return out, collectives.start_all_gather(out, x.contiguous(), self.axis)
+
+    def arrive(self, x: Tensor) -> Arrival:
+        """Start gathering piece by piece."""
+        self._check_scattered()
+        return Arrival(x, self.length if x.ndim == 3 else self.axis.size * x.shape[TOKEN_DIM], self.axis)
 
     def join(self, gathered: Tensor) -> Tensor:
         """[tp, ..., S'/tp, D] to [..., S, D]."""
@@ -95,6 +99,12 @@ class TokenShard:
         out = torch.empty_like(parts[0])
         return out, collectives.start_reduce_scatter(out, parts, self.axis)
 
+    def _check_scattered(self) -> None:
+        if not self.length:
+            raise ModelError(
+                "a layer runs before the first one, where tokens are scattered: use parallel.sequence=false"
+            )
+
 
 class Call:
     """One passage of one microbatch through a region. `deferred`: weight gradients that are still to be computed."""
@@ -103,12 +113,16 @@ class Call:
         self.deferred: list[Callable[[], None]] = []
         # With re-gathering: the region's input as it is kept, this rank's tokens, until the region is left.
         self.shard = shard
+        self.arriving: Arriving | None = None
         self.whole_address = 0
         self._gathering: tuple[Tensor, Pending] | None = None
 
     def kept_input(self, x: Tensor) -> Tensor | None:
         """The shard of which x is the whole, if it is to be gathered again in backward instead of being kept."""
-        return self.shard if self.shard is not None and x.data_ptr() == self.whole_address else None
+        if self.shard is None or x is self.arriving:
+            return self.shard
+        address = self.whole_address if self.arriving is None else self.arriving.arrival.whole().data_ptr()
+        return self.shard if x.data_ptr() == address else None
 
     def start_gather(self, shard: Tensor, tokens: TokenShard) -> None:
         """Gather again, once for all layers that ask."""
@@ -126,7 +140,7 @@ class Call:
 class Region:
     """One region of one layer. tokens None: its surroundings are replicated. regathers: keep only this rank's tokens of the
     input for backward, and gather them again there. draws: the random streams, None if nothing draws; differs: inside, every
-    rank draws for itself."""
+    rank draws for itself. overlaps: with tokens, both borders communicate in pieces under the products (`pieces`)."""
 
     def __init__(
         self,
@@ -136,8 +150,9 @@ class Region:
         name: str = "",
         draws: Draws | None = None,
         differs: bool = True,
+        overlaps: bool = False,
     ) -> None:
-        self.axis, self.tokens = axis, tokens
+        self.axis, self.tokens, self.overlaps = axis, tokens, overlaps
         self.regathers = regathers and tokens is not None
         self.name, self.draws, self.differs = name, draws, differs
         self.call = Call(None)
@@ -149,7 +164,10 @@ class Region:
         # The tick keeps this function in autograd's graph even where nothing asks for the input's gradient.
         tick = x.new_zeros((), requires_grad=torch.is_grad_enabled())
         whole = _Enter.apply(x, tick, self, self.call)
-        self.call.whole_address = whole.data_ptr()
+        if isinstance(whole, Arriving):
+            self.call.arriving = whole
+        else:
+            self.call.whole_address = whole.data_ptr()
         if self.draws is not None:
             self._outer = self.draws.start_inside(x, self.name, self.differs)
         return whole
@@ -161,9 +179,12 @@ class Region:
             return duals.reduce_from(y, self.axis)
         return duals.reduce_scatter(self.tokens.pad(y), self.axis, TOKEN_DIM)
 
-    def sum_in_place(self, y: Tensor) -> Tensor:
-        """`leave` for a y that nobody else holds; not differentiable, its adjoint is `spread`."""
-        self._end(y)
+    def leave_by(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`leave` with x W^T, the last product inside; not differentiable, its adjoint is `spread`."""
+        self._end(x)
+        if self.overlaps and self.tokens is not None:
+            return scatter_product(x, weight, self.axis)
+        y = linear_product(x, weight)
         if self.tokens is None:
             collectives.all_reduce(y, self.axis)
             return y
@@ -172,14 +193,19 @@ class Region:
         return out
 
     def _end(self, y: Tensor) -> None:
-        self.call.shard = None
+        self.call.shard = self.call.arriving = None
         if self.draws is not None and self._outer is not None:
             self.draws.restore(y, self._outer)
             self._outer = None
 
-    def spread(self, dy: Tensor) -> Tensor:
-        """The gradient of what left, for every rank: the adjoint of `sum_in_place`."""
-        return dy if self.tokens is None else self.tokens.gather(dy)
+    def spread(self, dy: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """The adjoint of `leave_by`: dy W, if a weight is given as W^T, and the whole dy, for every rank."""
+        if self.overlaps and self.tokens is not None:
+            arrival = self.tokens.arrive(dy)
+            return None if weight is None else arrival.multiply(weight), arrival.whole()
+        if self.tokens is not None:
+            dy = self.tokens.gather(dy)
+        return None if weight is None else linear_product(dy, weight), dy
 
 
 class _Enter(torch.autograd.Function):
@@ -188,8 +214,10 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tick: Tensor, region: Region, call: Call) -> Tensor:
         ctx.region, ctx.call = region, call
-        # An alias, not a view: models write to activations in place, which autograd forbids on views made here.
-        return x.detach() if region.tokens is None else region.tokens.gather(x)
+        if region.tokens is None:
+            # An alias, not a view: models write to activations in place, which autograd forbids on views made here.
+            return x.detach()
+        return Arriving(region.tokens.arrive(x), x) if region.overlaps else region.tokens.gather(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, None, None, None]:

@@ -43,12 +43,13 @@ def split_over_tp(
     sequence: bool,
     user_plan: Mapping[str, str] = NO_PLAN,
     regathers: bool = False,
+    overlaps: bool = False,
 ) -> dict[str, Layout]:
     """Split every weight that can be; the layout of each parameter, under each of its names, over `tp` and `kv`.
 
     model: on meta and unmodified. kv: the part of `tp` that `ranks_per_kv_head` tells. sequence: the layers hold a part of
     the tokens outside attention and mlp. user_plan: `model.tp_plan`. regathers: with `sequence`, do not keep the gathered
-    inputs of attention and mlp for backward.
+    inputs of attention and mlp for backward. overlaps: with `sequence`, their borders communicate in pieces, under products.
 
     What several ranks hold is `replicated` over `tp` or `kv`, and `interval` is what of it this rank counts. Of a packed
     weight, `kv` may share the keys and values only: they get whole gradients in backward, and one rank's interval has them.
@@ -58,7 +59,7 @@ def split_over_tp(
         return {name: Layout(tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)}
     regions = make_plan(model, user_plan)
     draws = Draws(tp, outside_differs=sequence) if draws_in_training(model.config) else None
-    surgery = _Surgery(model, tp, kv, TokenShard(tp, draws) if sequence else None, draws, regathers)
+    surgery = _Surgery(model, tp, kv, TokenShard(tp, draws) if sequence else None, draws, regathers, overlaps)
     for region in regions:
         surgery.split_region(region)
     surgery.split_vocabulary()
@@ -76,6 +77,7 @@ class _Surgery:
     tokens: TokenShard | None
     draws: Draws | None
     regathers: bool
+    overlaps: bool
     layouts: dict[str, Layout] = field(default_factory=dict)
     local: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
@@ -93,7 +95,8 @@ class _Surgery:
 
     def split_region(self, plan: RegionPlan) -> None:
         """Split the modules of one region, and give it its borders."""
-        region = Region(self.tp, self.tokens, self.regathers, plan.name, self.draws, differs=not plan.is_block)
+        differs = not plan.is_block
+        region = Region(self.tp, self.tokens, self.regathers, plan.name, self.draws, differs, self.overlaps)
         attentions = {name.rpartition(".")[0] for name, role in plan.roles.items() if role.form not in ("", "pair")}
         counts = self._count_heads(plan) if attentions else NO_HEADS
         for name in attentions:

@@ -1,0 +1,130 @@
+"""Pieces: a region's borders under sequence parallelism, with communication under the matrix products (`parallel.overlap`).
+
+    border in     Y[r] = X[r] W^T              rank r's tokens are multiplied when they have come
+    border out    y[s] = sum_r X_r[s] W_r^T    what is meant for rank s travels while the next rank's is multiplied
+
+A gather becomes one exchange of tokens with each other rank, all started at once, and a reduce-scatter one exchange of
+products: the same bytes. NCCL runs exchanges in turn on a stream of its own, and a wait for one makes the current stream
+wait, never the host.
+
+Who is handed the region's input before it has come gets an `Arriving`: it has a shape and no memory. A column layer
+multiplies its pieces. Every other operation, of whatever library, reaches `__torch_dispatch__`, which waits and hands it the
+whole; so nothing can read what has not come.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_map
+
+from framework.comm.collectives import Pending
+from framework.comm.p2p import exchange
+from framework.mesh.axis import Axis
+from framework.model.products import linear_product, place_product
+
+
+class Arrival:
+    """All ranks' tokens on their way to this rank.  shard: [..., s, D], this rank's; length: of the whole, padding taken away."""
+
+    def __init__(self, shard: Tensor, length: int, axis: Axis) -> None:
+        self.axis, self.length = axis, length
+        self.rows = shard.shape[-2]
+        self.shape = (*shard.shape[:-2], length, shard.shape[-1])
+        self._pieces: Tensor | None = shard.new_empty(axis.size, *shard.shape)
+        self._pieces[axis.rank] = shard
+        self._whole: Tensor | None = None
+        self._pending: dict[int, Pending] = {}
+        for to, source in peers(axis):
+            messages = [(self._pieces[axis.rank], to)], [(self._pieces[source], source)]
+            self._pending[source] = exchange(*messages, axis)
+
+    def whole(self) -> Tensor:
+        """[..., length, D], when all has come."""
+        if self._whole is None:
+            assert self._pieces is not None, "pieces go when the whole has come"
+            for pending in self._pending.values():
+                pending.wait()
+            self._pending.clear()
+            joined = self._pieces.movedim(0, -3).flatten(-3, -2)
+            self._whole = joined[..., : self.length, :].contiguous()
+            self._pieces = None
+        return self._whole
+
+    def multiply(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """X W^T + b, each rank's tokens as they come: [..., length, N]. Not differentiable."""
+        if self._whole is not None:
+            return linear_product(self._whole, weight, bias)
+        assert self._pieces is not None, "pieces go when the whole has come"
+        y = self._pieces.new_empty(*self.shape[:-1], weight.shape[0])
+        for rank in (self.axis.rank, *(source for _, source in peers(self.axis))):
+            if rank in self._pending:
+                self._pending.pop(rank).wait()
+            start, stop = rows_of(rank, self.rows, self.length)
+            if start < stop:
+                piece = self._pieces[rank][..., : stop - start, :]
+                place_product(y[..., start:stop, :], piece, weight, bias)
+        return y
+
+
+class Arriving(Tensor):
+    """A region's input while its tokens come, [..., length, D]."""
+
+    arrival: Arrival
+
+    @staticmethod
+    def __new__(cls, arrival: Arrival, like: Tensor) -> "Arriving":
+        """like: a tensor of its dtype and device."""
+        made = Tensor._make_wrapper_subclass(cls, arrival.shape, dtype=like.dtype, device=like.device)
+        made.arrival = arrival
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait, then compute with the whole. What writes to its first argument returns that, as callers expect."""
+        out = func(*tree_map(_whole, args), **tree_map(_whole, kwargs or {}))
+        first = func._schema.arguments[0].alias_info
+        if args and isinstance(args[0], Arriving) and first is not None and first.is_write:
+            # Column layers may have kept it for backward, and must learn that it is another now.
+            increment_version(args[0].arrival.whole())
+            return args[0]
+        return out
+
+
+def _whole(value: Any) -> Any:
+    return value.arrival.whole() if isinstance(value, Arriving) else value
+
+
+def scatter_product(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    """This rank's tokens of sum_r X_r W_r^T.  x: [..., S, K_r] -> [..., s, N], s = S over the ranks, rounded up. Not
+    differentiable."""
+    length = x.shape[-2]
+    rows = -(-length // axis.size)
+
+    def multiply(rank: int) -> Tensor:
+        start, stop = rows_of(rank, rows, length)
+        product = linear_product(x[..., start:stop, :], weight)
+        return F.pad(product, (0, 0, 0, rows - (stop - start))) if stop - start < rows else product
+
+    terms = x.new_empty(axis.size, *x.shape[:-2], rows, weight.shape[0])
+    pending = []
+    for to, source in peers(axis):
+        pending.append(exchange([(multiply(to), to)], [(terms[source], source)], axis))
+    terms[axis.rank] = multiply(axis.rank)
+    for each in pending:
+        each.wait()
+    return terms.sum(0)
+
+
+def rows_of(rank: int, rows: int, length: int) -> tuple[int, int]:
+    """[start, stop) of a rank's tokens among `length`, of which the last ranks may have fewer or none."""
+    return min(rank * rows, length), min((rank + 1) * rows, length)
+
+
+def peers(axis: Axis) -> Iterator[tuple[int, int]]:
+    """(send to, receive from) at distance 1, 2, ..., in the order in which all ranks start their exchanges."""
+    return (((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size))

@@ -1,0 +1,116 @@
+"""Replicas: what tensor-parallel ranks hold alike is bitwise equal after 20 steps, and a drift does not go unseen."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from framework.build import build
+from framework.errors import DriftError
+from framework.mesh.connect import connect
+from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.replicas import check_replicas, find_drift
+from framework.recipe.derive import derive
+from framework.recipe.schema import Parallel, Track, Zero
+from framework.train.faults import StopRequest
+from framework.train.loop import Loop, Services
+from framework.train.state import RunState
+from framework.train.step import train_step
+from framework.verify.layout import share
+from tests.families import family
+from tests.ranks.parity import CPU, Case, small_recipe, topology_of
+from tests.ranks.pool import RankPool
+
+STEPS = 20
+WORLD = 4
+
+
+def forget_tp() -> Any:
+    """Gradients are not summed over tp: law 1 without its line."""
+
+    def without(sync: GradientSync, buffer: Any) -> Any:
+        with patch.object(buffer, "partial_axes", tuple(axis for axis in buffer.partial_axes if axis.name != "tp")):
+            yield from whole(sync, buffer)
+
+    whole = GradientSync._sum_replicas
+    return patch.object(GradientSync, "_sum_replicas", without)
+
+
+def flip_a_bit(buffers: Any) -> None:
+    """Of the first norm, on one rank, the lowest."""
+    buffer = next(buffer for buffer in buffers if any("norm" in slot.name for slot in buffer.slots))
+    buffer.master.view(torch.int32)[0] ^= 1
+
+
+def train(rank: int, world: int, rendezvous: str, case: Case, fault: str) -> tuple[list[str], str]:
+    """Body: what has drifted after 20 steps, and the error that says so."""
+    (recipe,) = case.layouts.values()
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
+    run = build(recipe, case.config, mesh)
+    batches = case.batches()
+    with forget_tp() if fault == "sum" else patch.object(run, "seed", run.seed):
+        for step in range(STEPS):
+            batch = batches[step % len(batches)]
+            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2, ())
+    if fault == "bit" and rank == 1:
+        flip_a_bit(run.buffers)
+    drifted, message = find_drift(run.buffers), ""
+    try:
+        check_replicas(run.buffers, mesh.axis("world"), STEPS)
+    except DriftError as error:
+        message = str(error)
+    mesh.close()
+    return drifted, message
+
+
+def cases() -> list[Case]:
+    found = []
+    for name, tp, sequence, stage in (("llama", 2, True, 1), ("llama", 4, False, 0), ("gpt2", 2, False, 0)):
+        recipe = small_recipe("fp32", WORLD, 1, 12, 0.05, Zero(stage=stage), Parallel(tp=tp, sequence=sequence))
+        found.append(Case(f"{name} tp={tp} sequence={sequence}", family(name), {"": recipe}))
+    return found
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_replicas_are_bitwise_equal_after_20_steps(pool: RankPool, case: Case) -> None:
+    assert pool.run(WORLD, train, case, "") == [([], "")] * WORLD
+
+
+@pytest.mark.parametrize("case", cases()[:1], ids=lambda case: case.name)
+def test_a_sum_that_is_left_out_shows_as_drift_of_what_it_is_of(pool: RankPool, case: Case) -> None:
+    found = pool.run(WORLD, train, case, "sum")
+    # With ZeRO each rank sees what it owns.
+    drifted = {name for names, _ in found for name in names}
+    assert {"model.layers.0.input_layernorm.weight over tp", "model.norm.weight over tp"} <= drifted
+    assert all(name.endswith("over tp") and "norm" in name for name in drifted)
+    assert all("after step 20 ranks hold different values" in message for _, message in found)
+
+
+def test_one_bit_on_one_rank_is_seen_by_all(pool: RankPool) -> None:
+    found = pool.run(WORLD, train, cases()[0], "bit")
+    assert all("ranks hold different values" in message for _, message in found)
+    assert any("layernorm" in message for _, message in found)
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_the_debug_mode_checks_after_each_step(debug: bool) -> None:
+    def take_step(loop: Loop) -> None:
+        loop.state.step += 1
+
+    checks: list[int] = []
+    state = RunState("", "")
+    services = Services(
+        validate=lambda: 0.0,
+        check=lambda: checks.append(state.step),
+        save=lambda: None,
+        draw=lambda: None,
+        report=lambda report: None,
+        mfu=lambda tokens_per_s: None,
+        stop=StopRequest(),
+    )
+    recipe = replace(small_recipe("fp32", 1), track=Track(debug_collectives=debug))
+    with patch.object(Loop, "_take_step", take_step):
+        Loop(None, state, recipe, derive(recipe), None, services).train()  # type: ignore[arg-type]
+    assert checks == ([1, 2, 3] if debug else [])
