@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from framework.build import group, lay_out, make_topology, plan_stages
 from framework.errors import EXIT_DONE, RecipeError
@@ -27,6 +27,7 @@ from framework.recipe.derive import Derived, derive
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Recipe
 from framework.track.flops import flops_per_token, measure_model
+from framework.verify.activations import activation_bytes_per_layer, bytes_sent_per_layer, layer_widths
 from framework.verify.describe_layouts import describe_layouts
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -58,8 +59,7 @@ def plan(recipe: Recipe, schedule_to: Path | None = None) -> int:
     print("\n" + _describe_units(units, buffers))
     if derived.tp > 1:
         print("\nparameters of rank 0, before ZeRO\n" + describe_layouts(buffers))
-        sent = activation_bytes_per_layer(derived, config, compute_dtype(recipe.precision, torch.device("cpu")))
-        print(f"\nactivations   each layer sends {_gib(sent).strip()} per microbatch over tp, forward and backward")
+    print("\n" + _describe_activations(recipe, derived, model))
     print("\nbytes per rank, of rank 0; activations, logits and the framework itself come on top")
     for kind, num_bytes in bytes_per_rank(buffers, state_names(recipe.optim)).items():
         print(f"  {kind:<12} {_gib(num_bytes)}")
@@ -92,6 +92,23 @@ def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int) -> None
         )
 
 
+def _describe_activations(recipe: Recipe, derived: Derived, model: PreTrainedModel) -> str:
+    """A layer's activations by the formulas of `activations`; what it keeps only where there is one."""
+    compute, widths = compute_dtype(recipe.precision, torch.device("cpu")), layer_widths(model)
+    sent = bytes_sent_per_layer(derived, model.config, compute)
+    words = []
+    if widths is not None:
+        kept = _gib(activation_bytes_per_layer(recipe, widths, compute)).strip()
+        words.append(f"keeps {kept} per microbatch for backward")
+    if derived.tp > 1:
+        words.append(f"sends {_gib(sent).strip()} per microbatch over tp, forward and backward")
+        nodes = place(derived).nodes_spanned("tp")
+        if nodes > 1:
+            a_step = sent * derived.accumulation * model.config.get_text_config().num_hidden_layers // derived.pp
+            words.append(f"between {nodes} nodes: {_gib(a_step).strip()} a step over their network")
+    return "activations   each layer " + (", ".join(words) or "keeps what no formula here states")
+
+
 def plan_rank(recipe: Recipe, whole: PreTrainedModel, topology: Topology, rank: int) -> list[UnitBuffer]:
     """The unit buffers of any rank, without memory and without a process group."""
     axes = {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in topology.groups(rank).items()}
@@ -118,17 +135,6 @@ def bytes_per_rank(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict
             total["optimizer"] += buffer.numel_owned * master * len(states)
     total["gathered"] = _largest_gathered(buffers)
     return total
-
-
-def activation_bytes_per_layer(derived: Derived, config: PretrainedConfig, compute: torch.dtype) -> int:
-    """What a rank sends over `tp` for one layer and one microbatch.
-
-    With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
-    in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes.
-    """
-    tokens = derived.sequences_per_microbatch * derived.context
-    whole = tokens * config.get_text_config().hidden_size * compute.itemsize
-    return 2 * 2 * 2 * (derived.tp - 1) * whole // derived.tp
 
 
 def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, wire: torch.dtype) -> dict[str, int]:

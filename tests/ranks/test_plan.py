@@ -18,8 +18,9 @@ from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from framework.recipe.schema import Parallel, Recipe, Zero
 from framework.train.step import Run, train_step
+from framework.verify.activations import bytes_sent_per_layer
 from framework.verify.layout import share
-from framework.verify.plan import activation_bytes_per_layer, bytes_per_rank, bytes_sent, plan, plan_rank
+from framework.verify.plan import bytes_per_rank, bytes_sent, plan, plan_rank
 from tests.families import family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
@@ -153,6 +154,6 @@ def measure_activations(rank: int, world: int, rendezvous: str, recipe: Recipe) 
 def test_bytes_of_a_tensor_parallel_layer_are_what_ranks_send(pool: RankPool) -> None:
     recipe = small_recipe("fp32", 2, 3, 12, None, Zero(stage=0), Parallel(tp=2, sequence=False))
     config = Case("", family("llama"), {"": recipe}).config
-    planned = 3 * activation_bytes_per_layer(derive(recipe), config, torch.float32)
+    planned = 3 * bytes_sent_per_layer(derive(recipe), config, torch.float32)
     for two, three in pool.run(2, measure_activations, recipe):
         assert three - two == planned

@@ -1,0 +1,137 @@
+"""What tensor and sequence parallelism leave of activations: a layer's by the formula, the logits' by their share."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from framework.build import DTYPES, build
+from framework.mesh.connect import Mesh, connect
+from framework.mesh.topology import Topology
+from framework.model.load import build_meta
+from framework.model.loss import TokenLoss
+from framework.recipe.schema import Memory, Parallel, Recipe
+from framework.train.step import train_step
+from framework.verify.activations import activation_bytes_per_layer, layer_widths
+from framework.verify.layout import share
+from tests.families import build_config, family
+from tests.ranks.parity import CPU, Case, small_recipe, topology_of
+from tests.ranks.pool import RankPool
+
+WIDTHS = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
+CONTEXT = 64
+
+
+def layouts() -> dict[str, Recipe]:
+    found = {}
+    for precision, tp, (sequence, gathered) in product(
+        ("fp32", "bf16"), (1, 2, 4), ((True, "keep"), (True, "regather"), (False, "keep"))
+    ):
+        recipe = small_recipe(precision, 4, 1, 8, None, parallel=Parallel(tp=tp, sequence=sequence))
+        memory = Memory(compile="never", gathered_inputs=gathered)  # type: ignore[arg-type]
+        batch = replace(recipe.batch, context=CONTEXT, sequences_per_microbatch=2 * tp)
+        found[f"{precision} tp={tp} sequence={sequence} {gathered}"] = replace(recipe, memory=memory, batch=batch)
+    checkpointed = replace(found["bf16 tp=4 sequence=True keep"], memory=Memory("full", "never"))
+    return found | {"checkpointed": checkpointed}
+
+
+def measure_kept(rank: int, world: int, rendezvous: str, recipes: dict[str, Recipe]) -> dict[str, int]:
+    """Body: bytes that three layers keep for backward more than two do."""
+    found = {}
+    for number, (label, recipe) in enumerate(recipes.items()):
+        kept = []
+        for num_layers in (2, 3):
+            case = Case("", family("llama"), {label: recipe}, WIDTHS | {"num_hidden_layers": num_layers})
+            mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}-{num_layers}", rank)
+            kept.append(keep(case, recipe, mesh))
+            mesh.close()
+        found[label] = kept[1] - kept[0]
+    return found
+
+
+def keep(case: Case, recipe: Recipe, mesh: Mesh) -> int:
+    """Bytes of distinct storages that a microbatch's forward keeps, without parameters."""
+    run = build(recipe, case.config, mesh)
+    kept: list[Tensor] = []  # alive until the end, so that no address comes twice
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    tokens = torch.randint(3, 97, (recipe.batch.sequences_per_step or 0, CONTEXT))
+    batch = replace(case.batches()[0], input_ids=tokens, labels=tokens)
+    with saved_tensors_hooks(pack, lambda x: x):
+        train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
+    of_parameters = {buffer.full.untyped_storage().data_ptr() for buffer in run.buffers}
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
+    return sum(num_bytes for address, num_bytes in storages.items() if address not in of_parameters)
+
+
+def test_a_layer_keeps_what_the_formula_says(pool: RankPool) -> None:
+    recipes = layouts()
+    widths = layer_widths(build_meta(build_config(family("llama"), **WIDTHS)))
+    assert widths is not None
+    for found in pool.run(4, measure_kept, recipes, timeout_s=300):
+        expected = {
+            label: activation_bytes_per_layer(recipe, widths, DTYPES[recipe.precision.compute])
+            for label, recipe in recipes.items()
+        }
+        assert found == pytest.approx(expected, rel=0.1)
+    tokens = 2 * 4 * CONTEXT
+    # In bf16 nothing is left whole: all of tp=1's bytes but the keys' and values' are divided by four.
+    whole, split = expected["bf16 tp=1 sequence=True keep"] * 4, expected["bf16 tp=4 sequence=True regather"]
+    assert split == pytest.approx(whole / 4, rel=0.01), tokens
+
+
+def test_layers_of_another_form_have_no_formula() -> None:
+    for name in ("gpt2", "mixtral", "qwen3", "deepseek_v3", "phi3"):
+        assert layer_widths(build_meta(build_config(family(name)))) is None
+
+
+# --- logits
+
+TOKENS, WORDS, HIDDEN, CHUNK = 512, 4096, 8, 64
+
+
+def measure_logits(rank: int, world: int, rendezvous: str) -> dict[int | None, int]:
+    """Body: the most bytes that logits, loss and their backward held at once, by tokens of a chunk."""
+    mesh = connect(Topology(tp=world), CPU, rendezvous, rank)
+    found: dict[int | None, int] = {}
+    for chunk in (CHUNK, None):
+        x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+        head = torch.randn(WORDS // world, HIDDEN, requires_grad=True)
+        labels = torch.randint(0, WORDS, (1, TOKENS))
+        loss_of = TokenLoss(mesh.axis("tp"), WORDS, chunk)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            loss_of((x @ head.T)[None], labels, torch.tensor(TOKENS)).backward()
+        found[chunk] = peak_of(profile)
+    mesh.close()
+    return found
+
+
+def peak_of(profile: torch.profiler.profile) -> int:
+    """The most bytes allocated on the CPU at once, above what there was at the start."""
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    sizes = sorted((each["ts"], each["args"]["Bytes"]) for each in events if each["name"] == "[memory]")
+    held = peak = 0
+    for _, num_bytes in sizes:
+        held += num_bytes
+        peak = max(peak, held)
+    return peak
+
+
+def test_no_rank_ever_holds_more_logits_than_its_share_and_a_chunk(pool: RankPool) -> None:
+    world = 4
+    share_of_all, chunk = TOKENS * WORDS * 4 // world, CHUNK * WORDS * 4
+    for found in pool.run(world, measure_logits):
+        assert share_of_all < found[CHUNK] <= share_of_all + chunk
+        assert found[None] > share_of_all + chunk
