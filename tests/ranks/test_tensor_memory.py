@@ -28,17 +28,26 @@ WIDTHS = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8
 CONTEXT = 64
 
 
-def layouts() -> dict[str, Recipe]:
-    found = {}
-    for precision, tp, (sequence, gathered) in product(
-        ("fp32", "bf16"), (1, 2, 4), ((True, "keep"), (True, "regather"), (False, "keep"))
-    ):
-        recipe = small_recipe(precision, 4, 1, 8, None, parallel=Parallel(tp=tp, sequence=sequence))
-        memory = Memory(compile="never", gathered_inputs=gathered)  # type: ignore[arg-type]
-        batch = replace(recipe.batch, context=CONTEXT, sequences_per_microbatch=2 * tp)
-        found[f"{precision} tp={tp} sequence={sequence} {gathered}"] = replace(recipe, memory=memory, batch=batch)
-    checkpointed = replace(found["bf16 tp=4 sequence=True keep"], memory=Memory("full", "never"))
-    return found | {"checkpointed": checkpointed}
+def layout(precision: str, tp: int, sequence: bool, memory: Memory) -> Recipe:
+    recipe = small_recipe(precision, 4, 1, 8, None, parallel=Parallel(tp=tp, sequence=sequence))
+    batch = replace(recipe.batch, context=CONTEXT, sequences_per_microbatch=2 * tp)
+    return replace(recipe, memory=replace(memory, compile="never"), batch=batch)
+
+
+KEEP, REGATHER, RECOMPUTE = Memory(), Memory(gathered_inputs="regather"), Memory("full")
+LAYOUTS = {
+    "whole": layout("bf16", 1, True, KEEP),
+    "divided": layout("bf16", 4, True, REGATHER),
+    "gathered inputs": layout("fp32", 4, True, KEEP),
+    "replicated outside": layout("bf16", 4, False, KEEP),
+    "checkpointed": layout("bf16", 4, True, RECOMPUTE),
+}
+MORE = {
+    f"{precision} tp={tp} sequence={sequence} {memory}": layout(precision, tp, sequence, memory)
+    for precision, tp, (sequence, memory) in product(
+        ("fp32", "bf16"), (1, 2, 4), ((True, KEEP), (True, REGATHER), (False, KEEP))
+    )
+}
 
 
 def measure_kept(rank: int, world: int, rendezvous: str, recipes: dict[str, Recipe]) -> dict[str, int]:
@@ -73,20 +82,19 @@ def keep(case: Case, recipe: Recipe, mesh: Mesh) -> int:
     return sum(num_bytes for address, num_bytes in storages.items() if address not in of_parameters)
 
 
-def test_a_layer_keeps_what_the_formula_says(pool: RankPool) -> None:
-    recipes = layouts()
+@pytest.mark.parametrize("recipes", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.grid)], ids=["few", "more"])
+def test_a_layer_keeps_what_the_formula_says(pool: RankPool, recipes: dict[str, Recipe]) -> None:
     widths = layer_widths(build_meta(build_config(family("llama"), **WIDTHS)))
     assert widths is not None
+    expected = {
+        label: activation_bytes_per_layer(recipe, widths, DTYPES[recipe.precision.compute])
+        for label, recipe in recipes.items()
+    }
     for found in pool.run(4, measure_kept, recipes, timeout_s=300):
-        expected = {
-            label: activation_bytes_per_layer(recipe, widths, DTYPES[recipe.precision.compute])
-            for label, recipe in recipes.items()
-        }
         assert found == pytest.approx(expected, rel=0.1)
-    tokens = 2 * 4 * CONTEXT
-    # In bf16 nothing is left whole: all of tp=1's bytes but the keys' and values' are divided by four.
-    whole, split = expected["bf16 tp=1 sequence=True keep"] * 4, expected["bf16 tp=4 sequence=True regather"]
-    assert split == pytest.approx(whole / 4, rel=0.01), tokens
+    if recipes is LAYOUTS:
+        # Equal tokens in a group of ranks: nothing is left whole, and four times the tokens are divided by four.
+        assert expected["divided"] == pytest.approx(expected["whole"], rel=0.01)
 
 
 def test_layers_of_another_form_have_no_formula() -> None:
