@@ -284,9 +284,6 @@ def _train(
         state.num_updates = run.optimizer.num_updates
         save_checkpoint(root, state.step, entries(run, whole=False), state.to_json(), world, recipe.checkpoint.keep)
 
-    def check() -> None:
-        check_replicas(run.buffers, world, state.step)
-
     def draw() -> None:
         timeline = Timeline(tuple(gather_objects(run.timed, mesh.axis("pp"))))
         if mesh.rank == 0:
@@ -320,7 +317,7 @@ def _train(
     )
     services = Services(
         validate,
-        check,
+        lambda: check_replicas(run.buffers, world, state.step),
         save,
         draw,
         observers.report,
