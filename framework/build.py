@@ -33,7 +33,7 @@ from framework.parallel.pipeline.draw import save_picture, save_trace
 from framework.parallel.pipeline.execute import Hidden
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.simulate import Timeline, simulate
-from framework.parallel.tensor import mask_of, ranks_per_kv_head, split_over_tp
+from framework.parallel.tensor import is_overlapped, mask_of, ranks_per_kv_head, split_over_tp
 from framework.parallel.zero.buffers import FROZEN, Span, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
@@ -166,7 +166,7 @@ def _lay_out_stage(
         recipe.parallel.sequence,
         recipe.model.tp_plan,
         recipe.memory.gathered_inputs == "regather",
-        recipe.parallel.overlap == "always" or (recipe.parallel.overlap == "auto" and device.type == "cuda"),
+        is_overlapped(recipe.parallel, recipe.memory, device),
     )
     units, shared = own_units(whole, ties, cut), find_shared(whole, ties, cut)
     seed_mask = mask_of(axes["tp"], differs=recipe.parallel.sequence)

@@ -96,7 +96,8 @@ class Parallel:
         True,
     )
     overlap: Literal["auto", "never", "always"] = key(
-        "with parallel.sequence, send tokens rank by rank under the matrix products of attention and mlp; auto: on GPUs",
+        "with parallel.sequence, send tokens rank by rank under the matrix products of attention and mlp; auto: on GPUs, where"
+        " memory.compile=never",
         "auto",
     )
     pp: int = key("pipeline-parallel degree", 1, low=1)

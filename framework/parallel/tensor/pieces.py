@@ -15,6 +15,7 @@ whole; so nothing can read what has not come.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -24,6 +25,14 @@ from framework.comm.collectives import Pending
 from framework.comm.p2p import exchange
 from framework.mesh.axis import Axis
 from framework.model.products import linear_product, place_product
+from framework.recipe.schema import Memory, Parallel
+
+
+def is_overlapped(parallel: Parallel, memory: Memory, device: torch.device) -> bool:
+    """Whether borders communicate in pieces. On its own only on GPUs, and where layers are not compiled: what the compiler makes
+    of an `Arriving` has not been tried."""
+    is_automatic = parallel.overlap == "auto" and device.type == "cuda" and memory.compile == "never"
+    return parallel.overlap == "always" or is_automatic
 
 
 class Arrival:
