@@ -289,7 +289,9 @@ def _train(
         if mesh.rank == 0:
             simulated = simulate(run.pipeline.make(derived.accumulation), run.pipeline.costs)
             save_trace(run_dir / "timeline.json", timeline)
-            save_picture(run_dir / "timeline.png", {"simulated": simulated, "measured": timeline}, derived.pp)
+            save_picture(
+                run_dir / "timeline.png", {"simulated": simulated, "measured, in seconds": timeline}, derived.pp
+            )
 
     def validate() -> float:
         return evaluate(
