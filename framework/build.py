@@ -29,6 +29,7 @@ from framework.model.weights import resolve_folder
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.parallelize import parallelize
+from framework.parallel.pipeline.actions import Kind
 from framework.parallel.pipeline.draw import save_picture, save_trace
 from framework.parallel.pipeline.execute import Hidden
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
@@ -54,7 +55,8 @@ from framework.train.faults import StopRequest
 from framework.train.loop import Loop, Services
 from framework.train.stage import Stage
 from framework.train.state import RunState, entries
-from framework.train.step import Run, evaluate
+from framework.train.step import Run
+from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
@@ -287,15 +289,15 @@ def _train(
     def draw() -> None:
         timeline = Timeline(tuple(gather_objects(run.timed, mesh.axis("pp"))))
         if mesh.rank == 0:
-            simulated = simulate(run.pipeline.make(derived.accumulation), run.pipeline.costs)
+            filling = {each.action.microbatch for each in run.timed if each.action.kind is Kind.VALIDATION}
+            simulated = simulate(run.pipeline.schedule(derived.accumulation, len(filling)), run.pipeline.costs)
             save_trace(run_dir / "timeline.json", timeline)
             save_picture(
                 run_dir / "timeline.png", {"simulated": simulated, "measured, in seconds": timeline}, derived.pp
             )
 
-    def validate() -> float:
-        return evaluate(
-            run,
+    def open_validation() -> Validation:
+        return Validation(
             validation_batches(
                 prepared,
                 context=derived.context,
@@ -318,7 +320,7 @@ def _train(
         dp_size=dp.size,
     )
     services = Services(
-        validate,
+        open_validation,
         lambda: check_replicas(run.buffers, world, state.step),
         save,
         draw,

@@ -54,6 +54,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel", *COUNTED, "zero"), _zero),
         (("parallel", "memory.gathered_inputs"), _needs_sequence),
         (("parallel.pp", "pipeline"), _stages),
+        (("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps"), _bubbles),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
         (("precision",), _precision),
         (("optim.schedule", "train.steps"), _schedule),
@@ -130,6 +131,19 @@ def _stages(recipe: Recipe) -> Iterator[Problem]:
     if pipeline.table is not None and pipeline.schedule != Pipeline().schedule:
         message = f"pipeline.table={pipeline.table} is a schedule as well"
         yield Problem("pipeline.schedule", pipeline.schedule, message, "leave one of them out")
+
+
+def _bubbles(recipe: Recipe) -> Iterator[Problem]:
+    key, fills = "pipeline.fill_bubbles", recipe.pipeline.fill_bubbles
+    if fills == "none":
+        return
+    if recipe.parallel.pp == 1:
+        yield Problem(
+            key, fills, "one stage never stands still: there are no bubbles with parallel.pp=1", f"{key}=none"
+        )
+    elif recipe.train.validate_every_steps is None:
+        message = "there is no validation: train.validate_every_steps=null"
+        yield Problem(key, fills, message, f"{key}=none; or train.validate_every_steps=100")
 
 
 def _microbatches(recipe: Recipe) -> Iterator[Problem]:

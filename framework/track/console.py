@@ -86,7 +86,10 @@ def format_fields(report: StepReport) -> list[str]:
     if report.mfu is not None:
         fields.append(f"mfu {report.mfu:.1%}")
     if report.validation_loss is not None:
-        fields.append(f"validation {report.validation_loss:.4f}")
+        free = report.validation_free_fraction
+        fields.append(
+            f"validation {report.validation_loss:.4f}" + ("" if free is None else f" ({free:.0%} in bubbles)")
+        )
     return fields
 
 

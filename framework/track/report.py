@@ -28,6 +28,7 @@ class StepReport:
     memory_bytes: int
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
     validation_loss: float | None = None
+    validation_free_fraction: float | None = None
     skipped_steps: int = 0
     exposed_communication_s: float = 0.0
     pipeline_bubble: float = 0.0

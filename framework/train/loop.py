@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from framework.track.memory import peak_memory_bytes
 from framework.track.report import StepReport
 from framework.train.faults import StopRequest
 from framework.train.state import RunState
-from framework.train.step import Run, train_step
+from framework.train.step import Run, run_alone, train_step
+from framework.train.validation import Validation
 
 # A run that has skipped so many steps in a row has left the finite numbers for good.
 SKIPPED_STEPS_LIMIT = 20
@@ -55,11 +57,11 @@ class Taken:
 
 @dataclass(frozen=True)
 class Services:
-    """What the loop calls. `check`, `save`, `draw` and `validate` are collective; `check` raises where replicas differ; `report`
-    does nothing but on rank 0; `mfu` turns tokens per second of the whole run into a share of the devices' peak, None where that
-    is not known."""
+    """What the loop calls. `check`, `save` and `draw` are collective; `check` raises where replicas differ; `open_validation`
+    begins a pass over the validation split; `report` does nothing but on rank 0; `mfu` turns tokens per second of the whole run
+    into a share of the devices' peak, None where that is not known."""
 
-    validate: Callable[[], float]
+    open_validation: Callable[[], Validation]
     check: Callable[[], None]
     save: Callable[[], None]
     draw: Callable[[], None]
@@ -75,6 +77,8 @@ class Loop:
         self.run, self.state, self.recipe, self.derived = run, state, recipe, derived
         self.loader, self.services = loader, services
         self._unread: Taken | None = None
+        self._unsent: Callable[[float | None, float | None], None] | None = None
+        self._validation: Validation | None = None
         self._skipped_in_a_row = 0
         self._last_save_s = time.monotonic()
         self._busy_s = self._wait_s = self._computed_s = self._span_s = 0.0
@@ -92,9 +96,12 @@ class Loop:
             if self._is_due(self.recipe.train.validate_every_steps) or (
                 is_last and self.recipe.train.validate_every_steps
             ):
-                self._read(self.services.validate())
+                self._validation = self.services.open_validation()
+                if is_last or self.recipe.pipeline.fill_bubbles == "none":
+                    self._validate_alone()
             if self._is_due(self.recipe.checkpoint.every_steps) or self._save_by_clock or is_last:
                 self._save()
+        self._validate_alone()
         if self.state.step == self.recipe.train.steps:
             return EXIT_DONE
         self._save()
@@ -108,7 +115,8 @@ class Loop:
         microbatches = self.loader.batch(state.samples)
         loaded = time.perf_counter()
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
-        reading = Reading(train_step(self.run, microbatches, state.step, lr, self._votes()))
+        reading = Reading(train_step(self.run, microbatches, state.step, lr, self._votes(), self._validation))
+        self._conclude_validation()
         state.step += 1
         state.samples += self.derived.sequences_per_step
         state.tokens += self.derived.tokens_per_step
@@ -133,8 +141,28 @@ class Loop:
         seconds[first : first + 4] = self._busy_s, self._wait_s, self._computed_s, self._span_s
         return votes + seconds
 
-    def _read(self, validation_loss: float | None = None) -> None:
-        """Conclude the step that was sent last, if it is still unread."""
+    def _validate_alone(self) -> None:
+        """Run what is left of a validation now, if one is under way."""
+        if self._validation is not None:
+            run_alone(self.run, self._validation)
+            self._conclude_validation()
+
+    def _conclude_validation(self) -> None:
+        """Report a validation that has run, with the step whose weights it was of."""
+        if self._validation is not None:
+            loss = self._validation.mean(self.run.mesh)
+            fills = self.recipe.pipeline.fill_bubbles != "none"
+            free, self._validation = self._validation.free_fraction if fills else None, None
+            self._conclude()
+            self._send_report(loss, free)
+
+    def _read(self) -> None:
+        """Conclude the step that was sent last, and report it unless the validation of its weights is still to come."""
+        self._conclude()
+        if self._validation is None:
+            self._send_report()
+
+    def _conclude(self) -> None:
         taken, self._unread = self._unread, None
         if taken is None:
             return
@@ -143,16 +171,29 @@ class Loop:
         finite = abs(loss) + norm < float("inf")
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         self.state.skipped_steps += not finite
-        self._report(taken, loss, norm, seconds, validation_loss)
+        self._unsent = partial(self._report, taken, loss, norm, seconds)
         if self._skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
+            self._send_report()
             raise NumericsError(
                 f"loss or gradient was not finite in {SKIPPED_STEPS_LIMIT} steps in a row, the last one step {taken.step}: no "
                 "update was made from them. Resume from an older checkpoint with a lower optim.lr or a longer "
                 "optim.schedule.warmup_steps, or look at the data of these steps"
             )
 
+    def _send_report(self, validation_loss: float | None = None, free_fraction: float | None = None) -> None:
+        """Report the step that was concluded last, if that is still to be done."""
+        report, self._unsent = self._unsent, None
+        if report is not None:
+            report(validation_loss, free_fraction)
+
     def _report(
-        self, taken: Taken, loss: float, norm: float, seconds: list[float], validation_loss: float | None
+        self,
+        taken: Taken,
+        loss: float,
+        norm: float,
+        seconds: list[float],
+        validation_loss: float | None,
+        free_fraction: float | None,
     ) -> None:
         every = self.recipe.track.every_steps
         if taken.step % every and validation_loss is None and taken.step != self.recipe.train.steps:
@@ -177,6 +218,7 @@ class Loop:
                 memory_bytes=peak_memory_bytes(self.run.mesh.device),
                 traffic=taken.traffic,
                 validation_loss=validation_loss,
+                validation_free_fraction=free_fraction,
                 skipped_steps=self.state.skipped_steps,
             )
         )

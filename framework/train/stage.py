@@ -25,16 +25,31 @@ class Stage:
     hooks: UnitHooks
 
 
+Compute = Callable[[Stage, int, Tensors], Tensors]
+
+
 @dataclass(frozen=True)
 class StageOfStep:
     """A stage with what a step asks of it. compute: (stage, microbatch, received) -> what the next stage receives or, of the
-    last, the loss."""
+    last, the loss; evaluate: the same of a microbatch of validation."""
 
     stage: Stage
-    compute: Callable[[Stage, int, Tensors], Tensors]
+    compute: Compute
+    evaluate: Compute
 
     def forward(self, microbatch: int, received: Tensors) -> Tensors:
+        self._switch(trains=True)
         return self.compute(self.stage, microbatch, received)
+
+    def validate(self, microbatch: int, received: Tensors) -> Tensors:
+        self._switch(trains=False)
+        return self.evaluate(self.stage, microbatch, received)
+
+    def _switch(self, trains: bool) -> None:
+        """Dropout on or off, where it is not yet."""
+        model = self.stage.model.model
+        if model.training != trains:
+            model.train(trains)
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
         self.stage.gradients.start_backward(is_last)

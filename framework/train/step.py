@@ -1,9 +1,8 @@
 """One optimizer step, without a branch on parallelism: sizes of one take the same path."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from framework.model.stage import StageModel
 from framework.optim.clip import clip_divisor, squared_norm
 from framework.optim.optimizers import FlatOptimizer
 from framework.parallel.pipeline.execute import Hidden, Links, Tensors, execute
-from framework.parallel.pipeline.lower import Lowered
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import GradientPlace, Slot, Span, UnitBuffer
 from framework.parallel.zero.waits import Waits
-from framework.train.stage import Stage, StageOfStep
+from framework.train.stage import Compute, Stage, StageOfStep
+from framework.train.validation import Validation
 
 # Microbatches that go through the pipeline together in a validation.
 VALIDATION_MICROBATCHES = 64
@@ -55,15 +54,27 @@ class Run:
         return [buffer for stage in self.stages.values() for buffer in stage.buffers]
 
 
-def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: float, votes: Sequence[float]) -> Tensor:
+def train_step(
+    run: Run,
+    microbatches: Sequence[Microbatch],
+    step: int,
+    lr: float,
+    votes: Sequence[float],
+    validation: Validation | None = None,
+) -> Tensor:
     """Forward, backward, reduce, clip, update.
 
     microbatches: this rank's share of the batch. votes: numbers of this rank that are summed over the world beside the loss,
     so that all ranks decide alike without a collective of their own. Returns fp64 [2 + len(votes)] on the device: the loss
     of the batch, the norm of its gradient before clipping, the summed votes. Nothing here waits for the device.
+
+    validation: of the weights as they are before the update: in the step's bubbles, and what they do not hold right before the
+    update.
     """
     batch_axis = run.mesh.axis("batch")
+    validation = validation or Validation(())
     inputs = [_to_device(microbatch, run.mesh.device) for microbatch in microbatches]
+    filling = _take(run, validation, run.pipeline.room(len(inputs)))
     num_tokens = torch.stack([count_loss_tokens(each.labels) for each in inputs]).sum()
     all_reduce(num_tokens, batch_axis)
     num_microbatches = len(inputs) * batch_axis.size
@@ -75,27 +86,32 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], step: int, lr: floa
         return (_loss(run, stage, outputs, inputs[index], num_tokens, num_microbatches),) if is_last else outputs
 
     for stage in run.stages.values():
-        stage.model.model.train()
         stage.gradients.start_step()
-    losses, run.timed = _execute(run, run.pipeline.training(len(inputs)), inputs, compute)
+    losses, run.timed = _execute(run, inputs, filling, compute)
+    validation.add(filling, losses[len(inputs) :])
+    validation.num_free += len(filling)
     for stage in run.stages.values():
         stage.gradients.finish()
+    run_alone(run, validation)
     for buffer, copy in run.copies:
         copy.reduced.copy_(buffer.reduced.add_(copy.reduced))
-    return _update(run, losses, lr, votes)
+    own = losses[: len(inputs)]
+    return _update(run, torch.stack(own).sum() if own else torch.zeros((), device=run.mesh.device), lr, votes)
 
 
 def _execute(
-    run: Run, lowered: Lowered, inputs: Sequence[Microbatch], compute: Callable[[Stage, int, Tensors], Tensors]
-) -> tuple[Tensor, tuple[Timed, ...]]:
-    """The sum of the losses that this rank has computed, and when what was done."""
-    axis = run.mesh.axis("pp")
-    sequences, tokens = inputs[0].input_ids.shape
+    run: Run, inputs: Sequence[Microbatch], filling: Sequence[Microbatch], compute: Compute
+) -> tuple[list[Tensor], tuple[Timed, ...]]:
+    """The losses of `inputs`, to learn from, and of `filling`, for validation, if this rank has the last stage; and when what
+    was done."""
+    axis, everything = run.mesh.axis("pp"), [*inputs, *filling]
+    sequences, tokens = everything[0].input_ids.shape
+    lowered = run.pipeline.lowered(len(inputs), len(filling))
     links = Links(axis, lowered, run.hidden, (sequences, tokens))
-    stages = {number: StageOfStep(stage, compute) for number, stage in run.stages.items()}
+    evaluate_one = partial(_evaluate, run, everything)
+    stages = {number: StageOfStep(stage, compute, evaluate_one) for number, stage in run.stages.items()}
     losses, timed = execute(lowered, axis.rank, stages, links)
-    ordered = [losses[index] for index in sorted(losses)]
-    return torch.stack(ordered).sum() if ordered else torch.zeros((), device=run.mesh.device), tuple(timed)
+    return [losses[index] for index in sorted(losses)], tuple(timed)
 
 
 def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor:
@@ -121,30 +137,34 @@ def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor
     return result
 
 
-@torch.no_grad()
 def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
     """Mean loss per token over all ranks' microbatches, of which every rank has the same number; leaves no trace in training."""
-    one = torch.ones((), dtype=torch.int64, device=run.mesh.device)
-    for stage in run.stages.values():
-        stage.model.model.eval()
-    has_loss = any(stage.model.cut.is_last for stage in run.stages.values())
-    sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
-    waiting = iter(microbatches)
-    while inputs := [_to_device(each, run.mesh.device) for each in islice(waiting, VALIDATION_MICROBATCHES)]:
-        compute = partial(_evaluate, run, inputs, one)
-        sums[0] += _execute(run, run.pipeline.validation(len(inputs)), inputs, compute)[0]
-        if has_loss:
-            sums[1] += sum(count_loss_tokens(each.labels) for each in inputs)
-    for name in ("batch", "pp"):
-        all_reduce(sums, run.mesh.axis(name))
-    return float(sums[0] / sums[1].clamp(min=1))
+    validation = Validation(microbatches)
+    run_alone(run, validation)
+    return validation.mean(run.mesh)
 
 
-def _evaluate(
-    run: Run, inputs: Sequence[Microbatch], num_tokens: Tensor, stage: Stage, index: int, received: Tensors
-) -> Tensors:
+def run_alone(run: Run, validation: Validation) -> None:
+    """Run what is left of a validation, forwards only."""
+    while filling := _take(run, validation, VALIDATION_MICROBATCHES):
+        validation.add(filling, _execute(run, (), filling, _learn_nothing)[0])
+
+
+def _take(run: Run, validation: Validation, most: int) -> list[Microbatch]:
+    return [_to_device(each, run.mesh.device) for each in validation.take(most)]
+
+
+def _learn_nothing(stage: Stage, index: int, received: Tensors) -> Tensors:
+    raise AssertionError(f"microbatch {index} is not to be learnt from")
+
+
+def _evaluate(run: Run, inputs: Sequence[Microbatch], stage: Stage, index: int, received: Tensors) -> Tensors:
+    """On the last stage the sum of the losses of the microbatch's tokens."""
     outputs = _forward(stage.model, received, inputs[index], None)
-    return (run.loss(outputs[0].logits, inputs[index].labels, num_tokens),) if stage.model.cut.is_last else outputs
+    if not stage.model.cut.is_last:
+        return outputs
+    one = torch.ones((), dtype=torch.int64, device=run.mesh.device)
+    return (run.loss(outputs[0].logits, inputs[index].labels, one),)
 
 
 def _loss(

@@ -49,6 +49,12 @@ def pipeline_of(*overrides: str) -> Pipeline:
             "needs 4 microbatches in a step, and there are 3 | batch.sequences_per_step=4 or more",
         ),
         (["pipeline.schedule=1f1"], "pipeline.schedule", "1f1b"),
+        (["pipeline.fill_bubbles=validation", "parallel.pp=1"], "pipeline.fill_bubbles", "no bubbles with parallel.pp=1"),
+        (
+            ["pipeline.fill_bubbles=validation", "train.validate_every_steps=null"],
+            "pipeline.fill_bubbles",
+            "there is no validation",
+        ),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_named_with_its_key_and_a_way_out(overrides: list[str], key: str, words: str) -> None:

@@ -10,12 +10,14 @@ from framework.errors import ScheduleError
 
 class Kind(Enum):
     """F: forward of a microbatch; B: its whole backward, or in its stead I, the gradient of the stage's input, and some time
-    later W, the gradients of its weights. The rest is what `lower` adds: messages and the lifetimes of ZeRO."""
+    later W, the gradients of its weights. V: forward of a microbatch of validation, which has no backward. The rest is what
+    `lower` adds: messages and the lifetimes of ZeRO."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
     WEIGHT = "W"
+    VALIDATION = "V"
     RECEIVE_ACTIVATION = "RECV_F"
     SEND_ACTIVATION = "SEND_F"
     RECEIVE_GRADIENT = "RECV_B"
@@ -29,8 +31,10 @@ class Kind(Enum):
 
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+V = Kind.VALIDATION
 
-COMPUTE = (F, B, I, W)
+TRAINING = (F, B, I, W)
+COMPUTE = (*TRAINING, V)
 
 
 class Action(NamedTuple):
@@ -44,11 +48,11 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
-ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in COMPUTE)})(\d+)")
+ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in TRAINING)})(\d+)")
 
 
 def parse_action(text: str) -> Action:
-    """The compute action that `str` wrote. Raises ScheduleError for other text."""
+    """The action of training that `str` wrote. Raises ScheduleError for other text."""
     found = ACTION.fullmatch(text.strip())
     if found is None:
         raise ScheduleError(f"{text.strip()!r} is no action: stage, F, B, I or W, and microbatch, such as 0F3")
@@ -57,12 +61,14 @@ def parse_action(text: str) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The compute actions of each rank, in order. rank_of_stage: where each stage's layers are; a rank may have several."""
+    """The compute actions of each rank, in order. rank_of_stage: where each stage's layers are; a rank may have several.
+    num_validation: microbatches of validation, numbered behind those of training."""
 
     name: str
     num_microbatches: int
     rank_of_stage: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
+    num_validation: int = 0
 
     @property
     def num_stages(self) -> int:

@@ -32,7 +32,11 @@ def describe_pipeline(pipeline: Pipeline, num_microbatches: int, hidden_bytes: i
     for rank, live in enumerate(peak_live(schedule)):
         layers = max(cut.stop - cut.start for cut in pipeline.cuts if schedule.rank_of_stage[cut.index] == rank)
         lines.append(f"  rank {rank:<4}{live:>4}   {live * layers * kept / 2**20:>12,.1f} MiB")
-    lowered = pipeline.training(num_microbatches).ranks[0]
+    lines += [
+        "",
+        f"bubbles       have room for {pipeline.room(num_microbatches)} microbatches of validation (pipeline.fill_bubbles)",
+    ]
+    lowered = pipeline.lowered(num_microbatches).ranks[0]
     shown = " ".join(map(str, lowered[:24]))
     lines += [
         "",

@@ -8,7 +8,13 @@ from framework.parallel.pipeline.actions import Kind, Schedule
 from framework.parallel.pipeline.simulate import Timeline, simulate, unit_costs
 
 # One hue for each kind; a rank's second, third ... stage is paler.
-COLORS = {Kind.FORWARD: "#3b6fb6", Kind.BACKWARD: "#3f9b6c", Kind.INPUT: "#5bb5a2", Kind.WEIGHT: "#c98a2b"}
+COLORS = {
+    Kind.FORWARD: "#3b6fb6",
+    Kind.BACKWARD: "#3f9b6c",
+    Kind.INPUT: "#5bb5a2",
+    Kind.WEIGHT: "#c98a2b",
+    Kind.VALIDATION: "#9a7fb8",
+}
 
 
 def draw_grid(schedule: Schedule, width: int = 120) -> str:

@@ -19,7 +19,7 @@ from framework.comm.p2p import exchange
 from framework.mesh.axis import Axis
 from framework.model.balance import sums_dtype
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind
-from framework.parallel.pipeline.lower import RECEIVES, SENDS, Lowered, Message
+from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered, Message
 from framework.parallel.pipeline.simulate import Timed
 
 Tensors = tuple[Tensor, ...]
@@ -30,6 +30,9 @@ class Stage(Protocol):
     the last stage the microbatch's loss."""
 
     def forward(self, microbatch: int, received: Tensors) -> Tensors: ...
+
+    def validate(self, microbatch: int, received: Tensors) -> Tensors:
+        """As `forward`, of a microbatch that nothing is learnt from."""
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
         """outputs: those below which something is trained, with their gradients; the loss has none. is_last: of this stage in
@@ -117,10 +120,7 @@ def execute(
     links: Links,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[int, Tensor], list[Timed]]:
-    """Run the rank's actions. Returns the losses by microbatch, detached, of the last stage only; and when what was done.
-
-    Without autograd (torch.no_grad) the actions are forwards only.
-    """
+    """Run the rank's actions. Returns the losses by microbatch, detached, of the last stage only; and when what was done."""
     step = _Step(lowered, stages, links, clock)
     timed = []
     for are_messages, group in groupby(lowered.ranks[rank], lambda action: action.kind in SENDS + RECEIVES):
@@ -152,7 +152,7 @@ class _Step:
     def run(self, action: Action) -> Timed:
         """Wait for what the action needs, then do it; only the doing is timed."""
         arrived: Tensors = ()
-        if action.kind is Kind.FORWARD and action.stage > 0:
+        if action.kind in FORWARDS and action.stage > 0:
             arrived = self._take(action, Kind.RECEIVE_ACTIVATION)
         elif action.kind in (Kind.BACKWARD, Kind.INPUT) and action.stage < self._last:
             arrived = self._take(action, Kind.RECEIVE_GRADIENT)
@@ -164,6 +164,9 @@ class _Step:
         match action.kind:
             case Kind.FORWARD:
                 self._forward(action, stage, arrived)
+            case Kind.VALIDATION:
+                with torch.no_grad():
+                    self._pass_on(action, stage.validate(action.microbatch, arrived))
             case Kind.BACKWARD | Kind.INPUT:
                 self._backward(action, stage, arrived)
             case Kind.WEIGHT:
@@ -176,12 +179,14 @@ class _Step:
                 stage.reduce()
 
     def _forward(self, action: Action, stage: Stage, received: Tensors) -> None:
-        keeps = torch.is_grad_enabled()
         for each in received:
-            each.requires_grad_(keeps)
+            each.requires_grad_()
         outputs = stage.forward(action.microbatch, received)
-        if keeps:
-            self.live[action] = received, [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+        self.live[action] = received, [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+        self._pass_on(action, outputs)
+
+    def _pass_on(self, action: Action, outputs: Tensors) -> None:
+        """What a forward has computed: the loss is kept, hidden states go to the next stage."""
         if action.stage == self._last:
             (self.losses[action.microbatch],) = (each.detach() for each in outputs)
         else:

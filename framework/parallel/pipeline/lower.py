@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from framework.parallel.pipeline.actions import Action, B, F, Kind, Schedule, W
+from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule, V, W
 from framework.parallel.pipeline.simulate import Costs, simulate
 
 SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+
+FORWARDS = (F, V)
 
 # Actions between the start of a receive and its use. With 0 a rank would wait for each message's whole way.
 RECEIVE_AHEAD = 1
@@ -77,7 +79,7 @@ def lower(schedule: Schedule, costs: Costs, unshard: Often = "step", reduce: Oft
 def list_messages(schedule: Schedule, costs: Costs) -> Iterator[Message]:
     """Everything that goes from a rank to another one."""
     places = {
-        (stage, F if kind is F else B, microbatch): (rank, index)
+        (stage, kind in FORWARDS, microbatch): (rank, index)
         for rank, actions in enumerate(schedule.actions)
         for index, (stage, kind, microbatch) in enumerate(actions)
         if kind is not W
@@ -85,11 +87,11 @@ def list_messages(schedule: Schedule, costs: Costs) -> Iterator[Message]:
     for source, timed in enumerate(simulate(schedule, costs).ranks):
         for after, each in enumerate(timed):
             stage, kind, microbatch = each.action
-            to = stage + 1 if kind is F else stage - 1
+            to = stage + 1 if kind in FORWARDS else stage - 1
             if kind is W or not 0 <= to < schedule.num_stages or schedule.rank_of_stage[to] == source:
                 continue
-            send, receive = (SENDS[0], RECEIVES[0]) if kind is F else (SENDS[1], RECEIVES[1])
-            target, before = places[to, F if kind is F else B, microbatch]
+            send, receive = (SENDS[0], RECEIVES[0]) if kind in FORWARDS else (SENDS[1], RECEIVES[1])
+            target, before = places[to, kind in FORWARDS, microbatch]
             yield Message(
                 each.end,
                 source,
@@ -125,7 +127,7 @@ def _place_lifetimes(actions: tuple[Action, ...], unshard: Often, reduce: Often)
             gathered.add(stage)
             yield at, Action(stage, Kind.UNSHARD, microbatch)
         # What forward read last is what a backward of the same stage reads first.
-        turns = after is not None and kind is F and actions[after].kind is not F and actions[after].stage == stage
+        turns = after is not None and kind is F and actions[after].kind in (B, I) and actions[after].stage == stage
         if unshard == "microbatch" and not turns:
             gathered.discard(stage)
             yield at + 1, Action(stage, Kind.RESHARD, microbatch)

@@ -9,6 +9,7 @@ from framework.errors import RecipeError
 from framework.model.stage import Cut, cut_stages
 from framework.parallel.pipeline.actions import Action, Kind, Schedule
 from framework.parallel.pipeline.cut import balance_ranks, cut_by_cost
+from framework.parallel.pipeline.fill import fill
 from framework.parallel.pipeline.lower import Lowered, Often, lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs
@@ -20,7 +21,7 @@ from framework.recipe.derive import count_virtual_stages
 @dataclass(frozen=True)
 class Pipeline:
     """cuts: the stages; rank_of_stage: where each is. costs: of each stage. make: the schedule of so many microbatches.
-    unshard, reduce: see `lower`. known: what has been lowered before."""
+    unshard, reduce: see `lower`. known, rooms: what has been asked for before."""
 
     cuts: tuple[Cut, ...]
     rank_of_stage: tuple[int, ...]
@@ -28,20 +29,26 @@ class Pipeline:
     make: Callable[[int], Schedule]
     unshard: Often = "step"
     reduce: Often = "step"
-    known: dict[tuple[str, int], Lowered] = field(default_factory=dict)
+    known: dict[tuple[int, int], Lowered] = field(default_factory=dict)
+    rooms: dict[int, int] = field(default_factory=dict)
 
-    def training(self, num_microbatches: int) -> Lowered:
-        """What ranks do in a training step."""
-        return self._lower("training", num_microbatches, self.make)
+    def schedule(self, num_microbatches: int, num_validation: int = 0) -> Schedule:
+        """A training step's, with so many microbatches of validation in its bubbles, at most `room`; or of these alone."""
+        if not num_microbatches:
+            return forward_only(self.rank_of_stage, num_validation)
+        return fill(self.make(num_microbatches), self.costs, num_validation)
 
-    def validation(self, num_microbatches: int) -> Lowered:
-        """Forwards only."""
-        return self._lower("validation", num_microbatches, lambda count: forward_only(self.rank_of_stage, count))
+    def room(self, num_microbatches: int) -> int:
+        """How many microbatches of validation the bubbles of a training step hold."""
+        if num_microbatches not in self.rooms:
+            self.rooms[num_microbatches] = fill(self.make(num_microbatches), self.costs).num_validation
+        return self.rooms[num_microbatches]
 
-    def _lower(self, what: str, num_microbatches: int, make: Callable[[int], Schedule]) -> Lowered:
-        key = what, num_microbatches
+    def lowered(self, num_microbatches: int, num_validation: int = 0) -> Lowered:
+        """What ranks do in that schedule."""
+        key = num_microbatches, num_validation
         if key not in self.known:
-            self.known[key] = lower(make(num_microbatches), self.costs, self.unshard, self.reduce)
+            self.known[key] = lower(self.schedule(*key), self.costs, self.unshard, self.reduce)
         return self.known[key]
 
 
@@ -50,14 +57,14 @@ def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Sched
     times = range(num_microbatches + len(rank_of_stage) - 1)
     lists = [
         tuple(
-            Action(stage, Kind.FORWARD, at - stage)
+            Action(stage, Kind.VALIDATION, at - stage)
             for at in times
             for stage in reversed(range(len(rank_of_stage)))
             if rank_of_stage[stage] == rank and 0 <= at - stage < num_microbatches
         )
         for rank in range(max(rank_of_stage) + 1)
     ]
-    return Schedule("forward only", num_microbatches, rank_of_stage, tuple(lists))
+    return Schedule("forward only", 0, rank_of_stage, tuple(lists), num_microbatches)
 
 
 def plan_pipeline(

@@ -1,6 +1,6 @@
 """When everything of a schedule would happen, what it would wait for, and how much of it would be live at once.
 
-    F(s, m) needs F(s-1, m)            B(s, m), I(s, m) need F(s, m) and B or I of (s+1, m)            W(s, m) needs I(s, m)
+    F(s, m) needs F(s-1, m), V alike   B(s, m), I(s, m) need F(s, m) and B or I of (s+1, m)            W(s, m) needs I(s, m)
 
 A rank does its actions one after another, in their order; messages between ranks take `Costs.message`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from framework.errors import ScheduleError
-from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule, W
+from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule, V, W
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Costs:
     message: float = 0.0
 
     def of(self, kind: Kind, stage: int) -> float:
-        if kind is F:
+        if kind is F or kind is V:
             return self.forward[stage]
         if kind is B:
             return self.input[stage] + self.weight[stage]
@@ -87,7 +87,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 action = actions[position]
                 stage, kind, microbatch = action
                 source, ended = stage, None
-                if kind is F:
+                if kind is F or kind is V:
                     source, ended = stage - 1, ends.get((stage - 1, microbatch)) if stage else 0.0
                 elif kind is W:
                     ended = ends_back.get((stage, microbatch))
@@ -102,7 +102,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 start = clock if clock > ended else ended
                 clock = start + costs.of(kind, stage)
                 timed.append(Timed(action, start, clock))
-                if kind is F:
+                if kind is F or kind is V:
                     ends[stage, microbatch] = clock
                 elif kind is not W:
                     ends_back[stage, microbatch] = clock
@@ -114,16 +114,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def validate(schedule: Schedule) -> None:
-    """Each stage has every microbatch's F once and its B once, or its I and its W; on its own rank; and all of it can be
-    run in this order. Raises ScheduleError."""
+    """Each stage has every microbatch's F once and its B once, or its I and its W, and every validation's V once; on its own
+    rank; and all of it can be run in this order. Raises ScheduleError."""
     problems: list[str] = []
     seen: set[Action] = set()
+    trained = range(schedule.num_microbatches)
+    validated = range(len(trained), len(trained) + schedule.num_validation)
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
-            if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
+            legal = validated if action.kind is V else trained
+            if not (0 <= action.stage < schedule.num_stages and action.microbatch in legal):
                 problems.append(
                     f"rank {rank} has {action}, but there are stages 0 to {schedule.num_stages - 1} and microbatches"
-                    f" 0 to {schedule.num_microbatches - 1}"
+                    f" {legal.start} to {legal.stop - 1}"
                 )
             elif schedule.rank_of_stage[action.stage] != rank:
                 problems.append(f"rank {rank} has {action}, but stage {action.stage} is on another rank")
@@ -131,7 +134,9 @@ def validate(schedule: Schedule) -> None:
                 problems.append(f"{action} is there twice")
             seen.add(action)
     for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
+        for microbatch in (each for each in validated if Action(stage, V, each) not in seen):
+            problems.append(f"stage {stage} has nothing of validation microbatch {microbatch}")
+        for microbatch in trained:
             has = [Action(stage, kind, microbatch) in seen for kind in (F, B, I, W)]
             if has not in ([True, True, False, False], [True, False, True, True]):
                 there = " ".join(kind.value for kind, is_there in zip((F, B, I, W), has, strict=True) if is_there)
@@ -157,8 +162,8 @@ def peak_live(schedule: Schedule) -> list[int]:
 def needs(schedule: Schedule, action: Action) -> Action | None:
     """The action of another stage, or of this one, whose end `action` waits for; None for a first forward."""
     stage, kind, microbatch = action
-    if kind is F:
-        return Action(stage - 1, F, microbatch) if stage else None
+    if kind is F or kind is V:
+        return Action(stage - 1, kind, microbatch) if stage else None
     if kind is W:
         return Action(stage, I, microbatch)
     if stage == schedule.num_stages - 1:
