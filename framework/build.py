@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -45,12 +45,11 @@ from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.replicas import check_replicas
 from framework.parallel.zero.values import read_pretrained, write_values
 from framework.parallel.zero.waits import Waits
-from framework.recipe import schema
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Recipe
-from framework.track.flops import flops_per_token, measure_model, mfu, peak_flops, unit_flops
+from framework.track.describe import describe_run
+from framework.track.flops import mfu, unit_flops
 from framework.track.observers import Observers, open_observers
-from framework.track.report import RunInfo
 from framework.train.faults import StopRequest
 from framework.train.loop import Loop, Services
 from framework.train.stage import Stage
@@ -279,7 +278,7 @@ def _train(
             f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
             " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
-    info = _describe(recipe, derived, prepared, config, mesh, state)
+    info = describe_run(recipe, config, mesh, state.run_id, state.step, prepared.unigram_entropy)
     observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
 
     def save() -> None:
@@ -338,38 +337,6 @@ def _train(
     finally:
         observers.close(code)
     return code
-
-
-def _describe(
-    recipe: Recipe, derived: Derived, prepared: Prepared, config: PretrainedConfig, mesh: Mesh, state: RunState
-) -> RunInfo:
-    """What observers are told before the first step."""
-    model = build_meta(config, recipe.model.attention)
-    size = measure_model(model)
-    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    run = f"{recipe.run.root}/{state.run_id}"
-    root = "" if recipe.run.root == schema.Run().root else f" run.root={recipe.run.root}"
-    return RunInfo(
-        run_id=state.run_id,
-        config=asdict(recipe),
-        total_steps=recipe.train.steps,
-        start_step=state.step,
-        tokens_per_step=derived.tokens_per_step,
-        world=derived.world,
-        degrees={name: mesh.axis(name).size for name in ("pp", "dp", "cp", "tp", "ep")},
-        device=device,
-        model=config.model_type,
-        num_parameters=size.total,
-        num_parameters_active=size.active,
-        flops_per_token=flops_per_token(model, derived.context),
-        peak_flops=peak_flops(device),
-        unigram_entropy=prepared.unigram_entropy,
-        commands={
-            "resume": f"meshwright {'train' if recipe.launch.kind == 'local' else 'submit'} run.id={state.run_id}{root}",
-            "export": f"meshwright export {run} --to {run}/export",
-            "generate": f"meshwright generate {run}/export --prompt 'def '",
-        },
-    )
 
 
 def make_topology(recipe: Recipe, derived: Derived, config: PretrainedConfig) -> Topology:

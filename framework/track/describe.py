@@ -1,0 +1,52 @@
+"""A run in numbers and words, before its first step."""
+
+from dataclasses import asdict
+
+import torch
+from transformers import PretrainedConfig
+
+from framework.mesh.connect import Mesh
+from framework.model.load import build_meta
+from framework.recipe import schema
+from framework.recipe.derive import derive
+from framework.recipe.schema import Recipe
+from framework.track.flops import flops_per_token, measure_model, peak_flops
+from framework.track.report import RunInfo
+
+
+def describe_run(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    mesh: Mesh,
+    run_id: str,
+    start_step: int,
+    unigram_entropy: float | None,
+) -> RunInfo:
+    """What observers are told first. unigram_entropy: of the validation split, nats per token."""
+    derived = derive(recipe)
+    model = build_meta(config, recipe.model.attention)
+    size = measure_model(model)
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    run = f"{recipe.run.root}/{run_id}"
+    root = "" if recipe.run.root == schema.Run().root else f" run.root={recipe.run.root}"
+    return RunInfo(
+        run_id=run_id,
+        config=asdict(recipe),
+        total_steps=recipe.train.steps,
+        start_step=start_step,
+        tokens_per_step=derived.tokens_per_step,
+        world=derived.world,
+        degrees={name: mesh.axis(name).size for name in ("pp", "dp", "cp", "tp", "ep")},
+        device=device,
+        model=config.model_type,
+        num_parameters=size.total,
+        num_parameters_active=size.active,
+        flops_per_token=flops_per_token(model, derived.context),
+        peak_flops=peak_flops(device),
+        unigram_entropy=unigram_entropy,
+        commands={
+            "resume": f"meshwright {'train' if recipe.launch.kind == 'local' else 'submit'} run.id={run_id}{root}",
+            "export": f"meshwright export {run} --to {run}/export",
+            "generate": f"meshwright generate {run}/export --prompt 'def '",
+        },
+    )
