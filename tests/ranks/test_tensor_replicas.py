@@ -13,7 +13,7 @@ from framework.mesh.connect import connect
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.replicas import check_replicas, find_drift
 from framework.recipe.derive import derive
-from framework.recipe.schema import Parallel, Track, Zero
+from framework.recipe.schema import Parallel, Track, Train, Zero
 from framework.train.faults import StopRequest
 from framework.train.loop import Loop, Services
 from framework.train.state import RunState
@@ -102,7 +102,7 @@ def test_the_debug_mode_checks_after_each_step(debug: bool) -> None:
     checks: list[int] = []
     state = RunState("", "")
     services = Services(
-        validate=lambda: 0.0,
+        open_validation=lambda: pytest.fail("nothing validates here"),
         check=lambda: checks.append(state.step),
         save=lambda: None,
         draw=lambda: None,
@@ -110,7 +110,9 @@ def test_the_debug_mode_checks_after_each_step(debug: bool) -> None:
         mfu=lambda tokens_per_s: None,
         stop=StopRequest(),
     )
-    recipe = replace(small_recipe("fp32", 1), track=Track(debug_collectives=debug))
+    recipe = replace(
+        small_recipe("fp32", 1), train=Train(steps=3, validate_every_steps=None), track=Track(debug_collectives=debug)
+    )
     with patch.object(Loop, "_take_step", take_step):
         Loop(None, state, recipe, derive(recipe), None, services).train()  # type: ignore[arg-type]
     assert checks == ([1, 2, 3] if debug else [])
