@@ -88,6 +88,7 @@ def cases_of(rows: Iterable[tuple[Any, ...]], precision: str) -> list[Case]:
     return [case_of(name, each, NUM_LAYERS, tie_word_embeddings=tied) for (name, tied), each in layouts.items()]
 
 
+@pytest.mark.grid
 def test_any_two_of_mesh_schedule_zero_microbatches_model_and_tie_equal_one_process(pool: RankPool) -> None:
     rows = cover_pairs((MESHES, FORMS, ZEROS, COUNTS, NAMES, (True, False)), can_run)
     rows.append(((4, 1, 1), ("dualpipe_v", 2), Zero(2), 14, "llama", True))

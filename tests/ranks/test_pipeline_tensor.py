@@ -59,6 +59,7 @@ def test_families_hand_on_tokens(pool: RankPool, name: str) -> None:
     assert_equal(pool, 4, [case_of(name, layouts_of(*SCHEDULES) | recomputed)])
 
 
+@pytest.mark.grid
 def test_dropout_does_not_know_of_stages_that_hold_tokens(pool: RankPool) -> None:
     dropout = {"resid_pdrop": 0.3, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
     layouts = {

@@ -79,7 +79,7 @@ def measure_memory(run: Run) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), [pytest.param("llama", True, marks=pytest.mark.grid), ("llama", False), ("gpt2", True)]
+    ("name", "tied"), [*(pytest.param("llama", tied, marks=pytest.mark.grid) for tied in (True, False)), ("gpt2", True)]
 )
 def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: bool) -> None:
     case = Case("", family(name), layouts(), {"tie_word_embeddings": tied})

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +56,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
+@pytest.mark.grid
 @settings(max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(family=st.sampled_from(TRAINABLE), recipe=recipes(), tied=st.booleans())
 def test_a_random_layout_equals_one_process(pool: RankPool, family: Family, recipe: Recipe, tied: bool) -> None:

@@ -43,7 +43,7 @@ def assert_bitwise_equal(found: dict[str, Evidence]) -> None:
             assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == [], f"{label}, {first}"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_prefetch_and_kept_parameters_are_bitwise_equal(pool: RankPool, stage: int, world: int) -> None:
     ways = [

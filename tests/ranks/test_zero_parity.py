@@ -14,6 +14,7 @@ from tests.ranks.pool import RankPool
 
 Ways = Mapping[tuple[str, float | None, bool], tuple[int, ...]]
 FLAGSHIPS = ("llama", "gpt2", "qwen3", "gemma2", "mixtral", "gpt_neox")
+FEW = ("llama", "gpt2", "mixtral")  # the others are in the grid
 # Divides into 2, 3 or 4 ranks x 1 or 3 microbatches.
 SEQUENCES = 12
 WAYS: tuple[Literal["sharded", "local"], ...] = ("sharded", "local")
@@ -55,7 +56,9 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("name", FLAGSHIPS)
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.grid) for name in FLAGSHIPS]
+)
 @pytest.mark.parametrize("ways", [CORE, pytest.param(GRID, marks=pytest.mark.grid)], ids=["core", "grid"])
 def test_any_stage_ranks_accumulation_clipping_and_ties_equal_one_process(
     pool: RankPool, name: str, ways: Ways
