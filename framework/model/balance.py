@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.materialize import seed_draws
 from framework.model.shrink import shrink
 
 # Relative to the term: above the rounding of fp32, below what another formula would make.
@@ -140,7 +141,7 @@ def find_balance(whole: PreTrainedModel) -> Balance | None:
 def _compare(small: PretrainedConfig) -> float:
     """The relative difference of the two terms of a small model."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        seed_draws(0)
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
         tokens = torch.randint(0, small.get_text_config().vocab_size, (2, 6))
         expected = model(input_ids=tokens).aux_loss

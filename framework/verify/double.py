@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+CASTS = (Tensor.to, Tensor.type, Tensor.type_as)
+
 
 def keep_double(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """While it is entered, casts from fp64 to fp32 do nothing; for another `dtype` of the model it does nothing itself."""
@@ -35,9 +37,6 @@ class _KeepDouble(TorchFunctionMode):
                 kwargs = kwargs | {"dtype": torch.float64}
             args = tuple(torch.float64 if each is torch.float32 else each for each in args)
         return func(*args, **kwargs)
-
-
-CASTS = (Tensor.to, Tensor.type, Tensor.type_as)
 
 
 def _dtype_of(word: Any) -> Any:

@@ -7,8 +7,8 @@
 
 A step seeds its generator by microbatch and layer, equally on all ranks, but for `mask_of` the rank where layers hold other
 tokens. Every other stream is seeded by that seed, exclusive-or what is particular to the rank or the region: a function of where
-we are. So nothing has to be kept for recomputation, which restores
-the generator's state: the seed is part of it, and both masks can be taken off again.
+we are. So nothing has to be kept for recomputation, which restores the generator's state: the seed is part of it, and both masks
+can be taken off again.
 """
 
 from typing import Any
