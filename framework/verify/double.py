@@ -22,14 +22,11 @@ def keep_double(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 class _KeepDouble(TorchFunctionMode):
     """Sees every call of torch that Python makes in this thread: there models cast. A mode below autograd would see backward's
-    operations as well, and take longer than they do."""
+    operations as well, and take longer than they do. torch leaves it inside `Tensor.backward`: where layers are computed again
+    there, call `torch.autograd.backward`, as `train/stage.py` does."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.backward:
-            # torch leaves the mode while this runs, and recomputed layers run in it.
-            with self:
-                return _backward(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
             if func is Tensor.float or (func in CASTS and len(args) > 1 and _dtype_of(args[1]) is torch.float32):
                 return args[0]
@@ -42,7 +39,3 @@ class _KeepDouble(TorchFunctionMode):
 def _dtype_of(word: Any) -> Any:
     """What a cast's argument asks for, if it is a tensor whose dtype is to be taken over."""
     return word.dtype if isinstance(word, Tensor) else None
-
-
-def _backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, **others: Any) -> None:
-    torch.autograd.backward(loss, gradient, retain_graph, **others)
