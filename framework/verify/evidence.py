@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from framework.comm.collectives import gather_objects
+from framework.comm.collectives import all_gather, gather_objects
 from framework.mesh.axis import Axis
-from framework.mesh.box import Box
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta
 from framework.model.loss import IGNORE
@@ -63,18 +62,21 @@ def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
 
 
 def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Axis) -> dict[str, Tensor]:
-    """Full tensors, on every rank, from what each rank owns of them (flat, in interval order): box arithmetic only."""
-    own: dict[str, list[tuple[Box, Tensor]]] = {}
-    for name, (layout, flat) in parts.items():
-        boxes = layout.boxes()
-        pieces = flat.detach().cpu().split([box.numel for box in boxes]) if boxes else ()
-        own[name] = [(box, piece.view(box.sizes)) for box, piece in zip(boxes, pieces, strict=True)]
-    shapes = {name: layout.shape for name, (layout, _) in parts.items()}
+    """Full fp64 tensors, on the CPU of every rank, from what each rank owns of them (flat, in interval order): box arithmetic
+    only."""
+    own = torch.cat([flat.detach().double() for _, flat in parts.values()])
+    places = [(name, layout.shape, layout.boxes()) for name, (layout, _) in parts.items()]
+    of_ranks = gather_objects((places, len(own)), world)
+    values = own.new_zeros(world.size, max(length for _, length in of_ranks))
+    values[world.rank, : len(own)] = own
+    all_gather(values, values[world.rank], world)
     full: dict[str, Tensor] = {}
-    for of_rank in gather_objects((shapes, own), world):
-        for name, pieces in of_rank[1].items():
-            for box, piece in pieces:
+    for (places, _), flat in zip(of_ranks, values.cpu(), strict=True):
+        start = 0
+        for name, shape, boxes in places:
+            for box in boxes:
                 if name not in full:
-                    full[name] = torch.full(of_rank[0][name], torch.nan, dtype=piece.dtype)
-                full[name][box.slices()] = piece
+                    full[name] = torch.full(shape, torch.nan, dtype=torch.float64)
+                full[name][box.slices()] = flat[start : start + box.numel].view(box.sizes)
+                start += box.numel
     return full
