@@ -113,11 +113,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(tuple(tuple(timed) for timed in done))
 
 
-def validate(schedule: Schedule) -> None:
+def validate(schedule: Schedule) -> Timeline:
     """Each stage has every microbatch's F once and its B once, or its I and its W, and every validation's V once; on its own
-    rank; and all of it can be run in this order. Raises ScheduleError."""
+    rank; and all of it can be run in this order: so, with unit costs. Raises ScheduleError."""
     problems: list[str] = []
-    seen: set[Action] = set()
+    seen: set[tuple[int, Kind, int]] = set()
     trained = range(schedule.num_microbatches)
     validated = range(len(trained), len(trained) + schedule.num_validation)
     for rank, actions in enumerate(schedule.actions):
@@ -134,17 +134,17 @@ def validate(schedule: Schedule) -> None:
                 problems.append(f"{action} is there twice")
             seen.add(action)
     for stage in range(schedule.num_stages):
-        for microbatch in (each for each in validated if Action(stage, V, each) not in seen):
+        for microbatch in (each for each in validated if (stage, V, each) not in seen):
             problems.append(f"stage {stage} has nothing of validation microbatch {microbatch}")
         for microbatch in trained:
-            has = [Action(stage, kind, microbatch) in seen for kind in (F, B, I, W)]
+            has = [(stage, kind, microbatch) in seen for kind in (F, B, I, W)]
             if has not in ([True, True, False, False], [True, False, True, True]):
                 there = " ".join(kind.value for kind, is_there in zip((F, B, I, W), has, strict=True) if is_there)
                 problems.append(f"stage {stage} has {there or 'nothing'} of microbatch {microbatch}, not F B or F I W")
     if problems:
         more = f"\nand {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ScheduleError(f"schedule {schedule.name}: " + "\n".join(problems[:8]) + more)
-    simulate(schedule, unit_costs(schedule.num_stages))
+    return simulate(schedule, unit_costs(schedule.num_stages))
 
 
 def peak_live(schedule: Schedule) -> list[int]:
