@@ -19,8 +19,10 @@ lint: install
 	$(BIN)/ruff format --check framework tests scripts
 	$(BIN)/mypy
 
+# Tests of several ranks have the machine for themselves; those of one process share it.
 test: lint
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not grid"
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not grid" --numprocesses 2 --dist worksteal tests/unit
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not grid" --ignore tests/unit
 
 # More families, ranks and ties of what `make test` shows.
 test-grid: install

@@ -1,9 +1,11 @@
 """Fixtures of all tests."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers  # noqa: F401  most tests need it, and what it makes is frozen here
 from hypothesis import settings
 
 from tests.ranks.pool import RankPool
@@ -14,6 +16,9 @@ settings.load_profile("meshwright")
 
 # Small tensors, often beside the ranks of the pool: a second thread would wait for a core more than it helps.
 torch.set_num_threads(1)
+
+# What libraries have made stays: collections need not look through it again and again.
+gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -137,6 +137,7 @@ def _serve(pipe: Connection, stack_file: Path) -> None:
     import transformers  # noqa: F401  imported once here, so that no body pays for it
 
     torch.set_num_threads(1)
+    gc.freeze()  # what libraries have made stays: the collection behind every body need not look through it
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         pipe.send_bytes(b"ready")

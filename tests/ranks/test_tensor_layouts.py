@@ -36,7 +36,7 @@ def layouts(precision: str, ways: tuple[tuple[int, int, bool, int], ...]) -> dic
     }
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.grid)])
 def test_every_combination_with_zero_equals_one_process(pool: RankPool, tied: bool) -> None:
     changes = {"tie_word_embeddings": tied}
     cases = [Case("llama", family("llama"), layouts("fp64", CROSS), changes)]

@@ -44,7 +44,7 @@ def assert_bitwise_equal(found: dict[str, Evidence]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.grid)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.grid) for stage in (1, 2)), 3])
 def test_prefetch_and_kept_parameters_are_bitwise_equal(pool: RankPool, stage: int, world: int) -> None:
     ways = [
         *(Zero(stage=stage, prefetch_units=depth) for depth in (0, 1, 2, 9)),
