@@ -29,6 +29,23 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     Operations that depend on one another around a circle of ranks belong in one batch: NCCL runs separate ones in
     turn, and two ranks that both send first would wait for each other.
     """
+    return Pending(_start(sends, receives, axis), [x for x, _ in (*sends, *receives)])
+
+
+def exchange_apart(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
+) -> tuple[Pending, Pending]:
+    """As `exchange`, with one Pending for what is sent and one for what is received. NCCL tells of a batch as a whole: there
+    either waits for both."""
+    works = _start(sends, receives, axis)
+    are_apart = len(works) == len(sends) + len(receives)
+    received = works[: len(receives)] if are_apart else works
+    sent = works[len(receives) :] if are_apart else works
+    return Pending(sent, [x for x, _ in sends]), Pending(received, [x for x, _ in receives])
+
+
+def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> list[dist.Work]:
+    """The works of the receives, then of the sends, or one for all."""
     operations = []
     for call, messages in ((dist.irecv, receives), (dist.isend, sends)):
         for x, peer in messages:
@@ -36,7 +53,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
             assert 0 <= peer < axis.size and peer != axis.rank, f"no peer {peer} of rank {axis.rank} on {axis}"  # noqa: PT018
             operations.append(dist.P2POp(call, x, group=axis.group, group_peer=peer))
     if not operations:
-        return Pending()
+        return []
     for x, _ in sends:
         axis.traffic.record("send", x.nbytes)
-    return Pending(dist.batch_isend_irecv(operations), [x for x, _ in (*sends, *receives)])
+    return dist.batch_isend_irecv(operations)

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from framework.build import build
+from framework.comm.p2p import start_receive, start_send
 from framework.mesh.connect import connect
-from framework.parallel.pipeline.actions import Action
+from framework.mesh.topology import Topology
+from framework.parallel.pipeline.actions import Action, Kind
+from framework.parallel.pipeline.execute import Hidden, Links
+from framework.parallel.pipeline.lower import lower
 from framework.parallel.pipeline.schedules import make_schedule
-from framework.parallel.pipeline.simulate import Timed, needs
+from framework.parallel.pipeline.simulate import Timed, needs, unit_costs
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.train.stage import StageOfStep
 from framework.train.step import evaluate, train_step
@@ -152,6 +156,36 @@ def test_dropout_recomputation_and_freezing_do_not_know_of_stages(pool: RankPool
     frozen = Model(freeze=["embed_tokens", r"layers\.[01]\."])
     layouts = {schedule: recipe_of(2, schedule, 4, model=frozen) for schedule in ("1f1b", "zb_h1")}
     assert_equal(pool, 2, [case_of("llama", layouts)])
+
+
+def test_what_is_needed_first_does_not_wait_for_what_comes_later(pool: RankPool) -> None:
+    """Two receives that are started side by side: the second is sent only when the first has been taken."""
+    first, second = pool.run(2, take_one_by_one)[0]
+    assert (first, second) == (0.0, 1.0)
+
+
+def take_one_by_one(rank: int, world: int, rendezvous: str) -> tuple[float, ...]:
+    """Body: rank 1 sends the gradients of two microbatches, the second behind rank 0's word that it has the first."""
+    mesh = connect(Topology(pp=world), CPU, rendezvous, rank, timeout_s=20)
+    axis, word = mesh.axis("pp"), torch.zeros(1)
+    lowered = lower(make_schedule("gpipe", world, 2), unit_costs(world))
+    links = Links(axis, lowered, Hidden(3, 1, 0, torch.float32, CPU), (1, 2))
+    taken = []
+    if rank == 0:
+        receives = [Action(0, Kind.RECEIVE_GRADIENT, microbatch) for microbatch in range(2)]
+        links.start(receives, {})
+        for receive in receives:
+            (gradient,) = links.take(receive)
+            taken.append(gradient.mean().item())
+            start_send(word, axis, 1).wait()
+    else:
+        for microbatch in range(2):
+            send = Action(1, Kind.SEND_GRADIENT, microbatch)
+            links.start([send], {send: (torch.full((1, 2, 3), float(microbatch)),)})
+            start_receive(word, axis, 0).wait()
+    links.finish()
+    mesh.close()
+    return tuple(taken)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from framework.comm.forms import Pending
-from framework.comm.p2p import exchange
+from framework.comm.p2p import exchange_apart
 from framework.mesh.axis import Axis
 from framework.model.balance import sums_dtype
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind
@@ -81,7 +81,17 @@ class Links:
         self._leaving: list[tuple[Message, Pending]] = []
 
     def start(self, actions: Sequence[Action], outputs: dict[Action, Tensors]) -> None:
-        """Start sends and receives that stand side by side, as one batch."""
+        """Start sends and receives that stand side by side. One batch has one receive: a batch may end as a whole only, and
+        what is needed first must not wait for what comes later."""
+        batch: list[Action] = []
+        for action in actions:
+            if action.kind in RECEIVES and any(each.kind in RECEIVES for each in batch):
+                self._start_batch(batch, outputs)
+                batch = []
+            batch.append(action)
+        self._start_batch(batch, outputs)
+
+    def _start_batch(self, actions: Sequence[Action], outputs: dict[Action, Tensors]) -> None:
         sends, receives = [], []
         places: dict[Action, Tensors] = {}
         for action in actions:
@@ -91,9 +101,9 @@ class Links:
             else:
                 places[action] = self._hidden.make_places(*self._microbatch)
                 receives += [(each, message.source) for each in places[action]]
-        pending = exchange(sends, receives, self._axis)
-        self._leaving += [(self._lowered.messages[action], pending) for action in actions if action.kind in SENDS]
-        self._arriving |= {action: (place, pending) for action, place in places.items()}
+        sent, received = exchange_apart(sends, receives, self._axis)
+        self._leaving += [(self._lowered.messages[action], sent) for action in actions if action.kind in SENDS]
+        self._arriving |= {action: (place, received) for action, place in places.items()}
 
     def take(self, action: Action) -> Tensors:
         """What a receive brought, once it is there."""
