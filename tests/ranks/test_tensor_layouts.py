@@ -60,3 +60,14 @@ def test_stages_of_split_layers_equal_one_process(pool: RankPool) -> None:
 )
 def test_every_family_equals_one_process(pool: RankPool, each: Family) -> None:
     assert_equal(pool, 4, [Case(each.name, each, layouts("fp64", PAIRS), CHANGES.get(each.name, {}))])
+
+
+@pytest.mark.grid
+def test_four_of_eight_ranks_hold_a_layer() -> None:
+    """tp 4 x dp 2: dense, and experts beside grouped heads."""
+    eight = RankPool(8)
+    ways = ((4, 2, True, 3), (4, 2, False, 1), (4, 2, True, 0))
+    try:
+        assert_equal(eight, 8, [Case(name, family(name), layouts("fp64", ways)) for name in ("llama", "qwen3_moe")])
+    finally:
+        eight.close()
