@@ -62,21 +62,21 @@ def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
 
 
 def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Axis) -> dict[str, Tensor]:
-    """Full fp64 tensors, on the CPU of every rank, from what each rank owns of them (flat, in interval order): box arithmetic
-    only."""
+    """Full tensors, on the CPU of every rank, from what each rank owns of them (flat, in interval order): box arithmetic only.
+    They travel in fp64, which holds any other dtype's numbers."""
     own = torch.cat([flat.detach().double() for _, flat in parts.values()])
-    places = [(name, layout.shape, layout.boxes()) for name, (layout, _) in parts.items()]
-    of_ranks = gather_objects((places, len(own)), world)
+    owned = [(name, layout.shape, flat.dtype, layout.boxes()) for name, (layout, flat) in parts.items()]
+    of_ranks = gather_objects((owned, len(own)), world)
     values = own.new_zeros(world.size, max(length for _, length in of_ranks))
     values[world.rank, : len(own)] = own
     all_gather(values, values[world.rank], world)
     full: dict[str, Tensor] = {}
     for (places, _), flat in zip(of_ranks, values.cpu(), strict=True):
         start = 0
-        for name, shape, boxes in places:
+        for name, shape, dtype, boxes in places:
             for box in boxes:
                 if name not in full:
-                    full[name] = torch.full(shape, torch.nan, dtype=torch.float64)
+                    full[name] = torch.full(shape, torch.nan, dtype=dtype)
                 full[name][box.slices()] = flat[start : start + box.numel].view(box.sizes)
                 start += box.numel
     return full
