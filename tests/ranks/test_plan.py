@@ -83,7 +83,7 @@ def measure_memory(run: Run) -> dict[str, int]:
     ("name", "tied"), [*(pytest.param("llama", tied, marks=pytest.mark.grid) for tied in (True, False)), ("gpt2", True)]
 )
 def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: bool, every: int) -> None:
-    """Every fourth layout: so each kind of sharding comes once."""
+    """every: 1 for all layouts; with every fourth, each kind of sharding comes once."""
     few = dict(list(layouts().items())[::every])
     case = Case("", family(name), few, {"tie_word_embeddings": tied})
     by_rank = pool.run(4, measure, case)
