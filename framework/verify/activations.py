@@ -11,18 +11,27 @@ rank, i features of the mlp on a rank, e bytes of an activation:
                         T 4 a                  the logarithm of each softmax's sum, in fp32
     mlp                 T 4 i e                gate, silu(gate), up, and what the down projection reads
 
-An activation-checkpointed layer keeps its input, T' h e.
+An activation-checkpointed layer keeps its input, T' h e. What stands behind the last layer keeps, for v words on a rank:
+
+    norm and head       T' (h (4 + e) + 4) + T h e
+    logits              T v e with a divided vocabulary or memory.chunked_loss, else T v 4: logarithms of softmax in fp32
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.plan import find_layers
+from framework.model.stage import Cut
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Recipe
+
+# Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
+# (Korthikanti et al. 2022, section 4: 34 s b h bytes).
+ESTIMATED_VALUES = 17
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -68,9 +77,8 @@ def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
 
 def activation_bytes_per_layer(recipe: Recipe, widths: LayerWidths, compute: torch.dtype) -> int:
     """What a rank keeps of one microbatch for the backward of one layer."""
-    derived, e, t = derive(recipe), compute.itemsize, recipe.parallel.tp
-    tokens = derived.sequences_per_microbatch * derived.context
-    shard = derived.sequences_per_microbatch * -(-derived.context // t) if recipe.parallel.sequence else tokens
+    e, t = compute.itemsize, recipe.parallel.tp
+    tokens, shard = _count_tokens(recipe)
     if recipe.memory.activation_checkpointing == "full":
         return shard * widths.hidden * e
     norms = 2 * shard * (widths.hidden * (4 + e) + 4)
@@ -80,6 +88,43 @@ def activation_bytes_per_layer(recipe: Recipe, widths: LayerWidths, compute: tor
     attention = tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
     mlp = tokens * 4 * -(-widths.inner // t) * e
     return norms + inputs + attention + mlp
+
+
+def stage_activations(
+    recipe: Recipe, model: PreTrainedModel, cuts: Sequence[Cut], compute: torch.dtype
+) -> tuple[list[int], int]:
+    """What a rank keeps of one microbatch for the backward of each stage, and what it has beside that while a checkpointed layer
+    is computed again. An estimate where layers have a form without a formula."""
+    widths, hidden = layer_widths(model), hidden_bytes(recipe, model.config, compute)
+    is_checkpointed = recipe.memory.activation_checkpointing == "full"
+    whole = replace(recipe, memory=replace(recipe.memory, activation_checkpointing="none"))
+    full = hidden * ESTIMATED_VALUES if widths is None else activation_bytes_per_layer(whole, widths, compute)
+    layer = hidden if is_checkpointed else full
+    head = _head_activations(recipe, model.config, compute)
+    kept = [layer * (cut.stop - cut.start) + head * cut.is_last for cut in cuts]
+    return kept, full if is_checkpointed else 0
+
+
+def hidden_bytes(recipe: Recipe, config: PretrainedConfig, compute: torch.dtype) -> int:
+    """A rank's hidden states of one microbatch between two layers."""
+    _, shard = _count_tokens(recipe)
+    return shard * config.get_text_config().hidden_size * compute.itemsize
+
+
+def _head_activations(recipe: Recipe, config: PretrainedConfig, compute: torch.dtype) -> int:
+    tokens, shard = _count_tokens(recipe)
+    text, e, t = config.get_text_config(), compute.itemsize, recipe.parallel.tp
+    kept_logit = e if t > 1 or recipe.memory.chunked_loss else max(e, 4)
+    hidden = shard * (text.hidden_size * (4 + e) + 4) + tokens * text.hidden_size * e
+    return hidden + tokens * -(-text.vocab_size // t) * kept_logit
+
+
+def _count_tokens(recipe: Recipe) -> tuple[int, int]:
+    """(a microbatch's tokens, those that a rank holds between regions of tensor parallelism)."""
+    derived = derive(recipe)
+    tokens = derived.sequences_per_microbatch * derived.context
+    parts = recipe.parallel.tp if recipe.parallel.sequence else 1
+    return tokens, derived.sequences_per_microbatch * -(-derived.context // parts)
 
 
 def bytes_sent_per_layer(derived: Derived, config: PretrainedConfig, compute: torch.dtype) -> int:

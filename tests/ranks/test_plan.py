@@ -1,13 +1,18 @@
 """What `meshwright plan` says of memory and traffic is what ranks allocate and send."""
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from weakref import finalize
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from framework.build import build
+from framework.build import build, plan_stages
 from framework.comm import ledger
 from framework.errors import EXIT_DONE
 from framework.mesh.connect import connect
@@ -16,11 +21,12 @@ from framework.model.precision import DTYPES
 from framework.optim.optimizers import state_names
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
-from framework.recipe.schema import Parallel, Recipe, Zero
+from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.step import Run, train_step
 from framework.verify.activations import bytes_sent_per_layer
+from framework.verify.budget import bytes_per_rank, bytes_sent, make_budgets
 from framework.verify.layout import share
-from framework.verify.plan import bytes_per_rank, bytes_sent, plan, plan_rank
+from framework.verify.plan import plan, plan_rank
 from tests.families import family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
@@ -160,3 +166,88 @@ def test_bytes_of_a_tensor_parallel_layer_are_what_ranks_send(pool: RankPool) ->
     planned = 3 * bytes_sent_per_layer(derive(recipe), config, torch.float32)
     for two, three in pool.run(2, measure_activations, recipe):
         assert three - two == planned
+
+
+# --- pipelines
+
+WIDE = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
+WIDE |= {"num_hidden_layers": 8, "vocab_size": 1024}
+
+
+def pipeline_of(precision: str, pp: int, tp: int, schedule: str, memory: Memory) -> Recipe:
+    parallel = Parallel(pp=pp, tp=tp)
+    recipe = small_recipe(precision, 4, 6, 12, None, Zero(stage=0), parallel)
+    memory, batch = replace(memory, compile="never"), replace(recipe.batch, context=64)
+    return replace(recipe, memory=memory, batch=batch, pipeline=Pipeline(schedule=schedule))  # type: ignore[arg-type]
+
+
+PIPELINES = {
+    "1f1b": pipeline_of("fp32", 4, 1, "1f1b", Memory()),
+    "gpipe": pipeline_of("bf16", 2, 2, "gpipe", Memory()),
+    "interleaved": pipeline_of("bf16", 4, 1, "interleaved", Memory()),
+    "zbv": pipeline_of("bf16", 2, 2, "zbv", Memory(chunked_loss=True)),
+}
+
+
+@contextmanager
+def counting_saved_bytes(parameters: set[int]) -> Iterator[list[int]]:
+    """The most bytes of distinct storages at once that autograd keeps; parameters, by address, are left out."""
+    counts: Counter[int] = Counter()
+    sizes: dict[int, int] = {}
+    peak = [0]
+
+    class Kept:
+        """Alive as long as autograd keeps the tensor."""
+
+        def __init__(self, tensor: Tensor):
+            self.tensor, storage = tensor, tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in parameters:
+                counts[address] += 1
+                sizes[address] = storage.nbytes()
+                peak[0] = max(peak[0], sum(sizes[each] for each, count in counts.items() if count))
+                finalize(self, lambda: counts.subtract([address]))
+
+    with saved_tensors_hooks(Kept, lambda each: each.tensor):
+        yield peak
+
+
+def observe_pipelines(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[int, int]]:
+    """Body: of each layout the most bytes that a step kept for backward, and the bytes that it sent over `pp`."""
+    found = {}
+    for number, (label, recipe) in enumerate(case.layouts.items()):
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
+        run = build(recipe, case.config, mesh)
+        tokens = torch.randint(3, 97, (SEQUENCES, recipe.batch.context or 0))
+        batch = replace(case.batches()[0], input_ids=tokens, labels=tokens)
+        before = ledger.totals(ledger.snapshot(mesh))["pp"].get("bytes", 0)
+        with counting_saved_bytes({buffer.full.untyped_storage().data_ptr() for buffer in run.buffers}) as peak:
+            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
+        found[label] = peak[0], ledger.totals(ledger.snapshot(mesh))["pp"]["bytes"] - before
+        mesh.close()
+    return found
+
+
+def test_a_pipeline_keeps_and_sends_what_was_planned(pool: RankPool) -> None:
+    """Of each rank. Where weights' gradients wait, a part of what is kept goes before them, so less is saved than planned."""
+    case = Case("", family("llama"), PIPELINES, WIDE)
+    by_rank = pool.run(4, observe_pipelines, case)
+    for label, recipe in PIPELINES.items():
+        model, topology = build_meta(case.config), topology_of(recipe, case.config)
+        ranks = topology.groups(0)["pp"]
+        buffers = [plan_rank(recipe, model, topology, rank) for rank in ranks]
+        for rank, budget in zip(ranks, make_budgets(recipe, model, plan_stages(recipe, model), buffers), strict=True):
+            kept, sent = by_rank[rank][label]
+            assert sent == budget.sent["pp"], (label, rank)
+            planned = budget.held["activations"]
+            assert kept == pytest.approx(planned, rel=0.1) or (label == "zbv" and kept < planned), (label, rank)
+
+
+def test_plan_says_of_each_rank_of_a_pipeline_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each rank, equal neighbours in one; units of other ranks than the first have their parameters."""
+    recipe = compose(["model=llama3_2_1b", "parallel.pp=4", "launch.ranks=4", "pipeline.schedule=gpipe"]).require()
+    assert plan(recipe) == EXIT_DONE
+    printed = capsys.readouterr().out
+    assert "none" not in printed.partition("bytes of a rank")[0]
+    table = printed.partition("live\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in table.splitlines()] == ["0", "1", "3"]  # 1 and 2 alike

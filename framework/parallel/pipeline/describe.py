@@ -1,4 +1,4 @@
-"""A pipeline in words and numbers, before anything runs: the cut, the grid, what stands still, what is alive."""
+"""A pipeline in words and numbers, before anything runs: the cut, the grid, what stands still; all schedules beside it."""
 
 from collections.abc import Iterator
 
@@ -8,13 +8,8 @@ from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from framework.parallel.pipeline.simulate import Costs, peak_live, simulate
 
-# Bytes that a layer keeps of each hidden value for backward, for two-byte activations and attention that does not store
-# its matrix (Korthikanti et al. 2022, section 4: 34 s b h).
-KEPT_PER_VALUE = 17
 
-
-def describe_pipeline(pipeline: Pipeline, num_microbatches: int, hidden_bytes: int, recomputes: bool) -> str:
-    """hidden_bytes: of one microbatch's hidden states. recomputes: layers keep their input only."""
+def describe_pipeline(pipeline: Pipeline, num_microbatches: int) -> str:
     schedule = pipeline.make(num_microbatches)
     timeline = simulate(schedule, pipeline.costs)
     slowest = max(pipeline.costs.forward) or 1.0
@@ -26,13 +21,9 @@ def describe_pipeline(pipeline: Pipeline, num_microbatches: int, hidden_bytes: i
     for cut, rank, cost in zip(pipeline.cuts, schedule.rank_of_stage, pipeline.costs.forward, strict=True):
         ends = "".join([" + embedding"] * cut.is_first + [" + head"] * cut.is_last)
         lines.append(f"{cut.index:<7}{rank:<6}{f'{cut.start} to {cut.stop - 1}':<12}{cost / slowest:.0%}{ends}")
-    lines += ["", draw_grid(schedule), ""]
-    kept = hidden_bytes * (1 if recomputes else KEPT_PER_VALUE)
-    lines.append("most live microbatches x stages, and what they keep for backward (an estimate)")
-    for rank, live in enumerate(peak_live(schedule)):
-        layers = max(cut.stop - cut.start for cut in pipeline.cuts if schedule.rank_of_stage[cut.index] == rank)
-        lines.append(f"  rank {rank:<4}{live:>4}   {live * layers * kept / 2**20:>12,.1f} MiB")
     lines += [
+        "",
+        draw_grid(schedule),
         "",
         f"bubbles       have room for {pipeline.room(num_microbatches)} microbatches of validation (pipeline.fill_bubbles)",
     ]

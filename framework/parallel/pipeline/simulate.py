@@ -147,13 +147,15 @@ def validate(schedule: Schedule) -> Timeline:
     return simulate(schedule, unit_costs(schedule.num_stages))
 
 
-def peak_live(schedule: Schedule) -> list[int]:
-    """For each rank the most (stage, microbatch) pairs at once between their F and the end of their backward, W included."""
+def peak_live(schedule: Schedule, weights: Sequence[int] | None = None) -> list[int]:
+    """For each rank the most (stage, microbatch) pairs at once between their F and the end of their backward, W included.
+    weights: what a microbatch of each stage counts, 1 if None."""
+    weights = (1,) * schedule.num_stages if weights is None else weights
     peaks = []
     for actions in schedule.actions:
         live = peak = 0
-        for _, kind, _ in actions:
-            live += (kind is F) - (kind is B or kind is W)
+        for stage, kind, _ in actions:
+            live += weights[stage] * ((kind is F) - (kind is B or kind is W))
             peak = max(peak, live)
         peaks.append(peak)
     return peaks
