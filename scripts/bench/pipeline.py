@@ -2,9 +2,10 @@
 
     python scripts/bench/pipeline.py                                     every schedule, 8 microbatches of 1 x 128 and 1 x 256
     python scripts/bench/pipeline.py --cases 8x1x128 --schedules 1f1b zbv --same-product --rounds 31
+    python scripts/bench/pipeline.py --cut layers                        equally many layers in each stage, whatever they cost
     python scripts/bench/pipeline.py --memory                            peak resident memory, each side in ranks of its own
 
-Every side: the same cut into equally many layers, fp32, sdpa, fused AdamW, decay on matrices only, no clipping.
+Every side: the same cut, by cost as ours chooses it, fp32, sdpa, fused AdamW, decay on matrices only, no clipping.
   ours-SCHEDULE    framework.build and train_step
   torch-SCHEDULE   PipelineStage over stock layers, cut by hand. Shapes are given, so none are inferred; the loss is a sum
                    over the batch's tokens, so gradients need no scaling; outputs are not collected; rotary tables are made once
@@ -15,7 +16,8 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -39,13 +41,16 @@ from interleave import (
 )
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from framework.data.loader import Microbatch
 from framework.mesh.connect import Mesh
+from framework.model.plan import find_units
 from framework.parallel.pipeline.cut import cut_evenly
+from framework.parallel.pipeline.pipeline import plan_pipeline
 from framework.parallel.pipeline.schedules import rank_of_stage
 from framework.recipe.schema import Parallel, Pipeline, Zero
+from framework.track.flops import unit_flops
 
 # Name: our schedule, torch's, stages on each rank of ours and of torch's.
 SCHEDULES: dict[str, tuple[str, Any, int, int]] = {
@@ -88,12 +93,12 @@ class Torch:
 
     is_global = False
 
-    def __init__(self, setting: Setting, mesh: Mesh, name: str):
+    def __init__(self, setting: Setting, mesh: Mesh, name: str, cut: str):
         _, schedule, _, virtual_stages = SCHEDULES[name]
         case, axis = setting.case, mesh.axis("pp")
         ranks = rank_of_stage(axis.size, virtual_stages, name in IN_A_V)
         own = [stage for stage, rank in enumerate(ranks) if rank == axis.rank]
-        self._parts = cut_parts(setting, own, len(ranks))
+        self._parts = cut_parts(setting, own, choose_layers(setting, virtual_stages, name in IN_A_V, cut))
         stages = [
             make_stage(part, number, len(ranks), case) for number, part in zip(own, self._parts.children(), strict=True)
         ]
@@ -123,11 +128,23 @@ class Torch:
         """Nothing to end."""
 
 
-def cut_parts(setting: Setting, own: Sequence[int], num_stages: int) -> nn.ModuleList:
+def choose_layers(setting: Setting, virtual_stages: int, is_v: bool, cut: str) -> list[int]:
+    """Layers of each stage: equally many, or by cost as ours cuts by itself for stages in a V or in a loop."""
+    if cut == "layers":
+        return cut_evenly(MODEL["num_hidden_layers"], setting.pp * virtual_stages)
+    with torch.device("meta"):
+        whole = LlamaForCausalLM(LlamaConfig(**MODEL))
+    costs = unit_flops(whole, find_units(whole), setting.case.context)
+    schedule: Any = "zbv" if is_v else "1f1b" if virtual_stages == 1 else "interleaved"
+    pipeline = Pipeline(schedule=schedule, virtual_stages=virtual_stages)
+    planned = plan_pipeline(pipeline, setting.pp, setting.case.accumulation, costs, Zero())
+    return [each.stop - each.start for each in planned.cuts]
+
+
+def cut_parts(setting: Setting, own: Sequence[int], layers: Sequence[int]) -> nn.ModuleList:
     """This rank's parts; the rest of the model is given back."""
     whole = stock_model(setting)
-    counts = cut_evenly(len(whole.model.layers), num_stages)
-    bounds = list(pairwise(sum(counts[:stage]) for stage in range(num_stages + 1)))
+    bounds = list(pairwise(accumulate(layers, initial=0)))
     return nn.ModuleList(Part(whole, *bounds[stage], setting.case.context) for stage in own)
 
 
@@ -146,12 +163,12 @@ def make_stage(part: nn.Module, number: int, num_stages: int, case: Case) -> pip
     )
 
 
-def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor) -> Side:
+def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor, cut: str) -> Side:
     system, _, schedule = name.partition("-")
     if system == "torch":
-        return Torch(setting, mesh, schedule)
+        return Torch(setting, mesh, schedule, cut)
     ours, _, virtual_stages, _ = SCHEDULES[schedule]
-    layers = cut_evenly(MODEL["num_hidden_layers"], setting.pp * virtual_stages)
+    layers = choose_layers(setting, virtual_stages, schedule in IN_A_V, cut)
     pipeline = Pipeline(schedule=ours, virtual_stages=virtual_stages, layers=layers)  # type: ignore[arg-type]
     return Ours(setting, mesh, Zero(stage=0), Parallel(pp=setting.pp), pipeline)
 
@@ -174,13 +191,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case(8, 1, 128), Case(8, 1, 256)])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
+    parser.add_argument("--cut", choices=["cost", "layers"], default="cost")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--same-product", action="store_true")
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     sides = [f"{system}-{name}" for name in options.schedules for system in ("ours", "torch")]
     product = ", torch's own matrix product everywhere" if options.same_product else ""
-    print(f"torch {torch.__version__}, {options.rounds} rounds{product}")
+    build = partial(build_side, cut=options.cut)
+    print(f"torch {torch.__version__}, {options.rounds} rounds, cut by {options.cut}{product}")
     with tempfile.TemporaryDirectory() as weights:
         save_weights(weights)
         for case in options.cases:
@@ -197,9 +216,9 @@ def main() -> None:
             )
             print(f"\n{case}", flush=True)
             if options.memory:
-                print_memory(setting, build_side, sides)
+                print_memory(setting, build, sides)
             else:
-                measured = run_ranks(measure, setting, build_side, sides)
+                measured = run_ranks(measure, setting, build, sides)
                 print("\n".join([title(sides[0]), *table(setting, measured, sides[0], LOSS_TOLERANCE)]))
                 print("\n".join(["", *compare(measured, options.schedules)]))
 
