@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,11 +30,10 @@ from framework.model.weights import resolve_folder
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.parallelize import parallelize
-from framework.parallel.pipeline.actions import Kind
-from framework.parallel.pipeline.draw import save_picture, save_trace
+from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.execute import Hidden
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
-from framework.parallel.pipeline.simulate import Timeline, simulate
+from framework.parallel.pipeline.simulate import Timeline
 from framework.parallel.tensor import is_overlapped, mask_of, ranks_per_kv_head, split_over_tp
 from framework.parallel.zero.buffers import FROZEN, Span, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
@@ -288,12 +288,8 @@ def _train(
     def draw() -> None:
         timeline = Timeline(tuple(gather_objects(run.timed, mesh.axis("pp"))))
         if mesh.rank == 0:
-            filling = {each.action.microbatch for each in run.timed if each.action.kind is Kind.VALIDATION}
-            simulated = simulate(run.pipeline.schedule(derived.accumulation, len(filling)), run.pipeline.costs)
-            save_trace(run_dir / "timeline.json", timeline)
-            save_picture(
-                run_dir / "timeline.png", {"simulated": simulated, "measured, in seconds": timeline}, derived.pp
-            )
+            simulated = run.pipeline.simulated(derived.accumulation, timeline)
+            observers.contain("timeline", partial(save_timeline, run_dir, simulated, timeline))
 
     def open_validation() -> Validation:
         return Validation(

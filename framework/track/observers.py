@@ -29,29 +29,33 @@ class Observers:
         self._failures: Counter[str] = Counter()
 
     def open(self, run: RunInfo) -> None:
-        self._observers = [each for each in self._observers if self._is_done(each, partial(each.open, run))]
+        self._observers = [each for each in self._observers if self.contain(_name(each), partial(each.open, run))]
 
     def report(self, report: StepReport) -> None:
         for each in self._observers:
-            self._is_done(each, partial(each.report, report))
+            self.contain(_name(each), partial(each.report, report))
 
     def close(self, exit_code: int) -> None:
         for each in reversed(self._observers):
-            self._is_done(each, partial(each.close, exit_code))
+            self.contain(_name(each), partial(each.close, exit_code))
         for name, count in self._failures.items():
             if count > 1:
                 self._shout(f"{name} failed {count} times in this run")
 
-    def _is_done(self, observer: Observer, call: Callable[[], None]) -> bool:
+    def contain(self, name: str, call: Callable[[], None]) -> bool:
+        """Whether the call came to its end; what it raises is shouted under the name."""
         try:
             call()
         except Exception as error:  # whatever an observer does, training goes on: this is the one place for it
-            name = type(observer).__name__.lower()
             self._failures[name] += 1
             if self._failures[name] == 1:
                 self._shout(f"{name} failed, training goes on: {type(error).__name__}: {error}")
             return False
         return True
+
+
+def _name(observer: Observer) -> str:
+    return type(observer).__name__.lower()
 
 
 def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo) -> Observers:

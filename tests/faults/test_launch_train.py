@@ -130,6 +130,22 @@ def test_a_pipeline_goes_on_as_one_stage_and_is_exported(tmp_path, capfd):
     assert losses("piped") == pytest.approx(losses("whole"), rel=1e-5)
 
 
+def test_a_step_is_drawn_and_training_outlives_that_it_cannot_be(capfd):
+    layout = ("parallel.pp=2", "launch.ranks=2", "batch.sequences_per_microbatch=1", "train.steps=4")
+    assert train("run.id=drawn", *layout, "track.timeline_step=3") == EXIT_DONE
+    trace = Path("runs/drawn/timeline.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    expected = {f"{stage}{kind}{number}" for stage in (0, 1) for kind in "FB" for number in range(4)}
+    assert {each["name"] for each in events} == expected
+    assert {each["tid"] for each in events} == {0, 1}
+    assert Path("runs/drawn/timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace.unlink()
+    trace.mkdir()
+    assert resume("drawn", "train.steps=6", "track.timeline_step=5") == EXIT_DONE
+    assert "timeline failed, training goes on: IsADirectoryError" in capfd.readouterr().err
+    assert list(losses("drawn")) == list(range(1, 7))
+
+
 def test_damaged_newest_checkpoint_costs_steps_and_nothing_else(capfd):
     interrupt_after("damaged", 25)
     assert train("run.id=damaged") == EXIT_RESUME

@@ -84,9 +84,15 @@ def measure_memory(run: Run) -> dict[str, int]:
     return totals
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.grid)])
 @pytest.mark.parametrize(
-    ("name", "tied"), [*(pytest.param("llama", tied, marks=pytest.mark.grid) for tied in (True, False)), ("gpt2", True)]
+    ("name", "tied", "every"),
+    [
+        ("gpt2", True, 4),
+        *(
+            pytest.param(*each, 1, marks=pytest.mark.grid)
+            for each in (("gpt2", True), ("llama", True), ("llama", False))
+        ),
+    ],
 )
 def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: bool, every: int) -> None:
     """every: 1 for all layouts; with every fourth, each kind of sharding comes once."""

@@ -78,6 +78,13 @@ def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) 
     figure.savefig(path)
 
 
+def save_timeline(folder: Path, simulated: Timeline, measured: Timeline) -> None:
+    """timeline.json, the trace of what was measured, and timeline.png, both timelines."""
+    save_trace(folder / "timeline.json", measured)
+    pictures = {"simulated": simulated, "measured, in seconds": measured}
+    save_picture(folder / "timeline.png", pictures, len(measured.ranks))
+
+
 def save_trace(path: Path, timeline: Timeline) -> None:
     """A measured timeline, in seconds, as a Chrome trace (chrome://tracing, ui.perfetto.dev), one row a rank."""
     first = min((rank[0].start for rank in timeline.ranks if rank), default=0.0)

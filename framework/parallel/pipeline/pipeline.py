@@ -12,7 +12,7 @@ from framework.parallel.pipeline.cut import balance_ranks, cut_by_cost
 from framework.parallel.pipeline.fill import fill
 from framework.parallel.pipeline.lower import Lowered, Often, lower
 from framework.parallel.pipeline.schedules import make_schedule
-from framework.parallel.pipeline.simulate import Costs
+from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
 from framework.parallel.pipeline.table import read_table
 from framework.recipe import schema
 from framework.recipe.derive import count_virtual_stages
@@ -37,6 +37,12 @@ class Pipeline:
         if not num_microbatches:
             return forward_only(self.rank_of_stage, num_validation)
         return fill(self.make(num_microbatches), self.costs, num_validation)
+
+    def simulated(self, num_microbatches: int, measured: Timeline) -> Timeline:
+        """The schedule of a step that was measured, with the validation that ran in it."""
+        actions = (each.action for rank in measured.ranks for each in rank)
+        validated = {action.microbatch for action in actions if action.kind is Kind.VALIDATION}
+        return simulate(self.schedule(num_microbatches, len(validated)), self.costs)
 
     def room(self, num_microbatches: int) -> int:
         """How many microbatches of validation the bubbles of a training step hold."""
