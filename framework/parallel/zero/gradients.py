@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -52,7 +53,9 @@ class GradientSync:
         self._reductions: deque[Reduction] = deque()
         self._sums: list[tuple[Pending, Iterator[Pending]]] = []  # over replicas: under way, and what follows
         for _, _, place in self.places:
-            place.parameter.register_post_accumulate_grad_hook(partial(_collect, place))
+            # Weak: Python's collector does not see what autograd's hooks hold. A circle through one would keep the run for
+            # ever, with its memory and the threads of its process groups.
+            place.parameter.register_post_accumulate_grad_hook(partial(_collect, ref(place)))
 
     @property
     def places(self) -> list[tuple[UnitBuffer, Slot, GradientPlace]]:
@@ -155,8 +158,9 @@ class GradientSync:
             yield start_all_reduce(buffer.reduced, axis, label=label, wire=self.wire)
 
 
-def _collect(place: GradientPlace, parameter: Tensor) -> None:
+def _collect(weak: ref[GradientPlace], parameter: Tensor) -> None:
     """Take over what autograd has accumulated in a backward."""
-    gradient, parameter.grad = parameter.grad, None
-    assert gradient is not None, tuple(parameter.shape)
+    place, gradient = weak(), parameter.grad
+    parameter.grad = None
+    assert place is not None and gradient is not None, tuple(parameter.shape)  # noqa: PT018
     place.add(gradient)
