@@ -10,6 +10,7 @@ from framework.parallel.pipeline.simulate import Costs, peak_live, simulate
 
 
 def describe_pipeline(pipeline: Pipeline, num_microbatches: int) -> str:
+    """Of a step of so many microbatches."""
     schedule = pipeline.make(num_microbatches)
     timeline = simulate(schedule, pipeline.costs)
     slowest = max(pipeline.costs.forward) or 1.0
