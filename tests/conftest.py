@@ -8,6 +8,7 @@ import torch
 import transformers  # noqa: F401  most tests need it, and what it makes is frozen here
 from hypothesis import settings
 
+from tests.grid import NUM_PARTS, part_of, part_of_day
 from tests.ranks.pool import RankPool
 
 # A property must hold, not be fast: a busy machine is no counter-example.
@@ -27,3 +28,35 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool(4)
     yield ranks
     ranks.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "of the tests marked `grid`, only those of this part: 0 to 6, or `today`"
+    parser.addoption("--grid-part", metavar="N", help=words)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    part = _chosen_part(config)
+    return (
+        None if part is None else f"grid part {part} of {NUM_PARTS}: `make test-grid PART={part}` repeats these cases"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = _chosen_part(config)
+    if part is None:
+        return
+    others = [item for item in items if item.get_closest_marker("grid") and part_of(item.nodeid) != part]
+    config.hook.pytest_deselected(items=others)
+    dropped = set(others)
+    items[:] = [item for item in items if item not in dropped]
+
+
+def _chosen_part(config: pytest.Config) -> int | None:
+    word = config.getoption("--grid-part")
+    if word is None:
+        return None
+    part = part_of_day() if word == "today" else int(word)
+    if not 0 <= part < NUM_PARTS:
+        raise pytest.UsageError(f"--grid-part {word}: the parts are 0 to {NUM_PARTS - 1}, or `today`")
+    return part

@@ -1,0 +1,22 @@
+"""The grid in parts: seven parts of about equal size, one for each day, so that a week of runs covers it all.
+
+A case's part is a function of its name alone: the same part is the same cases, today and in a month, and a case that is added
+moves no other.
+"""
+
+import time
+
+import xxhash
+
+NUM_PARTS = 7
+SECONDS_PER_DAY = 86_400
+
+
+def part_of(name: str) -> int:
+    """The part, 0 to 6, of the case with this name (pytest's node id)."""
+    return xxhash.xxh64_intdigest(name.encode()) % NUM_PARTS
+
+
+def part_of_day(seconds: float | None = None) -> int:
+    """The part of the day (UTC) that is `seconds` after 1970; None: today."""
+    return int((time.time() if seconds is None else seconds) // SECONDS_PER_DAY) % NUM_PARTS
