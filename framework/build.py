@@ -192,12 +192,13 @@ def materialize(
     stock: a model on meta that nobody laid out or cut: initialisers and files know whole modules only.
     """
     draws = recipe.model.weights is None and not resumes
+    units = find_units(stock)
     for plan in plans:
         for unit in plan.units:
-            values = initialize_with_ties(stock, unit, recipe.train.seed, draws)
+            programs = initialize_with_ties(stock, units, unit, recipe.train.seed, draws)
             for buffer in (buffer for buffer in plan.buffers if buffer.unit == unit.name):
                 buffer.allocate(device)
-                write_values(buffer, values)
+                write_values(buffer, programs)
         if recipe.model.weights is not None and not resumes:
             read_pretrained(stock, plan.buffers, resolve_folder(recipe.model.weights))
         for buffer in plan.buffers:

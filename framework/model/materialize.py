@@ -1,20 +1,22 @@
-"""Values for a model on meta: seeded by (seed, unit), so that every layout starts with the same weights.
+"""Values for a model on meta: seeded by (seed, parameter), so that every layout starts with the same weights.
 
-While one unit is initialised all others stay on meta, where in-place initialisers neither write nor draw random numbers.
-The values of a unit are therefore a function of the seed, the unit's name and the config alone: not of the rank, not of
-which other units this rank holds, not of the order.
+A unit's initialiser is recorded, and each rank evaluates the recording for the elements that it keeps. The value of an element is
+a function of the seed, the parameter's name, the element's number and the config alone: not of the rank, not of what else this
+rank holds, not of the order.
 """
 
 import hashlib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.plan import Unit, find_units
+from framework.model.initial import Program
+from framework.model.plan import Unit
+from framework.model.record import record
 
 
 def seed_for(*parts: int | str) -> int:
@@ -34,48 +36,38 @@ def seed_draws(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collection[str]) -> dict[str, Tensor]:
-    """Initial values of the unit's parameters `names`: full, fp32, on the CPU, as the model's own initialiser draws them.
+def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collection[str]) -> dict[str, Program]:
+    """Initial values of the unit's parameters `names`, as the model's own initialiser draws them, not yet drawn.
 
     The model's parameters stay on meta; the unit's buffers (rotary tables, masks, scales) are left in the model with their
     values, also when `names` is empty because the parameters come from a file. Raises ModelError for a parameter that the
     family does not initialise.
     """
-    meta: list[tuple[nn.Module, str, nn.Parameter]] = []
-    values: dict[str, Tensor] = {}
-    for path in unit.modules:
-        module = model.get_submodule(path)
+    modules = {path: model.get_submodule(path) for path in unit.modules}
+    for module in modules.values():
         module.__dict__.pop("_is_hf_initialized", None)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            full_name = f"{path}.{name}" if path else name
-            if full_name in unit.parameters and full_name in names:
-                meta.append((module, name, parameter))
-                values[full_name] = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
-                module._parameters[name] = nn.Parameter(values[full_name], requires_grad=False)
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        seed_draws(seed_for(seed, unit.name))
-        for path in unit.modules:
-            _initialiser(model, path)(model.get_submodule(path))
-    for module, name, parameter in meta:
-        module._parameters[name] = parameter
-    forgotten = [name for name, value in values.items() if value.isnan().any()]
+    parameters = {name: model.get_parameter(name) for name in unit.parameters if name in names}
+    programs = record(seed, parameters, {path: (each, _initialiser(model, path)) for path, each in modules.items()})
+    forgotten = [name for name, program in programs.items() if not program.is_complete]
     if forgotten:
         raise ModelError(f"{type(model).__name__} has no initialiser for {', '.join(forgotten)}: set model.weights")
-    return values
+    return programs
 
 
-def initialize_with_ties(model: PreTrainedModel, unit: Unit, seed: int, draws: bool) -> dict[str, Tensor]:
+def initialize_with_ties(
+    model: PreTrainedModel, units: Sequence[Unit], unit: Unit, seed: int, draws: bool
+) -> dict[str, Program]:
     """`initialize_unit` of the unit's parameters, or, without `draws`, of its buffers only. A parameter that is tied to another
-    unit has the value that it has there, which is drawn with all of that unit."""
-    values: dict[str, Tensor] = {}
+    unit has the values that it has there. units: all of the model."""
     names = set(unit.parameters) if draws else set()
-    for each in find_units(model):
+    programs: dict[str, Program] = {}
+    for each in units:
         if each.name == unit.name or names & set(each.parameters):
-            values |= initialize_unit(model, each, seed, each.parameters if names & set(each.parameters) else ())
-    return values
+            programs |= initialize_unit(model, each, seed, names)
+    return programs
 
 
 def set_parameter(model: nn.Module, names: tuple[str, ...], parameter: nn.Parameter) -> None:

@@ -57,7 +57,8 @@ def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
     model = build_meta(config)
     values: dict[str, Tensor] = {}
     for unit in find_units(model):
-        values |= initialize_unit(model, unit, seed, unit.parameters)
+        programs = initialize_unit(model, unit, seed, unit.parameters)
+        values |= {name: program.whole() for name, program in programs.items()}
     return values
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from framework.comm.collectives import Pending, Reduction, all_reduce
 from framework.mesh.axis import Axis
 from framework.model import materialize, stage
+from framework.model.initial import Program
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
 from framework.model.materialize import initialize_unit, seed_for
 from framework.parallel.zero import gradients
@@ -131,7 +132,7 @@ def count_the_norm_of_the_rank() -> Any:
 def draw_weights_by_rank() -> Any:
     """Each rank draws weights of its own."""
 
-    def draw(model: Any, unit: Any, seed: int, names: Any) -> dict[str, Tensor]:
+    def draw(model: Any, unit: Any, seed: int, names: Any) -> dict[str, Program]:
         return initialize_unit(model, unit, seed + dist.get_rank(), names)
 
     return patch.object(materialize, "initialize_unit", draw)

@@ -137,7 +137,9 @@ class UnitBuffer:
 
     def allocate(self, device: torch.device) -> None:
         """All memory that lives from now on. Values are set in `master`; `publish` and a gather bring them to `full`."""
-        self.full = torch.zeros(self.numel_padded, dtype=self.compute_dtype, device=device)
+        # Released below where it does not stay: pages of a CPU that nobody touches take neither memory nor time.
+        make = torch.zeros if self.lifetimes.resident_parameters else torch.empty
+        self.full = make(self.numel_padded, dtype=self.compute_dtype, device=device)
         part_start = self.shard_axis.rank * self.numel_part
         mine = self.full[part_start : part_start + self.numel_part]
         self.shard = mine if self.lifetimes.resident_parameters else torch.zeros_like(mine)

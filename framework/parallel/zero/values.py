@@ -1,4 +1,4 @@
-"""Values of unit buffers: given, or read from a folder of pretrained weights. A rank writes and reads the boxes that it holds."""
+"""Values of unit buffers: drawn, or read from a folder of pretrained weights. A rank draws and reads the boxes that it holds."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,17 +8,18 @@ from transformers import PreTrainedModel
 
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout
+from framework.model.initial import Program
 from framework.model.materialize import persistent_buffers
 from framework.model.weights import read_weights
 from framework.parallel.zero.buffers import UnitBuffer
 
 
-def write_values(buffer: UnitBuffer, values: Mapping[str, Tensor]) -> None:
-    """What the buffer's master holds of those of its parameters that are among `values`: whole tensors, by name."""
+def write_values(buffer: UnitBuffer, programs: Mapping[str, Program]) -> None:
+    """Draw what the buffer's master holds of those of its parameters that are among `programs`, where the master lives."""
     for slot in buffer.slots:
-        if slot.name in values:
-            for box, place in _places(*buffer.held(slot, buffer.master)).items():
-                place.copy_(values[slot.name][box.slices()].flatten())
+        if slot.name in programs:
+            layout, held = buffer.held(slot, buffer.master)
+            programs[slot.name].write(layout.boxes(), held)
 
 
 def read_pretrained(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:

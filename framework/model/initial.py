@@ -1,0 +1,199 @@
+"""Initial values of one parameter as a short program, which is evaluated for any part of it.
+
+A family's initialiser writes whole parameters, or rectangles of them, element by element: a draw, a constant, a copy, then
+perhaps a factor. Such writes, kept as data, give each rank the elements that it keeps, and no rank ever holds the others.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.mesh.box import Box
+from framework.model.counter_rng import Drawer, Key, Rows, fill
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent draws of the normal distribution."""
+
+    mean: float
+    std: float
+    key: Key
+
+    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
+        fill(out, rows_of(boxes, shape), partial(self._draw, key=self.key))
+
+    def _draw(self, drawer: Drawer, rows: Sequence[Rows], key: Key) -> Tensor:
+        return _scale(drawer.normals(key, rows), self.std, self.mean)
+
+
+@dataclass(frozen=True)
+class Truncated(Normal):
+    """Draws of a normal distribution; those outside [low, high] are drawn again."""
+
+    low: float
+    high: float
+
+    def _draw(self, drawer: Drawer, rows: Sequence[Rows], key: Key) -> Tensor:
+        values = super()._draw(drawer, rows, key).clone()
+        attempt = 0
+        while (outside := (values < self.low) | (values > self.high)).any():
+            attempt += 1
+            values = torch.where(outside, super()._draw(drawer, rows, (*key, attempt)), values)
+        return values
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Independent draws, uniform in [low, high)."""
+
+    low: float
+    high: float
+    key: Key
+
+    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
+        fill(out, rows_of(boxes, shape), self._draw)
+
+    def _draw(self, drawer: Drawer, rows: Sequence[Rows]) -> Tensor:
+        return _scale(drawer.uniforms(self.key, rows), self.high - self.low, self.low)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
+        out.fill_(self.value)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The values of a tensor that broadcasts to the written shape."""
+
+    values: Tensor
+
+    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
+        source = self.values.expand(shape)
+        for box, place in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
+            place.view(box.sizes).copy_(source[box.slices()])
+
+
+@dataclass(frozen=True)
+class Apply:
+    """An elementwise operation in place, of torch's that round in one way only (fp32)."""
+
+    operation: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
+        self.operation(out, *self.arguments)
+
+
+Fill = Normal | Truncated | Uniform | Constant | Copy
+Operation = Fill | Apply
+
+
+class Program:
+    """What is written to a parameter of `shape`, in order: operations, each on a box of it."""
+
+    def __init__(self, shape: Sequence[int], steps: Sequence[tuple[Operation, Box]] = ()):
+        self.shape = tuple(shape)
+        self.steps = tuple(steps)
+
+    def then(self, operation: Operation, region: Box | None = None) -> "Program":
+        """This program with one more step. A fill of all elements makes the steps before it void."""
+        whole = self._whole_box
+        region = region or whole
+        is_afresh = region == whole and not isinstance(operation, Apply)
+        return Program(self.shape, (*(() if is_afresh else self.steps), (operation, region)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each element gets a value."""
+        if not self.steps:
+            return self._whole_box.numel == 0
+        first, region = self.steps[0]
+        if region == self._whole_box and not isinstance(first, Copy | Apply):
+            return True
+        return not self.whole().isnan().any()
+
+    def whole(self) -> Tensor:
+        """All values, fp32, on the CPU; NaN where none was written."""
+        out = torch.full(self.shape, torch.nan, dtype=torch.float32)
+        self.write([self._whole_box], out.view(-1))
+        return out
+
+    def write(self, boxes: Sequence[Box], out: Tensor) -> None:
+        """Write the elements of `boxes`, one box after the other, each row-major: fp32 values, cast to the dtype of `out`.
+
+        out: [number of elements], on any device; values are made there, a chunk at a time.
+        """
+        boxes = [box for box in boxes if box.numel]
+        if out.dtype != torch.float32 and any(isinstance(operation, Apply) for operation, _ in self.steps):
+            exact = torch.empty_like(out, dtype=torch.float32)  # what the operations round
+            self.write(boxes, exact)
+            out.copy_(exact)
+            return
+        for operation, region in self.steps:
+            if region == self._whole_box:
+                operation.write(out, boxes, self.shape)
+            else:
+                _write_region(operation, region, boxes, out)
+
+    @property
+    def _whole_box(self) -> Box:
+        return Box((0,) * len(self.shape), self.shape)
+
+
+def rows_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Rows]:
+    """The row-major element numbers, in a tensor of `shape`, of the boxes' elements in order."""
+    return [rows for box in boxes for rows in _rows_of_box(box, shape)]
+
+
+def _rows_of_box(box: Box, shape: tuple[int, ...]) -> list[Rows]:
+    """Neighbouring dims that lie at one distance are one dim; the last two are rows, those before them are listed."""
+    dims: list[tuple[int, int]] = []  # (size, stride), innermost first
+    start, stride = 0, 1
+    for offset, size, of_all in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
+        start += offset * stride
+        if dims and (size == 1 or stride == dims[-1][0] * dims[-1][1]):
+            dims[-1] = (dims[-1][0] * size, dims[-1][1])
+        elif dims and dims[-1][0] == 1:
+            dims[-1] = (size, stride)
+        else:
+            dims.append((size, stride))
+        stride *= of_all
+    if not dims or dims[0][1] != 1:  # a single element, or columns of width one
+        dims.insert(0, (1, 1))
+    (length, _), (count, distance), *outer = [*dims, (1, 0)] if len(dims) == 1 else dims
+    starts = [start]
+    for size, stride in outer:
+        starts = [first + index * stride for index in range(size) for first in starts]
+    return [Rows(each, count, distance, length) for each in starts]
+
+
+def _write_region(operation: Operation, region: Box, boxes: Sequence[Box], out: Tensor) -> None:
+    """The part of `region` that is in the boxes; a draw's counters are those of the region."""
+    for box, flat in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
+        common = box.intersect(region)
+        if common is None:
+            continue
+        place = flat.view(box.sizes)[common.relative_to(box).slices()]
+        if isinstance(operation, Apply):
+            operation.write(place, [], ())
+            continue
+        values = torch.empty(common.sizes, dtype=out.dtype, device=out.device)
+        operation.write(values.view(-1), [common.relative_to(region)], region.sizes)
+        place.copy_(values)
+
+
+def _scale(values: Tensor, factor: float, offset: float) -> Tensor:
+    """values * factor + offset in two roundings; one fused operation would round otherwise where the hardware has none."""
+    values.mul_(factor)
+    return values.add_(offset) if offset else values
