@@ -7,6 +7,7 @@ perhaps a factor. Such writes, kept as data, give each rank the elements that it
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -78,6 +79,10 @@ class Copy:
 
     values: Tensor
 
+    @property
+    def has_nan(self) -> bool:
+        return bool(self.values.isnan().any())
+
     def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
         source = self.values.expand(shape)
         for box, place in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
@@ -115,13 +120,9 @@ class Program:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each element gets a value."""
-        if not self.steps:
-            return self._whole_box.numel == 0
-        first, region = self.steps[0]
-        if region == self._whole_box and not isinstance(first, Copy | Apply):
-            return True
-        return not self.whole().isnan().any()
+        """Whether each element gets a value. NaN in a copy stands for none."""
+        fills = [each for each in self.steps if not isinstance(each[0], Apply)]
+        return _covers(self.shape, [box for fill, box in fills if not (isinstance(fill, Copy) and fill.has_nan)])
 
     def whole(self) -> Tensor:
         """All values, fp32, on the CPU; NaN where none was written."""
@@ -191,6 +192,17 @@ def _write_region(operation: Operation, region: Box, boxes: Sequence[Box], out: 
         values = torch.empty(common.sizes, dtype=out.dtype, device=out.device)
         operation.write(values.view(-1), [common.relative_to(region)], region.sizes)
         place.copy_(values)
+
+
+def _covers(shape: tuple[int, ...], regions: Sequence[Box]) -> bool:
+    """Whether each element is in a region. The regions' edges cut the tensor into cells that are inside or outside as a whole."""
+    edges = [{0, size} for size in shape]
+    for region in regions:
+        for dim, side in enumerate(region.slices()):
+            edges[dim] |= {side.start, side.stop}
+    cells = product(*(list(pairwise(sorted(each))) for each in edges))
+    corners = (Box(tuple(start for start, _ in cell), (1,) * len(shape)) for cell in cells)
+    return all(any(corner.intersect(region) for region in regions) for corner in corners)
 
 
 def _scale(values: Tensor, factor: float, offset: float) -> Tensor:

@@ -66,7 +66,7 @@ def initialize_with_ties(
     programs: dict[str, Program] = {}
     for each in units:
         if each.name == unit.name or names & set(each.parameters):
-            programs |= initialize_unit(model, each, seed, names)
+            programs |= initialize_unit(model, each, seed, each.parameters if names & set(each.parameters) else ())
     return programs
 
 

@@ -15,7 +15,7 @@ from framework.errors import ModelError
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout, Shard, part
 from framework.model.counter_rng import CHUNK_CPU
-from framework.model.initial import Copy, Normal, Program
+from framework.model.initial import Apply, Constant, Copy, Normal, Program
 from framework.model.load import build_meta
 from framework.model.materialize import initialize_unit
 from framework.model.plan import find_units
@@ -256,6 +256,18 @@ def test_truncated_values_are_those_of_the_truncated_normal_distribution() -> No
     ranked = ((torch.special.ndtr(values) - (1 - inside) / 2) / inside).sort().values
     steps = torch.arange(len(ranked) + 1, dtype=torch.float64) / len(ranked)
     assert torch.maximum((steps[1:] - ranked).max(), (ranked - steps[:-1]).max()) * len(ranked) ** 0.5 < 1.95
+
+
+def test_a_program_is_complete_once_all_is_written() -> None:
+    """Several regions may do it together; a factor writes nothing, and NaN in a copy is what nobody wrote."""
+    program = Program((4, 6)).then(Constant(1.0), Box((0, 0), (4, 3))).then(Constant(1.0), Box((1, 2), (3, 4)))
+    assert not program.is_complete
+    assert not program.then(Apply(torch.ops.aten.mul_.Tensor, (2.0,))).is_complete
+    assert program.then(Constant(2.0), Box((0, 3), (1, 3))).is_complete
+    holed = Program((4, 6)).then(Copy(torch.full((4, 6), torch.nan)))
+    assert not holed.is_complete
+    assert holed.then(Constant(0.0), Box((0, 0), (4, 6))).is_complete
+    assert Program((0, 3)).is_complete
 
 
 def test_a_parameter_without_initialiser_is_an_error() -> None:
