@@ -59,6 +59,12 @@ class CheckpointError(MeshwrightError):
     """A checkpoint is missing, damaged, or of another run."""
 
 
+class StorageError(MeshwrightError):
+    """The file system failed and went on failing when tried again. Another attempt, perhaps on other nodes, may succeed."""
+
+    exit_code = EXIT_FAILED
+
+
 class RunError(MeshwrightError):
     """The run directory cannot be used: in use by another process, not writable, finished."""
 
