@@ -1,4 +1,5 @@
-"""Python objects among ranks: rank 0 looks something up and tells the others, all report to rank 0, one fails for all.
+"""Python objects among ranks: rank 0 looks something up and tells the others or deals each its own, all report to rank 0, one
+fails for all.
 
 What every rank would read from a file system or a hub by itself, rank 0 reads: thousands of ranks that ask for the same file
 are a load of their own, and two of them may see different answers (NFS caches attributes for seconds). An all-gather of objects
@@ -8,11 +9,12 @@ The axis must carry tensors of the CPU, as `world` does on every backend.
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from framework.comm.agreement import check_agreement
 from framework.comm.collectives import all_reduce
@@ -20,6 +22,9 @@ from framework.errors import MeshwrightError
 from framework.mesh.axis import Axis
 
 T = TypeVar("T")
+
+# Apart from the tags of `forms` and `agreement`.
+OBJECTS_TAG = 4
 
 
 def tell(work: Callable[[], T], axis: Axis) -> T:
@@ -52,15 +57,62 @@ def share_errors(work: Callable[[], T], axis: Axis) -> T:
 def gather_to_first(obj: Any, axis: Axis) -> list[Any]:
     """On the axis's rank 0 every rank's picklable object, in the axis's order; on the others an empty list. Collective.
 
-    Bytes: this rank's object, sent once (rank 0 receives them all).
+    Bytes: this rank's object, sent once (rank 0 receives them all), and its size. `dist.gather_object` would tell every size to
+    every rank and pad every object to the largest.
     """
     if axis.size == 1:
         return [obj]
     check_agreement(axis, "gather_to_first", "", None)
-    axis.traffic.record("gather_to_first", len(pickle.dumps(obj)) if axis.rank else 0)
-    gathered = [None] * axis.size if axis.rank == 0 else None
-    dist.gather_object(obj, gathered, group=axis.group, group_dst=0)
-    return gathered or []
+    mine = _to_bytes(obj)
+    size = torch.tensor([len(mine)])
+    sizes = [torch.zeros_like(size) for _ in range(axis.size)] if axis.rank == 0 else None
+    dist.gather(size, sizes, group=axis.group, group_dst=0)
+    if sizes is None:
+        axis.traffic.record("gather_to_first", size.nbytes + len(mine))
+        dist.send(mine, group=axis.group, group_dst=0, tag=OBJECTS_TAG)
+        return []
+    axis.traffic.record("gather_to_first", 0)
+    places = [torch.empty(int(each), dtype=torch.uint8) for each in sizes[1:]]
+    arriving: list[Any] = [
+        dist.irecv(place, group=axis.group, group_src=rank, tag=OBJECTS_TAG) for rank, place in enumerate(places, 1)
+    ]
+    for work in arriving:
+        work.wait()
+    return [obj, *(pickle.loads(place.numpy().data) for place in places)]
+
+
+def deal(work: Callable[[], Sequence[T]], axis: Axis) -> T:
+    """This rank's item of the result of `work`, which the axis's rank 0 alone does; or its MeshwrightError, on all. Collective.
+
+    Bytes: each rank's item, sent to it alone by rank 0, and its size.
+    """
+    items: Sequence[T] = ()
+
+    def pack() -> list[Tensor]:
+        nonlocal items
+        items = work()
+        assert len(items) == axis.size, (len(items), axis.size)
+        return [_to_bytes(item) for item in items[1:]]
+
+    packed = _share_first_error(pack, axis)
+    if axis.size == 1:
+        return items[0]
+    check_agreement(axis, "deal", "", None)
+    size = torch.zeros(1, dtype=torch.int64)
+    if packed is None:
+        axis.traffic.record("deal", 0)
+        dist.scatter(size, None, group=axis.group, group_src=0)
+        mine = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(mine, group=axis.group, group_src=0, tag=OBJECTS_TAG)
+        return pickle.loads(mine.numpy().data)
+    axis.traffic.record("deal", sum(each.nbytes + size.nbytes for each in packed))
+    dist.scatter(size, [size, *(torch.tensor([len(each)]) for each in packed)], group=axis.group, group_src=0)
+    leaving: list[Any] = [
+        dist.isend(each, group=axis.group, group_dst=rank, tag=OBJECTS_TAG) for rank, each in enumerate(packed, 1)
+    ]
+    for sending in leaving:
+        sending.wait()
+    return items[0]
 
 
 def _tell_from(source: int, work: Callable[[], T], axis: Axis) -> T:
@@ -79,6 +131,22 @@ def _tell_from(source: int, work: Callable[[], T], axis: Axis) -> T:
     if isinstance(outcome, MeshwrightError):
         raise outcome
     return outcome  # type: ignore[return-value]  # what `work` has returned on the source
+
+
+def _share_first_error(work: Callable[[], T], axis: Axis) -> T | None:
+    """On rank 0 the result of `work`; None on the others. Its error is raised on all."""
+    result: T | None = None
+
+    def do() -> None:
+        nonlocal result
+        result = work()
+
+    tell(do, axis)
+    return result
+
+
+def _to_bytes(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 
 def _raise(error: MeshwrightError | None) -> None:

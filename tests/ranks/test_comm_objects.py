@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.comm.objects import gather_to_first, share_errors, tell
+from framework.comm.objects import deal, gather_to_first, share_errors, tell
 from framework.errors import DataError, MeshwrightError
 from tests.ranks.test_comm_collectives import connect_world
 
@@ -55,3 +55,41 @@ def test_an_error_on_any_rank_is_raised_on_all(pool):
     assert pool.run(3, fail_on, {0}) == [[first, first]] * 3
     # `tell` asks rank 0 alone, so only the second call fails, by the lowest rank's error.
     assert pool.run(3, fail_on, {1, 2}) == [[0, ("DataError", "rank 1 cannot read")]] * 3
+
+
+def gather_and_deal_unequal(rank, world, rendezvous):
+    """Objects of very different sizes, and what this rank has sent to move them."""
+    axis = (mesh := connect_world(rank, world, rendezvous)).axis("world")
+    gathered = gather_to_first("x" * 10**rank, axis)
+    dealt = deal(lambda: ["y" * 10**each for each in range(world)], axis)
+    sent = dict(axis.traffic.bytes)
+    mesh.close()
+    return [len(each) for each in gathered], len(dealt), sent
+
+
+def fail_to_deal(rank, world, rendezvous):
+    axis = (mesh := connect_world(rank, world, rendezvous)).axis("world")
+
+    def work():
+        raise DataError(f"rank {rank} has nothing to deal")
+
+    try:
+        return deal(work, axis)
+    except DataError as error:
+        return str(error)
+    finally:
+        mesh.close()
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_no_rank_sends_or_receives_more_than_its_own_object(pool, world):
+    for rank, (gathered, dealt, sent) in enumerate(pool.run(world, gather_and_deal_unequal)):
+        assert gathered == ([10**each for each in range(world)] if rank == 0 else [])
+        assert dealt == 10**rank
+        if world > 1:
+            assert sent["gather_to_first"] == (0 if rank == 0 else pytest.approx(10**rank, abs=60))
+            assert sent["deal"] == (pytest.approx(1110, abs=200) if rank == 0 else 0)
+
+
+def test_an_error_while_dealing_is_raised_on_all(pool):
+    assert pool.run(3, fail_to_deal) == ["rank 0 has nothing to deal"] * 3
