@@ -6,6 +6,7 @@ tensor.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -59,7 +60,7 @@ class Layout:
     @property
     def shape_local(self) -> tuple[int, ...]:
         """Shape of what this rank holds."""
-        return tuple(sum(stop - start for start, stop in runs) for runs in self._runs())
+        return tuple(sum(stop - start for start, stop in runs) for runs in self._runs)
 
     @property
     def numel_local(self) -> int:
@@ -81,15 +82,30 @@ class Layout:
 
         At most 2*ndim-1 boxes where no segments cut a dim into several runs.
         """
-        runs = self._runs()
+        return self.boxes_between(*self._bounds())
+
+    def boxes_between(self, start: int, stop: int) -> list[Box]:
+        """`boxes` of elements [start, stop) of the row-major flattened local tensor, whoever owns them."""
         boxes = []
-        for local in interval_to_boxes(self.shape_local, *self._bounds()):
-            boxes += _to_global(local, runs)
+        for local in interval_to_boxes(self.shape_local, start, stop):
+            boxes += _to_global(local, self._runs)
         return boxes
+
+    def span(self, box: Box) -> Run | None:
+        """Where the local elements of a global box lie in the row-major flattened local tensor: from the first, and to after the
+        last of them; others may lie between. None where no local element is in the box."""
+        first = last = 0
+        for runs, size, low, each in zip(self._runs, self.shape_local, box.offsets, box.sizes, strict=True):
+            bounds = _bounds_within(runs, low, low + each)
+            if bounds is None:
+                return None
+            first, last = first * size + bounds[0], last * size + bounds[1] - 1
+        return first, last + 1
 
     def _bounds(self) -> tuple[int, int]:
         return self.interval if self.interval is not None else (0, self.numel_local)
 
+    @cached_property
     def _runs(self) -> list[list[Run]]:
         runs = [[(0, size)] for size in self.shape]
         for shard in self.shards:
@@ -134,6 +150,18 @@ def _take(runs: list[Run], start: int, stop: int) -> list[Run]:
             taken.append((run_start + low, run_start + high))
         first += run_stop - run_start
     return taken
+
+
+def _bounds_within(runs: list[Run], start: int, stop: int) -> Run | None:
+    """The first and the end of the last local index whose global index is in [start, stop); None without any."""
+    bounds: Run | None = None
+    first = 0
+    for run_start, run_stop in runs:
+        low, high = max(start, run_start), min(stop, run_stop)
+        if low < high:
+            bounds = (bounds[0] if bounds else first + low - run_start, first + high - run_start)
+        first += run_stop - run_start
+    return bounds
 
 
 def _join(runs: list[Run]) -> list[Run]:

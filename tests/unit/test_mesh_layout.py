@@ -199,3 +199,15 @@ def test_neighbours_share_the_pieces_of_segments_that_have_fewer_than_ranks(divi
 def test_pieces_that_do_not_fit_the_ranks_are_refused(pieces):
     with pytest.raises(LayoutError, match="number of pieces"):
         Layout((8,), (Shard("tp", 0, 0, 4, (), pieces),))
+
+
+@given(divisions(), st.data())
+def test_span_of_a_box_is_where_its_local_elements_lie(division, data):
+    shape = division[0]
+    bounds = [sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size)))) for size in shape]
+    box = Box(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
+    inside = np.zeros(shape, dtype=bool)
+    inside[box.slices()] = True
+    for layout in layouts_of_all_ranks(*division):
+        places = np.flatnonzero(take_local(inside, layout))
+        assert layout.span(box) == ((places[0], places[-1] + 1) if len(places) else None)
