@@ -30,7 +30,7 @@ from framework.checkpoint.index import (
 from framework.errors import CheckpointError
 
 # Names of the moments at which a save can die; `fault` is called with each, so that tests can kill it there.
-COMMIT_POINTS = ("begun", "writing", "written", "gathered", "manifest", "renamed", "retained")
+COMMIT_POINTS = ("begun", "writing", "written", "gathered", "indexed", "manifest", "renamed", "retained")
 Fault = Callable[[str], None]
 
 # What the file system and the manifest may need beyond the tensors' bytes.

@@ -1,34 +1,36 @@
-"""What a checkpoint holds and where: each entry's boxes in the ranks' files, and a hash of every block of every file.
+"""What a checkpoint holds and where, and how it is known to be whole.
 
     step-00000100/
-        manifest.json       this index; written last, so its presence under a final name means that all else is there
+        manifest.json       what there is: state, every entry's shape and dtype; written last, so its presence under a final name
+                            means that all else is there; its size does not depend on the number of ranks
+        index.bin           where it is: each entry's pieces in the ranks' files, each file's size and hash        pieces.py
         rank-00000.bin      the elements that rank 0 wrote: entries one after another, each aligned to ALIGNMENT bytes
         rank-00001.bin      ...
 
-An element is found by its place in the *global* tensor, never by the rank that wrote it: that is why any layout loads
-what any other has saved. Files are hashed in blocks, so that a reader of a part verifies that part and reads no more.
+An element is found by its place in the *global* tensor, never by the rank that wrote it: that is why any layout loads what any
+other has saved. The manifest has its own hash and that of the index, which has those of the files: trees of hashes, so that a
+reader of a part verifies that part and reads no more (blocks.py).
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
+from framework.checkpoint.blocks import BlockCache, BlockFile, DamagedCheckpoint
+from framework.checkpoint.format1 import Format1Index, entry_records
+from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, EntryRecord, FileRecord, Index
+from framework.checkpoint.storage import read
 from framework.errors import CheckpointError
-from framework.mesh.box import Box
-from framework.mesh.layout import Layout
+from framework.mesh.layout import Layout, Shard
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 4 << 20
 ALIGNMENT = 64
-
-
-class DamagedCheckpoint(CheckpointError):
-    """The files are not those that were saved: missing, cut or changed. An older checkpoint may still be whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,41 +52,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of an entry, row-major from byte `offset` of `file`."""
-
-    box: Box
-    file: str
-    offset: int
-
-
-@dataclass(frozen=True)
-class EntryRecord:
-    """An entry in the checkpoint: global shape, dtype (`float32`), and the pieces that cover it without overlap."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file: its size in bytes and the xxh3 of each of its blocks, taken from memory when it was written."""
-
-    size: int
-    block_bytes: int
-    hashes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Manifest:
-    """All that is known without opening the files. `state` is the caller's; `world` is how many ranks saved."""
+    """All that is known without opening another file. `state` is the caller's; `world` is how many ranks saved; block_bytes: of
+    the ranks' files; index: `index.bin`; format1: the body of a manifest of that format, which is all its index."""
 
     step: int
     world: int
     state: dict[str, Any]
     entries: dict[str, EntryRecord]
-    files: dict[str, FileRecord]
+    index: FileRecord
+    block_bytes: int = BLOCK_BYTES
+    format1: dict[str, Any] | None = None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -94,57 +72,99 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def encode_manifest(manifest: Manifest) -> str:
     """JSON that begins with a hash of the rest, so that a changed manifest is noticed as surely as a changed file."""
-    body = json.dumps({"format": FORMAT, **asdict(manifest)})
-    return _head(xxhash.xxh3_64_hexdigest(body.encode())) + body + "}"
+    index = {"bytes": manifest.index.num_bytes, "block_bytes": manifest.index.block_bytes}
+    body = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "world": manifest.world,
+        "state": manifest.state,
+        "block_bytes": manifest.block_bytes,
+        "index": index | {"xxh3": f"{manifest.index.root:016x}"},
+        "entries": {name: _encode_entry(record) for name, record in manifest.entries.items()},
+    }
+    text = json.dumps(body)
+    return _head(xxhash.xxh3_64_hexdigest(text.encode())) + text + "}"
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint folder `path`. Raises DamagedCheckpoint when it is missing or changed."""
-    try:
-        text = (path / MANIFEST).read_text()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} has no readable {MANIFEST}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DamagedCheckpoint(f"{path / MANIFEST} was changed after it was written: {error}") from error
-    body = text[len(_head("0" * 16)) : -1]
-    if text != _head(xxhash.xxh3_64_hexdigest(body.encode())) + body + "}":
-        raise DamagedCheckpoint(f"{path / MANIFEST} was cut or changed after it was written: its hash does not fit")
-    values = json.loads(body)
-    if values["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {values['format']}, this version reads format {FORMAT}")
-    return _decode(values)
+    """The manifest of the checkpoint folder `path`. Raises DamagedCheckpoint when it is missing or changed, StorageError when the
+    file system does not let it be read."""
+    body = None
+    # Read twice before it is called damage: what a page cache or a network has spoilt is whole on the disk.
+    for _ in range(2):
+        try:
+            body = _verified_body(read((path / MANIFEST).read_bytes, path / MANIFEST))
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{path} has no readable {MANIFEST}: {error.strerror}") from error
+        if body is not None:
+            return _decode(path, json.loads(body))
+    raise DamagedCheckpoint(f"{path / MANIFEST} was cut or changed after it was written: its hash does not fit")
+
+
+def open_index(path: Path, manifest: Manifest, cache: BlockCache) -> Index | Format1Index:
+    """Where the elements of the checkpoint `path` lie."""
+    if manifest.format1 is not None:
+        return Format1Index(path, manifest.format1, cache)
+    return Index(path, manifest.entries, manifest.index, manifest.world, manifest.block_bytes, cache)
 
 
 def verify_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise DamagedCheckpoint unless every file is there in its full size; costs one stat per file."""
-    for name, record in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path / name} is missing ({error.strerror})") from error
-        if size != record.size:
-            raise DamagedCheckpoint(f"{path / name} has {size} bytes, {record.size} were saved")
+    """Raise DamagedCheckpoint unless every file is there in its full size; costs one stat per file, so one rank does it for all.
+
+    Raises StorageError when the file system does not say.
+    """
+    index = open_index(path, manifest, BlockCache(2 * INDEX_BLOCK_BYTES))
+    if isinstance(index, Index):
+        _verify_size(index.file)
+    for file in index.data_files():
+        _verify_size(file)
+
+
+def _verify_size(file: BlockFile) -> None:
+    try:
+        size = read(file.path.stat, file.path).st_size
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{file.path} is missing ({error.strerror})") from error
+    if size != file.size:
+        raise DamagedCheckpoint(f"{file.path} has {size} bytes, {file.size} were saved")
 
 
 def _head(digest: str) -> str:
     return f'{{"xxh3": "{digest}", "manifest": '
 
 
-def _decode(body: dict[str, Any]) -> Manifest:
-    def piece(value: dict[str, Any]) -> Piece:
-        box = Box(tuple(value["box"]["offsets"]), tuple(value["box"]["sizes"]))
-        return Piece(box, value["file"], value["offset"])
+def _verified_body(data: bytes) -> bytes | None:
+    """The JSON within, None unless its hash fits."""
+    body = data[len(_head("0" * 16)) : -1]
+    return body if data == _head(xxhash.xxh3_64_hexdigest(body)).encode() + body + b"}" else None
 
-    def entry(value: dict[str, Any]) -> EntryRecord:
-        return EntryRecord(tuple(value["shape"]), value["dtype"], tuple(map(piece, value["pieces"])))
 
-    def file(value: dict[str, Any]) -> FileRecord:
-        return FileRecord(value["size"], value["block_bytes"], tuple(value["hashes"]))
+def _encode_entry(record: EntryRecord) -> dict[str, Any]:
+    shards = [[shard.dim, shard.count, shard.segments, shard.pieces] for shard in record.shards]
+    return {
+        "shape": record.shape,
+        "dtype": record.dtype,
+        "shards": shards,
+        "first": record.first,
+        "count": record.count,
+    }
 
-    return Manifest(
-        step=body["step"],
-        world=body["world"],
-        state=body["state"],
-        entries={name: entry(value) for name, value in body["entries"].items()},
-        files={name: file(value) for name, value in body["files"].items()},
+
+def _decode(path: Path, body: dict[str, Any]) -> Manifest:
+    if body["format"] == 1:
+        entries = entry_records(body["entries"])
+        return Manifest(
+            body["step"], body["world"], body["state"], entries, FileRecord(0, BLOCK_BYTES, 0), format1=body
+        )
+    if body["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {body['format']}, this version reads formats 1 to {FORMAT}")
+    index = FileRecord(body["index"]["bytes"], body["index"]["block_bytes"], int(body["index"]["xxh3"], 16))
+    entries = {name: _decode_entry(value) for name, value in body["entries"].items()}
+    return Manifest(body["step"], body["world"], body["state"], entries, index, body["block_bytes"])
+
+
+def _decode_entry(value: dict[str, Any]) -> EntryRecord:
+    shards = tuple(
+        Shard("", dim, 0, count, tuple(segments), tuple(pieces)) for dim, count, segments, pieces in value["shards"]
     )
+    return EntryRecord(tuple(value["shape"]), value["dtype"], shards, value["first"], value["count"])

@@ -46,8 +46,8 @@ def describe(path: Path, manifest: Manifest) -> list[str]:
     """The lines of the table: state, files, and entries by kind (what stands before the first slash of their names)."""
     lines = [f"path          {path}", f"step          {manifest.step:,}"]
     lines += [f"{name:<13} {value}" for name, value in manifest.state.items() if name != "step"]
-    size = sum(record.size for record in manifest.files.values())
-    lines.append(f"files         {len(manifest.files)}, saved by {manifest.world} ranks, {size:,} bytes")
+    size = sum(map(_bytes, manifest.entries.values()))
+    lines.append(f"files         {manifest.world}, saved by {manifest.world} ranks, {size:,} bytes of tensors")
     lines.append("entries       " + f"{'kind':<14} {'tensors':>8} {'elements':>16} {'bytes':>18}  dtype")
     for kind, names in _kinds(manifest).items():
         records = [manifest.entries[name] for name in names]

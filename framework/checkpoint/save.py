@@ -1,49 +1,69 @@
 """Save: each rank writes the elements that are its own into one file; rank 0 commits.
 
-What several ranks own alike is written by one of them, the one with the least to write so far: replicas divide the
-checkpoint among themselves.
+    every rank    claims (48 bytes an entry)                          -> rank 0
+    rank 0        divides the claims, makes the folder; flags         -> each rank
+    every rank    writes its file; size, root, offsets, names         -> rank 0
+    rank 0        writes the index and the manifest, renames; path    -> every rank
+
+What several ranks own alike is written by one of them, the one with the least to write so far: replicas divide the checkpoint
+among themselves. No rank but rank 0 hears of the others' tensors.
 """
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
-import xxhash
 
+from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.commit import Fault, begin, committed_name, explain, finish, no_fault, report, retain
-from framework.checkpoint.index import (
-    ALIGNMENT,
-    BLOCK_BYTES,
-    Entry,
-    EntryRecord,
-    FileRecord,
-    Manifest,
-    Piece,
-    dtype_name,
+from framework.checkpoint.divide import (
+    DESCRIBES,
+    WRITES,
+    Disagreement,
+    Division,
+    describe,
+    divide,
+    hash_name,
+    owned_entries,
+    pack_claims,
 )
-from framework.comm.collectives import gather_objects
-from framework.errors import CheckpointError
+from framework.checkpoint.index import ALIGNMENT, BLOCK_BYTES, Entry, Manifest
+from framework.checkpoint.pieces import INDEX, INDEX_BLOCK_BYTES, EntryRecord, FileRecord, encode_index, file_name
+from framework.checkpoint.storage import retry
+from framework.comm.objects import deal, gather_to_first, share_errors, tell
+from framework.errors import CheckpointError, MeshwrightError
 from framework.mesh.axis import Axis
-from framework.mesh.box import Box
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a rank has to say about an entry before anybody writes: that it owns these boxes of it."""
+class Duty:
+    """What rank 0 tells a rank: the folder to write into (the checkpoint itself if the step is committed already), how many bytes
+    all ranks write, and for each of this rank's claims what to do."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    boxes: tuple[Box, ...]
+    folder: Path
+    bytes_needed: int
+    flags: np.ndarray
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank tells of its file: bytes of data and root of the hash tree, where each entry begins, and the entries that it
+    was asked to name."""
+
     num_bytes: int
+    root: int
+    offsets: np.ndarray
+    described: dict[str, EntryRecord]
 
 
 def save_checkpoint(
@@ -58,164 +78,153 @@ def save_checkpoint(
     """Commit `step-N` under `root`, then keep the newest `keep`. Collective over `world`. Returns the new folder.
 
     The entries of all ranks together cover every tensor. `state` is JSON-able and equal on all ranks; rank 0's is kept.
-    Needs host memory for the largest entry of a device, none for entries on the CPU. Raises CheckpointError on *every*
-    rank when one fails (no space, no permission); former checkpoints are then intact, of the new one nothing is left.
+    Needs host memory for the largest entry of a device, none for entries on the CPU; on rank 0 also some 150 bytes for each
+    entry of each rank. Raises on *every* rank when one fails: CheckpointError where the user must act (no space, no permission),
+    StorageError for what may pass. Former checkpoints are then intact, of the new one nothing is left.
     A step that is committed already, with the same state, is not written again.
     """
-    entries = list(entries)
-    claims = gather_objects([_claim(entry) for entry in entries], world)
-    duties = divide(claims)
-    bytes_needed = sum(claim.num_bytes for duty in duties for claim in duty.values())
-    on_each = partial(agree, world, lambda error: explain(error, root, bytes_needed))
-    on_first = partial(on_each, only_first=True)
-
-    [folder] = on_first(lambda: begin(root, step, state, bytes_needed))
-    if folder == committed_name(root, step):
-        return folder
-    fault("begun")
+    mine = owned_entries(list(entries))
+    division = divide(gather_to_first(pack_claims(mine), world))
     try:
-        mine = [entry for entry in entries if entry.name in duties[world.rank]]
-        written = on_each(lambda: write_file(folder / f"rank-{world.rank:05d}.bin", mine, fault))
+        duty = deal(partial(_begin, root, step, state, division), world)
+    except Disagreement as found:
+        _explain_disagreement(found, mine, world)
+    if duty.folder == committed_name(root, step):
+        return duty.folder
+    fault("begun")
+    explained = partial(_explained, root, duty.bytes_needed)
+    try:
+        path = duty.folder / file_name(world.rank)
+        mine_written = share_errors(
+            lambda: explained(lambda: retry(lambda: write_duty(path, mine, duty.flags, fault), "write", path)), world
+        )
+        written = gather_to_first(mine_written, world)
         fault("gathered")
-        [committed] = on_first(lambda: finish(folder, index(step, state, claims, written), fault))
-    except CheckpointError:
+        committed = tell(lambda: explained(lambda: _finish(duty.folder, step, state, division, written, fault)), world)
+    except MeshwrightError:
         if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(duty.folder, ignore_errors=True)
         raise
     if world.rank == 0:
         try:
             retain(root, keep, fault)
-        except OSError as error:
+        except (OSError, MeshwrightError) as error:
             report(f"the new checkpoint is safe, but an old one cannot be removed: {error}")
     return committed
 
 
-def divide(claims: list[list[Claim]]) -> list[dict[str, Claim]]:
-    """Which entries each rank writes: equal boxes of an entry once, large ones first, by whom has the least so far.
+def write_duty(
+    path: Path, entries: Sequence[Entry], flags: np.ndarray, fault: Fault = no_fault, block_bytes: int = BLOCK_BYTES
+) -> Written:
+    """Write what the flags say of the entries that a rank has claimed."""
+    chosen = [entry for entry, flag in zip(entries, flags, strict=True) if flag & WRITES]
+    described = {entry.name: describe(entry) for entry, flag in zip(entries, flags, strict=True) if flag & DESCRIBES}
+    num_bytes, root, offsets = write_file(path, chosen, fault, block_bytes)
+    return Written(num_bytes, root, offsets, described)
 
-    Raises CheckpointError when the ranks disagree on an entry's shape or dtype, or do not cover it exactly.
+
+def write_file(path: Path, entries: Sequence[Entry], fault: Fault, block_bytes: int) -> tuple[int, int, np.ndarray]:
+    """Write the entries' elements one after another, hashed in memory on their way, and the tree of hashes; durable on return.
+
+    Returns bytes of data, root, and each entry's offset. What a failed attempt has left goes first: after a failed fsync nobody
+    knows which of its pages are on the disk.
     """
-    holders: dict[Claim, list[int]] = {}
-    for rank, claimed in enumerate(claims):
-        for claim in claimed:
-            holders.setdefault(claim, []).append(rank)
-    _check_cover(holders)
-    duties: list[dict[str, Claim]] = [{} for _ in claims]
-    loads = [0] * len(claims)
-    for claim, ranks in sorted(holders.items(), key=lambda item: (-item[0].num_bytes, item[0].name)):
-        writer = min(ranks, key=lambda rank: loads[rank])
-        duties[writer][claim.name] = claim
-        loads[writer] += claim.num_bytes
-    return duties
-
-
-def write_file(
-    path: Path, entries: list[Entry], fault: Fault = no_fault, block_bytes: int = BLOCK_BYTES
-) -> tuple[FileRecord, dict[str, list[Piece]]]:
-    """Write the entries' elements one after another, hashed in memory on their way; durable on return."""
     hashes = BlockHashes(block_bytes)
-    pieces: dict[str, list[Piece]] = {}
+    offsets = np.zeros(len(entries), np.uint64)
+    path.unlink(missing_ok=True)
     with open(path, "xb") as file:
-        for entry in entries:
+        for place, entry in enumerate(entries):
             padding = bytes(-hashes.size % ALIGNMENT)
             for view in (memoryview(padding), _memory(entry.data)):
                 hashes.add(view)
                 file.write(view)
-            pieces[entry.name] = list(_pieces(entry, path.name, hashes.size - entry.data.nbytes))
+            offsets[place] = hashes.size - entry.data.nbytes
             fault("writing")
+        num_bytes = hashes.size
+        tree, root = hashes.finish()
+        file.write(tree)
         file.flush()
         os.fsync(file.fileno())
     fault("written")
-    return FileRecord(hashes.size, block_bytes, hashes.finish()), pieces
+    return num_bytes, root, offsets
 
 
-def index(
+def write_index(
+    folder: Path,
     step: int,
     state: dict[str, Any],
-    claims: list[list[Claim]],
-    written: list[tuple[FileRecord, dict[str, list[Piece]]]],
+    division: Division,
+    written: Sequence[Written],
+    block_bytes: int = BLOCK_BYTES,
+    index_block_bytes: int = INDEX_BLOCK_BYTES,
 ) -> Manifest:
-    """The manifest of what the ranks wrote."""
-    pieces: dict[str, list[Piece]] = {claim.name: [] for claimed in claims for claim in claimed}
-    for _, of_rank in written:
-        for name, some in of_rank.items():
-            pieces[name] += some
-    known = {claim.name: claim for claimed in claims for claim in claimed}
-    records = {name: EntryRecord(known[name].shape, known[name].dtype, tuple(some)) for name, some in pieces.items()}
-    files = {f"rank-{rank:05d}.bin": record for rank, (record, _) in enumerate(written)}
-    return Manifest(step, len(claims), state, records, files)
+    """Write the index of what the ranks wrote; durable on return. Returns the manifest."""
+    data = encode_index(
+        [(each.num_bytes, each.root) for each in written], division.located([each.offsets for each in written])
+    )
+    hashes = BlockHashes(index_block_bytes)
+    hashes.add(memoryview(data))
+    tree, root = hashes.finish()
+    with open(folder / INDEX, "wb") as file:
+        file.write(data)
+        file.write(tree)
+        file.flush()
+        os.fsync(file.fileno())
+    described = {name: record for each in written for name, record in each.described.items()}
+    places = {entry: (first, count) for entry, first, count in division.entries}
+    records = {}
+    for name in sorted(described, key=_natural):
+        first, count = places[hash_name(name)]
+        records[name] = replace(described[name], first=first, count=count)
+    return Manifest(step, len(written), state, records, FileRecord(len(data), index_block_bytes, root), block_bytes)
 
 
-def agree(
-    world: Axis, explained: Callable[[OSError], CheckpointError], work: Callable[[], T], only_first: bool = False
-) -> list[T]:
-    """Do `work` on every rank, or on the first only: the results, or a CheckpointError on all ranks if any failed.
+def _begin(root: Path, step: int, state: dict[str, Any], division: Division) -> list[Duty]:
+    """Rank 0's part before anybody writes."""
+    if division.disagreement is not None:
+        raise division.disagreement
+    needed = division.bytes_needed
+    folder = _explained(root, needed, lambda: begin(root, step, state, needed))
+    return [Duty(folder, needed, flags) for flags in division.duties]
 
-    Without it a rank with a full disk would leave while the others wait for it.
-    """
-    outcome: T | CheckpointError | None = None
+
+def _finish(
+    folder: Path, step: int, state: dict[str, Any], division: Division, written: Sequence[Written], fault: Fault
+) -> Path:
+    """Rank 0's part when all have written."""
+    manifest = retry(lambda: write_index(folder, step, state, division, written), "write", folder / INDEX)
+    fault("indexed")
+    return finish(folder, manifest, fault)
+
+
+def _explained(root: Path, bytes_needed: int, work: Callable[[], T]) -> T:
+    """The result of `work`, its OSError in words."""
     try:
-        if world.rank == 0 or not only_first:
-            outcome = work()
+        return work()
     except OSError as error:
-        outcome = explained(error)
-    except CheckpointError as error:
-        outcome = error
-    outcomes = gather_objects(outcome, world)
-    for each in outcomes:
-        if isinstance(each, CheckpointError):
-            raise each
-    return outcomes[:1] if only_first else outcomes
+        raise explain(error, root, bytes_needed) from error
 
 
-class BlockHashes:
-    """xxh3 of each block of a stream of bytes; the last block may be shorter."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self.size = 0
-        self._block_bytes = block_bytes
-        self._done: list[str] = []
-        self._block = xxhash.xxh3_64()
-
-    def add(self, view: memoryview) -> None:
-        """The stream goes on with these bytes."""
-        while view:
-            part = view[: self._block_bytes - self.size % self._block_bytes]
-            self._block.update(part)
-            self.size += len(part)
-            if self.size % self._block_bytes == 0:
-                self._cut()
-            view = view[len(part) :]
-
-    def finish(self) -> tuple[str, ...]:
-        """The hashes; the stream is over."""
-        if self.size % self._block_bytes:
-            self._cut()
-        return tuple(self._done)
-
-    def _cut(self) -> None:
-        self._done.append(self._block.hexdigest())
-        self._block.reset()
+def _explain_disagreement(found: Disagreement, entries: Sequence[Entry], world: Axis) -> NoReturn:
+    """Raise on all ranks what is wrong, in words: those who know the entries by name tell rank 0. Collective."""
+    wrong = {entry.name: describe(entry) for entry in entries if hash_name(entry.name) in found.covered}
+    known = gather_to_first(wrong, world)
+    tell(lambda: _raise_disagreement(found, known), world)
+    raise found
 
 
-def _claim(entry: Entry) -> Claim:
-    boxes = tuple(entry.layout.boxes())
-    return Claim(entry.name, tuple(entry.layout.shape), dtype_name(entry.data.dtype), boxes, entry.data.nbytes)
-
-
-def _check_cover(claims: Iterable[Claim]) -> None:
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-    covered: dict[str, int] = {}
-    for claim in claims:
-        kind = kinds.setdefault(claim.name, (claim.shape, claim.dtype))
-        if kind != (claim.shape, claim.dtype):
-            raise CheckpointError(f"ranks disagree on {claim.name}: {kind} and {(claim.shape, claim.dtype)}")
-        covered[claim.name] = covered.get(claim.name, 0) + sum(box.numel for box in claim.boxes)
-    for name, (shape, dtype) in kinds.items():
-        if covered[name] != prod(shape):
-            raise CheckpointError(
-                f"the ranks own {covered[name]} elements of {name} {dtype}{list(shape)}, not {prod(shape)}"
-            )
+def _raise_disagreement(found: Disagreement, known: Sequence[dict[str, EntryRecord]]) -> None:
+    name = next(name for each in known for name in each)
+    kinds = list(dict.fromkeys(each[name] for each in known if name in each))
+    if len(kinds) > 1:
+        same = (kinds[0].shape, kinds[0].dtype) == (kinds[1].shape, kinds[1].dtype)
+        texts = [f"{kind.dtype}{list(kind.shape)}" + (f" cut by {kind.shards}" if same else "") for kind in kinds[:2]]
+        raise CheckpointError(f"ranks disagree on {name}: {texts[0]} and {texts[1]}")
+    [kind], covered = kinds, found.covered[hash_name(name)]
+    what = f"{name} {kind.dtype}{list(kind.shape)}"
+    if covered == prod(kind.shape):
+        raise CheckpointError(f"ranks own some elements of {what} twice and others not at all")
+    raise CheckpointError(f"the ranks own {covered} elements of {what}, not {prod(kind.shape)}")
 
 
 def _memory(data: torch.Tensor) -> memoryview:
@@ -223,7 +232,6 @@ def _memory(data: torch.Tensor) -> memoryview:
     return data.detach().cpu().view(torch.uint8).numpy().data
 
 
-def _pieces(entry: Entry, file: str, offset: int) -> Iterator[Piece]:
-    for box in entry.layout.boxes():
-        yield Piece(box, file, offset)
-        offset += box.numel * entry.data.itemsize
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts layer 10 behind layer 9."""
+    return [(not each.isdigit(), int(each) if each.isdigit() else 0, each) for each in re.split(r"(\d+)", name)]

@@ -61,6 +61,16 @@ def retry(work: Callable[[], T], doing: str, path: Path, sleep: Callable[[float]
         raise storage_error(error, doing, path, attempts=len(PAUSES_S) + 1) from error
 
 
+def read(work: Callable[[], T], path: Path, sleep: Callable[[float], None] = time.sleep) -> T:
+    """`retry` for work that reads: FileNotFoundError passes, for the caller to judge; every other error is a StorageError."""
+    try:
+        return retry(work, "read", path, sleep)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+
+
 def storage_error(error: OSError, doing: str, path: Path, attempts: int = 1) -> StorageError:
     """The StorageError for an error of the file system."""
     tried = f" ({attempts} attempts)" if attempts > 1 else ""

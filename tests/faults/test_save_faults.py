@@ -72,7 +72,7 @@ def test_save_that_is_killed_leaves_a_whole_checkpoint(tmp_path, point):
     assert os.listdir(tmp_path) == ["step-00000003"]
 
 
-@pytest.mark.parametrize("point", COMMIT_POINTS[:5])
+@pytest.mark.parametrize("point", COMMIT_POINTS[:6])
 def test_first_save_that_is_killed_leaves_no_checkpoint(tmp_path, point):
     assert in_child(save_and_die, tmp_path, 1, point) == -signal.SIGKILL
     assert load(tmp_path) is None
@@ -122,14 +122,14 @@ def test_disk_known_to_be_too_small_is_an_error_before_writing(tmp_path):
     with small_disk(tmp_path / "disk", 5 << 19) as disk:
         save(disk, 1)
         with pytest.raises(
-            CheckpointError, match=rf"no room for a checkpoint in {disk}: it needs 1,888,576 bytes, [\d,]+ are free"
+            CheckpointError, match=rf"no room for a checkpoint in {disk}: it needs 1,888,688 bytes, [\d,]+ are free"
         ):
             save(disk, 2)
         assert os.listdir(disk) == ["step-00000001"]
         assert load(disk) == 1
 
 
-@pytest.mark.parametrize("point", ["begun", "writing", "gathered"])
+@pytest.mark.parametrize("point", ["begun", "writing", "gathered", "indexed"])
 def test_disk_that_fills_up_during_a_save_leaves_the_former_checkpoint(tmp_path, point):
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         save(disk, 1)
@@ -142,7 +142,7 @@ def test_disk_that_fills_up_during_a_save_leaves_the_former_checkpoint(tmp_path,
                         pass
 
         with pytest.raises(
-            CheckpointError, match=rf"no room for a checkpoint in {disk}.*needs 1,888,576 bytes, [\d,]+ are free"
+            CheckpointError, match=rf"no room for a checkpoint in {disk}.*needs 1,888,688 bytes, [\d,]+ are free"
         ):
             save(disk, 2, fill)
         assert [path.name for path in disk.iterdir() if path != ballast] == ["step-00000001"]

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from framework.checkpoint.index import Entry, read_manifest
-from framework.checkpoint.load import load_checkpoint, load_newest
+from framework.checkpoint.index import Entry
+from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.save import save_checkpoint
 from framework.errors import CheckpointError
 from framework.mesh.connect import connect
@@ -93,9 +93,9 @@ def test_checkpoint_of_one_world_loads_in_another(pool, tmp_path, saved, saving_
 
 def test_replicated_ranks_write_each_byte_once(pool, tmp_path):
     path = pool.run(3, save_body, tmp_path, 1, "replicated")[0]
-    files = read_manifest(path).files
-    assert [record.size for record in files.values()] == [140, 140, 140]
-    assert sorted(os.listdir(path)) == ["manifest.json", *files]
+    assert [file.size for file in Reader(path).files()] == [140, 140, 140]
+    names = [f"rank-0000{rank}.bin" for rank in range(3)]
+    assert sorted(os.listdir(path)) == ["index.bin", "manifest.json", *names]
 
 
 def test_damage_that_one_rank_meets_is_an_error_on_all(pool, tmp_path):

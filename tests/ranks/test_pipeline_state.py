@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from framework.build import build, restore
 from framework.checkpoint.commit import newest_checkpoint
-from framework.checkpoint.index import read_manifest
+from framework.checkpoint.load import Reader
 from framework.checkpoint.save import save_checkpoint
 from framework.mesh.connect import connect
 from framework.model.weights import read_weights
@@ -117,12 +117,12 @@ def test_a_tied_embedding_is_stored_once(pool: RankPool, tmp_path: Path, schedul
     pool.run(2, resume, case, tmp_path)
     path = newest_checkpoint(tmp_path)
     assert path is not None
-    manifest = read_manifest(path)
+    reader = Reader(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(case.config)
     num_values = 3 * sum(parameter.numel() for parameter in model.parameters())  # weights and AdamW's two moments
-    assert sum(record.size for record in manifest.files.values()) == 8 * num_values
-    assert not any("lm_head" in entry for entry in manifest.entries)
+    assert sum(file.num_bytes for file in reader.files()) == 8 * num_values
+    assert not any("lm_head" in entry for entry in reader.manifest.entries)
 
 
 def import_weights(

@@ -2,21 +2,24 @@
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.checkpoint.commit import begin, committed_name, finish, list_checkpoints
-from framework.checkpoint.index import DamagedCheckpoint, Entry, Manifest, read_manifest
+from framework.checkpoint.divide import describe, divide, owned_entries, pack_claims
+from framework.checkpoint.index import DamagedCheckpoint, Entry, read_manifest
 from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
-from framework.checkpoint.save import _claim, divide, index, save_checkpoint, write_file
+from framework.checkpoint.pieces import file_name
+from framework.checkpoint.save import _raise_disagreement, save_checkpoint, write_duty, write_index
 from framework.errors import CheckpointError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard
@@ -81,14 +84,15 @@ def owned(tensor, layout):
 
 def save_world(root, step, ranks, state, block_bytes):
     """What save_checkpoint does, for all ranks of a world in this process."""
-    claims = [[_claim(entry) for entry in entries] for entries in ranks]
-    duties = divide(claims)
+    ranks = [owned_entries(entries) for entries in ranks]
+    division = divide([pack_claims(entries) for entries in ranks])
+    assert division.disagreement is None
     folder = begin(root, step, state, 0)
-    written = []
-    for rank, entries in enumerate(ranks):
-        mine = [entry for entry in entries if entry.name in duties[rank]]
-        written.append(write_file(folder / f"rank-{rank:05d}.bin", mine, block_bytes=block_bytes))
-    return finish(folder, index(step, state, claims, written))
+    written = [
+        write_duty(folder / file_name(rank), entries, flags, block_bytes=block_bytes)
+        for rank, (entries, flags) in enumerate(zip(ranks, division.duties, strict=True))
+    ]
+    return finish(folder, write_index(folder, step, state, division, written, block_bytes, block_bytes))
 
 
 def entries_of_world(placed, tensors):
@@ -105,7 +109,7 @@ def entries_of_world(placed, tensors):
 
 
 @settings(max_examples=150, deadline=None)
-@given(pairs=pairs_of_placements(), dtype=st.sampled_from(DTYPES), block_bytes=st.sampled_from([64, 100, 4096]))
+@given(pairs=pairs_of_placements(), dtype=st.sampled_from(DTYPES), block_bytes=st.sampled_from([64, 104, 4096]))
 def test_any_layout_loads_into_any_other(pairs, dtype, block_bytes):
     tensors = [content(before.shape, dtype, salt=100 * number) for number, (before, _) in enumerate(pairs)]
     with tempfile.TemporaryDirectory() as folder:
@@ -121,17 +125,47 @@ def test_any_layout_loads_into_any_other(pairs, dtype, block_bytes):
 
 
 def test_replicas_divide_the_bytes_among_themselves():
-    tensors = {f"kind/{number}": torch.zeros(100) for number in range(8)}
-    claims = [[_claim(Entry(name, Layout((100,)), data)) for name, data in tensors.items()] for _ in range(4)]
-    duties = divide(claims)
-    assert [len(duty) for duty in duties] == [2, 2, 2, 2]
-    assert sorted(name for duty in duties for name in duty) == sorted(tensors)
+    entries = [Entry(f"kind/{number}", Layout((100,)), torch.zeros(100)) for number in range(8)]
+    division = divide([pack_claims(entries)] * 4)
+    assert [np.count_nonzero(flags) for flags in division.duties] == [2, 2, 2, 2]
+    assert all(sum(bool(flags[number]) for flags in division.duties) == 1 for number in range(8))
+    assert division.bytes_needed >= 3200
 
 
-def test_an_element_that_no_rank_owns_is_an_error_when_saving():
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            [Entry("kind/w", Layout((4, 2), interval=(0, 3)), torch.zeros(3))],
+            r"own 3 elements of kind/w float32\[4, 2\], not 8",
+        ),
+        (
+            [Entry("kind/w", Layout((4,), interval=each), torch.zeros(2)) for each in ((0, 2), (1, 3))],
+            "own some elements of kind/w float32\\[4\\] twice",
+        ),
+        (
+            [Entry("kind/w", Layout((4,)), torch.zeros(4)), Entry("kind/w", Layout((2, 2)), torch.zeros(4))],
+            r"ranks disagree on kind/w: float32\[4\] and float32\[2, 2\]",
+        ),
+        (
+            [Entry("kind/w", Layout((4,)), torch.zeros(4)), Entry("kind/w", Layout((4,)), torch.zeros(4).double())],
+            r"ranks disagree on kind/w: float32\[4\] and float64\[4\]",
+        ),
+    ],
+)
+def test_what_does_not_make_whole_entries_is_an_error_when_saving(tmp_path, entries, message):
+    """Entries of one name stand for those of several ranks: one rank claims them all."""
+    division = divide([pack_claims([entry]) for entry in entries])
+    known = [{entry.name: describe(entry)} for entry in entries]
+    with pytest.raises(CheckpointError, match=message):
+        _raise_disagreement(division.disagreement, known)
+
+
+def test_an_element_that_no_rank_owns_is_an_error_when_saving(tmp_path):
     half = Entry("kind/w", Layout((4, 2), interval=(0, 3)), torch.zeros(3))
     with pytest.raises(CheckpointError, match=r"own 3 elements of kind/w float32\[4, 2\], not 8"):
-        divide([[_claim(half)]])
+        save_checkpoint(tmp_path, 1, [half], {}, ALONE, keep=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def make_entries(salt=0):
@@ -177,7 +211,7 @@ def test_any_flipped_bit_is_noticed_when_loading(place, bit):
             load_checkpoint(path, blank_entries(), ALONE)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.bin"])
+@pytest.mark.parametrize("name", ["manifest.json", "index.bin", "rank-00000.bin"])
 @pytest.mark.parametrize("damage", ["cut", "empty", "missing"])
 def test_damaged_newest_is_passed_over_and_said(tmp_path, capsys, name, damage):
     old, new = save(tmp_path, 1), save(tmp_path, 2)
@@ -234,19 +268,14 @@ def test_another_name_shape_or_dtype_is_a_mistake_and_not_damage(tmp_path, entry
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_piece_that_the_manifest_lacks_is_an_error_that_counts(tmp_path):
+def test_piece_that_the_index_lacks_is_an_error_that_counts(tmp_path):
     path = save(tmp_path, 1)
     manifest = read_manifest(path)
     record = manifest.entries["weight/w"]
-    holed = Manifest(
-        2,
-        1,
-        {},
-        {"weight/w": type(record)(record.shape, record.dtype, ())},
-        manifest.files,
-    )
+    holed = replace(manifest, step=2, state={}, entries={"weight/w": replace(record, count=0)})
     folder = begin(tmp_path, 2, {}, 0)
-    (folder / "rank-00000.bin").write_bytes((path / "rank-00000.bin").read_bytes())
+    for name in ("rank-00000.bin", "index.bin"):
+        (folder / name).write_bytes((path / name).read_bytes())
     with pytest.raises(CheckpointError, match="lacks 15 of the 15 elements of weight/w"):
         load_checkpoint(finish(folder, holed), blank_entries()[:1], ALONE)
 
@@ -297,7 +326,7 @@ def test_manifest_of_another_format_is_not_damage(tmp_path, monkeypatch):
     monkeypatch.setattr("framework.checkpoint.index.FORMAT", 99)
     path = save(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 99, this version reads format 1") as caught:
+    with pytest.raises(CheckpointError, match="has format 99, this version reads formats 1 to 2") as caught:
         load_checkpoint(path, blank_entries(), ALONE)
     assert not isinstance(caught.value, DamagedCheckpoint)
 

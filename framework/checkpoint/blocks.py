@@ -1,0 +1,246 @@
+"""Files that are verified block by block: a tree of hashes follows the data, and one number vouches for all of it.
+
+    level 0     the data, in blocks of `block_bytes`; the last may be shorter
+    level 1     the xxh3 of each block of level 0, 8 bytes little-endian each
+    level 2     the xxh3 of each block of level 1, and so on, until a level is one block
+    root        the xxh3 of that block; kept elsewhere
+
+Who reads a part reads its blocks and the blocks of hashes above them, and nothing else. With blocks of 4 MiB one block of hashes
+is enough for 2 TB; with blocks of 4 KiB each level is 1/512 of the one below.
+"""
+
+import errno
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from framework.checkpoint.storage import read
+from framework.errors import CheckpointError
+
+HASH = np.dtype("<u8")
+
+# Path, level and number of a block.
+Key = tuple[Path, int, int]
+
+GONE_HERE = "the rank that opened the checkpoint has seen the file whole"
+
+# Open at once, of all files: the index and what is read with its help.
+MAX_DESCRIPTORS = 4
+
+
+class DamagedCheckpoint(CheckpointError):
+    """The files are not those that were saved: missing, cut or changed. An older checkpoint may still be whole."""
+
+
+def level_sizes(num_bytes: int, block_bytes: int) -> list[int]:
+    """Bytes of each level of a file with `num_bytes` of data; their sum is the file's size."""
+    assert block_bytes >= 2 * HASH.itemsize and block_bytes % HASH.itemsize == 0, block_bytes  # noqa: PT018
+    sizes = [num_bytes]
+    while sizes[-1] > block_bytes:
+        sizes.append(_num_blocks(sizes[-1], block_bytes) * HASH.itemsize)
+    return sizes
+
+
+class BlockHashes:
+    """The hash tree of a stream of bytes."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.size = 0
+        self._block_bytes = block_bytes
+        self._done: list[int] = []
+        self._block = xxhash.xxh3_64()
+
+    def add(self, view: memoryview) -> None:
+        """The stream goes on with these bytes."""
+        while view:
+            part = view[: self._block_bytes - self.size % self._block_bytes]
+            self._block.update(part)
+            self.size += len(part)
+            if self.size % self._block_bytes == 0:
+                self._cut()
+            view = view[len(part) :]
+
+    def finish(self) -> tuple[bytes, int]:
+        """What follows the stream in its file, and the root; the stream is over."""
+        if self.size % self._block_bytes or self.size == 0:
+            self._cut()
+        if len(self._done) == 1:
+            return b"", self._done[0]
+        level = np.array(self._done, HASH).tobytes()
+        above = BlockHashes(self._block_bytes)
+        above.add(memoryview(level))
+        levels, root = above.finish()
+        return level + levels, root
+
+    def _cut(self) -> None:
+        self._done.append(self._block.intdigest())
+        self._block.reset()
+
+
+class BlockCache:
+    """The blocks that a reader has read last, of all its files: at most `max_bytes` of them, or one block if that is more.
+
+    num_bytes: held now; most_bytes: ever held. sleep: for the pauses between attempts on a file system that fails.
+    """
+
+    def __init__(self, max_bytes: int, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.num_bytes = self.most_bytes = 0
+        self.files = OpenFiles(sleep)
+        self._max_bytes = max_bytes
+        self._blocks: OrderedDict[Key, np.ndarray] = OrderedDict()
+
+    def find(self, key: Key) -> np.ndarray | None:
+        """A block that is still held."""
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+        return self._blocks.get(key)
+
+    def hold(self, key: Key, num_bytes: int, fill: Callable[[np.ndarray], None]) -> np.ndarray:
+        """A new block of uint8 that `fill` has filled; where it raises, the block is not held."""
+        while self._blocks and self.num_bytes + num_bytes > self._max_bytes:
+            self.num_bytes -= self._blocks.popitem(last=False)[1].nbytes
+        block = np.empty(num_bytes, np.uint8)
+        fill(block)
+        self._blocks[key] = block
+        self.num_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, self.num_bytes)
+        return block
+
+
+class OpenFiles:
+    """The few files that were read last, kept open: opening is what costs a file server most."""
+
+    def __init__(self, sleep: Callable[[float], None]) -> None:
+        self._sleep = sleep
+        self._descriptors: OrderedDict[Path, _Descriptor] = OrderedDict()
+
+    def read(self, path: Path, into: np.ndarray, start: int, *, afresh: bool = False) -> None:
+        """Fill `into` from byte `start` of a file on. afresh: not from the system's page cache.
+
+        Raises StorageError for what the file system refuses and goes on refusing.
+        """
+        read(partial(self._read, path, into, start, afresh), path, self._sleep)
+
+    def _read(self, path: Path, into: np.ndarray, start: int, afresh: bool) -> None:
+        try:
+            self._open(path).read(into.data, start, afresh)
+        except OSError as error:
+            # A stale handle stays stale: the next attempt opens the file again.
+            self._descriptors.pop(path, None)
+            if isinstance(error, FileNotFoundError):
+                raise OSError(errno.ESTALE, GONE_HERE) from error
+            raise
+
+    def _open(self, path: Path) -> "_Descriptor":
+        if path not in self._descriptors:
+            self._descriptors[path] = _Descriptor(path)
+            if len(self._descriptors) > MAX_DESCRIPTORS:
+                self._descriptors.popitem(last=False)
+        self._descriptors.move_to_end(path)
+        return self._descriptors[path]
+
+
+class BlockFile:
+    """The data of a file with a hash tree, each block verified when it is read.
+
+    root: of the tree; or hashes: of all data blocks, for a file without a tree. Raises DamagedCheckpoint for bytes that are not
+    those that were saved. Presence and size are for whoever opens the checkpoint (`verify_sizes`): a file that is gone or short
+    *here* is an error of the file system, because another node has just seen it whole.
+    """
+
+    def __init__(
+        self, path: Path, num_bytes: int, block_bytes: int, root: int, cache: BlockCache, hashes: tuple[int, ...] = ()
+    ) -> None:
+        self.path, self.num_bytes, self.block_bytes = path, num_bytes, block_bytes
+        self._root, self._cache, self._hashes = root, cache, hashes
+        self._sizes = [num_bytes] if hashes else level_sizes(num_bytes, block_bytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return sum(self._sizes)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Bytes [start, stop) of the data as uint8: a view of a cached block, or a copy if they lie in several."""
+        first, last = start // self.block_bytes, _num_blocks(stop, self.block_bytes) - 1
+        if first >= last:
+            return self._block(0, first)[start - first * self.block_bytes : stop - first * self.block_bytes]
+        data = np.empty(stop - start, np.uint8)
+        for low, high in blocks_between(start, stop, self.block_bytes):
+            data[low - start : high - start] = self.read(low, high)
+        return data
+
+    def verify(self) -> None:
+        """Read all of it."""
+        for index in range(_num_blocks(self.num_bytes, self.block_bytes)):
+            self._block(0, index)
+
+    def _block(self, level: int, index: int) -> np.ndarray:
+        key = (self.path, level, index)
+        block = self._cache.find(key)
+        if block is not None:
+            return block
+        expected = self._expected(level, index)
+        start = index * self.block_bytes
+        place = sum(self._sizes[:level]) + start
+        num_bytes = min(self.block_bytes, self._sizes[level] - start)
+        return self._cache.hold(key, num_bytes, partial(self._fill, place, expected))
+
+    def _fill(self, place: int, expected: int, block: np.ndarray) -> None:
+        # Read twice before it is called damage: what a page cache or a network has spoilt is whole on the disk.
+        for afresh in (False, True):
+            self._cache.files.read(self.path, block, place, afresh=afresh)
+            if xxhash.xxh3_64_intdigest(block.data) == expected:
+                return
+        where = f"bytes [{place}, {place + len(block)})"
+        raise DamagedCheckpoint(f"{self.path} was changed after it was saved, in {where}")
+
+    def _expected(self, level: int, index: int) -> int:
+        if self._hashes:
+            return self._hashes[index]
+        if level == len(self._sizes) - 1:
+            return self._root
+        above, place = divmod(index * HASH.itemsize, self.block_bytes)
+        return int(self._block(level + 1, above)[place : place + HASH.itemsize].view(HASH)[0])
+
+
+def blocks_between(start: int, stop: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) cut where blocks end."""
+    while start < stop:
+        end = min(stop, (start // block_bytes + 1) * block_bytes)
+        yield start, end
+        start = end
+
+
+def _num_blocks(num_bytes: int, block_bytes: int) -> int:
+    return -(-num_bytes // block_bytes)
+
+
+class _Descriptor:
+    """A file that is open for reading while this object lives."""
+
+    def __init__(self, path: Path) -> None:
+        self._number: int | None = None
+        self._number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self._number is not None:
+            os.close(self._number)
+
+    def read(self, into: memoryview, start: int, afresh: bool) -> None:
+        """Fill `into` from byte `start` on. OSError where the file ends before that."""
+        assert self._number is not None
+        if afresh and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._number, start, len(into), os.POSIX_FADV_DONTNEED)
+        filled = 0
+        while filled < len(into):
+            count = os.preadv(self._number, [into[filled:]], start + filled)
+            if count == 0:
+                raise OSError(errno.ESTALE, f"the file ends at byte {start + filled} here, and {GONE_HERE}")
+            filled += count
