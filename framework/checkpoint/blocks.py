@@ -35,7 +35,12 @@ MAX_DESCRIPTORS = 4
 
 
 class DamagedCheckpoint(CheckpointError):
-    """The files are not those that were saved: missing, cut or changed. An older checkpoint may still be whole."""
+    """The files are not those that were saved: missing, cut or changed. An older checkpoint may still be whole.
+
+    block: whose hash is wrong, for damage that one reader has met and another can confirm.
+    """
+
+    block: Key | None = None
 
 
 def level_sizes(num_bytes: int, block_bytes: int) -> list[int]:
@@ -170,7 +175,7 @@ class BlockFile:
         """Bytes [start, stop) of the data as uint8: a view of a cached block, or a copy if they lie in several."""
         first, last = start // self.block_bytes, _num_blocks(stop, self.block_bytes) - 1
         if first >= last:
-            return self._block(0, first)[start - first * self.block_bytes : stop - first * self.block_bytes]
+            return self.block(0, first)[start - first * self.block_bytes : stop - first * self.block_bytes]
         data = np.empty(stop - start, np.uint8)
         for low, high in blocks_between(start, stop, self.block_bytes):
             data[low - start : high - start] = self.read(low, high)
@@ -179,9 +184,10 @@ class BlockFile:
     def verify(self) -> None:
         """Read all of it."""
         for index in range(_num_blocks(self.num_bytes, self.block_bytes)):
-            self._block(0, index)
+            self.block(0, index)
 
-    def _block(self, level: int, index: int) -> np.ndarray:
+    def block(self, level: int, index: int) -> np.ndarray:
+        """A block of a level of the tree, verified."""
         key = (self.path, level, index)
         block = self._cache.find(key)
         if block is not None:
@@ -190,16 +196,18 @@ class BlockFile:
         start = index * self.block_bytes
         place = sum(self._sizes[:level]) + start
         num_bytes = min(self.block_bytes, self._sizes[level] - start)
-        return self._cache.hold(key, num_bytes, partial(self._fill, place, expected))
+        return self._cache.hold(key, num_bytes, partial(self._fill, key, place, expected))
 
-    def _fill(self, place: int, expected: int, block: np.ndarray) -> None:
+    def _fill(self, key: Key, place: int, expected: int, block: np.ndarray) -> None:
         # Read twice before it is called damage: what a page cache or a network has spoilt is whole on the disk.
         for afresh in (False, True):
             self._cache.files.read(self.path, block, place, afresh=afresh)
             if xxhash.xxh3_64_intdigest(block.data) == expected:
                 return
         where = f"bytes [{place}, {place + len(block)})"
-        raise DamagedCheckpoint(f"{self.path} was changed after it was saved, in {where}")
+        damage = DamagedCheckpoint(f"{self.path} was changed after it was saved, in {where}")
+        damage.block = key
+        raise damage
 
     def _expected(self, level: int, index: int) -> int:
         if self._hashes:
@@ -207,7 +215,7 @@ class BlockFile:
         if level == len(self._sizes) - 1:
             return self._root
         above, place = divmod(index * HASH.itemsize, self.block_bytes)
-        return int(self._block(level + 1, above)[place : place + HASH.itemsize].view(HASH)[0])
+        return int(self.block(level + 1, above)[place : place + HASH.itemsize].view(HASH)[0])
 
 
 def blocks_between(start: int, stop: int, block_bytes: int) -> Iterator[tuple[int, int]]:

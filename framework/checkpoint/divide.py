@@ -98,7 +98,8 @@ def divide(claims: Sequence[np.ndarray]) -> Division:
         return Division(duties)
     every = np.concatenate(claims)
     ranks = np.repeat(np.arange(len(claims), dtype=np.uint32), list(map(len, claims)))
-    order = np.lexsort((every["stop"], every["start"], every["cell"], every["entry"]))
+    # Not by stop: claims that begin alike and end apart overlap, so they are an error in any order.
+    order = np.lexsort((every["start"], every["cell"], every["entry"]))
     every = every[order]
     firsts = np.flatnonzero(_differs(every, "entry", "cell", "start", "stop"))
     distinct = every[firsts]

@@ -22,6 +22,10 @@ class Format1Index:
         self._path, self._body, self._cache = path, body, cache
         self._names = list(body["files"])
 
+    def all_files(self) -> Iterator[BlockFile]:
+        """All files but the manifest."""
+        return self.data_files()
+
     def data_file(self, rank: int) -> BlockFile:
         """The file that stands at place `rank` in the manifest."""
         value = self._body["files"][self._names[rank]]

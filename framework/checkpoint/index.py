@@ -114,9 +114,7 @@ def verify_sizes(path: Path, manifest: Manifest) -> None:
     Raises StorageError when the file system does not say.
     """
     index = open_index(path, manifest, BlockCache(2 * INDEX_BLOCK_BYTES))
-    if isinstance(index, Index):
-        _verify_size(index.file)
-    for file in index.data_files():
+    for file in index.all_files():
         _verify_size(file)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from framework.checkpoint.commit import list_checkpoints, newest_checkpoint
-from framework.checkpoint.index import MANIFEST, EntryRecord, Manifest, read_manifest, verify_sizes
+from framework.checkpoint.index import MANIFEST, EntryRecord, Manifest, read_manifest
 from framework.checkpoint.load import verify_files
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
 
@@ -20,7 +20,6 @@ def inspect_command(path: Path) -> int:
     path = find_checkpoint(path)
     manifest = read_manifest(path)
     print("\n".join(describe(path, manifest)))
-    verify_sizes(path, manifest)
     damages = verify_files(path, manifest)
     for damage in damages:
         print(f"DAMAGED       {damage}")

@@ -8,6 +8,7 @@ that it needs, through one small cache.
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -26,10 +27,10 @@ from framework.checkpoint.index import (
     read_manifest,
     verify_sizes,
 )
-from framework.checkpoint.pieces import Index, Piece
+from framework.checkpoint.pieces import Piece
 from framework.comm.collectives import gather_objects
 from framework.comm.objects import share_errors, tell
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, StorageError
 from framework.mesh.axis import Axis
 from framework.mesh.box import Box
 
@@ -54,7 +55,12 @@ def load_checkpoint(
     reader = Reader(path, buffer_bytes, manifest)
     # A mistake is no reason to try an older checkpoint, so it is named before any damage.
     share_errors(lambda: reader.check(entries), world)
-    share_errors(lambda: reader.fill(entries), world)
+    try:
+        share_errors(lambda: reader.fill(entries), world)
+    except DamagedCheckpoint as damage:
+        # One node's memory or network may be at fault, and then the checkpoint is whole: rank 0 looks for itself.
+        tell(partial(reader.confirm, damage), world)
+        raise
     return manifest.state
 
 
@@ -92,14 +98,18 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def verify_files(path: Path, manifest: Manifest) -> list[DamagedCheckpoint]:
-    """Read everything and compare with the hashes: one finding per file that is not as it was saved."""
-    index = open_index(path, manifest, BlockCache(BUFFER_BYTES))
+    """Read everything and compare with the hashes: one finding per file that is not as it was saved; only the first where a file
+    is missing or short, or the index is damaged, without which the others cannot be told apart."""
     damages: list[DamagedCheckpoint] = []
-    if isinstance(index, Index):
-        _note_damage(index.file, damages)
-    if not damages:
-        for file in index.data_files():
-            _note_damage(file, damages)
+    try:
+        verify_sizes(path, manifest)
+        for file in open_index(path, manifest, BlockCache(BUFFER_BYTES)).all_files():
+            try:
+                file.verify()
+            except DamagedCheckpoint as error:
+                damages.append(error)
+    except DamagedCheckpoint as error:
+        damages = damages or [error]
     return damages
 
 
@@ -115,6 +125,17 @@ class Reader:
         self.manifest = open_checkpoint(path) if manifest is None else manifest
         self.cache = BlockCache(buffer_bytes)
         self._index = open_index(path, self.manifest, self.cache)
+
+    def confirm(self, damage: DamagedCheckpoint) -> None:
+        """Raise the damage that another rank has met if this one meets it too; StorageError if it reads what was saved."""
+        if damage.block is None:
+            raise damage
+        path, level, index = damage.block
+        next(file for file in self._index.all_files() if file.path == path).block(level, index)
+        raise StorageError(
+            f"{damage}, as one rank reads it; rank 0 reads what was saved. The checkpoint is whole: a node's memory, network or"
+            " view of the file system is at fault. The next start tries again"
+        )
 
     def files(self) -> Iterator[BlockFile]:
         """The files of all ranks that saved."""
@@ -158,13 +179,6 @@ class Reader:
                     target[part.relative_to(box).slices()].copy_(values)
                 missing -= common.numel
         return missing
-
-
-def _note_damage(file: BlockFile, damages: list[DamagedCheckpoint]) -> None:
-    try:
-        file.verify()
-    except DamagedCheckpoint as error:
-        damages.append(error)
 
 
 def _read_piece(piece: Piece, wanted: Box, dtype: torch.dtype, file: BlockFile) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -104,6 +104,11 @@ class Index:
         self._path, self._block_bytes, self._cache = path, block_bytes, cache
         self._cells: dict[tuple[tuple[int, ...], tuple[Shard, ...]], list[Layout]] = {}
 
+    def all_files(self) -> Iterator[BlockFile]:
+        """`index.bin` and all ranks' files."""
+        yield self.file
+        yield from self.data_files()
+
     def data_file(self, rank: int) -> BlockFile:
         """The file of a rank."""
         [row] = self.file.read(rank * FILE.itemsize, (rank + 1) * FILE.itemsize).view(FILE)
@@ -158,9 +163,11 @@ class Index:
         return low + bisect_left(range(low, high), True, key=ends_after)
 
     def _rows_from(self, number: int, record: EntryRecord) -> Iterator[np.void]:
+        """The entry's records from a number on, read as far as the block of the index goes that is read anyway."""
         stop = record.first + record.count
         while number < stop:
-            rows = self._rows(number, min(stop, number + INDEX_BLOCK_BYTES // PIECE.itemsize))
+            place = (self.world * FILE.itemsize + number * PIECE.itemsize) % self.file.block_bytes
+            rows = self._rows(number, min(stop, number + max(1, (self.file.block_bytes - place) // PIECE.itemsize)))
             yield from rows
             number += len(rows)
 

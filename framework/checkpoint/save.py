@@ -78,7 +78,7 @@ def save_checkpoint(
     """Commit `step-N` under `root`, then keep the newest `keep`. Collective over `world`. Returns the new folder.
 
     The entries of all ranks together cover every tensor. `state` is JSON-able and equal on all ranks; rank 0's is kept.
-    Needs host memory for the largest entry of a device, none for entries on the CPU; on rank 0 also some 150 bytes for each
+    Needs host memory for the largest entry of a device, none for entries on the CPU; on rank 0 also some 250 bytes for each
     entry of each rank. Raises on *every* rank when one fails: CheckpointError where the user must act (no space, no permission),
     StorageError for what may pass. Former checkpoints are then intact, of the new one nothing is left.
     A step that is committed already, with the same state, is not written again.

@@ -1,14 +1,17 @@
 """Checkpoints written by several ranks at once, and errors that all of them see."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from framework.checkpoint import storage
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.save import save_checkpoint
-from framework.errors import CheckpointError
+from framework.errors import EXIT_FAILED, CheckpointError, MeshwrightError
 from framework.mesh.connect import connect
 from framework.mesh.layout import Layout, Shard
 from framework.mesh.topology import Topology
@@ -65,6 +68,52 @@ def load_damaged_body(rank, world, rendezvous, path):
         mesh.close()
 
 
+def failing_body(rank, world, rendezvous, root, how):
+    """The second rank's file system fails, or spoils what it reads; the first rank's does not."""
+    mesh = connect_world(rank, world, rendezvous)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "PAUSES_S", (0.0,) * 4)
+        plain = os.preadv
+
+        def read(number, into, start):
+            if how == "EIO":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            count = plain(number, into, start)
+            into[0][0] ^= 1
+            return count
+
+        if rank == 1:
+            patch.setattr(os, "preadv", read)
+        try:
+            load_newest(root, list(entries(mesh, 1, "interval")), mesh.axis("world"))
+        except MeshwrightError as error:
+            return type(error).__name__, error.exit_code
+        finally:
+            mesh.close()
+
+
+def noting(touched, name, plain):
+    def call(*args, **kwargs):
+        touched.append((name, Path(args[0]).name))
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def counting_body(rank, world, rendezvous, root):
+    """Which files this rank opens and looks at in a save and in a load; and the bytes that it sends in the save."""
+    mesh = connect_world(rank, world, rendezvous)
+    axis, touched = mesh.axis("world"), []
+    with pytest.MonkeyPatch.context() as patch:
+        path = save_checkpoint(root, 5, entries(mesh, 5, "interval"), {}, axis, keep=2)
+        sent = sum(axis.traffic.bytes.values())
+        for owner, name in ((Path, "read_bytes"), (Path, "stat"), (os, "open")):
+            patch.setattr(owner, name, noting(touched, name, getattr(owner, name)))
+        load_checkpoint(path, list(entries(mesh, 5, "interval")), axis)
+    mesh.close()
+    return sorted(set(touched)), sent
+
+
 def full_disk_body(rank, world, rendezvous, root):
     """The last rank's file cannot be written; the others' can."""
     mesh = connect_world(rank, world, rendezvous)
@@ -113,6 +162,25 @@ def test_damaged_newest_falls_back_on_all_ranks(pool, tmp_path):
     file = path / "rank-00001.bin"
     file.write_bytes(bytes(len(file.read_bytes())))
     assert pool.run(2, load_body, tmp_path, 1, "interval") == [({"step": 1}, True)] * 2
+
+
+@pytest.mark.parametrize("how", ["EIO", "spoilt"])
+def test_trouble_of_one_node_ends_all_ranks_and_condemns_no_checkpoint(pool, tmp_path, how):
+    for step in (1, 2):
+        pool.run(2, save_body, tmp_path, step, "interval")
+    assert pool.run(2, failing_body, tmp_path, how) == [("StorageError", EXIT_FAILED)] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_only_the_first_rank_looks_at_all_files_and_no_rank_hears_of_the_others_tensors(pool, tmp_path):
+    first, *others = pool.run(4, counting_body, tmp_path / "of4")
+    names = [f"rank-{rank:05d}.bin" for rank in range(4)]
+    assert {name for kind, name in first[0] if kind == "stat"} == {"index.bin", *names}
+    for rank, (touched, _) in enumerate(others, 1):
+        assert touched == [("open", "index.bin"), ("open", names[rank])]
+    [_, (_, sent_in_pair)] = pool.run(2, counting_body, tmp_path / "of2")
+    for _, sent in others:
+        assert sent == pytest.approx(sent_in_pair, rel=0.1)
 
 
 def test_full_disk_of_one_rank_is_an_error_on_all_and_leaves_nothing(pool, tmp_path):

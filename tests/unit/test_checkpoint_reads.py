@@ -1,0 +1,336 @@
+"""What a reader of a checkpoint costs, and what it makes of a file system that fails: nothing is condemned that can be whole."""
+
+import errno
+import json
+import os
+import pickle
+import resource
+import tracemalloc
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from framework.checkpoint import blocks, storage
+from framework.checkpoint.blocks import BlockCache, BlockFile, BlockHashes
+from framework.checkpoint.index import DamagedCheckpoint, Entry
+from framework.checkpoint.inspect import inspect_command
+from framework.checkpoint.load import Reader, load_checkpoint, load_newest
+from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, narrow
+from framework.errors import EXIT_FAILED, StorageError
+from framework.mesh.layout import Layout, part
+from tests.unit.test_checkpoint import ALONE, assert_loaded, blank_entries, content, make_entries, save, save_world
+
+# --- memory
+
+
+@pytest.mark.parametrize(("buffer_blocks", "most_blocks"), [(0.25, 1), (4, 4)])
+def test_memory_of_a_reader_is_bounded_over_all_files_together(tmp_path, buffer_blocks, most_blocks):
+    """48 files of four blocks each: before, each file kept its last read."""
+    block_bytes, world = 64 << 10, 48
+    shape = (world * 4 * block_bytes // 4,)
+    layouts = [Layout(shape, interval=part(shape[0], rank, world)) for rank in range(world)]
+    values = torch.arange(shape[0], dtype=torch.float32)
+    ranks = [[Entry("weight/w", each, values[slice(*each.interval)])] for each in layouts]
+    path = save_world(tmp_path, 1, ranks, {}, block_bytes)
+    whole = Entry("weight/w", Layout(shape), torch.zeros(shape))
+    tracemalloc.start()
+    reader = Reader(path, int(buffer_blocks * block_bytes))
+    reader.fill([whole])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert torch.equal(whole.data, values)
+    assert reader.cache.most_bytes <= most_blocks * block_bytes
+    # Beside the blocks: the manifest, and rows that lie in two blocks.
+    assert peak < (most_blocks + 1) * block_bytes + (512 << 10)
+    assert len(os.listdir("/proc/self/fd")) < 48
+
+
+# --- what one rank reads of thousands of ranks' checkpoint
+
+
+def reads_of_one_rank(root, world, monkeypatch):
+    """Bytes that the middle one of `world` ranks reads, by file, when it loads its own part of 20 tensors."""
+    shape = (world * 40, 4)
+    numel = world * 160
+    ranks = [
+        [
+            Entry(f"weight/{n}", layout, torch.full((layout.numel_owned,), float(rank)))
+            for n in range(20)
+            for layout in [Layout(shape, interval=part(numel, rank, world))]
+        ]
+        for rank in range(world)
+    ]
+    monkeypatch.setattr(os, "fsync", lambda number: None)
+    path = save_world(root / str(world), 1, ranks, {}, INDEX_BLOCK_BYTES)
+    monkeypatch.undo()
+    reader, read = Reader(path), {}
+    plain = reader.cache.files.read
+
+    def counted(path, into, start, afresh=False):
+        read[path.name] = read.get(path.name, 0) + len(into)
+        plain(path, into, start, afresh=afresh)
+
+    monkeypatch.setattr(reader.cache.files, "read", counted)
+    mine = [Entry(entry.name, entry.layout, torch.zeros_like(entry.data)) for entry in ranks[world // 2]]
+    reader.fill(mine)
+    assert all(torch.equal(a.data, b.data) for a, b in zip(mine, ranks[world // 2], strict=True))
+    return read
+
+
+def test_a_rank_reads_no_more_of_a_larger_world_than_a_few_blocks_of_the_index(tmp_path, monkeypatch):
+    few, many = (reads_of_one_rank(tmp_path, world, monkeypatch) for world in (32, 512))
+    for world, read in ((32, few), (512, many)):
+        assert set(read) == {"index.bin", f"rank-{world // 2:05d}.bin"}
+    assert few[f"rank-{16:05d}.bin"] == many[f"rank-{256:05d}.bin"]
+    # Of 20 entries with 512 pieces of 32 bytes each: mostly one block an entry, at most two, and the hashes above them.
+    assert many["index.bin"] <= (20 * 2 + 3) * INDEX_BLOCK_BYTES < 20 * 512 * 32
+
+
+@pytest.mark.parametrize("hint", [-5, 0, 3, 49, 50, 51, 99, 1000])
+@pytest.mark.parametrize("answer", [0, 1, 50, 99, 100])
+def test_search_is_right_wherever_the_hint_points_and_short_where_it_is_near(hint, answer):
+    asked = []
+
+    def is_late(number):
+        asked.append(number)
+        return number >= answer
+
+    low, high = narrow(0, 100, hint, is_late)
+    assert low <= answer <= high
+    distance = abs(min(max(hint, 0), 99) - answer)
+    assert high - low <= max(1, distance)
+    assert len(asked) <= 2 + max(1, distance).bit_length()
+
+
+# --- errors of the file system
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """No pauses between attempts."""
+    monkeypatch.setattr(storage, "PAUSES_S", (0.0,) * len(storage.PAUSES_S))
+
+
+@contextmanager
+def no_descriptors():
+    """This process may open no further file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def failing(monkeypatch, owner, name, number, times, only=""):
+    """Have a function of the system raise `number` so many times, for paths with `only` in them; the list of its calls."""
+    plain, calls = getattr(owner, name), []
+
+    def call(*args, **kwargs):
+        if only in str(args[0]):
+            calls.append(args)
+            if len(calls) <= times:
+                raise OSError(number, os.strerror(number))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+OPERATIONS = [(Path, "read_bytes", "manifest"), (Path, "stat", ".bin"), (os, "open", ".bin"), (os, "preadv", "")]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize(("owner", "name", "only"), OPERATIONS)
+def test_an_error_that_passes_costs_nothing_but_a_pause(tmp_path, monkeypatch, impatient, owner, name, only, number):
+    save(tmp_path, 1)
+    entries = blank_entries()
+    calls = failing(monkeypatch, owner, name, number, 2, only)
+    assert load_newest(tmp_path, entries, ALONE) == {"step": 1}
+    assert len(calls) > 2
+    assert_loaded(entries, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(("owner", "name", "only"), OPERATIONS)
+def test_an_error_that_stays_ends_the_rank_and_condemns_nothing(tmp_path, monkeypatch, impatient, owner, name, only):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    failing(monkeypatch, owner, name, errno.EIO, 10**6, only)
+    with pytest.raises(StorageError, match=r"cannot read .*EIO, Input/output error") as caught:
+        load_newest(tmp_path, blank_entries(), ALONE)
+    monkeypatch.undo()
+    assert caught.value.exit_code == EXIT_FAILED
+    assert str(tmp_path / "step-00000002") in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_full_table_of_descriptors_condemns_nothing(tmp_path, impatient):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    with no_descriptors(), pytest.raises(StorageError, match="EMFILE, Too many open files"):
+        load_checkpoint(path, blank_entries(), ALONE)
+    entries = blank_entries()
+    assert load_newest(tmp_path, entries, ALONE) == {"step": 2}
+    assert_loaded(entries, 2)
+
+
+def test_a_stale_handle_is_opened_again(tmp_path, monkeypatch, impatient):
+    path = save(tmp_path, 1)
+    opened = failing(monkeypatch, os, "open", 0, 0, ".bin")
+    failing(monkeypatch, os, "preadv", errno.ESTALE, 1)
+    load_checkpoint(path, blank_entries(), ALONE)
+    assert [Path(args[0]).name for args in opened][:2] == ["index.bin", "index.bin"]
+
+
+@pytest.mark.parametrize("spoilt", [1, 2])
+def test_bytes_that_are_wrong_once_are_read_again(tmp_path, monkeypatch, spoilt):
+    """Spoilt on the way is not damaged; wrong twice is."""
+    path = save(tmp_path, 1)
+    reader, plain, reads = Reader(path), os.preadv, []
+
+    def spoil(number, into, start):
+        count = plain(number, into, start)
+        reads.append(start)
+        if len(reads) <= spoilt:
+            into[0][0] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", spoil)
+    entries = blank_entries()
+    if spoilt == 1:
+        reader.fill(entries)
+        assert_loaded(entries, 1)
+    else:
+        with pytest.raises(DamagedCheckpoint, match="changed after it was saved"):
+            reader.fill(entries)
+
+
+def test_a_manifest_that_is_wrong_once_is_read_again(tmp_path, monkeypatch):
+    path = save(tmp_path, 1)
+    texts = [b"spoilt on the way", (path / "manifest.json").read_bytes()]
+    monkeypatch.setattr(Path, "read_bytes", lambda self: texts.pop(0))
+    assert load_checkpoint(path, blank_entries(), ALONE) == {"step": 1}
+
+
+@pytest.mark.parametrize("how", ["gone", "short"])
+def test_a_file_that_was_seen_whole_and_is_not_there_for_a_reader_is_no_damage(tmp_path, impatient, how):
+    """As of a node whose NFS client has an older view than the rank that opened the checkpoint."""
+    reader = Reader(save(tmp_path, 1))
+    file = reader.path / "rank-00000.bin"
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(StorageError, match="has seen the file whole"):
+        reader.fill(blank_entries())
+
+
+def test_a_block_that_failed_its_hash_is_not_kept(tmp_path):
+    hashes = BlockHashes(64)
+    hashes.add(memoryview(bytes(200)))
+    tree, root = hashes.finish()
+    (tmp_path / "file").write_bytes(b"x" + bytes(199) + tree)
+    file = BlockFile(tmp_path / "file", 200, 64, root, BlockCache(1 << 20))
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint, match=r"in bytes \[0, 64\)"):
+            file.read(0, 8)
+    assert not file.read(64, 200).any()
+    assert file.size == (tmp_path / "file").stat().st_size
+
+
+def test_few_files_are_open_at_once(tmp_path):
+    cache = BlockCache(1 << 20)
+    for number in range(50):
+        (tmp_path / str(number)).write_bytes(bytes(8))
+        BlockFile(tmp_path / str(number), 8, 64, xxhash.xxh3_64_intdigest(bytes(8)), cache).read(0, 8)
+    held = [
+        os.readlink(f"/proc/self/fd/{each}")
+        for each in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{each}")
+    ]
+    assert sum(str(tmp_path) in each for each in held) == blocks.MAX_DESCRIPTORS
+
+
+def test_damage_that_one_rank_meets_is_confirmed_by_another(tmp_path):
+    """A node that reads other bytes than were saved, while they lie whole on the disk, condemns no checkpoint."""
+    path = save(tmp_path, 1)
+    file = path / "rank-00000.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + b"!")
+    with pytest.raises(DamagedCheckpoint) as caught:
+        Reader(path).fill(blank_entries())
+    damage = pickle.loads(pickle.dumps(caught.value))
+    with pytest.raises(DamagedCheckpoint, match="was changed"):
+        Reader(path).confirm(damage)
+    file.write_bytes(whole)
+    with pytest.raises(StorageError, match="The checkpoint is whole"):
+        Reader(path).confirm(damage)
+
+
+@pytest.mark.parametrize("name", ["index.bin", "rank-00000.bin"])
+def test_inspect_finds_a_changed_byte_of_every_file_once(tmp_path, capsys, name):
+    file = save(tmp_path, 1) / name
+    file.write_bytes(b"!" + file.read_bytes()[1:])
+    assert inspect_command(file.parent) == 86
+    assert capsys.readouterr().out.count("DAMAGED") == 1
+
+
+# --- format 1
+
+
+def save_format1(path, step):
+    """A checkpoint as the first version wrote it: three entries in two files, blocks of 16 bytes, all known to the manifest."""
+    path.mkdir(parents=True)
+    data = {"rank-00000.bin": b"", "rank-00001.bin": b""}
+    entries = {}
+    for entry in make_entries(step):
+        pieces, stored = [], entry.data.view(torch.uint8).numpy().tobytes()
+        for number, box in enumerate(entry.layout.boxes()):
+            file = f"rank-0000{number % 2}.bin"
+            pieces.append(
+                {
+                    "box": {"offsets": box.offsets, "sizes": box.sizes},
+                    "file": file,
+                    "offset": len(data[file]),
+                }
+            )
+            data[file] += stored
+        dtype = str(entry.data.dtype).removeprefix("torch.")
+        entries[entry.name] = {"shape": entry.layout.shape, "dtype": dtype, "pieces": pieces}
+    files = {}
+    for name, each in data.items():
+        (path / name).write_bytes(each)
+        hashes = [xxhash.xxh3_64_hexdigest(each[start : start + 16]) for start in range(0, len(each), 16)]
+        files[name] = {"size": len(each), "block_bytes": 16, "hashes": hashes}
+    body = json.dumps(
+        {"format": 1, "step": step, "world": 2, "state": {"step": step}, "entries": entries, "files": files}
+    )
+    digest = xxhash.xxh3_64_hexdigest(body.encode())
+    (path / "manifest.json").write_text(f'{{"xxh3": "{digest}", "manifest": {body}}}')
+    return path
+
+
+def test_checkpoint_of_the_first_format_loads_and_is_verified(tmp_path, capsys):
+    path = save_format1(tmp_path / "step-00000003", 3)
+    entries = blank_entries()
+    assert load_newest(tmp_path, entries, ALONE) == {"step": 3}
+    assert_loaded(entries, 3)
+    half = Entry("weight/w", Layout((5, 3), interval=(4, 11)), torch.zeros(7))
+    load_checkpoint(path, [half], ALONE)
+    assert torch.equal(half.data, content((15,), torch.float32, 3)[4:11])
+    assert inspect_command(path) == 0
+    file = path / "rank-00000.bin"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    assert inspect_command(path) == 86
+    assert "DAMAGED" in capsys.readouterr().out
+    with pytest.raises(DamagedCheckpoint, match="changed after it was saved"):
+        load_checkpoint(path, blank_entries(), ALONE)
+    file.unlink()
+    with pytest.raises(DamagedCheckpoint, match="is missing"):
+        load_checkpoint(path, blank_entries(), ALONE)
