@@ -14,7 +14,7 @@ from framework.checkpoint.save import save_checkpoint
 from framework.comm.collectives import gather_objects
 from framework.data.fit import check_data_fits
 from framework.data.loader import Loader, validation_batches
-from framework.data.prepared import Prepared, open_prepared
+from framework.data.prepared import Prepared, find_prepared, open_found
 from framework.errors import EXIT_FAILED, DataError, MeshwrightError
 from framework.mesh.axis import Axis
 from framework.mesh.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
@@ -243,7 +243,7 @@ def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
     """
     derived = derive(recipe)
-    prepared = open_prepared(recipe)
+    prepared = open_found(find_prepared(recipe))
     config = load_config(recipe.model)
     check_data_fits(recipe, prepared, config)
     whole = build_meta(config, recipe.model.attention)

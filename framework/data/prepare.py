@@ -1,8 +1,9 @@
 """From the recipe's sources to token stores, once, before and outside of training.
 
-    sources --list--> files --plan--> shards --tokenize, all cores--> one store per source --open--> Prepared
+    sources --list--> files --plan--> shards --tokenize, all cores--> shards on disk --join--> a store per source --> Prepared
 
-`prepare` builds what is missing and reuses what is there: a finished store at once, a finished shard of an interrupted one.
+`prepare` builds what is missing and reuses what is there: a finished store at once, a finished shard of an interrupted one. At
+no time does a process have more than a few files open, however many shards there are.
 """
 
 import errno
@@ -10,6 +11,7 @@ import fcntl
 import json
 import os
 import resource
+import shlex
 import shutil
 import sys
 import time
@@ -20,7 +22,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from framework.data.prepared import Place, Places, Prepared, check_vocabulary, locate, open_prepared
+from framework.data.join import JoinPlan, count_missing_bytes, is_tokenized, join_store
+from framework.data.prepared import Place, Places, Prepared, check_vocabulary, find_prepared, locate, open_found
 from framework.data.records import read_records
 from framework.data.shard import ShardJob, check_bad_records, hash_document, tokenize_shards
 from framework.data.source import SourceFile, Span, download_dataset, plan_shards
@@ -31,8 +34,8 @@ from framework.data.store import (
     StoreMeta,
     choose_dtype,
     fingerprint_shards,
-    open_stream,
     shard_path,
+    sum_splits,
     write_atomically,
 )
 from framework.data.tokenize import TokenizerInfo, load_tokenizer, read_info, save_tokenizer, train_bpe
@@ -58,8 +61,13 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
             for folder in sorted(place.folder for place in places.stores if StoreMeta.read(place.folder) is None):
                 stack.enter_context(_lock(folder, progress))
             absent = [place for place in places.stores if StoreMeta.read(place.folder) is None]
-            if absent:
-                _build(recipe, places, absent, workers or count_cores(), progress)
+            untokenized = [place for place in absent if not is_tokenized(place.folder)]
+            if untokenized:
+                _build(recipe, places, untokenized, workers or count_cores(), progress)
+            for place in absent:
+                join_store(place.folder, progress)
+                if progress:
+                    _note_older_shards(place.folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(_explain_full_disk(error, root, places)) from error
@@ -68,7 +76,7 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
                 f"data.root={root}: {error}. Set it to a folder that allows writing and file locks"
             ) from error
         raise
-    return open_prepared(recipe)
+    return open_found(find_prepared(recipe, places))
 
 
 def prepare_command(recipe: Recipe, workers: int | None = None) -> int:
@@ -128,18 +136,44 @@ def _lock(folder: Path, progress: bool) -> Iterator[None]:
 
 
 def _explain_full_disk(error: OSError, root: Path, places: Places) -> str:
-    source_bytes = sum(file.num_bytes for place in places.stores for file in place.files or ())
-    reports = [ShardReport.read(path) for place in places.stores for path in place.folder.glob("[0-9]*.json")]
-    done_bytes = sum(report.num_source_bytes for report in reports if report)
-    written_bytes = sum(path.stat().st_size for place in places.stores for path in place.folder.glob("*.tokens"))
-    # Before the first shard is done: 3.4 bytes of text in a token of 2 bytes.
-    ratio = written_bytes / done_bytes if done_bytes else 0.6
-    needed_bytes = int(ratio * (source_bytes - done_bytes))
+    needed_bytes = sum(_count_needed_bytes(place) for place in places.stores)
+    older = [place.folder for place in places.stores if (place.folder / "meta.json").exists()]
     return (
         f"{error.filename}: {error.strerror}. About {needed_bytes:,} more bytes are needed for the token stores and "
         f"{shutil.disk_usage(root).free:,} are free under data.root={root}. Make room or set another data.root, and run the "
         f"same command again: finished shards are kept"
+        + "".join(
+            f". {folder} is of an older version, whose shards are kept beside the new files: if no run of older code reads them,"
+            f" remove {folder / 'meta.json'} and joining takes no room"
+            for folder in older
+        )
     )
+
+
+def _count_needed_bytes(place: Place) -> int:
+    """Bytes of disk that the rest of a store may take, by what has been written so far."""
+    if StoreMeta.read(place.folder):
+        return 0
+    if plan := JoinPlan.read(place.folder):
+        return count_missing_bytes(place.folder, plan)
+    source_bytes = sum(file.num_bytes for file in place.files or ())
+    reports = [ShardReport.read(path) for path in place.folder.glob("[0-9]*.json")]
+    done_bytes = sum(report.num_source_bytes for report in reports if report)
+    written_bytes = sum(path.stat().st_size for path in place.folder.glob("*.tokens"))
+    # Before the first shard is done: 3.4 bytes of text in a token of 2 bytes.
+    ratio = written_bytes / done_bytes if done_bytes else 0.6
+    return int(ratio * (source_bytes - done_bytes))
+
+
+def _note_older_shards(folder: Path) -> None:
+    """Says what may go of a store that was joined from one of version 1."""
+    if (folder / "meta.json").exists():
+        num_bytes = sum(path.stat().st_size for path in folder.glob("[0-9]*.*"))
+        print(
+            f"{folder}: joined. Only runs of older code still read its {num_bytes:,} bytes of shards; without such runs: "
+            f"rm {shlex.quote(str(folder))}/meta.json {shlex.quote(str(folder))}/[0-9]*",
+            file=sys.stderr,
+        )
 
 
 @dataclass(frozen=True)
@@ -249,7 +283,7 @@ def _read_reports(construction: Construction) -> list[ShardReport]:
 def _finish(
     recipe: Recipe, construction: Construction, tokenizer_folder: Path, tokenizer: TokenizerInfo, threshold: int
 ) -> None:
-    """Writes what concerns the whole store; meta.json last, for it says that the store is complete."""
+    """Writes what concerns the whole store; shards.json last, for it says that there is nothing left to tokenize."""
     place = construction.place
     reports = _read_reports(construction)
     bad_records = [record for report in reports for record in report.bad_records]
@@ -261,22 +295,20 @@ def _finish(
     meta = StoreMeta(
         version=STORE_VERSION,
         source={"path": place.source.path, "format": place.source.format, "field": place.source.field},
-        files=[[file.name, file.num_bytes, file.mtime_ns] for file in construction.files],
+        num_files=len(construction.files),
         tokenizer_folder=tokenizer_folder.name,
         tokenizer_hash=tokenizer.hash,
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         dtype=choose_dtype(tokenizer.vocab_size).name,
         threshold=threshold,
-        shards=splits,
+        splits=sum_splits(splits),
         num_bad_records=len(bad_records),
         num_source_bytes=sum(report.num_source_bytes for report in reports),
         fingerprint=fingerprint_shards(splits, tokenizer.hash),
     )
-    counts = open_stream(place.folder, meta, "validation").count_ids(tokenizer.vocab_size)
-    with write_atomically(place.folder / "validation.counts") as file:
-        file.write(counts.tobytes())
-    meta.write(place.folder)
+    files = [[file.name, file.num_bytes, file.mtime_ns] for file in construction.files]
+    JoinPlan(meta, files, splits).write(place.folder)
 
 
 def _keep_tokenizer(recipe: Recipe, places: Places, progress: bool) -> tuple[Path, TokenizerInfo]:

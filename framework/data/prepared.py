@@ -1,12 +1,15 @@
-"""Prepared data: the token stores of a recipe, found by name, checked and mapped into memory. What every rank opens.
+"""Prepared data: the token stores of a recipe, found by name and checked (by one rank), mapped into memory (by every rank).
 
 A folder under data.root is named by a key of the recipe's words (path, format, field, tokenizer, validation) and a key of
 the files (names, sizes, times). So a changed file makes a new store and never touches one that a run is reading; and where
 the files are gone, the one complete store of these words still serves.
 """
 
+import errno
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from framework.data.join import is_tokenized
 from framework.data.source import SourceFile, list_files
-from framework.data.store import SPLITS, STORE_VERSION, Split, StoreMeta, TokenStream, open_stream
-from framework.errors import DataError
+from framework.data.store import SPLITS, TOKENS_VERSION, Split, StoreMeta, TokenStream, open_stream
+from framework.errors import DataError, StorageError
 from framework.recipe.schema import Recipe, Source
 
 
@@ -39,19 +43,26 @@ class Places:
 
 
 @dataclass(frozen=True)
-class PreparedSource:
-    """One source, opened."""
+class FoundSource:
+    """A complete store of one source."""
 
     name: str
     weight: float
     folder: Path
     meta: StoreMeta
+
+
+@dataclass(frozen=True)
+class PreparedSource(FoundSource):
+    """One source, opened."""
+
     streams: dict[Split, TokenStream]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """All sources of positive weight, in the recipe's order, and their common tokenizer.
+class Found:
+    """All sources of positive weight, in the recipe's order, and their common tokenizer. A kilobyte per source when pickled:
+    one rank looks it up and tells the others.
 
     vocab_size: one more than the tokenizer's largest id. fingerprint: of names, weights, tokens and their order: what the
     data cursor of a checkpoint refers to. unigram_entropy: nats per token; the entropy -sum p ln p of the token frequencies
@@ -59,12 +70,19 @@ class Prepared:
     even one that knows p, so a lower validation loss shows that context is used. None without a validation split.
     """
 
-    sources: tuple[PreparedSource, ...]
+    sources: tuple[FoundSource, ...]
     tokenizer: Path
     vocab_size: int
     eos_id: int
     fingerprint: str
     unigram_entropy: float | None
+
+
+@dataclass(frozen=True)
+class Prepared(Found):
+    """The data with every source opened."""
+
+    sources: tuple[PreparedSource, ...]
 
     def count_documents(self, split: Split) -> int:
         return sum(source.streams[split].num_documents for source in self.sources)
@@ -101,7 +119,7 @@ def locate(recipe: Recipe) -> Places:
 
 def _describe_source(source: Source) -> dict[str, Any]:
     """What of a source decides on its tokens; its weight does not."""
-    return {"path": source.path, "format": source.format, "field": source.field, "version": STORE_VERSION}
+    return {"path": source.path, "format": source.format, "field": source.field, "version": TOKENS_VERSION}
 
 
 def _describe_tokenizer(
@@ -141,8 +159,8 @@ def _key_files(listings: list[tuple[SourceFile, ...] | None]) -> str | None:
 
 
 def _find_only(recipe: Recipe, stem: str, missing: DataError | None) -> Path:
-    """The only complete store of this stem, whatever its files were."""
-    complete = sorted(path.parent for path in Path(recipe.data.root).glob(f"{stem}-*/meta.json"))
+    """The only store of this stem that is complete or can be completed without its files, whatever they were."""
+    complete = sorted(folder for folder in Path(recipe.data.root).glob(f"{stem}-*") if is_tokenized(folder))
     if len(complete) == 1:
         return complete[0]
     assert missing is not None, "a store is searched for only where files are gone"
@@ -154,58 +172,89 @@ def _find_only(recipe: Recipe, stem: str, missing: DataError | None) -> Path:
     )
 
 
-def open_prepared(recipe: Recipe) -> Prepared:
-    """Opens what `prepare` has built, without tokenizing: reads meta files, checks sizes, maps memory.
+def find_prepared(recipe: Recipe, places: Places | None = None) -> Found:
+    """Finds and checks what `prepare` has built, without opening tokens. Looks at every source file's name, size and time,
+    unless `places` are those of an earlier look.
 
-    DataError, naming the command, where a store is not there; naming the folder, where it is damaged.
+    DataError, naming the command, where a store is not there; StorageError where the file system fails.
     """
-    found = [(place, StoreMeta.read(place.folder)) for place in locate(recipe).stores]
-    absent = [place for place, meta in found if meta is None]
-    if absent:
-        names = ", ".join(f"data.sources.{place.name} (expected in {place.folder})" for place in absent)
-        raise DataError(
-            f"not prepared, or changed since: {names}. Run `meshwright prepare` with the same overrides to tokenize"
-        )
-    sources = tuple(_open_source(place, meta, recipe) for place, meta in found if meta is not None)
-    metas = [source.meta for source in sources]
-    hashes = {meta.tokenizer_hash for meta in metas}
-    tokenizer = Path(recipe.data.root) / metas[0].tokenizer_folder
-    if len(hashes) > 1 or not (tokenizer / "info.json").exists():
-        raise DataError(
-            f"the stores {', '.join(str(source.folder) for source in sources)} do not share one tokenizer that is still "
-            f"there. Delete them and run `meshwright prepare` again"
-        )
-    check_vocabulary(recipe, metas[0].vocab_size)
-    if recipe.data.validation > 0 and not any(source.streams["validation"].num_tokens for source in sources):
+    root = Path(recipe.data.root)
+    with _explain_errors():
+        metas = [(place, StoreMeta.read(place.folder)) for place in (places or locate(recipe)).stores]
+        absent = [place for place, meta in metas if meta is None]
+        if absent:
+            names = ", ".join(f"data.sources.{place.name} (expected in {place.folder})" for place in absent)
+            raise DataError(
+                f"not prepared, or changed since: {names}. Run `meshwright prepare` with the same overrides to tokenize"
+            )
+        sources = tuple(_check_source(place, meta, recipe) for place, meta in metas if meta is not None)
+        first = sources[0].meta
+        tokenizer = root / first.tokenizer_folder
+        if len({source.meta.tokenizer_hash for source in sources}) > 1 or not (tokenizer / "info.json").exists():
+            raise DataError(
+                f"the stores {', '.join(str(source.folder) for source in sources)} do not share one tokenizer that is still "
+                f"there. Delete them and run `meshwright prepare` again"
+            )
+        counts = [np.fromfile(source.folder / "validation.counts", dtype=np.int64) for source in sources]
+    check_vocabulary(recipe, first.vocab_size)
+    if recipe.data.validation > 0 and not any(source.meta.splits["validation"].num_tokens for source in sources):
         raise DataError(
             f"data.validation={recipe.data.validation} holds documents out, but no source has two different documents. "
             f"Set data.validation=0 (and train.validate_every_steps=null), or give more documents"
         )
-    counts = [np.fromfile(source.folder / "validation.counts", dtype=np.int64) for source in sources]
     identity = [[source.name, source.weight, source.meta.fingerprint] for source in sources]
-    return Prepared(
+    return Found(
         sources=sources,
         tokenizer=tokenizer,
-        vocab_size=metas[0].vocab_size,
-        eos_id=metas[0].eos_id,
+        vocab_size=first.vocab_size,
+        eos_id=first.eos_id,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
         unigram_entropy=compute_entropy(np.sum(counts, axis=0)),
     )
 
 
-def _open_source(place: Place, meta: StoreMeta, recipe: Recipe) -> PreparedSource:
+def _check_source(place: Place, meta: StoreMeta, recipe: Recipe) -> FoundSource:
     if meta.num_bad_records > recipe.data.bad_records:
         raise DataError(
             f"{place.folder / 'quarantine.jsonl'} lists {meta.num_bad_records} bad records of data.sources.{place.name}, "
             f"data.bad_records={recipe.data.bad_records}. Repair the source, or raise data.bad_records"
         )
-    streams = {split: open_stream(place.folder, meta, split) for split in SPLITS}
-    if streams["train"].num_tokens < 2:
+    if meta.splits["train"].num_tokens < 2:
         raise DataError(
             f"data.sources.{place.name}.path={place.source.path}: no text to train on was found in "
-            f"{len(meta.files)} files. Set another path, or data.sources.{place.name}.weight=0 to leave the source out"
+            f"{meta.num_files} files. Set another path, or data.sources.{place.name}.weight=0 to leave the source out"
         )
-    return PreparedSource(place.name, place.source.weight, place.folder, meta, streams)
+    return FoundSource(place.name, place.source.weight, place.folder, meta)
+
+
+def open_found(found: Found) -> Prepared:
+    """Maps the tokens into memory: per source at most four files are opened, and nothing else is looked at.
+
+    DataError where a file is missing or has the wrong size, StorageError where it cannot be opened (EMFILE, EIO, ESTALE).
+    """
+    with _explain_errors():
+        sources = tuple(
+            PreparedSource(
+                **vars(source), streams={split: open_stream(source.folder, source.meta, split) for split in SPLITS}
+            )
+            for source in found.sources
+        )
+    return Prepared(**{**vars(found), "sources": sources})
+
+
+@contextmanager
+def _explain_errors() -> Iterator[None]:
+    """An OSError as what it says of the store: nothing, unless it is about permissions."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise DataError(
+                f"{error}: allow whoever trains to read what is under data.root and in data.sources"
+            ) from error
+        raise StorageError(
+            f"the prepared data cannot be opened: {error}. Look at the file system and at `ulimit -n`"
+        ) from error
 
 
 def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:

@@ -5,7 +5,9 @@ A shard is a function of its job alone, so it does not matter which process writ
 
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -21,9 +23,13 @@ import xxhash
 
 from framework.data.records import Record, count_rows_before, read_records
 from framework.data.source import Span
-from framework.data.store import SPLITS, BadRecord, ShardReport, SplitWriter, choose_dtype, shard_path
+from framework.data.store import SPLITS, BadRecord, ShardReport, SplitWriter, choose_dtype, shard_path, unfinished_path
 from framework.data.tokenize import Encode, TokenizerInfo, load_encoder
 from framework.errors import DataError
+
+# Descriptors in the parent: both ends of a worker's life (`multiprocessing` keeps two pipes), and what else is open.
+DESCRIPTORS_PER_WORKER = 2
+DESCRIPTORS_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,14 @@ def tokenize_shard(job: ShardJob) -> ShardReport:
 
 
 def clear_shard(folder: Path, shard: int) -> None:
-    """Removes what an earlier or unfinished attempt left. The report goes first: it says that the rest is complete."""
-    shard_path(folder, shard, "json").unlink(missing_ok=True)
-    for path in folder.glob(f"{shard:05d}.*"):
-        path.unlink()
+    """Removes what an earlier or unfinished attempt left. The report goes first: it says that the rest is complete.
+
+    By name, because listing a folder of thousands of shards for each of them takes minutes.
+    """
+    for ending in ("json", *(f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "ends"))):
+        path = shard_path(folder, shard, ending)
+        path.unlink(missing_ok=True)
+        unfinished_path(path).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -143,7 +153,7 @@ def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[Shard
     generator (close it, should you leave it early), and with this process even if it is killed: a pipe that only it holds
     open then closes.
     """
-    workers = min(workers, len(jobs))
+    workers = min(workers, len(jobs), most_workers())
     if workers <= 1:
         yield from ((job, tokenize_shard(job)) for job in jobs)
         return
@@ -164,6 +174,14 @@ def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[Shard
         writer.close()
         executor.shutdown(cancel_futures=True)
         reader.close()
+
+
+def most_workers() -> int:
+    """Worker processes that this process may have under its limit of open files (`ulimit -n`); at least one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(1, (limit - DESCRIPTORS_KEPT) // DESCRIPTORS_PER_WORKER)
 
 
 def _start_worker(parent: Connection) -> None:

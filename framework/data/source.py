@@ -36,7 +36,7 @@ from framework.recipe.schema import Source
 TEXT_DOCUMENT_BYTES = 128 << 10
 
 # Source bytes of a shard: what one worker does in a second, and what a killed run loses. MAX_SHARDS bounds the number of
-# files and memory maps (Linux allows 65,530 maps) of a large store, whose shards are larger.
+# files while a large store is made, whose shards are larger. Other numbers would give equal text another fingerprint.
 MIN_SHARD_BYTES = 512 << 10
 MAX_SHARDS = 4096
 

@@ -1,26 +1,29 @@
-"""The token store of one source on disk, written shard by shard and read memory-mapped.
+"""The token store of one source on disk: tokenized shard by shard, joined into one file per split, read memory-mapped.
 
     <root>/<source>-<settings key>-<files key>/
-        00000.json                        what shard 0 holds; its presence says that the shard is complete
-        00000.train.tokens                uint16 (uint32 above 65536 entries), each document closed by the end-of-sequence id
-        00000.train.ends                  int64: end of each document, in tokens from the start of this file
-        00000.validation.tokens  .ends    the same of the held-out documents; a split without documents has no files
+        train.tokens                      uint16 (uint32 above 65536 entries), each document closed by the end-of-sequence id
+        train.ends                        int64: end of each document, in tokens from the start of train.tokens
+        validation.tokens  .ends          the same of the held-out documents; a split without documents has no files
         validation.counts                 int64 [vocab]: how often each id stands in the validation split
         quarantine.jsonl                  the bad records: file, row, reason
-        meta.json                         the whole; its presence says that the store is complete
+        shards.json                       the source's files and each shard's sizes and checksums; only `prepare` reads it
+        store.json                        what the store holds; its presence says that the store is complete
 
-Every file appears under its name by an atomic rename after fsync, so a process killed at any moment leaves nothing that
-could be taken for complete. No file holds a time, a host name or a worker count: equal input gives equal bytes.
+Until they are joined (`join.py`) there are the shards, each made by one worker at one time:
+
+        00000.train.tokens  .ends         as above, ends from the start of this file; 00000.validation.tokens  .ends
+        00000.json                        what shard 0 holds; its presence says that the shard is complete
+
+A complete store is at most four files to open, whatever its size: a rank has a descriptor and a memory map for each.
+All but the joined files appear under their names by an atomic rename after fsync, so a process killed at any moment leaves
+nothing that could be taken for complete. No file holds a time, a host name or a worker count: equal input gives equal bytes.
 """
 
 import json
 import os
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -29,8 +32,13 @@ import xxhash
 
 from framework.errors import DataError
 
-# Raise it when the meaning of a store's bytes changes: older stores are then prepared anew.
-STORE_VERSION = 1
+# Raise it when equal text gives other tokens, splits or shards: all stores are then prepared anew, under other names.
+TOKENS_VERSION = 1
+# Raise it when a store's files change: `join.py` then converts what is there. 1: shards that were never joined.
+STORE_VERSION = 2
+
+# Tokens that are counted at once: numpy makes 8 bytes of each.
+COUNTED_AT_ONCE = 1 << 20
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -42,23 +50,38 @@ def choose_dtype(vocab_size: int) -> np.dtype:
 
 
 @contextmanager
+def name_errors(path: Path) -> Iterator[None]:
+    """Has an OSError of writing or syncing, which knows descriptors only, say the file's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def unfinished_path(path: Path) -> Path:
+    """Where a file is written before it appears under `path`."""
+    return path.with_name(path.name + ".unfinished")
+
+
+@contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under `path` when the block ends well, and not at all otherwise.
 
     An OSError (full disk, quota) leaves with the path in it and takes the unfinished file away.
     """
-    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished = unfinished_path(path)
     try:
-        with open(unfinished, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException as error:
+        with name_errors(path):
+            with open(unfinished, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+    except BaseException:
         with suppress(OSError):
             unfinished.unlink()
-        if isinstance(error, OSError) and error.filename is None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
@@ -69,7 +92,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """One split of one shard, or of a store. checksum: xxh3-128 of the tokens and then of the ends."""
+    """One split of one shard. checksum: xxh3-128 of the tokens and then of the ends."""
 
     num_documents: int
     num_tokens: int
@@ -149,120 +172,126 @@ class SplitWriter:
 
 
 class TokenStream:
-    """One split of one store as a single sequence of tokens: its shards, one after another, memory-mapped."""
+    """One split of one store as a single sequence of tokens.
 
-    def __init__(self, shards: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """shards: (tokens [n] uint16 or uint32, ends [documents] int64), none of them empty."""
-        self._tokens = [tokens for tokens, _ in shards]
-        self._ends = [ends for _, ends in shards]
-        self._starts = [0, *accumulate(len(tokens) for tokens in self._tokens)]
+    tokens: [n] uint16 or uint32, a view of the file's memory map; ends: [documents] int64, ascending, the last is n.
+    """
 
-    @cached_property
-    def num_tokens(self) -> int:
-        return self._starts[-1]
-
-    @cached_property
-    def num_documents(self) -> int:
-        return sum(len(ends) for ends in self._ends)
+    def __init__(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        self._tokens = tokens
+        self._ends = ends
+        self.num_tokens = len(tokens)
+        self.num_documents = len(ends)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as stored (a view where they lie in one shard)."""
-        parts = [self._tokens[shard][low:high] for shard, low, high in self._cut(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        """Tokens [start, stop) as stored: a view."""
+        return self._tokens[start:stop]
 
     def ends_within(self, start: int, stop: int) -> np.ndarray:
         """The document ends e with start < e <= stop, relative to `start`: int64, ascending."""
-        parts = []
-        for shard, low, high in self._cut(start, stop):
-            first, last = np.searchsorted(self._ends[shard], (low, high), side="right")
-            parts.append(self._ends[shard][first:last] + (self._starts[shard] - start))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        first, last = np.searchsorted(self._ends, (start, stop), side="right")
+        return self._ends[first:last] - start
 
     def count_ids(self, vocab_size: int) -> np.ndarray:
         """How often each id stands in the stream: int64 [vocab_size]."""
         counts = np.zeros(vocab_size, dtype=np.int64)
-        for tokens in self._tokens:
-            counts += np.bincount(tokens, minlength=vocab_size)
+        for start in range(0, self.num_tokens, COUNTED_AT_ONCE):
+            counts += np.bincount(self._tokens[start : start + COUNTED_AT_ONCE], minlength=vocab_size)
         return counts
 
-    def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """[start, stop), not empty, cut at the borders of the shards: (shard, start and stop within it)."""
-        shard = bisect_right(self._starts, start) - 1
-        while start < stop:
-            origin, end = self._starts[shard : shard + 2]
-            yield shard, start - origin, min(stop, end) - origin
-            start, shard = end, shard + 1
+
+@dataclass(frozen=True)
+class SplitSize:
+    """What one split of a store holds."""
+
+    num_documents: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """meta.json: what a complete store holds, and of what it was made.
+    """store.json: what a complete store holds, and of what it was made. A kilobyte, whatever the store's size.
 
-    threshold: a document is held out when the 64-bit hash of its text is below it. source: the recipe's words for it;
-    files: [name, bytes, mtime in ns] of each file read; tokenizer_folder: relative to the root of the stores.
-    fingerprint: of the tokens, the ends and their order, whatever folder or machine they came from.
+    source: the recipe's words for it. threshold: a document is held out when the 64-bit hash of its text is below it.
+    tokenizer_folder: relative to the root of the stores. fingerprint: of the tokens, the ends and their order, whatever
+    folder or machine they came from.
     """
 
     version: int
     source: dict[str, Any]
-    files: list[list[Any]]
+    num_files: int
     tokenizer_folder: str
     tokenizer_hash: str
     vocab_size: int
     eos_id: int
     dtype: str
     threshold: int
-    shards: list[dict[str, SplitReport]]
+    splits: dict[str, SplitSize]
     num_bad_records: int
     num_source_bytes: int
     fingerprint: str
 
-    def count(self, split: Split) -> tuple[int, int]:
-        """(documents, tokens) of a split."""
-        reports = [shard[split] for shard in self.shards if split in shard]
-        return sum(report.num_documents for report in reports), sum(report.num_tokens for report in reports)
-
     def write(self, folder: Path) -> None:
-        write_json(folder / "meta.json", asdict(self))
+        write_json(folder / "store.json", asdict(self))
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "StoreMeta":
+        return cls(**{**value, "splits": {split: SplitSize(**size) for split, size in value["splits"].items()}})
 
     @classmethod
     def read(cls, folder: Path) -> "StoreMeta | None":
-        """The meta of a complete store, or None where there is none."""
+        """The meta of a complete store, or None where there is none. DataError where a later version wrote it."""
         try:
-            value = json.loads((folder / "meta.json").read_text())
+            value = json.loads((folder / "store.json").read_text())
         except (FileNotFoundError, NotADirectoryError):
             return None
-        value["shards"] = [
-            {split: SplitReport(**report) for split, report in shard.items()} for shard in value["shards"]
-        ]
-        return cls(**value)
+        if value["version"] != STORE_VERSION:
+            raise DataError(
+                f"{folder}: a store of version {value['version']}, and this Meshwright reads version {STORE_VERSION}. Use the"
+                f" one that wrote it, or set another data.root"
+            )
+        return cls.from_json(value)
 
 
-def fingerprint_shards(shards: list[dict[str, SplitReport]], tokenizer_hash: str) -> str:
+def sum_splits(shards: Sequence[Mapping[str, SplitReport]]) -> dict[str, SplitSize]:
+    """What all shards hold together, for each split."""
+    reports = {split: [shard[split] for shard in shards if split in shard] for split in SPLITS}
+    return {
+        split: SplitSize(sum(each.num_documents for each in of_split), sum(each.num_tokens for each in of_split))
+        for split, of_split in reports.items()
+    }
+
+
+def fingerprint_shards(shards: Sequence[Mapping[str, SplitReport]], tokenizer_hash: str) -> str:
     """Names what training sees: equal for equal source files and tokenizer, wherever and whenever they were prepared."""
     content = [[split, shard[split].checksum] for shard in shards for split in SPLITS if split in shard]
     return xxhash.xxh3_128_hexdigest(json.dumps([tokenizer_hash, content]).encode())
 
 
 def open_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
-    """Maps a split into memory; DataError where a file is missing or of the wrong size."""
-    dtype = np.dtype(meta.dtype)
-    shards = []
-    for number, reports in enumerate(meta.shards):
-        if split in reports:
-            report = reports[split]
-            tokens = _map(shard_path(folder, number, f"{split}.tokens"), dtype, report.num_tokens)
-            ends = _map(shard_path(folder, number, f"{split}.ends"), np.dtype(np.int64), report.num_documents)
-            shards.append((tokens, ends))
-    return TokenStream(shards)
+    """Maps a split into memory: two files. DataError where one is missing or of the wrong size."""
+    size = meta.splits[split]
+    tokens = _map(folder / f"{split}.tokens", np.dtype(meta.dtype), size.num_tokens)
+    return TokenStream(tokens, _map(folder / f"{split}.ends", np.dtype(np.int64), size.num_documents))
 
 
 def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
-    found = path.stat().st_size if path.exists() else None
-    if found != length * dtype.itemsize:
-        size = "missing" if found is None else f"{found} bytes"
-        raise DataError(
-            f"{path}: {size}, but its store's meta.json says {length * dtype.itemsize} bytes: the store is damaged. "
-            f"Delete the folder {path.parent} and run `meshwright prepare` again."
-        )
-    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+    if length == 0:
+        return np.empty(0, dtype)
+    try:
+        with open(path, "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes == length * dtype.itemsize:
+                return np.memmap(file, dtype=dtype, mode="r").view(np.ndarray)
+    except FileNotFoundError:
+        num_bytes = None
+    raise damaged(path, length * dtype.itemsize, num_bytes)
+
+
+def damaged(path: Path, expected_bytes: int, num_bytes: int | None) -> DataError:
+    """The error for a file of a store that is not what the store says. num_bytes: None where it is missing."""
+    found = "missing" if num_bytes is None else f"{num_bytes} bytes"
+    return DataError(
+        f"{path}: {found}, but its store says {expected_bytes} bytes: the store is damaged, or not all nodes see the same "
+        f"files under data.root. If it is damaged, delete the folder {path.parent} and run `meshwright prepare` again."
+    )

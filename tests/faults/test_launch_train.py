@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -218,3 +219,19 @@ def test_export_needs_a_run_and_a_checkpoint(tmp_path):
     empty.recipe.write_bytes(Path("runs/whole/recipe.yaml").read_bytes())
     with pytest.raises(RunError, match="no whole checkpoint"):
         export_command(empty.path, tmp_path / "out")
+
+
+def test_many_shards_are_prepared_and_trained_on_with_256_open_files(place, monkeypatch):
+    monkeypatch.setattr("framework.data.source.MIN_SHARD_BYTES", 1)
+    files = place / "many-files"
+    files.mkdir()
+    for number in range(140):  # as many shards, which once were opened all at once, 2 files each
+        (files / f"{number}.txt").write_text(f"{number} " + " ".join(tiny_run.WORDS))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        code = train("run.id=many", f"data.sources.files.path={files}", "train.steps=3", "data.validation=0.1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert code == EXIT_DONE
+    assert losses("many").keys() == {1, 2, 3}

@@ -19,7 +19,9 @@ CONTEXT = 4
 def make_stream(first: int, num_samples: int) -> TokenStream:
     """Ascending tokens, so that the first token of a sample tells which one it is."""
     tokens = np.arange(first, first + num_samples * CONTEXT + 1, dtype=np.uint32)
-    return TokenStream([(tokens, np.array([len(tokens)]))] if num_samples else [])
+    return (
+        TokenStream(tokens, np.array([len(tokens)])) if num_samples else TokenStream(tokens[:0], np.empty(0, np.int64))
+    )
 
 
 def make_prepared(sizes: list[int], weights: list[float] | None = None) -> Prepared:
@@ -125,7 +127,7 @@ def test_the_following_steps_are_read_in_the_background_and_once(
 ) -> None:
     monkeypatch.setattr("framework.data.loader.TOKENS_READ_AT_ONCE", 10 * 3 * CONTEXT)
     prepared = make_prepared([50])
-    watched = WatchedStream([(np.arange(201, dtype=np.uint16), np.array([201]))])
+    watched = WatchedStream(np.arange(201, dtype=np.uint16), np.array([201]))
     prepared.sources[0].streams["train"] = watched
     with make_loader(prepared, b=b) as loader:
         for step in range(2 * steps_read_at_once):
@@ -145,7 +147,7 @@ def test_data_wait_is_the_time_spent_in_batch() -> None:
 
 def test_an_error_while_reading_reaches_the_caller() -> None:
     prepared = make_prepared([50])
-    prepared.sources[0].streams["train"]._tokens[0] = np.empty(0)
+    prepared.sources[0].streams["train"]._tokens = np.empty(0)
     with make_loader(prepared) as loader, pytest.raises(ValueError, match="broadcast"):
         loader.batch(0)
 

@@ -14,19 +14,15 @@ from framework.data.store import TokenStream
 EOS = 0
 
 
-def make_stream(documents: list[list[int]], per_shard: int = 2) -> TokenStream:
-    """Documents (without end-of-sequence ids) as a stream of shards of `per_shard` documents."""
+def make_stream(documents: list[list[int]]) -> TokenStream:
+    """Documents (without end-of-sequence ids) as a stream."""
     closed = [[*document, EOS] for document in documents]
-    shards = []
-    for first in range(0, len(closed), per_shard):
-        part = closed[first : first + per_shard]
-        tokens = np.array([token for document in part for token in document], dtype=np.uint16)
-        shards.append((tokens, np.cumsum([len(document) for document in part])))
-    return TokenStream(shards)
+    tokens = np.array([token for document in closed for token in document], dtype=np.uint16)
+    return TokenStream(tokens, np.cumsum([len(document) for document in closed]))
 
 
-def pack_all(documents: list[list[int]], context: int, mode: str, per_shard: int = 2) -> Microbatch:
-    stream = make_stream(documents, per_shard)
+def pack_all(documents: list[list[int]], context: int, mode: str) -> Microbatch:
+    stream = make_stream(documents)
     sample = np.arange(count_samples(stream.num_tokens, context))
     return Packer([stream], context, mode, EOS).pack(np.zeros_like(sample), sample)  # type: ignore[arg-type]
 
@@ -46,9 +42,9 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 9), max_size=9), min_size=1, max_si
 )
 
 
-@given(documents=DOCUMENTS, context=st.integers(1, 12), per_shard=st.integers(1, 3))
-def test_concat_equals_the_oracle(documents: list[list[int]], context: int, per_shard: int) -> None:
-    packed, expected = pack_all(documents, context, "concat", per_shard), oracle(documents, context)
+@given(documents=DOCUMENTS, context=st.integers(1, 12))
+def test_concat_equals_the_oracle(documents: list[list[int]], context: int) -> None:
+    packed, expected = pack_all(documents, context, "concat"), oracle(documents, context)
     count = len(expected)
     assert packed.input_ids.flatten()[:count].tolist() == [row[0] for row in expected]
     assert packed.labels.flatten()[:count].tolist() == [row[1] for row in expected]
@@ -57,9 +53,9 @@ def test_concat_equals_the_oracle(documents: list[list[int]], context: int, per_
     assert packed.labels.numel() - count < context
 
 
-@given(documents=DOCUMENTS, context=st.integers(1, 12), per_shard=st.integers(1, 3))
-def test_documents_equal_the_oracle(documents: list[list[int]], context: int, per_shard: int) -> None:
-    packed, expected = pack_all(documents, context, "documents", per_shard), oracle(documents, context)
+@given(documents=DOCUMENTS, context=st.integers(1, 12))
+def test_documents_equal_the_oracle(documents: list[list[int]], context: int) -> None:
+    packed, expected = pack_all(documents, context, "documents"), oracle(documents, context)
     count = len(expected)
     assert packed.input_ids.flatten()[:count].tolist() == [row[0] for row in expected]
     assert packed.labels.flatten()[:count].tolist() == [row[2] for row in expected]

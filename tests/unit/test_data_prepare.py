@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from framework.data.prepare import open_prepared, prepare, prepare_command, settle_threshold
-from framework.data.prepared import Prepared, compute_entropy
-from framework.data.shard import hash_document
+from framework.data import prepare as prepare_module
+from framework.data.join import JoinPlan
+from framework.data.prepare import prepare, prepare_command, settle_threshold
+from framework.data.prepared import Prepared, compute_entropy, find_prepared, open_found
+from framework.data.shard import ShardJob, hash_document, tokenize_shards
 from framework.data.source import MIN_SHARD_BYTES
 from framework.data.store import ShardReport, Split, write_atomically
 from framework.data.tokenize import load_encoder
@@ -63,6 +65,24 @@ def read_documents(prepared: Prepared, split: Split, source: int = 0) -> list[st
     assert documents[-1].size == 0
     assert all(document[-1] == prepared.eos_id for document in documents[:-1])
     return [tokenizer.decode(document[:-1]) for document in documents[:-1]]
+
+
+class JoinInterrupted(Exception):
+    pass
+
+
+def tokenize_only(recipe: Recipe) -> Path:
+    """Prepares as far as the join; the folder of the only store."""
+
+    def interrupt(folder: Path, progress: bool) -> None:
+        raise JoinInterrupted(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "join_store", interrupt)
+        with pytest.raises(JoinInterrupted) as caught:
+            build(recipe)
+    folder: Path = caught.value.args[0]
+    return folder
 
 
 def read_tree(root: Path) -> dict[str, bytes]:
@@ -138,7 +158,9 @@ def test_workers_do_not_change_a_byte(tmp_path: Path) -> None:
     assert source.stat().st_size > 2.5 * MIN_SHARD_BYTES
     one = build(make_recipe(tmp_path / "one", source))
     three = build(make_recipe(tmp_path / "three", source), workers=3)
-    assert len(one.sources[0].meta.shards) == 3
+    plan = JoinPlan.read(one.sources[0].folder)
+    assert plan is not None
+    assert len(plan.shards) == 3
     assert read_tree(tmp_path / "one") == read_tree(tmp_path / "three")
     assert one.fingerprint == three.fingerprint
 
@@ -148,7 +170,7 @@ def test_a_finished_store_is_reused_untouched(tmp_path: Path) -> None:
     build(recipe)
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").rglob("*.tokens")}
     assert times
-    assert build(recipe).fingerprint == open_prepared(recipe).fingerprint
+    assert build(recipe).fingerprint == find_prepared(recipe).fingerprint
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").rglob("*.tokens")} == times
 
 
@@ -158,7 +180,7 @@ def test_a_changed_file_makes_a_new_store_and_leaves_the_old(tmp_path: Path) -> 
     old = build(recipe)
     write_jsonl(source, make_texts(51, seed=1))
     with pytest.raises(DataError, match=r"not prepared, or changed since: data.sources.s0 .*meshwright prepare"):
-        open_prepared(recipe)
+        find_prepared(recipe)
     new = build(recipe)
     assert new.fingerprint != old.fingerprint
     assert old.sources[0].folder.exists()
@@ -169,9 +191,9 @@ def test_a_store_outlives_its_source(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "tokens", source)
     fingerprint = build(recipe).fingerprint
     source.unlink()
-    assert open_prepared(recipe).fingerprint == build(recipe).fingerprint == fingerprint
+    assert find_prepared(recipe).fingerprint == build(recipe).fingerprint == fingerprint
     with pytest.raises(DataError, match="no such file"):
-        open_prepared(replace(recipe, data=replace(recipe.data, bpe_vocab=301)))
+        find_prepared(replace(recipe, data=replace(recipe.data, bpe_vocab=301)))
 
 
 def test_equal_text_elsewhere_has_an_equal_fingerprint(tmp_path: Path) -> None:
@@ -188,7 +210,7 @@ def test_weights_are_part_of_the_fingerprint_but_not_of_the_store(tmp_path: Path
     sources = [write_jsonl(tmp_path / f"{n}.jsonl", make_texts(50, n)) for n in range(2)]
     recipe = make_recipe(tmp_path / "tokens", *sources)
     heavier = {**recipe.data.sources, "s1": replace(recipe.data.sources["s1"], weight=3.0)}
-    one, two = build(recipe), open_prepared(replace(recipe, data=replace(recipe.data, sources=heavier)))
+    one, two = build(recipe), find_prepared(replace(recipe, data=replace(recipe.data, sources=heavier)))
     assert one.fingerprint != two.fingerprint
     assert [source.folder for source in one.sources] == [source.folder for source in two.sources]
 
@@ -241,7 +263,9 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds child processes through /proc")
-def test_after_kill_9_it_resumes_to_equal_bytes_and_leaves_no_worker(tmp_path: Path) -> None:
+def test_after_kill_9_it_resumes_to_equal_bytes_and_leaves_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(6000, num_words=100))
     build(make_recipe(tmp_path / "whole", source), workers=2)
     (tmp_path / "prepare.py").write_text(SCRIPT)
@@ -251,33 +275,40 @@ def test_after_kill_9_it_resumes_to_equal_bytes_and_leaves_no_worker(tmp_path: P
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
     wait_for(lambda: not any(map(is_running, children)), "the workers to end with their parent")
-    finished = list((tmp_path / "killed").rglob("0*.json"))
+    finished = {int(path.stem) for path in (tmp_path / "killed").rglob("0*.json")}
     assert len(children) >= 2
-    assert not list((tmp_path / "killed").rglob("meta.json"))
-    times = {path: path.stat().st_mtime_ns for path in finished}
+    assert not list((tmp_path / "killed").rglob("shards.json"))
+    written_again: set[int] = set()
+
+    def tokenize(jobs: list[ShardJob], workers: int) -> Iterator[tuple[ShardJob, ShardReport]]:
+        written_again.update(job.shard for job in jobs)
+        return tokenize_shards(jobs, workers)
+
+    monkeypatch.setattr(prepare_module, "tokenize_shards", tokenize)
     build(make_recipe(tmp_path / "killed", source))
     assert read_tree(tmp_path / "killed") == read_tree(tmp_path / "whole")
-    assert {path: path.stat().st_mtime_ns for path in finished} == times, "finished shards are not written again"
+    assert written_again
+    assert not written_again & finished, "finished shards are not written again"
 
 
 def test_remains_of_an_unfinished_shard_do_not_survive(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(2500, num_words=100))
-    folder = build(make_recipe(tmp_path / "tokens", source)).sources[0].folder
-    expected = read_tree(folder)
-    (folder / "meta.json").unlink()
+    build(make_recipe(tmp_path / "whole", source))
+    folder = tokenize_only(make_recipe(tmp_path / "tokens", source))
+    (folder / "shards.json").unlink()
     (folder / "00001.json").unlink()
     (folder / "00001.train.tokens").write_bytes(b"half of a shard")
     (folder / "00001.validation.tokens.unfinished").write_bytes(b"half of a shard")
     build(make_recipe(tmp_path / "tokens", source))
-    assert read_tree(folder) == expected
+    assert read_tree(tmp_path / "tokens") == read_tree(tmp_path / "whole")
 
 
 def test_a_shard_whose_only_document_changes_sides_leaves_no_files_of_the_other(tmp_path: Path) -> None:
     for number in range(2):
         padded = {"text": f"document {number}", "other": "x" * MIN_SHARD_BYTES}
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(padded))
-    prepared = build(make_recipe(tmp_path / "tokens", f"{tmp_path}/*.jsonl", validation=1e-9))
-    found = sorted(path.name for path in prepared.sources[0].folder.glob("*.tokens"))
+    folder = tokenize_only(make_recipe(tmp_path / "tokens", f"{tmp_path}/*.jsonl", validation=1e-9))
+    found = sorted(path.name for path in folder.glob("*.tokens"))
     assert found in (
         ["00000.train.tokens", "00001.validation.tokens"],
         ["00000.validation.tokens", "00001.train.tokens"],
@@ -286,25 +317,25 @@ def test_a_shard_whose_only_document_changes_sides_leaves_no_files_of_the_other(
 
 def test_a_damaged_store_is_named(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50)))
-    tokens = build(recipe).sources[0].folder / "00000.train.tokens"
+    tokens = build(recipe).sources[0].folder / "train.tokens"
     os.truncate(tokens, 10)
-    with pytest.raises(DataError, match=r"00000.train.tokens: 10 bytes, but .*Delete the folder"):
-        open_prepared(recipe)
+    with pytest.raises(DataError, match=r"/train.tokens: 10 bytes, but .*delete the folder"):
+        open_found(find_prepared(recipe))
 
 
 def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50)))
     folder = build(recipe).sources[0].folder
-    (folder / "meta.json").unlink()
+    (folder / "store.json").unlink()
     with open(folder.with_name(f".{folder.name}.lock")) as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         second = threading.Thread(target=build, args=(recipe,))
         second.start()
         second.join(0.3)
         assert second.is_alive()
-        assert not (folder / "meta.json").exists()
+        assert not (folder / "store.json").exists()
     second.join(30)
-    assert (folder / "meta.json").exists()
+    assert (folder / "store.json").exists()
 
 
 # What cannot be
@@ -321,7 +352,7 @@ def test_bad_records_are_an_error_that_names_file_and_row(tmp_path: Path) -> Non
     assert caught.value.exit_code == EXIT_USER
     assert not list((tmp_path / "tokens").rglob("*.tokens*"))
     with pytest.raises(DataError, match="not prepared"):
-        open_prepared(recipe)
+        find_prepared(recipe)
 
 
 def test_bad_records_within_the_budget_are_quarantined(tmp_path: Path) -> None:
@@ -335,7 +366,7 @@ def test_bad_records_within_the_budget_are_quarantined(tmp_path: Path) -> None:
     found = [(json.loads(line)["file"], json.loads(line)["row"]) for line in quarantine]
     assert found == [(str(source), 1), (str(source), 22)]
     with pytest.raises(DataError, match=r"quarantine.jsonl lists 2 bad records .*data.bad_records=1"):
-        open_prepared(replace(recipe, data=replace(recipe.data, bad_records=1)))
+        find_prepared(replace(recipe, data=replace(recipe.data, bad_records=1)))
 
 
 def test_the_budget_counts_all_shards_of_a_source(tmp_path: Path) -> None:
@@ -364,7 +395,7 @@ def test_a_model_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path: Pat
     assert not list((tmp_path / "tokens").rglob("*.tokens*"))
     assert build(replace(recipe, model=Model(config={"vocab_size": 300}))).vocab_size == 300
     with pytest.raises(DataError, match=r"model.config.vocab_size=299"):
-        open_prepared(small)
+        find_prepared(small)
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(
