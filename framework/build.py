@@ -12,9 +12,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.checkpoint.load import load_newest, newest_checkpoint
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.collectives import gather_objects
+from framework.comm.objects import share_errors, tell
 from framework.data.fit import check_data_fits
 from framework.data.loader import Loader, validation_batches
-from framework.data.prepared import Prepared, find_prepared, open_found
+from framework.data.prepared import Found, Prepared, find_prepared, open_found
 from framework.errors import EXIT_FAILED, DataError, MeshwrightError
 from framework.mesh.axis import Axis
 from framework.mesh.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
@@ -243,9 +244,7 @@ def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
     """
     derived = derive(recipe)
-    prepared = open_found(find_prepared(recipe))
     config = load_config(recipe.model)
-    check_data_fits(recipe, prepared, config)
     whole = build_meta(config, recipe.model.attention)
     find_balance(whole)
     if derived.pp > 1:
@@ -254,11 +253,25 @@ def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -
     topology = make_topology(recipe, derived, config)
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
     mesh = connect(topology, choose_device(recipe.launch.device), check_s=check_s)
+    prepared = open_data(recipe, config, mesh.axis("world"))
     with nullcontext(stop) if stop else StopRequest() as requests:
         code = _train(recipe, derived, prepared, config, mesh, run_dir, requests)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.
     mesh.close()
     return code
+
+
+def open_data(recipe: Recipe, config: PretrainedConfig, world: Axis) -> Prepared:
+    """The prepared data on this rank. Rank 0 alone lists the source files and looks for the stores; the others open the few
+    files that it names. An error on one rank is every rank's. Collective."""
+
+    def find() -> Found:
+        found = find_prepared(recipe)
+        check_data_fits(recipe, found, config)
+        return found
+
+    found = tell(find, world)
+    return share_errors(lambda: open_found(found), world)
 
 
 def _train(

@@ -2,20 +2,20 @@
 
 from transformers import PretrainedConfig
 
-from framework.data.prepared import Prepared
+from framework.data.prepared import Found
 from framework.errors import DataError, RecipeError
 from framework.model.packing import keeps_documents_apart
 from framework.recipe.schema import Recipe
 
 
-def check_data_fits(recipe: Recipe, prepared: Prepared, config: PretrainedConfig) -> None:
+def check_data_fits(recipe: Recipe, found: Found, config: PretrainedConfig) -> None:
     """Every token has an embedding, every position one, and packed documents are understood by the model. Raises DataError or
     RecipeError."""
     vocabulary = config.get_text_config().vocab_size
-    if vocabulary < prepared.vocab_size:
+    if vocabulary < found.vocab_size:
         raise DataError(
-            f"model.config.vocab_size={vocabulary} is smaller than the tokenizer's {prepared.vocab_size} entries"
-            f" ({prepared.tokenizer}): set model.config.vocab_size to at least {prepared.vocab_size}, or use a smaller tokenizer"
+            f"model.config.vocab_size={vocabulary} is smaller than the tokenizer's {found.vocab_size} entries"
+            f" ({found.tokenizer}): set model.config.vocab_size to at least {found.vocab_size}, or use a smaller tokenizer"
         )
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < recipe.batch.context:
