@@ -160,6 +160,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
     from framework.recipe.describe import describe_derived, describe_keys, describe_sources
+    from framework.recipe.environment import hide_secrets
     from framework.recipe.saved import to_yaml
 
     if arguments.keys is not None:
@@ -167,7 +168,8 @@ def _check(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     composition = compose(arguments.overrides, arguments.recipes)
     recipe = composition.require()
-    print(describe_sources(recipe, composition.origins) if arguments.sources else to_yaml(recipe).rstrip())
+    text = describe_sources(recipe, composition.origins) if arguments.sources else to_yaml(recipe).rstrip()
+    print(hide_secrets(text))
     print()
     print(describe_derived(derive(recipe)))
     return EXIT_DONE
@@ -308,13 +310,14 @@ def _sweep(arguments: argparse.Namespace) -> int:
 def _compose_sweep(arguments: argparse.Namespace) -> tuple[list[Recipe], list[list[str]]]:
     """The recipe and the overrides of every combination. RecipeError with the mistakes of all of them."""
     from framework.recipe.compose import compose, expand_sweep
+    from framework.recipe.environment import hide_override
 
     recipes, mistakes, combinations = [], [], expand_sweep(arguments.overrides)
     for combination in combinations:
         try:
             recipes.append(compose(combination, arguments.recipes).require())
         except RecipeError as error:
-            mistakes.append(f"{' '.join(combination)}\n{error}")
+            mistakes.append(f"{' '.join(map(hide_override, combination))}\n{error}")
     if mistakes:
         raise RecipeError("\n\n".join(mistakes))
     return recipes, combinations

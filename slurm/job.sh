@@ -13,7 +13,7 @@ outcome=$run/slurm/outcome.$job     # the exit code of the first rank that knew 
 retries={{ retries }}
 restarts_without_checkpoint={{ restarts_without_checkpoint }}
 jobs_in_chain={{ chain }}
-go_on="go on with  {{ go_on }}"
+go_on="go on with  "{{ go_on }}
 near_end=                           # set once the time limit is near
 
 say() { printf '%(%F %T)T  job %s: %s\n' -1 "$job" "$*"; }
@@ -82,6 +82,13 @@ start_ranks() {
   MASTER_PORT=$((20000 + RANDOM % 12000))
   while (exec 3<> "/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((20000 + RANDOM % 12000)); done
   export MASTER_PORT
+{% if assignments %}
+  # launch.environment is for the ranks alone: the words on these lines are of the script's variables, as they are meant.
+  # shellcheck disable=SC2097,SC2098
+{% endif %}
+{% for assignment in assignments %}
+  {{ assignment }} \
+{% endfor %}
 {% block ranks %}{% endblock %}
   local ranks=$!
   while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done    # a signal ends `wait`, not the ranks
@@ -100,9 +107,18 @@ start_ranks() {
 {% for line in set_up %}
 {{ line }}
 {% endfor %}
-{% for name, value in environment.items() %}
-export {{ name }}={{ value | quote }}
-{% endfor %}
+
+{% if references %}
+need() { # need NAME...: what launch.environment refers to
+  local name
+  for name; do
+    if [ -z "${!name:-}" ]; then
+      stop 86 "not started: launch.environment refers to $name, which this job does not have: export it where you submit"
+    fi
+  done
+}
+need {{ references | join(" ") }}
+{% endif %}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
 

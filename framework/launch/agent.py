@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -75,8 +75,11 @@ class Forwarding:
                     os.kill(pid, signal.SIGTERM)
 
 
-def run_ranks(arguments: tuple[str, ...], num_ranks: int, log: Path) -> Outcome:
-    """Run `python *arguments` as ranks 0 .. num_ranks-1, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set.
+def run_ranks(
+    arguments: tuple[str, ...], num_ranks: int, log: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> Outcome:
+    """Run `python *arguments` as ranks 0 .. num_ranks-1, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set,
+    and with `variables`, which this process does not keep.
 
     Returns when all have ended; when one fails, the agent ends the others. `log` gets one error file per failed rank.
     """
@@ -95,7 +98,7 @@ def run_ranks(arguments: tuple[str, ...], num_ranks: int, log: Path) -> Outcome:
         local_addr="localhost",
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log)))
-    with _quiet_agent(), Forwarding(agent) as forwarding:
+    with _quiet_agent(), _variables_set(variables), Forwarding(agent) as forwarding:
         try:
             result = agent.run()
         except KeyboardInterrupt:
@@ -141,6 +144,20 @@ def _read_error(failure: ProcessFailure) -> str:
     if failure.exitcode == 1:
         return message["extraInfo"]["py_callstack"].strip()
     return message["message"].partition(": ")[2]
+
+
+@contextmanager
+def _variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """The agent's ranks inherit this process's environment: there is no other way to give them variables."""
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager

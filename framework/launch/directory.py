@@ -220,6 +220,13 @@ def _now() -> str:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_private(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that is whole or not there, and that only the user reads: it may have values of launch.environment."""
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.unlink(missing_ok=True)  # of a process that was killed; a file keeps the mode that it was made with
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
     os.replace(partial, path)

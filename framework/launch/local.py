@@ -3,7 +3,7 @@
 check -> data -> run directory, lock, recipe.yaml -> ranks -> what to type next
 """
 
-import shlex
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -20,7 +20,9 @@ from framework.launch.resume import resume_recipe
 from framework.mesh.placement import place
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
-from framework.recipe.schema import Recipe, Run
+from framework.recipe.environment import fill
+from framework.recipe.overrides import write_resume
+from framework.recipe.schema import Recipe
 
 
 def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
@@ -34,6 +36,7 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
             f"launch.kind={recipe.launch.kind}: queue it with `meshwright submit`; to train it here: launch.kind=local"
             f" launch.ranks={derive(recipe).world}"
         )
+    rank_variables(recipe)
     run = RunDirectory(Path(recipe.run.root) / (recipe.run.id or ""))
     if recipe.run.id is not None and run.recipe.exists():
         return _resume(run, overrides, recipe_dirs)
@@ -59,9 +62,15 @@ def summarize(recipe: Recipe) -> str:
 
 def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:
     """What a user types to go on with the run."""
-    verb = "train" if recipe.launch.kind == "local" else "submit"
-    root = [] if run.path.parent == Path(Run().root) else [f"run.root={run.path.parent}"]
-    return shlex.join(["meshwright", verb, f"run.id={run.id}", *root, *more])
+    return write_resume(recipe.launch.kind, run.id, str(run.path.parent), *more)
+
+
+def rank_variables(recipe: Recipe) -> dict[str, str]:
+    """launch.environment as the ranks on this machine get it. Raises RecipeError where it refers to what is not set here."""
+    variables = fill(recipe.launch.environment, os.environ)
+    if "PYTHONPATH" in variables:  # the ranks import the code that launches them, as a job's import the code submitted
+        variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), variables["PYTHONPATH"]])
+    return variables
 
 
 def _begin(recipe: Recipe, overrides: list[str]) -> int:
@@ -105,11 +114,11 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
 
 def _launch(run: RunDirectory, recipe: Recipe, from_step: int) -> int:
     print(f"run      {run.path}" + (f", from step {from_step:,}" if from_step else ""), flush=True)
-    world = derive(recipe).world
-    if world == 1:
+    world, variables = derive(recipe).world, rank_variables(recipe)
+    if world == 1 and not variables:
         outcome = Outcome(rank.main(run.path))
-    else:
-        outcome = run_ranks(("-m", rank.__name__, str(run.path)), world, run.log)
+    else:  # variables are for a process that starts with them: libraries read theirs when they are loaded
+        outcome = run_ranks(("-m", rank.__name__, str(run.path)), world, run.log, variables)
     if outcome.message:
         print(outcome.message, file=sys.stderr)
     print(conclude(run, recipe, outcome.code), flush=True)

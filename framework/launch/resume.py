@@ -12,9 +12,10 @@ from typing import Any
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.recipe.compose import compose, load_recipe
+from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
-from framework.recipe.overrides import parse_overrides
+from framework.recipe.overrides import parse_overrides, write_resume
 from framework.recipe.problem import show
 from framework.recipe.schema import Recipe
 
@@ -65,7 +66,7 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
         others = [change for change in find_changes(saved, composed) if not change.is_allowed]
         refused += [change for change in others if change.key not in named]
     if refused:
-        raise RunError(explain_refusal(run, refused))
+        raise RunError(explain_refusal(run, refused, saved.launch.kind))
     return resumed, [change for change in changes if not change.key.startswith("run.")]
 
 
@@ -74,11 +75,16 @@ def find_changes(saved: Recipe, other: Recipe) -> list[Change]:
     was, now = flatten(asdict(saved)), flatten(asdict(other))
     absent = "(not set)"
     keys = [*was, *(key for key in now if key not in was)]
-    found = [Change(key, was.get(key, absent), now.get(key, absent)) for key in keys]
-    return [change for change in found if change.was != change.now]
+    pairs = [(key, was.get(key, absent), now.get(key, absent)) for key in keys]
+    return [Change(key, _shown(key, one), _shown(key, other)) for key, one, other in pairs if one != other]
 
 
-def explain_refusal(run: RunDirectory, refused: list[Change]) -> str:
+def _shown(key: str, value: Any) -> Any:
+    """A change is printed and kept in run.json: a secret of a run from before they were refused is in neither."""
+    return HIDDEN if is_secret(key.rpartition(".")[2], value) and key.startswith("launch.environment") else value
+
+
+def explain_refusal(run: RunDirectory, refused: list[Change], kind: str) -> str:
     """The difference as a table, and the ways out."""
     rows = [("key", "was", "now"), *((change.key, show(change.was), show(change.now)) for change in refused)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -89,7 +95,7 @@ def explain_refusal(run: RunDirectory, refused: list[Change]) -> str:
         [
             f"{run.path} was begun with another recipe, and these keys cannot change within a run:",
             *table,
-            f"to go on with the saved recipe:  meshwright train run.id={run.id}",
+            f"to go on with the saved recipe:  {write_resume(kind, run.id, str(run.path.parent))}",
             "for a run of the new recipe:     leave run.id out, or give one that is not taken",
             f"what may change on resume:       {', '.join(pattern for pattern, _ in MAY_CHANGE)}",
         ]

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,17 @@ import jinja2
 
 from framework.errors import RunError
 from framework.recipe.derive import Derived, derive
+from framework.recipe.environment import names_in, shell_word
+from framework.recipe.overrides import write_resume
+from framework.recipe.problem import Problem
 from framework.recipe.schema import Launch, Recipe
 
 RANK_PROGRAM = "framework.launch.rank"
 TEMPLATES = {"none": "bare.sh", "apptainer": "apptainer.sh", "pyxis": "pyxis.sh"}
+_PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
+_CONTROL = r"\x00-\x1f\x7f"
+# What apptainer's --bind and pyxis' mounts split a path at; pyxis passes on lines of an fstab.
+_UNFIT_TO_MOUNT = {"none": "", "apptainer": r":,\\", "pyxis": r":,\\\s"}
 # How long srun waits for the other ranks once the first has ended: rank 0 still closes what it writes.
 WAIT_S = 180
 # States in which a job may still train.
@@ -63,7 +71,7 @@ def render(recipe: Recipe, run_dir: Path, here: Path, array: int | None = None) 
     """
     launch, derived = recipe.launch, derive(recipe)
     run = shlex.quote(str(run_dir)) + ('-"$SLURM_ARRAY_TASK_ID"' if array else "")
-    log = f"{run_dir}{'-%a' if array else ''}/job.log"
+    log = str(run_dir).replace("%", "%%") + f"{'-%a' if array else ''}/job.log"  # sbatch reads %j, %a and others in it
     srun, program = _srun(launch, derived), _program(launch, derived)
     template = TEMPLATES[launch.container.kind]
     text = (
@@ -74,11 +82,13 @@ def render(recipe: Recipe, run_dir: Path, here: Path, array: int | None = None) 
             template=template,
             options=_options(recipe, derived, run_dir.name, log, here, array),
             run=run,
-            go_on="meshwright submit run.id=$(basename $run)",
+            go_on=_go_on(recipe, run_dir, array),
             retries=launch.retries,
             restarts_without_checkpoint=launch.restarts_without_checkpoint,
             chain=launch.chain,
-            environment={name: str(value) for name, value in launch.environment.items()},
+            assignments=_assignments(launch),
+            names=sorted(launch.environment),
+            references=sorted({name for value in launch.environment.values() for name in names_in(value)}),
             set_up=launch.set_up,
             ranks=f"{derived.world} rank{'s' if derived.world > 1 else ''}",
             gpus=launch.gres is not None,
@@ -89,6 +99,33 @@ def render(recipe: Recipe, run_dir: Path, here: Path, array: int | None = None) 
         )
     )
     return Script(text, f"{srun} {program}")
+
+
+def find_script_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
+    """What cannot be a part of the script, beyond what the recipe's rules say. here: as for `render`."""
+    yield from _find_folder_problems(recipe, here)
+    # A quote or a here-document that is not closed would swallow the script, and the job would end well without a rank.
+    reason = _call(["bash", "-n", "-c", "\n".join(recipe.launch.set_up)]).stderr.strip()
+    if reason:
+        reason = re.sub(r"^.*?line \d+: ", "", reason.splitlines()[0])
+        yield Problem("launch.set_up", None, f"bash cannot read these lines: {reason}", "close what they open")
+
+
+def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
+    """Folders with characters that do not get through. Spaces, quotes and % do.
+
+    A run's folder: sbatch leaves the %-patterns of `--output` after a backslash, and PYTHONPATH, which has the run's code, is
+    split at colons. In a container: see `_UNFIT_TO_MOUNT`.
+    """
+    kind = recipe.launch.container.kind
+    for key, folder in (("run.root", here / recipe.run.root), ("data.root", here / recipe.data.root), ("chdir", here)):
+        unfit = _CONTROL + r"\\:" * (key == "run.root") + _UNFIT_TO_MOUNT[kind]
+        if found := re.search(f"[{unfit}]", str(folder)):
+            message = f"the job would not find {str(folder)!r}: a {found[0]!r} in a path does not get through"
+            way = (
+                "submit from another folder" if key == "chdir" else f"set {key} to another one, or submit from another"
+            )
+            yield Problem(key, None, message, f"{way}; a link to this one will do")
 
 
 def submit_script(script: Path, after: str | None = None) -> str:
@@ -156,6 +193,7 @@ def _srun(launch: Launch, derived: Derived) -> str:
         "--distribution=block",
         "--kill-on-bad-exit=1",
         f"--wait={WAIT_S}",
+        "--export=ALL",  # else a job that was submitted with --export=NONE would keep from its ranks what its script sets
     ]
     if launch.cpus_per_rank is not None:  # srun does not take it over from sbatch
         words.append(f"--cpus-per-task={launch.cpus_per_rank * (1 if is_direct else derived.ranks_per_node)}")
@@ -170,11 +208,11 @@ def _program(launch: Launch, derived: Derived) -> str:
     # The static rendezvous numbers ranks by nodes; c10d's does not. Its agents pass signals on and wait for the save.
     torchrun = (
         f"{python} -m torch.distributed.run --nnodes={derived.nodes} --nproc-per-node={derived.ranks_per_node}"
-        " --node-rank=$SLURM_NODEID --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT --max-restarts=0"
+        ' --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --max-restarts=0'
         f' -m {RANK_PROGRAM} "$0"'
     )
     signals = "TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    return f"""env {signals} bash -c '{torchrun}' "$run\""""
+    return f'env {signals} bash -c {shlex.quote(torchrun)} "$run"'
 
 
 def _options(recipe: Recipe, derived: Derived, name: str, log: str, here: Path, array: int | None) -> list[str]:
@@ -202,10 +240,37 @@ def _options(recipe: Recipe, derived: Derived, name: str, log: str, here: Path, 
         ("output", log),
         ("open-mode", "append"),
     ]
-    return [f"--{name}={shlex.quote(str(value))}" for name, value in pairs if value is not None] + [
+    return [f"--{name}={_sbatch_word(str(value))}" for name, value in pairs if value is not None] + [
         "--requeue",
         *launch.sbatch,
     ]
+
+
+def _sbatch_word(text: str) -> str:
+    """A value in a line of sbatch's, which is no shell: a backslash takes the next character as it is, in any quotes."""
+    return text if _PLAIN.fullmatch(text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+def _assignments(launch: Launch) -> list[str]:
+    """launch.environment as bash's assignments before a command: they reach the ranks, not the script's own variables.
+
+    PYTHONPATH begins with the run's code in any case, and comes first: bash expands a word after it has assigned those before.
+    """
+    words = {name: shell_word(value) for name, value in launch.environment.items()}
+    if "PYTHONPATH" in words:
+        words = {"PYTHONPATH": '"$run/code":' + words.pop("PYTHONPATH")} | words
+    # Apptainer keeps its image's PATH and LD_LIBRARY_PATH, and lets nothing in with --cleanenv, unless told by these names.
+    prefixes = ("APPTAINERENV_", "") if launch.container.kind == "apptainer" else ("",)
+    return [f"{prefix}{name}={word}" for prefix in prefixes for name, word in words.items()]
+
+
+def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
+    """A word of the script: the command that goes on with the run."""
+    command = write_resume(recipe.launch.kind, run_dir.name, recipe.run.root)
+    if not array:
+        return shlex.quote(command)
+    before, name, after = command.partition(f"run.id={run_dir.name}")
+    return f'{shlex.quote(before + name + "-")}"$SLURM_ARRAY_TASK_ID"{shlex.quote(after)}'
 
 
 def _mounts(recipe: Recipe, run_dir: Path, here: Path) -> list[str]:

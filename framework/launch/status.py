@@ -5,6 +5,7 @@ Works for local runs, after the job is gone, and on machines without SLURM.
 
 import fcntl
 import re
+import shlex
 import statistics
 from collections.abc import Iterator
 from contextlib import suppress
@@ -158,7 +159,8 @@ def _waits_for_the_clock(state: JobState) -> bool:
 def _next_command(run: RunDirectory, recipe: Recipe, jobs: list[tuple[str, JobState | None]], is_done: bool) -> str:
     active = [(job, state) for job, state in jobs if state and state.state in WAITING_OR_RUNNING]
     if not active:
-        return f"meshwright export {run.path} --to DIR" if is_done else resume_command(run, recipe)
+        export = f"{shlex.join(['meshwright', 'export', str(run.path)])} --to DIR"
+        return export if is_done else resume_command(run, recipe)
     job, state = active[0]
     if _waits_for_the_clock(state):
         return f"scontrol update JobId={job} StartTime=now    # instead of waiting until {state.start}"

@@ -12,10 +12,18 @@ from pathlib import Path
 
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, RecipeError, RunError
-from framework.launch.directory import RunDirectory, explain_errors
+from framework.launch.directory import RunDirectory, explain_errors, write_private
 from framework.launch.local import resume_command, saved_step, summarize
 from framework.launch.resume import Change, resume_recipe
-from framework.launch.slurm import WAITING_OR_RUNNING, Script, find_job, render, require_sbatch, submit_script
+from framework.launch.slurm import (
+    WAITING_OR_RUNNING,
+    Script,
+    find_job,
+    find_script_problems,
+    render,
+    require_sbatch,
+    submit_script,
+)
 from framework.launch.snapshot import copy_code, describe_commit
 from framework.recipe.compose import save_recipe
 from framework.recipe.problem import Problem, render_problems
@@ -68,7 +76,7 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     sweep = RunDirectory.create(root, first.run.id, name)
     with explain_errors(sweep.path):
         sweep.script.parent.mkdir(exist_ok=True)
-        sweep.script.write_text(render(first, sweep.path.absolute(), Path.cwd(), array=len(recipes)).text)
+        write_private(sweep.script, render(first, sweep.path.absolute(), Path.cwd(), array=len(recipes)).text)
     runs = []
     for index, recipe in enumerate(recipes):
         run = RunDirectory.create(root, f"{sweep.id}-{index}", name)
@@ -91,7 +99,7 @@ def check_machine(recipe: Recipe, dry_run: bool) -> None:
     if recipe.launch.kind != "slurm":
         raise RecipeError("launch.kind=local has nothing to submit: choose launch=slurm, or `meshwright train`")
     container = recipe.launch.container
-    problems = []
+    problems = list(find_script_problems(recipe, Path.cwd()))
     if (
         container.kind != "none"
         and container.image
@@ -146,7 +154,7 @@ def _write(run: RunDirectory, recipe: Recipe, tokenizer: Path) -> None:
         shutil.copytree(tokenizer, run.tokenizer, dirs_exist_ok=True)
         copy_code(run.code)
         run.script.parent.mkdir(exist_ok=True)
-        run.script.write_text(render(recipe, run.path.absolute(), Path.cwd()).text)
+        write_private(run.script, render(recipe, run.path.absolute(), Path.cwd()).text)
         save_recipe(recipe, run.recipe)
 
 
@@ -166,7 +174,7 @@ def _next_steps(run: RunDirectory, jobs: list[str], more: list[str]) -> str:
             f"run      {run.path}",
             f"job      {jobs[0]}{chain}",
             *more,
-            f"status   meshwright status {run.path}",
+            f"status   {shlex.join(['meshwright', 'status', str(run.path)])}",
             f"cancel   scancel {' '.join(jobs)}",
         ]
     )

@@ -5,7 +5,10 @@ Group choices go to Hydra. Values are applied here, one by one and untyped: Hydr
 """
 
 import itertools
+import re
+import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
+from framework.recipe.environment import HIDDEN, is_private
 from framework.recipe.keys import list_groups, list_keys
 from framework.recipe.origins import find_file, origin_of, remove_origin, trace_value
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
+from framework.recipe.schema import Run
 from framework.recipe.suggest import explain_unknown, nearest
 
 
@@ -109,6 +114,26 @@ def expand_sweep(overrides: Iterable[str]) -> list[list[str]]:
     if problems:
         raise RecipeError(render_problems(problems))
     return [list(combination) for combination in itertools.product(*choices)]
+
+
+def write_override(key: str, text: str) -> str:
+    """`key=text` in the command line's grammar, quoted where that reads the text as something else. The shell's quotes come
+    around it."""
+    plain = f"{key}={text}"
+    with suppress(OverrideParseException):
+        value = _parse(plain).value()
+        if value == text and isinstance(value, str) and "${" not in text:
+            return plain
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # else the recipe would resolve it
+    inner = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], escaped)
+    return f'{key}="{inner}"'
+
+
+def write_resume(kind: str, run_id: str, root: str, *more: str) -> str:
+    """What a user types to go on with a run; kind: launch.kind, root: run.root."""
+    verb = "train" if kind == "local" else "submit"
+    place = [] if root == Run().root else [write_override("run.root", root)]
+    return shlex.join(["meshwright", verb, write_override("run.id", run_id), *place, *more])
 
 
 def explain_flag(flag: str) -> Problem:
@@ -205,7 +230,8 @@ def _remove(tree: DictConfig, key: str, value: Any, origins: dict[str, str]) -> 
         fix = "it has its default" if key in {known.path for known in list_keys()} else explain_unknown(key).fix
         return Problem(f"~{key}", None, "not set by any recipe, so there is nothing to remove", fix, COMMAND_LINE)
     if value is not None and parent[name] != value:
-        message = f"{key} is {show(parent[name])}, not {show(value)}, and stays"
+        found = HIDDEN if is_private(key, value) else show(parent[name])
+        message = f"{key} is {found}, not {show(value)}, and stays"
         return Problem(f"~{key}", value, message, f"write ~{key}", COMMAND_LINE)
     del parent[name]
     remove_origin(origins, key)

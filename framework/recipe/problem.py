@@ -3,11 +3,13 @@
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from framework.recipe.environment import HIDDEN, hide_override, hide_secrets, is_private
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -30,7 +32,7 @@ def render_problems(problems: Sequence[Problem]) -> str:
     """All problems in the order of their files and lines: `key = value` and origin in two columns, below them what is wrong
     and, after an arrow, what to do."""
     width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
-    ordered = sorted(problems, key=lambda problem: _place(problem.origin))
+    ordered = sorted(map(_hide_private, problems), key=lambda problem: _place(problem.origin))
     heads = [_head(problem) for problem in ordered]
     column = min(max((len(head) for head in heads), default=0), width * 3 // 5)
     lines = [f"{len(ordered)} problem{'s' if len(ordered) != 1 else ''} in the recipe"]
@@ -70,8 +72,20 @@ def show(value: Any) -> str:
     """A value as a recipe writes it, on one line and not longer than reads well."""
     style = '"' if isinstance(value, str) and "\n" in value else None
     text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10**6, allow_unicode=True).strip()
-    text = text.removesuffix("...").strip()
+    text = hide_secrets(text.removesuffix("...").strip())
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _hide_private(problem: Problem) -> Problem:
+    """Without the value that no log may have, wherever the problem says it: a refused secret is still a secret."""
+    key, equals, typed = problem.key.partition("=")
+    value = typed if equals else problem.value
+    if value is None or not is_private(key, value):
+        return problem
+    message, fix = problem.message, problem.fix
+    for shown in {str(value), show(value)} if len(str(value)) > 3 else ():  # shorter ones would be found in other words
+        message, fix = message.replace(shown, HIDDEN), fix.replace(shown, HIDDEN)
+    return replace(problem, key=hide_override(problem.key), value=None, message=message, fix=fix)
 
 
 def _head(problem: Problem) -> str:

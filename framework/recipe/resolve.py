@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.recipe.convert import MANDATORY
+from framework.recipe.environment import keep_references
 from framework.recipe.keys import join
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import Problem
@@ -17,7 +18,8 @@ _VOLATILE = re.compile(r"\$\{\s*(now|hydra)\s*[:.]")
 
 
 def resolve(tree: DictConfig, origins: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Plain dicts and lists with all interpolations resolved; a key whose interpolation fails is left out and reported."""
+    """Plain dicts and lists with all interpolations resolved, but for launch.environment's references to the environment; a
+    key whose interpolation fails is left out and reported."""
     problems: list[Problem] = []
     written = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
     return _resolve_group(tree, written, "", origins, problems), problems
@@ -33,8 +35,10 @@ def _resolve_group(
             plain[name] = _resolve_group(tree[name], value, where, origins, problems)
             continue
         try:
+            if path == "launch.environment" and isinstance(value, str):
+                tree[name] = value = keep_references(value)
             plain[name] = _resolve_value(tree, name, value)
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, ValueError) as error:
             problems.append(Problem(where, value, str(error).splitlines()[0], "", origin_of(origins, where)))
     return plain
 

@@ -28,15 +28,15 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
-    """Writes the recipe as YAML such that `load_recipe` gives an equal one. The file is whole or not there."""
+    """Writes the recipe as YAML such that `load_recipe` gives an equal one. The file is whole or not there, and the user's own:
+    whoever is to read it is let in with `chmod`."""
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # with mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(to_yaml(recipe))
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's 0o600 would hide the recipe from others who share the folder of runs
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -1,14 +1,15 @@
 """A run in numbers and words, before its first step."""
 
-from dataclasses import asdict
+import shlex
 
 import torch
 from transformers import PretrainedConfig
 
 from framework.mesh.connect import Mesh
 from framework.model.load import build_meta
-from framework.recipe import schema
 from framework.recipe.derive import derive
+from framework.recipe.environment import describe_public
+from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
 from framework.track.flops import flops_per_token, measure_model, peak_flops
 from framework.track.report import RunInfo
@@ -28,10 +29,9 @@ def describe_run(
     size = measure_model(model)
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     run = f"{recipe.run.root}/{run_id}"
-    root = "" if recipe.run.root == schema.Run().root else f" run.root={recipe.run.root}"
     return RunInfo(
         run_id=run_id,
-        config=asdict(recipe),
+        config=describe_public(recipe),
         total_steps=recipe.train.steps,
         start_step=start_step,
         tokens_per_step=derived.tokens_per_step,
@@ -45,8 +45,8 @@ def describe_run(
         peak_flops=peak_flops(device),
         unigram_entropy=unigram_entropy,
         commands={
-            "resume": f"meshwright {'train' if recipe.launch.kind == 'local' else 'submit'} run.id={run_id}{root}",
-            "export": f"meshwright export {run} --to {run}/export",
-            "generate": f"meshwright generate {run}/export --prompt 'def '",
+            "resume": write_resume(recipe.launch.kind, run_id, recipe.run.root),
+            "export": shlex.join(["meshwright", "export", run, "--to", f"{run}/export"]),
+            "generate": shlex.join(["meshwright", "generate", f"{run}/export", "--prompt", "def "]),
         },
     )

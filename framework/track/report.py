@@ -38,8 +38,9 @@ class StepReport:
 class RunInfo:
     """What is run. JSON-able; kept as `run_info.json` beside the metrics so that a report can be written afterwards.
 
-    config: the recipe as plain dicts. start_step: steps done before this process took over (0: a fresh run).
-    degrees: {axis: size}. flops_per_token, peak_flops (of one device), unigram_entropy (nats per token): None if unknown.
+    config: the recipe as plain dicts, without what nobody else may see (`recipe/environment.py`). start_step: steps done
+    before this process took over (0: a fresh run). degrees: {axis: size}. flops_per_token, peak_flops (of one device),
+    unigram_entropy (nats per token): None if unknown.
     commands: {what: command line}, what a user may want to type next.
     """
 

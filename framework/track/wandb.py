@@ -12,6 +12,7 @@ One run is one wandb run: its id is the run's id, a resume continues it. Charts 
 
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -79,7 +80,7 @@ class Wandb:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             self._has_ended = True
-            upload = f"wandb sync {self._run_dir / 'wandb'}/*run-*"
+            upload = f"wandb sync {shlex.quote(str(self._run_dir / 'wandb'))}/*run-*"
             self._say(f"wandb: not finished after {self._close_timeout_s:.0f} s, ended; upload later with: {upload}")
         self._relay(process)
         process.stdout.close()
@@ -168,7 +169,7 @@ def _start(info: RunInfo, run_dir: Path) -> Any:
         run = wandb.init(mode="offline", **arguments)
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    upload = f"offline; upload with: wandb sync {Path(run.dir).parent}"
+    upload = f"offline; upload with: wandb sync {shlex.quote(str(Path(run.dir).parent))}"
     _say(f"wandb: {why}{run.url or upload}")
     return run
 

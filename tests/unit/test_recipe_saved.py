@@ -113,6 +113,8 @@ def test_a_recipe_that_is_not_there_is_an_error(tmp_path):
         load_recipe(tmp_path / "recipe.yaml")
 
 
-def test_other_users_of_a_shared_folder_can_read_it(tmp_path):
+def test_nobody_else_reads_it(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("")
+    (tmp_path / "recipe.yaml").chmod(0o644)  # of a run from before
     save_recipe(Recipe(), tmp_path / "recipe.yaml")
-    assert (tmp_path / "recipe.yaml").stat().st_mode & 0o044 == 0o044
+    assert (tmp_path / "recipe.yaml").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,270 @@
+"""The script of a job, from hostile recipes: shellcheck finds nothing in it, and the ranks get every byte as it was meant.
+
+The script itself is run, with small programs in the place of SLURM's: srun starts one task, apptainer keeps its image and
+starts what comes after it, and python writes down how it was called.
+"""
+
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from framework.cli import main
+from framework.errors import EXIT_USER, RecipeError
+from framework.launch.slurm import find_script_problems, render
+from framework.recipe.compose import compose
+from framework.recipe.overrides import parse_overrides, write_override
+from framework.recipe.schema import Batch, Container, Launch, Recipe, Run
+
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+HOSTILE = 'it\'s "a" $HOME `id` $(id) %j #c *?! ;& {a} [b] ~ größe'
+ONE_STEP = replace(Recipe(), batch=Batch(sequences_per_step=8))
+IMAGE = "docker://it's a $(image)"
+VARIABLES = {
+    "PLAIN": "WARN",
+    "HOSTILE": HOSTILE + "\\ \n second line",
+    "EMPTY": "",
+    "NUMBER": 3,
+    "PYTHONPATH": "/my own/it's",
+    "run": "a name of the script's own",
+    "job": "another",
+    "PATHS": "/x y:${oc.env:OUTER}",
+    "HF_TOKEN": "${oc.env:HF_TOKEN}",
+    "PROXY": "http://me:${oc.env:OUTER}@it's",
+}
+OUTER = "o\"u't $er"
+# In the place of each program of SLURM's: what the script asks of it, in as few lines as do it.
+PROGRAMS = {
+    "srun": """while [[ $1 == --* ]]; do shift; done
+export SLURM_NODEID=0 SLURM_PROCID=0
+exec "$@" """,
+    "apptainer": """printf '%s\\0' "$@" > "$NOTES/apptainer"
+shift
+while [[ $1 == --* ]]; do case $1 in --nv) shift ;; *) shift 2 ;; esac; done
+shift
+exec "$@" """,
+    "scontrol": """case "$*" in
+  *hostnames*) echo n1 ;;
+  *) echo "JobId=7 JobState=RUNNING EndTime=2099-01-01T00:00:00 PreemptTime=None" ;;
+esac""",
+    "sbatch": "echo sbatch >> $NOTES/called",
+    "squeue": "true",
+    "scancel": "true",
+}
+PYTHON = """#!/bin/bash
+printf '%s\\0' "$@" > "$NOTES/argv"
+env -0 > "$NOTES/environment"
+pwd > "$NOTES/here"
+echo 0 > "$MESHWRIGHT_OUTCOME"
+"""
+
+
+def recipe_of(python: Path, container: str, starter: str, array: bool = False, **launch) -> Recipe:
+    chosen = Launch(
+        kind="slurm",
+        ranks=1,
+        ranks_per_node=1,
+        gres="gpu",
+        python=str(python),
+        starter=starter,
+        container=Container(container, None if container == "none" else IMAGE, ["/data:/data"]),
+        environment=VARIABLES,
+        set_up=['if true; then export MARKER="set up"', "fi", 'echo "it\'s" \\'],
+        sbatch=['--comment="it\\"s # a" --exclusive'],
+        **launch,
+    )
+    return replace(ONE_STEP, launch=chosen, run=Run(root=HOSTILE))
+
+
+def folders(place: Path, container: str) -> tuple[Path, Path]:
+    """(folder of the runs, folder of the submission). Pyxis cannot mount what has spaces."""
+    name = HOSTILE if container != "pyxis" else HOSTILE.replace(" ", "")
+    runs, here = place / f"runs {name}", place / f"here {name}"
+    if container == "pyxis":
+        runs, here = place / f"runs{name}", place / f"here{name}"
+    runs.mkdir(exist_ok=True)
+    here.mkdir(exist_ok=True)
+    return runs, here
+
+
+def run_script(text: str, place: Path, here: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    programs = place / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, body in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    (place / "notes").mkdir(exist_ok=True)
+    around = {
+        "PATH": f"{programs}:/usr/bin:/bin", "NOTES": str(place / "notes"), "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NAME": "x", "PYTHONPATH": "/outer",
+    }  # fmt: skip
+    return subprocess.run(
+        ["bash", "-c", text], cwd=here, env=around | variables, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def noted(place: Path, what: str) -> list[str]:
+    return (place / "notes" / what).read_text().split("\0")[:-1]
+
+
+@pytest.mark.parametrize("array", [None, 3])
+@pytest.mark.parametrize("starter", ["srun", "torchrun"])
+@pytest.mark.parametrize("container", ["none", "apptainer", "pyxis"])
+def test_ranks_get_what_was_meant_to_the_byte(tmp_path, container, starter, array):
+    runs, here = folders(tmp_path, container)
+    python = tmp_path / "py 'th\"on" / "$(x) py"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    run = runs / ("x-2" if array else "x")
+    (run / "slurm").mkdir(parents=True)
+    script = render(recipe_of(python, container, starter), runs / "x", here, array)
+    done = run_script(script.text, tmp_path, here, HF_TOKEN="hf_s$ecret", OUTER=OUTER, SLURM_ARRAY_TASK_ID="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    argv = noted(tmp_path, "argv")
+    assert argv[-3:] == ["-m", "framework.launch.rank", str(run)]
+    assert starter == "srun" or argv[1] == "torch.distributed.run"
+    assert "--node-rank=0" in argv or starter == "srun"
+    environment = dict(pair.split("=", 1) for pair in noted(tmp_path, "environment"))
+    meant = VARIABLES | {"PATHS": f"/x y:{OUTER}", "HF_TOKEN": "hf_s$ecret", "PROXY": f"http://me:{OUTER}@it's"}
+    meant |= {"PYTHONPATH": f"{run}/code:/my own/it's", "NUMBER": "3"}
+    assert {name: environment[name] for name in meant} == meant
+    assert environment["MARKER"] == "set up"
+    assert environment["MESHWRIGHT_OUTCOME"] == f"{run}/slurm/outcome.7"
+    assert (tmp_path / "notes" / "here").read_text() == f"{here}\n"
+    if container == "apptainer":
+        assert {name: environment[f"APPTAINERENV_{name}"] for name in meant} == meant
+        words = noted(tmp_path, "apptainer")
+        assert words[: words.index(IMAGE)][:4] == ["exec", "--nv", "--pwd", str(here)]
+        assert f"{runs}:{runs}" in words
+    assert "hf_s$ecret" not in script.text + done.stdout
+
+
+def test_shellcheck_finds_nothing_in_what_hostile_recipes_render(tmp_path):
+    files = []
+    shapes = [
+        (container, starter, None) for container in ("none", "apptainer", "pyxis") for starter in ("srun", "torchrun")
+    ]
+    for number, (container, starter, array) in enumerate([*shapes, ("none", "srun", 3), ("apptainer", "torchrun", 3)]):
+        runs, here = folders(tmp_path, container)
+        recipe = recipe_of(tmp_path / "py 'th\"on", container, starter)
+        files.append(tmp_path / f"{number}.sh")
+        files[-1].write_text(render(recipe, runs / "x", here, array).text)
+    found = subprocess.run([SHELLCHECK, "--exclude=SC2016", *files], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+
+
+@given(st.dictionaries(st.from_regex(r"X_[A-Z]{1,3}", fullmatch=True), TEXT, min_size=1, max_size=8))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_reaches_the_ranks(tmp_path, variables):
+    """All values at once, through the assignments of a rendered script."""
+    recipe = replace(ONE_STEP, launch=Launch(kind="slurm", ranks=1, ranks_per_node=1, environment=variables))
+    text = render(recipe, tmp_path / "x", tmp_path).text
+    start, end = text.index("  # shellcheck disable=SC2097"), text.index("  srun")
+    done = subprocess.run(["bash", "-c", f"{text[start:end]} env -0"], capture_output=True, check=True).stdout.decode()
+    environment = dict(pair.split("=", 1) for pair in done.split("\0")[:-1])
+    assert {name: environment[name] for name in variables} == variables
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_job_without_a_variable_that_is_referred_to_stops_with_86_and_names_it(tmp_path, value):
+    runs, here = folders(tmp_path, "none")
+    (runs / "x" / "slurm").mkdir(parents=True)
+    script = render(recipe_of(tmp_path / "python", "none", "srun"), runs / "x", here)
+    done = run_script(script.text, tmp_path, here, OUTER=OUTER, **({} if value is None else {"HF_TOKEN": value}))
+    assert done.returncode == EXIT_USER
+    assert "job 7: not started: launch.environment refers to HF_TOKEN, which this job does not have" in done.stdout
+    assert not (tmp_path / "notes" / "argv").exists()
+
+
+@pytest.mark.parametrize("array", [None, 3])
+def test_the_command_that_goes_on_can_be_typed(tmp_path, array):
+    runs, here = folders(tmp_path, "none")
+    script = render(recipe_of(tmp_path / "python", "none", "srun"), runs / "x", here, array).text
+    line = next(line for line in script.splitlines() if line.startswith("go_on="))
+    said = subprocess.run(
+        ["bash", "-c", f'SLURM_ARRAY_TASK_ID=2\n{line}\necho "$go_on"'], capture_output=True, text=True, check=True
+    ).stdout
+    words = shlex.split(said.partition("go on with")[2])
+    assert words[:3] == ["meshwright", "submit", "run.id=x-2" if array else "run.id=x"]
+    assert parse_overrides(words[3:], []).values[0].value() == HOSTILE
+
+
+@given(TEXT)
+def test_an_override_is_written_as_it_is_read(text):
+    (override,) = parse_overrides([write_override("run.root", text)], []).values
+    assert override.value().replace("\\${", "${") == text or "${" in text
+
+
+@pytest.mark.parametrize(
+    ("root", "container", "is_found"),
+    [
+        ("it's \"a\" %j b", "none", None), ("a\nb", "none", "'\\n'"), ("a\\b", "none", "'\\\\'"), ("a:b", "none", "':'"),
+        ("it's a", "apptainer", None), ("a,b", "apptainer", "','"), ("a,b", "none", None), ("a b", "pyxis", "' '"),
+    ],
+)  # fmt: skip
+def test_folders_that_do_not_get_through_are_refused_with_the_key(root, container, is_found):
+    recipe = replace(Recipe(), run=Run(root=root), launch=Launch(container=Container(container)))
+    problems = list(find_script_problems(recipe, Path("/here")))
+    assert [problem.key for problem in problems] == (["run.root"] if is_found else [])
+    assert all(is_found in problem.message and "run.root" in problem.fix for problem in problems)
+
+
+def test_a_submission_from_a_folder_that_does_not_get_through_is_refused_before_anything_is_made(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a:b").mkdir()
+    monkeypatch.chdir(tmp_path / "a:b")
+    words = ["data=files", "data.sources.files.path=x", "data.bpe_vocab=300", "launch=slurm", "launch.ranks=1"]
+    assert main(["submit", "--dry-run", *words]) == EXIT_USER
+    assert "run.root" in capsys.readouterr().err
+    assert not list((tmp_path / "a:b").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ('launch.partition="a\nb"', "launch.partition"), ('launch.account="a\x00b"', "launch.account"),
+        ('launch.qos="\t"', "launch.qos"), ('launch.gres="gpu\r"', "launch.gres"), ('launch.python="a\nb"', "launch.python"),
+        ('launch.sbatch=["--comment=a\n#SBATCH --x"]', "launch.sbatch"), ('launch.sbatch=["--comment=\'a"]', "launch.sbatch"),
+        ('launch.sbatch=["--exclusive --time=1"]', "launch.sbatch"), ('launch.sbatch=["-t5"]', "launch.sbatch"),
+        ('launch.sbatch=["-J x"]', "launch.sbatch"), ('launch.set_up=["a\r"]', "launch.set_up"),
+        ('launch.environment={A: "x\x00"}', "launch.environment.A"), ("launch.environment={A: true}", "launch.environment.A"),
+        ("launch.environment={MASTER_PORT: 5}", "launch.environment.MASTER_PORT"),
+        ("launch.environment={SHELLOPTS: x}", "launch.environment.SHELLOPTS"),
+        ("launch.environment={OMP_NUM_THREADS: 4}", "launch.environment.OMP_NUM_THREADS"),
+        ("launch.environment={A: '${oc.env:B}', B: x}", "launch.environment.A"),
+        ('launch.container={kind: apptainer, image: "a\nb"}', "launch.container.image"),
+        ('launch.container={kind: apptainer, image: a, mounts: ["/a,b"]}', "launch.container.mounts"),
+        ('launch.container={kind: pyxis, image: a, mounts: ["/a b"]}', "launch.container.mounts"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_part_of_the_script_is_refused_with_its_key(override, key):
+    words = [
+        "data=files",
+        "data.sources.files.path=x",
+        "data.bpe_vocab=300",
+        "launch=slurm",
+        "launch.ranks=1",
+        override,
+    ]
+    with pytest.raises(RecipeError) as error:
+        compose(words).require()
+    assert f"  {key}" in str(error.value)
+    assert "->" in str(error.value) or "NUL" in str(error.value)
+
+
+@pytest.mark.parametrize("lines", [["echo 'a"], ["cat <<END", "x"], ["if true; then"], ["fi"], ["module load (x"]])
+def test_a_set_up_that_would_swallow_the_script_is_refused(lines):
+    recipe = replace(Recipe(), launch=Launch(set_up=lines))
+    (problem,) = find_script_problems(recipe, Path("/here"))
+    assert problem.key == "launch.set_up"
+    assert "bash cannot read" in problem.message
