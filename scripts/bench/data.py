@@ -16,10 +16,11 @@ from statistics import median
 
 import numpy as np
 
+from framework.data.join import JoinPlan, join_store
 from framework.data.loader import Loader
 from framework.data.prepare import prepare_command
 from framework.data.prepared import Prepared, PreparedSource
-from framework.data.store import STORE_VERSION, SplitReport, SplitWriter, StoreMeta, open_stream
+from framework.data.store import STORE_VERSION, SplitReport, SplitWriter, StoreMeta, open_stream, sum_splits
 from framework.recipe.schema import Data, Recipe, Source
 
 BAR_TOKENS_PER_S = 5_000_000
@@ -42,7 +43,9 @@ def write_store(folder: Path, num_tokens: int) -> Prepared:
             report = writer.finish()
         assert report is not None
         reports.append({"train": report})
-    meta = StoreMeta(STORE_VERSION, {}, [], "", "", 50_000, 0, dtype.name, 0, reports, 0, 0, "")
+    meta = StoreMeta(STORE_VERSION, {}, 0, "", "", 50_000, 0, dtype.name, 0, sum_splits(reports), 0, 0, "")
+    JoinPlan(meta, [], reports).write(folder)
+    join_store(folder)
     stream = open_stream(folder, meta, "train")
     stream.count_ids(50_000)  # reads it all, into the page cache
     source = PreparedSource("random", 1.0, folder, meta, {"train": stream})
