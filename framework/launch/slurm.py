@@ -104,8 +104,13 @@ def render(recipe: Recipe, run_dir: Path, here: Path, array: int | None = None) 
 def find_script_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
     """What cannot be a part of the script, beyond what the recipe's rules say. here: as for `render`."""
     yield from _find_folder_problems(recipe, here)
-    # A quote or a here-document that is not closed would swallow the script, and the job would end well without a rank.
-    reason = _call(["bash", "-n", "-c", "\n".join(recipe.launch.set_up)]).stderr.strip()
+    if recipe.launch.set_up and shutil.which("bash"):
+        yield from _find_open_lines(recipe.launch.set_up)
+
+
+def _find_open_lines(lines: list[str]) -> Iterator[Problem]:
+    """A quote or a here-document that is not closed would swallow the script: the job would end well without a rank."""
+    reason = _call(["bash", "-n", "-c", "\n".join(lines)]).stderr.strip()
     if reason:
         reason = re.sub(r"^.*?line \d+: ", "", reason.splitlines()[0])
         yield Problem("launch.set_up", None, f"bash cannot read these lines: {reason}", "close what they open")

@@ -250,7 +250,9 @@ class Launch:
     )
     sbatch: list[str] = key("slurm: more options of sbatch, such as --exclusive or --constraint=nvlink", [])
     set_up: list[str] = key("slurm: shell lines before the ranks start, such as module load cuda", [])
-    environment: dict[str, Any] = key("slurm: variables of the ranks, such as NCCL_SOCKET_IFNAME", {})
+    environment: dict[str, Any] = key(
+        "variables of the ranks, such as NCCL_SOCKET_IFNAME; a secret by reference: ${oc.env:HF_TOKEN}", {}
+    )
     python: str | None = key("slurm: the ranks' interpreter; null: the one that submits, in a container `python`", None)
     starter: Literal["srun", "torchrun"] = key("slurm: srun starts every rank, or one torchrun per node", "srun")
     container: Container = group(Container)

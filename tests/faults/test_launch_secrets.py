@@ -1,5 +1,6 @@
 """Whole runs with a secret in launch.environment: the ranks have it from their first moment, and no file has it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def place(tmp_path_factory):
         patch.chdir(place)
         patch.setenv("HF_TOKEN", SECRET)
         assert main(["train", *RECIPE, "run.id=here", f"launch.environment.PYTHONPATH={place / 'path'}"]) == EXIT_DONE
+        assert "https_proxy" not in os.environ
     return place
 
 
