@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.agreement import check_agreement
-from framework.comm.forms import FORMS, Pending, copy, scatter_rounded, sum_rounded
+from framework.comm.forms import FORMS, Pending, copy, on_host, scatter_rounded, sum_rounded
 from framework.mesh.axis import Axis
 
 Reduction = Literal["sum", "max", "min"]
@@ -51,8 +51,8 @@ def start_all_reduce(
     axis.traffic.record("all_reduce", 2 * (axis.size - 1) * x.numel() * wire.itemsize // axis.size)
     if wire != x.dtype:
         assert op == "sum", f"{op} over a wire of {wire}"
-        return sum_rounded(x, axis, wire)
-    return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
+        return on_host(lambda out, _: sum_rounded(out, axis, wire), x, x, axis)
+    return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis)
 
 
 def all_gather(out: Tensor, x: Tensor, axis: Axis) -> None:
@@ -72,7 +72,7 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, label: str = "") -> Pen
         return Pending()
     check_agreement(axis, "all_gather", label, x)
     axis.traffic.record("all_gather", (axis.size - 1) * x.nbytes)
-    return FORMS[x.device.type, "all_gather"].start(out, x, axis)
+    return on_host(lambda out, x: FORMS[x.device.type, "all_gather"].start(out, x, axis), out, x, axis)
 
 
 def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
@@ -95,8 +95,8 @@ def start_reduce_scatter(
     check_agreement(axis, "reduce_scatter", label, x)
     axis.traffic.record("reduce_scatter", (axis.size - 1) * out.numel() * wire.itemsize)
     if wire != x.dtype:
-        return scatter_rounded(out, x, axis, wire)
-    return FORMS[x.device.type, "reduce_scatter"].start(out, x, axis)
+        return on_host(lambda out, x: scatter_rounded(out, x, axis, wire), out, x, axis)
+    return on_host(lambda out, x: FORMS[x.device.type, "reduce_scatter"].start(out, x, axis), out, x, axis)
 
 
 def all_to_all(
@@ -131,7 +131,11 @@ def start_all_to_all(
     axis.traffic.record("all_to_all", (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize)
     out_list = None if out_splits is None else list(out_splits)
     in_list = None if in_splits is None else list(in_splits)
-    return Pending([dist.all_to_all_single(out, x, out_list, in_list, axis.group, async_op=True)], [out, x])
+
+    def start(out: Tensor, x: Tensor) -> Pending:
+        return Pending([dist.all_to_all_single(out, x, out_list, in_list, axis.group, async_op=True)], [out, x])
+
+    return on_host(start, out, x, axis)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> None:
@@ -141,7 +145,11 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> None:
     _check(x)
     check_agreement(axis, "broadcast", "", x)
     axis.traffic.record("broadcast", x.nbytes if axis.rank == source else 0)
-    dist.broadcast(x, group=axis.group, group_src=source)
+
+    def start(x: Tensor, _: Tensor) -> Pending:
+        return Pending([dist.broadcast(x, group=axis.group, group_src=source, async_op=True)], [x])
+
+    on_host(start, x, x, axis).wait()
 
 
 def barrier(axis: Axis) -> None:
@@ -151,6 +159,10 @@ def barrier(axis: Axis) -> None:
     check_agreement(axis, "barrier", "", None)
     axis.traffic.record("barrier", 0)
     dist.barrier(group=axis.group)
+
+
+def _all_reduce(x: Tensor, axis: Axis, op: Reduction) -> Pending:
+    return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
 
 
 def gather_objects(obj: Any, axis: Axis) -> list[Any]:

@@ -2,7 +2,8 @@
 
 `FORMS` is the choice. It is a table and not a measurement at start-up, because ranks must choose alike and because on gloo no
 size was found at which its own form wins: scripts/bench/collectives.py from 64 KiB to 64 MiB, 2 and 4 ranks
-(docs/benchmarks.md).
+(docs/benchmarks.md). Where GPUs are shared by ranks there is no NCCL; gloo has no messages between GPUs and few collectives, so
+there every operation is that of the CPU on host copies (`on_host`).
 """
 
 from collections.abc import Callable, Sequence
@@ -59,6 +60,34 @@ class Pending:
         """Return when the results may be used; a second wait does nothing."""
         while self.advance():
             pass
+
+
+def on_host(start: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Start an operation of x whose result is `out`: of both as they are, or of host copies where the axis is staged. Then `out`
+    is filled when it is waited for, and a wait is the CPU's too."""
+    if not axis.staged:
+        return start(out, x)
+    host_x = to_host(x)
+    host_out = host_x if out is x else torch.empty(out.shape, dtype=out.dtype)
+    return then(start(host_out, host_x), lambda: copy(out, host_out))
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy on the CPU, also of what is there."""
+    return x.to("cpu", copy=True)
+
+
+def then(pending: Pending, finish: Callable[[], None]) -> Pending:
+    """`pending`, with what is left to do behind its last part."""
+
+    def proceed() -> Pending | None:
+        follows = pending._finish() if pending._finish is not None else None
+        if follows is not None:
+            return then(follows, finish)
+        finish()
+        return None
+
+    return Pending(pending._works, pending._tensors, proceed)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ Between two ranks messages of one direction match in the order in which they are
 `axis.traffic`; a receive is not, the sender has it. There is no neighbour on an axis of size 1, so nothing to send.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm.forms import Pending
+from framework.comm.forms import Pending, copy, to_host
 from framework.mesh.axis import Axis
 
 
@@ -29,7 +31,8 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     Operations that depend on one another around a circle of ranks belong in one batch: NCCL runs separate ones in
     turn, and two ranks that both send first would wait for each other.
     """
-    return Pending(_start(sends, receives, axis), [x for x, _ in (*sends, *receives)])
+    started = _start(sends, receives, axis)
+    return Pending([*started.received, *started.sent], [x for x, _ in (*sends, *receives)], started.finish)
 
 
 def exchange_apart(
@@ -37,23 +40,43 @@ def exchange_apart(
 ) -> tuple[Pending, Pending]:
     """As `exchange`, with one Pending for what is sent and one for what is received. NCCL tells of a batch as a whole: there
     either waits for both."""
-    works = _start(sends, receives, axis)
-    are_apart = len(works) == len(sends) + len(receives)
-    received = works[: len(receives)] if are_apart else works
-    sent = works[len(receives) :] if are_apart else works
-    return Pending(sent, [x for x, _ in sends]), Pending(received, [x for x, _ in receives])
+    started = _start(sends, receives, axis)
+    tensors = [x for x, _ in sends], [x for x, _ in receives]
+    return Pending(started.sent, tensors[0]), Pending(started.received, tensors[1], started.finish)
 
 
-def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> list[dist.Work]:
-    """The works of the receives, then of the sends, or one for all."""
-    operations = []
-    for call, messages in ((dist.irecv, receives), (dist.isend, sends)):
-        for x, peer in messages:
-            assert x.is_contiguous(), f"shape {tuple(x.shape)} with strides {x.stride()} is not contiguous"
-            assert 0 <= peer < axis.size and peer != axis.rank, f"no peer {peer} of rank {axis.rank} on {axis}"  # noqa: PT018
-            operations.append(dist.P2POp(call, x, group=axis.group, group_peer=peer))
-    if not operations:
-        return []
+@dataclass(frozen=True)
+class _Started:
+    """Works to wait for before what was sent may be written to, and before what is received may be read; finish: what is then
+    left to do for the received."""
+
+    sent: Sequence[dist.Work]
+    received: Sequence[dist.Work]
+    finish: Callable[[], None]
+
+
+def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> _Started:
+    """Of the tensors themselves, or of host copies where the axis is staged: a receive then ends with the copy back."""
+    for x, peer in (*sends, *receives):
+        assert x.is_contiguous(), f"shape {tuple(x.shape)} with strides {x.stride()} is not contiguous"
+        assert 0 <= peer < axis.size and peer != axis.rank, f"no peer {peer} of rank {axis.rank} on {axis}"  # noqa: PT018
     for x, _ in sends:
         axis.traffic.record("send", x.nbytes)
-    return dist.batch_isend_irecv(operations)
+    leaving, arriving = [x for x, _ in sends], [x for x, _ in receives]
+    if axis.staged:
+        leaving = [to_host(x) for x in leaving]
+        arriving = [torch.empty(x.shape, dtype=x.dtype) for x in arriving]
+    operations = [
+        dist.P2POp(call, x, group=axis.group, group_peer=peer)
+        for call, tensors, messages in ((dist.irecv, arriving, receives), (dist.isend, leaving, sends))
+        for x, (_, peer) in zip(tensors, messages, strict=True)
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+
+    def finish() -> None:
+        for (x, _), came in zip(receives, arriving, strict=True):
+            copy(x, came)
+
+    are_apart = len(works) == len(operations)
+    received = works[: len(receives)] if are_apart else works
+    return _Started(works[len(receives) :] if are_apart else works, received, finish)

@@ -29,7 +29,8 @@ class Axis:
     `rank` is the index of this process along the axis; `ranks` are the world ranks of the axis, in order;
     `group` is a torch process group over them, None when the size is 1. `scatter_group`: another one, for reduce-scatters that
     must not queue behind gathers; None where operations do not queue. `buffers` are receive buffers that no operation
-    uses just now: `comm/` takes them and gives them back. check_s: debug mode, see `comm/agreement.py`.
+    uses just now: `comm/` takes them and gives them back. check_s: debug mode, see `comm/agreement.py`. staged: the group carries
+    tensors of the CPU only, and those of a GPU go through host memory.
     """
 
     name: str
@@ -41,3 +42,4 @@ class Axis:
     traffic: Traffic = field(default_factory=Traffic)
     buffers: list[Any] = field(default_factory=list)
     check_s: float | None = None
+    staged: bool = False

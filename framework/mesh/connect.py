@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,24 +54,29 @@ def connect(
     rank: int | None = None,
     timeout_s: float = 1800,
     check_s: float | None = None,
+    backend: Literal["gloo", "nccl"] | None = None,
 ) -> Mesh:
     """Join the other ranks of the world and return this rank's mesh. A world of one rank has no process group at all.
 
     rendezvous None: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment, as launchers set them;
     else a URL such as `file:///tmp/x` (a file that does not exist yet), with an explicit rank.
+    backend None: NCCL for GPUs, gloo for CPUs; gloo on GPUs is slow and works where ranks share one.
     Collectives that take longer than `timeout_s` fail. check_s: the debug mode of `comm/agreement.py`. Raises TopologyError
     when the world has not the topology's size, ConnectionFailed when a rank does not come within `timeout_s`.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
-    groups = _create_groups(topology, rank, device, rendezvous or "env://", timedelta(seconds=timeout_s))
-    if device.type == "cuda":
+    has_nccl = device.type == "cuda" if backend is None else backend == "nccl"
+    groups = _create_groups(topology, rank, has_nccl, rendezvous or "env://", timedelta(seconds=timeout_s))
+    if has_nccl:
         _start_communicators(groups, device)
     axes = {}
     for name, ranks in topology.groups(rank).items():
-        axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(ranks), check_s=check_s)
-    if device.type == "cuda" and axes["shard"].size > 1:
+        group = groups.get(ranks)
+        staged = device.type == "cuda" and not has_nccl
+        axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, group, check_s=check_s, staged=staged)
+    if has_nccl and axes["shard"].size > 1:
         axes["shard"] = replace(axes["shard"], scatter_group=_create_scatter_group(axes["shard"], device))
     return Mesh(topology, rank, device, axes)
 
@@ -94,7 +99,7 @@ def _agree_on_rank(topology: Topology, rendezvous: str | None, rank: int | None)
 
 
 def _create_groups(
-    topology: Topology, rank: int, device: torch.device, url: str, timeout: timedelta
+    topology: Topology, rank: int, has_nccl: bool, url: str, timeout: timedelta
 ) -> dict[tuple[int, ...], Any]:
     """This rank's process groups by their ranks: one for each distinct set of more than one rank.
 
@@ -104,7 +109,7 @@ def _create_groups(
     groups: dict[tuple[int, ...], Any] = {}
     if topology.world == 1:
         return groups
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
     store = next(dist.rendezvous(url, rank, topology.world, timeout=timeout))[0]
     connecting = timedelta(seconds=CONNECT_S)
 
