@@ -64,7 +64,7 @@ def _commands() -> tuple[Command, ...]:
     return (
         Command("train", "check the recipe and train it here", _train, _add_train, True),
         Command("check", "every mistake of a recipe at once, or what it says in full", _check, _add_check, True),
-        Command("verify", "the recipe's layout on CPU ranks against stock Hugging Face", _verify, _add_verify, True),
+        Command("verify", "the recipe's layout against stock Hugging Face in one process", _verify, _add_verify, True),
         Command("plan", "layouts and bytes per rank, without any device", _plan, _add_plan, True),
         Command("prepare", "text to token store, resumable and on all cores", _prepare, _add_prepare, True),
         Command("submit", "queue the recipe on a SLURM cluster", _submit, _add_submit, True),
@@ -179,16 +179,35 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-config", type=Path, metavar="FILE", help="a config.json to take instead of the recipe's model"
     )
-    parser.add_argument("--fp64", action="store_true", help="compare in fp64, to 1e-9 instead of 1e-5")
+    parser.add_argument(
+        "--dtype",
+        choices=["fp64", "fp32", "bf16"],
+        help="compare in it: to 1e-9, to 1e-5 (default), to measured bounds",
+    )
+    parser.add_argument("--fp64", dest="dtype", action="store_const", const="fp64", help="the same as --dtype fp64")
+    parser.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", help="the same as --dtype bf16")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="CPU ranks (default: what the layout needs)")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks (default: what the layout needs, at most 4 by dp)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="cuda: NCCL, or gloo where ranks share GPUs (default: cpu)",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="the recipe as it is, in its own sizes and dtypes, or a refusal"
+    )
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
     from framework.verify.command import verify
+    from framework.verify.options import Options
 
-    return verify(recipe, arguments.model_config, arguments.fp64, arguments.steps, arguments.ranks)
+    names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
+    return verify(recipe, Options(**{name: getattr(arguments, name) for name in names}))
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:

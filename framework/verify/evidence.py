@@ -19,14 +19,16 @@ from framework.model.plan import find_units
 class Evidence:
     """losses and norms by step; gradients after step 1, clipped, and weights after the last step, full, by parameter name.
 
-    undecided: bool masks over weights that are what they are by the sign of rounding noise, and say nothing.
+    by_step: of a layout that the oracle follows (see `lion.py`), weights after each step. undecided: of an oracle that has
+    followed, how many elements of a weight were updated by what rounding decides.
     """
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    undecided: dict[str, Tensor] = field(default_factory=dict)
+    by_step: tuple[dict[str, Tensor], ...] = ()
+    undecided: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,15 @@ def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
         programs = initialize_unit(model, unit, seed, unit.parameters)
         values |= {name: program.whole() for name, program in programs.items()}
     return values
+
+
+def perturb(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """Values that are rounded otherwise: each moved up or down by one unit in the last place of `dtype` at the most, and by at
+    least one where they are in that dtype themselves."""
+    generator = torch.Generator().manual_seed(seed_for(seed, "perturb", values.numel()))
+    u = 2 * torch.rand(values.shape, generator=generator, dtype=torch.float64) - 1
+    u = u.sign() if values.dtype == dtype else u / 2
+    return (values.double().cpu() * (1 + u * torch.finfo(dtype).eps)).to(values)
 
 
 def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Axis) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from framework.verify.evidence import Evidence, TokenBatch, gather_full
 def run_layout(recipe: Recipe, config: PretrainedConfig, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
     """Train the recipe's layout on the batches; the evidence is gathered on every rank."""
     run, dtype = build(recipe, config, mesh), compute_dtype(recipe.precision, mesh.device)
-    losses, norms, gradients = [], [], {}
+    losses, norms, gradients, by_step = [], [], {}, []
     for step, batch in enumerate(batches):
         lr = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
         microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
@@ -31,7 +31,15 @@ def run_layout(recipe: Recipe, config: PretrainedConfig, batches: Sequence[Token
         norms.append(norm)
         if step == 0:
             gradients = gather_full(owned_gradients(run), mesh.axis("world"))
-    return Evidence(tuple(losses), tuple(norms), gradients, gather_full(owned_weights(run), mesh.axis("world")))
+        if is_followed(recipe) or step == len(batches) - 1:
+            by_step.append(gather_full(owned_weights(run), mesh.axis("world")))
+    followed = tuple(by_step) if is_followed(recipe) else ()
+    return Evidence(tuple(losses), tuple(norms), gradients, by_step[-1], followed)
+
+
+def is_followed(recipe: Recipe) -> bool:
+    """Whether the oracle needs to know this layout's weights after each step, before it can begin."""
+    return recipe.optim.name == "lion"
 
 
 def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[Microbatch]:

@@ -1,26 +1,30 @@
-"""The oracle: a stock Hugging Face model, stock optimizers, one process, a ten-line loop.
+"""The oracle: a stock Hugging Face model, stock optimizers, one process, a plain loop.
 
-It imports nothing from `parallel/`, `comm/` or `train/`: what it agrees with, it agrees with independently.
+It imports nothing from `parallel/`, `comm/` or `train/`: what it agrees with, it agrees with independently. Where a true result
+is undecided (Lion's sign of a gradient that is rounding), it follows the layout: see `lion.py`.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.model.load import choose_experts
 from framework.model.loss import IGNORE
+from framework.model.materialize import kept_in_fp32
 from framework.optim.groups import group_parameters
 from framework.optim.schedules import learning_rate
 from framework.recipe.schema import Optim, Recipe
 from framework.verify.double import keep_double
-from framework.verify.evidence import Evidence, TokenBatch
+from framework.verify.evidence import Evidence, TokenBatch, perturb
+from framework.verify.lion import Noise, PlainLion, measure_noise
 
-# Sums of a few hundred terms err by some multiple of the dtype's eps, relative to the largest.
-NOISE_EPS = 100
+CPU = torch.device("cpu")
+# Of each step's gradients, for Lion: how many more times they are computed, from weights that are rounded otherwise.
+NUM_PERTURBED = 3
 
 
 def run_oracle(
@@ -29,62 +33,142 @@ def run_oracle(
     weights: dict[str, Tensor],
     batches: Sequence[TokenBatch],
     dtype: torch.dtype,
+    device: torch.device = CPU,
+    layout: Sequence[Mapping[str, Tensor]] = (),
 ) -> Evidence:
-    """Train from `weights` on the batches, microbatch after microbatch on one process; parameters in `dtype`."""
-    model = _stock_model(recipe, config, weights, dtype)
-    optimizer = _stock_optimizer(recipe.optim, model)
+    """Train from `weights` on the batches, microbatch after microbatch in one process; forward and backward in `dtype`.
+
+    As in mixed precision by the book: master weights in fp32 at least, of which the model has copies in `dtype`, and gradients
+    summed in the masters' dtype. layout: the layout's weights after each step, for an optimizer that follows them.
+    """
+    oracle = _Oracle(recipe, config, weights, dtype, device)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
-        for group in optimizer.param_groups:
-            rate = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
-            group["lr"] = rate * group["lr_ratio"]
-        optimizer.zero_grad()
-        with keep_double(dtype):
-            losses.append(_accumulate(model, batch, recipe.batch.sequences_per_microbatch))
-        limit = float("inf") if recipe.optim.clip_norm is None else recipe.optim.clip_norm
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        oracle.set_rate(step)
+        losses.append(oracle.find_gradients(batch))
+        norms.append(oracle.clip())
         if step == 0:
-            zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-            gradients = zeros | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-    final = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
-    undecided = {name: state["undecided"] for name, state in states.items() if "undecided" in state}
-    return Evidence(tuple(losses), tuple(norms), gradients, final, undecided)
+            gradients = oracle.gradients()
+        oracle.update(batch, layout[step] if layout else {})
+    final = {name: master.detach().cpu() for name, master in oracle.masters.items()}
+    return Evidence(tuple(losses), tuple(norms), gradients, final, undecided=oracle.count_undecided())
 
 
-def _accumulate(model: PreTrainedModel, batch: TokenBatch, sequences_per_microbatch: int) -> float:
-    num_tokens = (batch.labels != IGNORE).sum()
-    inputs, labels = batch.input_ids.split(sequences_per_microbatch), batch.labels.split(sequences_per_microbatch)
-    total = 0.0
-    for input_ids, target in zip(inputs, labels, strict=True):
-        output = model(input_ids=input_ids)
-        loss = F.cross_entropy(output.logits.flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="sum")
-        loss = loss / num_tokens
-        if getattr(model.config, "output_router_logits", False):
-            loss = loss + model.config.router_aux_loss_coef * output.aux_loss / len(inputs)
-        loss.backward()
-        total += loss.item()
-    return total
+class _Oracle:
+    """A model in `dtype`, the masters of its parameters by name, and their optimizer."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: PretrainedConfig,
+        weights: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._recipe, self._dtype = recipe, dtype
+        self._model = _stock_model(recipe, config, dtype, device)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.masters = {
+            name: nn.Parameter(weights[name].to(device, wide, copy=True), parameter.requires_grad)
+            for name, parameter in self._model.named_parameters()
+        }
+        self._optimizer = _stock_optimizer(recipe.optim, self.masters)
+
+    def set_rate(self, step: int) -> None:
+        rate = learning_rate(step, self._recipe.optim.schedule, self._recipe.optim.lr, self._recipe.train.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group["lr_ratio"]
+
+    def find_gradients(self, batch: TokenBatch) -> float:
+        """The masters' gradients of the batch's loss, which is returned."""
+        for name, parameter in self._model.named_parameters():
+            parameter.data.copy_(self.masters[name])
+            self.masters[name].grad = None
+        with keep_double(self._dtype):
+            return sum(self._accumulate(batch))
+
+    def clip(self) -> float:
+        """Clip as the recipe says; the norm before that."""
+        limit = self._recipe.optim.clip_norm
+        return float(nn.utils.clip_grad_norm_(self.masters.values(), float("inf") if limit is None else limit))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """On the CPU; zero where a parameter has none."""
+        found = {name: torch.zeros_like(m) if m.grad is None else m.grad for name, m in self.masters.items()}
+        return {name: gradient.detach().to("cpu", copy=True) for name, gradient in found.items()}
+
+    def update(self, batch: TokenBatch, layout: Mapping[str, Tensor]) -> None:
+        """One step of the optimizer. layout: the layout's weights after it, if they are known."""
+        if isinstance(self._optimizer, PlainLion) and layout:
+            noise = self._measure_noise(batch)
+            self._optimizer.follow(noise, {self.masters[name]: weight for name, weight in layout.items()})
+        else:
+            self._optimizer.step()
+
+    def count_undecided(self) -> dict[str, int]:
+        """By name, elements of which rounding decided the update in some step."""
+        masks = {name: self._optimizer.state[master].get("undecided") for name, master in self.masters.items()}
+        return {name: int(mask.sum()) for name, mask in masks.items() if mask is not None and mask.any()}
+
+    def _accumulate(self, batch: TokenBatch) -> Iterator[float]:
+        """Each microbatch's part of the loss, once its gradients are added to the masters'."""
+        device = self._model.device
+        rows, num_tokens = self._recipe.batch.sequences_per_microbatch, int((batch.labels != IGNORE).sum())
+        inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
+        for input_ids, target in zip(inputs, labels, strict=True):
+            output = self._model(input_ids=input_ids.to(device))
+            logits, target = output.logits.flatten(0, 1), target.flatten().to(device)
+            loss = F.cross_entropy(_widen(logits), target, ignore_index=IGNORE, reduction="sum") / num_tokens
+            if getattr(self._model.config, "output_router_logits", False):
+                loss = loss + self._model.config.router_aux_loss_coef * output.aux_loss / len(inputs)
+            loss.backward()
+            for name, parameter in self._model.named_parameters():
+                if parameter.grad is not None:
+                    master = self.masters[name]
+                    gradient = parameter.grad.to(master.dtype)
+                    master.grad = gradient if master.grad is None else master.grad + gradient
+                    parameter.grad = None
+            yield loss.item()
+
+    def _measure_noise(self, batch: TokenBatch) -> dict[Tensor, Noise]:
+        """What rounding does to the gradients of this step, which are left as they were."""
+        masters = self.masters.values()
+        own = [(master.detach().clone(), master.grad) for master in masters]
+        perturbed: list[list[Tensor | None]] = []
+        for seed in range(NUM_PERTURBED):
+            for master, (weight, _) in zip(masters, own, strict=True):
+                master.data = perturb(weight, self._dtype, seed)
+            self.find_gradients(batch)
+            self.clip()
+            perturbed.append([master.grad for master in masters])
+        noise = {}
+        for master, (weight, gradient), *others in zip(masters, own, *perturbed, strict=True):
+            master.data, master.grad = weight, gradient
+            if gradient is not None:
+                noise[master] = measure_noise(gradient, [each for each in others if each is not None])
+        return noise
 
 
-def _stock_model(
-    recipe: Recipe, config: PretrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype
-) -> PreTrainedModel:
+def _widen(logits: Tensor) -> Tensor:
+    """At least fp32: the loss is not computed in bf16."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _stock_model(recipe: Recipe, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     chosen = {} if recipe.model.attention == "auto" else {"attn_implementation": recipe.model.attention}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
     choose_experts(model, recipe.model.experts, dtype)
+    wide = kept_in_fp32(model, dtype)
     for name, parameter in model.named_parameters():
-        parameter.data = weights[name].to(dtype, copy=True)
+        parameter.data = parameter.to(torch.float32 if name in wide else dtype)
         parameter.requires_grad_(not any(re.search(pattern, name) for pattern in recipe.model.freeze))
-    return model.train()
+    return model.to(device).train()
 
 
-def _stock_optimizer(optim: Optim, model: torch.nn.Module) -> torch.optim.Optimizer:
-    named = dict(model.named_parameters())
-    shapes = [(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()]
+def _stock_optimizer(optim: Optim, masters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    shapes = [(name, tuple(master.shape), master.requires_grad) for name, master in masters.items()]
     groups = [
-        {"params": [named[each.parameter]], "lr_ratio": each.lr_ratio, "weight_decay": each.weight_decay}
+        {"params": [masters[each.parameter]], "lr_ratio": each.lr_ratio, "weight_decay": each.weight_decay}
         for each in group_parameters(shapes, optim)
     ]
     match optim.name:
@@ -94,27 +178,3 @@ def _stock_optimizer(optim: Optim, model: torch.nn.Module) -> torch.optim.Optimi
             return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=False)
         case "lion":
             return PlainLion(groups, {"lr": optim.lr, "betas": optim.betas})
-
-
-class PlainLion(torch.optim.Optimizer):
-    """Lion as its paper's algorithm 2 states it, one parameter at a time: torch has none to compare with.
-
-    `undecided` marks elements that were ever updated by the sign of rounding noise: where the true gradient is zero (a key
-    bias: softmax does not see a shift) plus and minus are equally right.
-    """
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:  # type: ignore[override]
-        directions: dict[Tensor, Tensor] = {}
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    moment = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
-                    directions[parameter] = beta1 * moment + (1 - beta1) * parameter.grad
-                    parameter -= group["lr"] * (directions[parameter].sign() + group["weight_decay"] * parameter)
-                    moment.copy_(beta2 * moment + (1 - beta2) * parameter.grad)
-        largest = max(float(direction.abs().max()) for direction in directions.values())
-        for parameter, direction in directions.items():
-            is_noise = (direction != 0) & (direction.abs() < NOISE_EPS * torch.finfo(direction.dtype).eps * largest)
-            self.state[parameter]["undecided"] = self.state[parameter].get("undecided", is_noise) | is_noise

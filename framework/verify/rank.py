@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.multiprocessing
@@ -78,9 +79,11 @@ def draw_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -> li
 def _run_rank(rank: int, recipe: Recipe, config: PretrainedConfig, num_steps: int, folder: Path) -> None:
     torch.set_num_threads(1)
     set_verbosity_error()
-    topology = make_topology(recipe, derive(recipe), config)
     try:
-        mesh = connect(topology, torch.device("cpu"), (folder / "rendezvous").as_uri(), rank, TIMEOUT_S)
+        topology = make_topology(recipe, derive(recipe), config)
+        device, backend = choose_rank_device(recipe.launch.device, rank, topology.world)
+        compute_exactly(device)
+        mesh = connect(topology, device, (folder / "rendezvous").as_uri(), rank, TIMEOUT_S, backend=backend)
         evidence = run_layout(recipe, config, draw_batches(recipe, config, num_steps), mesh)
         if rank == 0:
             torch.save(evidence, folder / "evidence")
@@ -88,3 +91,21 @@ def _run_rank(rank: int, recipe: Recipe, config: PretrainedConfig, num_steps: in
     except MeshwrightError as error:
         (folder / f"error-{rank}").write_bytes(pickle.dumps(error))
         raise
+
+
+def choose_rank_device(kind: str, rank: int, world: int) -> tuple[torch.device, Literal["gloo", "nccl"]]:
+    """A rank's device and the backend that all ranks use: NCCL if each has a GPU for itself, else gloo, and GPUs are shared."""
+    if kind == "cpu":
+        return torch.device("cpu"), "gloo"
+    num_gpus = torch.cuda.device_count()
+    return torch.device("cuda", rank % num_gpus), "nccl" if num_gpus >= world else "gloo"
+
+
+def compute_exactly(device: torch.device) -> None:
+    """In this process fp32 is fp32 and not TF32, sums of bf16 products are kept in fp32, and kernels are deterministic where
+    there are such."""
+    torch.set_float32_matmul_precision("highest")
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.use_deterministic_algorithms(True, warn_only=True)

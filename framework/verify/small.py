@@ -1,75 +1,82 @@
-"""The recipe made small: what of it verification keeps, what it changes and why.
+"""The recipe made small: what of it verification changes, and why. `left_out.py` tells the user of every change.
 
 Kept: the optimizer, groups, freezing, clipping, ZeRO, activation checkpointing, the degrees but for dp, the schedule's shape.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from framework.errors import TopologyError
 from framework.recipe.derive import derive
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Precision, Recipe, Zero
+from framework.verify.options import Options
 
 MAX_RANKS = 4
 MAX_CONTEXT = 32
 MAX_SEQUENCES_PER_MICROBATCH = 2
 MAX_ACCUMULATION = 3
-# In fp32. Adam divides a gradient by its own root mean square plus eps. Where the true gradient is zero (a key bias: softmax
-# does not see a shift) both are rounding noise, and with an eps of 1e-8 the update is noise of the size of a real one.
-LEAST_EPS_FP32 = 1e-3
+# In fp32 and bf16. Adam divides a gradient by its own root mean square plus eps. Where the true gradient is zero (a key bias:
+# softmax does not see a shift) both are rounding noise, and with an eps of 1e-8 the update is noise of the size of a real one.
+LEAST_EPS = 1e-3
 # Below it fp32 weights of 0.1 would hardly move in three steps, whatever the update.
 LEAST_LR = 1e-3
 
 CPU_ATTENTION = ("auto", "eager", "sdpa")
 CPU_EXPERTS = ("auto", "eager", "batched_mm", "grouped_mm")
+# By `--dtype`: compute, master and reduce.
+PRECISIONS = {
+    "fp64": Precision("fp64", "fp64", "fp64"),
+    "fp32": Precision("fp32", "fp32", "fp32"),
+    "bf16": Precision("bf16", "fp32", "fp32"),
+}
 
 
 @dataclass(frozen=True)
-class SmallRecipe:
-    """`notes`: what was changed that a user may wonder about, one line each."""
+class Small:
+    """A recipe that is run in place of the user's. reasons: why, by key, where it is not for size."""
 
     recipe: Recipe
-    notes: tuple[str, ...]
+    reasons: Mapping[str, str]
 
 
-def shrink_recipe(
-    recipe: Recipe, parameters: Collection[str], positions: int, fp64: bool, steps: int, ranks: int | None
-) -> SmallRecipe:
-    """A recipe that runs in seconds on CPU ranks and takes the same paths.
+def shrink_recipe(recipe: Recipe, parameters: Collection[str], positions: int, options: Options) -> Small:
+    """A recipe that runs in seconds and takes the same paths.
 
-    parameters: names in the small model; positions: the longest sequence that it takes; ranks: how many to use, None for at
-    most 4 where dp allows it. TopologyError if the layout does not fit the ranks.
+    parameters: names in the small model; positions: the longest sequence that it takes. TopologyError if the layout does not
+    fit options.ranks.
     """
     derived = derive(recipe)
-    dp = _choose_dp(recipe, ranks)
+    dtype = options.dtype or "fp32"
+    dp = _choose_dp(recipe, options.ranks)
     microbatch = min(derived.sequences_per_microbatch, MAX_SEQUENCES_PER_MICROBATCH)
     accumulation = min(derived.accumulation, _most_microbatches(recipe))
     batch = Batch(dp * microbatch * accumulation, None, microbatch, min(derived.context, MAX_CONTEXT, positions))
-    model, model_notes = _simplify_model(recipe.model, parameters, fp64)
-    optim, optim_notes = _simplify_optim(recipe.optim, parameters, fp64)
-    zero, zero_notes = _shrink_shards(recipe.zero, derived.dp * derived.cp, dp * derived.cp)
-    notes = [*model_notes, *optim_notes, *zero_notes]
-    if dp != derived.dp:
-        notes.append(f"parallel.dp: {dp} instead of {derived.dp} (--ranks sets another number)")
-    if recipe.pipeline.layers is not None:
-        notes.append(f"pipeline.layers={recipe.pipeline.layers}: by cost instead, the small model has fewer layers")
-    if recipe.memory.compile == "always":
-        notes.append("memory.compile: left out, it would take longer than all the rest")
+    model, why_model = _simplify_model(recipe.model, parameters, options.device, dtype)
+    optim, why_optim = _simplify_optim(recipe.optim, parameters, dtype)
+    zero, why_zero = _shrink_shards(recipe.zero, derived.dp * derived.cp, dp * derived.cp)
     small = replace(
         recipe,
-        train=replace(recipe.train, steps=steps),
+        train=replace(recipe.train, steps=options.steps),
         batch=batch,
         model=model,
         parallel=replace(recipe.parallel, dp=dp),
         pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
         memory=replace(recipe.memory, compile="never"),
-        precision=Precision("fp64", "fp64", "fp64") if fp64 else Precision("fp32", "fp32", "fp32"),
+        precision=PRECISIONS[dtype],
         optim=optim,
-        launch=replace(recipe.launch, kind="local", ranks=dp * _inner(recipe), device="cpu"),
+        launch=replace(recipe.launch, kind="local", ranks=dp * _inner(recipe), device=options.device),
     )
-    return SmallRecipe(small, tuple(notes))
+    reasons = {
+        "precision.compute": "--dtype chooses another",
+        "precision.master": "that of --dtype",
+        "precision.reduce": "that of --dtype",
+        "parallel.dp": "--ranks sets another number",
+        "pipeline.layers": "by cost instead, the small model has fewer layers",
+        "memory.compile": "it would take longer than all the rest",
+    }
+    return Small(small, reasons | why_model | why_optim | why_zero)
 
 
 def _most_microbatches(recipe: Recipe) -> int:
@@ -98,52 +105,44 @@ def _choose_dp(recipe: Recipe, ranks: int | None) -> int:
     return max((dp for dp in legal if dp * inner <= MAX_RANKS), default=legal[0])
 
 
-def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, list[str]]:
+def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict[str, str]]:
     """HSDP with both its axes, as far as the ranks go. batch: ranks of dp x cp, in the recipe and in the small one."""
     within = zero.shard_within
     if within is None or (isinstance(within, int) and (within == batch or batch_small % within == 0)):
-        return zero, []
+        return zero, {}
     small = 2 if batch_small > 2 and batch_small % 2 == 0 else batch_small
     replicas = batch_small // small
-    return replace(zero, shard_within=small), [
-        f"zero.shard_within: {small} ranks instead of {within}, {replicas} replicas"
-    ]
+    return replace(zero, shard_within=small), {"zero.shard_within": f"{replicas} replicas of {small} ranks"}
 
 
-def _simplify_model(model: Model, parameters: Collection[str], fp64: bool) -> tuple[Model, list[str]]:
-    notes = []
-    attention, experts = model.attention, model.experts
-    if attention not in CPU_ATTENTION:
-        notes.append(f"model.attention={attention} needs a GPU: the model's own choice instead")
-        attention = "auto"
-    if experts not in CPU_EXPERTS or (fp64 and experts == "grouped_mm"):
-        notes.append(f"model.experts={experts} does not run here: the model's own choice instead")
-        experts = "auto"
+def _simplify_model(model: Model, parameters: Collection[str], device: str, dtype: str) -> tuple[Model, dict[str, str]]:
+    runs_here = {
+        "attention": model.attention in CPU_ATTENTION or (device == "cuda" and dtype == "bf16"),
+        "experts": model.experts in CPU_EXPERTS and not (dtype == "fp64" and model.experts == "grouped_mm"),
+    }
+    why = {
+        f"model.{name}": f"it does not run on {device} in {dtype}: the model's own choice instead" for name in runs_here
+    }
+    why["model.weights"] = "not read: both sides start from seeded weights"
     freeze = [pattern for pattern in model.freeze if _is_found(pattern, parameters)]
-    notes += [_explain_unmatched("model.freeze", each) for each in model.freeze if each not in freeze]
-    return replace(model, weights=None, attention=attention, experts=experts, freeze=freeze), notes
+    why["model.freeze"] = "what is missing is found in no parameter of the small model"
+    attention, experts = (getattr(model, name) if runs else "auto" for name, runs in runs_here.items())
+    return replace(model, weights=None, freeze=freeze, attention=attention, experts=experts), why
 
 
-def _simplify_optim(optim: Optim, parameters: Collection[str], fp64: bool) -> tuple[Optim, list[str]]:
-    notes = []
-    if not fp64 and optim.name == "adamw" and optim.eps < LEAST_EPS_FP32:
-        notes.append(
-            f"optim.eps: {LEAST_EPS_FP32:g} instead of {optim.eps:g}, which would divide fp32's rounding noise by itself"
-            " where a gradient is zero"
-        )
-        optim = replace(optim, eps=LEAST_EPS_FP32)
-    if optim.name == "lion":
-        notes.append("optim=lion: weights whose update is the sign of rounding noise are not compared")
-    if optim.lr < LEAST_LR:
-        notes.append(f"optim.lr: {LEAST_LR:g} instead of {optim.lr:g}, so that a wrong update shows after few steps")
-        optim = replace(optim, lr=LEAST_LR)
+def _simplify_optim(optim: Optim, parameters: Collection[str], dtype: str) -> tuple[Optim, dict[str, str]]:
+    why = {
+        "optim.eps": f"it would divide {dtype}'s rounding noise by itself where a gradient is zero",
+        "optim.lr": "so that a wrong update shows after few steps",
+        "optim.schedule.warmup_steps": "few steps see all of the schedule",
+        "optim.schedule.decay_steps": "few steps see all of the schedule",
+    }
     groups = {name: each for name, each in optim.groups.items() if _is_found(each.pattern, parameters)}
-    notes += [
-        _explain_unmatched(f"optim.groups.{name}", each.pattern)
-        for name, each in optim.groups.items()
-        if name not in groups
-    ]
-    return replace(optim, groups=groups, schedule=_compress(optim.schedule)), notes
+    for name in optim.groups.keys() - groups.keys():
+        why[f"optim.groups.{name}"] = "its pattern is found in no parameter of the small model"
+    eps = max(optim.eps, LEAST_EPS) if dtype != "fp64" and optim.name == "adamw" else optim.eps
+    small = replace(optim, groups=groups, schedule=_compress(optim.schedule), eps=eps, lr=max(optim.lr, LEAST_LR))
+    return small, why
 
 
 def _compress(schedule: LearningRateSchedule) -> LearningRateSchedule:
@@ -154,7 +153,3 @@ def _compress(schedule: LearningRateSchedule) -> LearningRateSchedule:
 
 def _is_found(pattern: str, parameters: Collection[str]) -> bool:
     return any(re.search(pattern, name) for name in parameters)
-
-
-def _explain_unmatched(key: str, pattern: str) -> str:
-    return f"{key}: {pattern!r} is found in no parameter of the small model, and is left out"

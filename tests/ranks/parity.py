@@ -15,7 +15,7 @@ from framework.recipe.derive import derive
 from framework.recipe.schema import Batch, Launch, Memory, Optim, Parallel, Precision, Recipe, Train, Zero
 from framework.verify.compare import TOLERANCES, Row, compare, render
 from framework.verify.evidence import Evidence, TokenBatch, initial_weights, make_batches
-from framework.verify.layout import run_layout
+from framework.verify.layout import is_followed, run_layout
 from framework.verify.oracle import run_oracle
 from tests.families import Family, build_config
 from tests.ranks.pool import RankPool
@@ -108,8 +108,10 @@ def run_cases(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> 
     everywhere = min(derive(recipe).world for case in cases for recipe in case.layouts.values())
     rows = {}
     for case in cases[rank::everywhere] if rank < everywhere else ():
-        expected = expect(case)
-        rows |= {f"{case.name}, {label}": compare(found[case.name, label], expected) for label in case.layouts}
+        expected = None if is_followed(case.recipe) else expect(case)
+        for label in case.layouts:
+            layout = found[case.name, label]
+            rows[f"{case.name}, {label}"] = compare(layout, expected or expect(case, layout))
     return rows
 
 
@@ -129,10 +131,12 @@ def train_layouts(rank: int, world: int, rendezvous: str, cases: Sequence[Case])
     return found
 
 
-def expect(case: Case) -> Evidence:
-    """The oracle's evidence. A recipe that clips must do so in each step, or it would test nothing."""
+def expect(case: Case, layout: Evidence | None = None) -> Evidence:
+    """The oracle's evidence, which follows the layout's if one is given. A recipe that clips must do so in each step, or it would test nothing."""
     weights = initial_weights(case.config, case.recipe.train.seed)
-    evidence = run_oracle(case.recipe, case.config, weights, case.batches(), DTYPES[case.recipe.precision.compute])
+    by_step = () if layout is None else layout.by_step
+    dtype = DTYPES[case.recipe.precision.compute]
+    evidence = run_oracle(case.recipe, case.config, weights, case.batches(), dtype, CPU, by_step)
     limit = case.recipe.optim.clip_norm
     assert limit is None or min(evidence.norms) > limit, (
         f"{case.name}: norms {evidence.norms} are not clipped at {limit}"

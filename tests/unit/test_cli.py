@@ -9,6 +9,7 @@ import pytest
 
 from framework import cli
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
+from framework.verify.options import Options
 
 COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
 
@@ -157,7 +158,20 @@ class TestArguments:
             (["plan"], "framework.verify.plan", "plan", (None,)),
             (["plan", "--schedule-to", "a.svg"], "framework.verify.plan", "plan", (Path("a.svg"),)),
             (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", (3,)),
-            (["verify", "--fp64", "--steps", "5"], "framework.verify.command", "verify", (None, True, 5, None)),
+            (["verify"], "framework.verify.command", "verify", (Options(),)),
+            (
+                ["verify", "--fp64", "--steps", "5"],
+                "framework.verify.command",
+                "verify",
+                (Options(dtype="fp64", steps=5),),
+            ),
+            (
+                ["verify", "--dtype=bf16", "--strict"],
+                "framework.verify.command",
+                "verify",
+                (Options(dtype="bf16", strict=True),),
+            ),
+            (["verify", "--device", "cuda"], "framework.verify.command", "verify", (Options(device="cuda"),)),
         ],
     )
     def test_composing_commands_pass_the_recipe_on(self, run, rooms, argv, module, name, expected):

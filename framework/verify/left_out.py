@@ -1,0 +1,116 @@
+"""What of a user's recipe a verification does not run: every key that differs, and what no step reads.
+
+It is found by comparing the recipe and the model's config with those that are run, key by key, so that nothing that is made
+small or reset can be forgotten here.
+"""
+
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from framework.recipe.derive import derive
+from framework.recipe.keys import flatten
+from framework.recipe.problem import show
+from framework.recipe.saved import plain
+from framework.recipe.schema import Recipe
+
+# Never run, whatever they say: a verification trains a few steps on random tokens.
+NOT_RUN = (
+    "data.* (random tokens instead)",
+    "train.validate_every_steps, train.validation_sequences, train.sample and pipeline.fill_bubbles (nothing is validated)",
+    "checkpoint.*, track.*, launch.*, run.* (nothing is saved, reported or submitted)",
+)
+# As patterns over keys: what NOT_RUN names, and train.steps, of which --steps are compared.
+NO_PART_OF_A_STEP = r"(data|checkpoint|track|launch|run)\..*|train\.(steps|valid.*|sample)|pipeline\.fill_bubbles"
+# Words of a Hugging Face config that are no property of the model, or that `precision` decides.
+NO_PART_OF_A_MODEL = ("dtype", "transformers_version", "architectures", "_name_or_path", "id2label", "label2id")
+# They have other words than `size`: a user who reads that a dropout is off need not look for it among thirty sizes.
+DRAWN = r".*(dropout|pdrop|layerdrop|jitter_noise).*"
+WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key of the recipe, or of model.config, that is run with another value. reason: "" for a size."""
+
+    key: str
+    before: Any
+    after: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {_brief(self.before)} -> {_brief(self.after)}" + (f": {self.reason}" if self.reason else "")
+
+
+def find_changes(recipe: Recipe, run: Recipe, reasons: Mapping[str, str]) -> list[Change]:
+    """Keys of the recipe that `run` has with another value. What a step does not read is no change."""
+    before, after = (flatten(plain(asdict(_resolve(each)))) for each in (recipe, run))
+    changes = []
+    for key in (*before, *(after.keys() - before.keys())):
+        if before.get(key) != after.get(key) and not re.fullmatch(NO_PART_OF_A_STEP, key):
+            found = (word for word in reasons if key == word or key.startswith(f"{word}."))
+            changes.append(Change(key, before.get(key), after.get(key), reasons.get(next(found, ""), "")))
+    if recipe.data.pack == "documents":
+        changes.append(Change("data.pack", "documents", None, "each sequence is one document of random tokens"))
+    return changes
+
+
+def find_config_changes(original: PretrainedConfig, run: PretrainedConfig) -> list[Change]:
+    """Values of the Hugging Face config that differ."""
+    before, after = (flatten(plain(config.to_dict())) for config in (original, run))
+    return [
+        Change(f"model.config.{key}", before.get(key), after.get(key), "drawn per microbatch" if _is_drawn(key) else "")
+        for key in (*before, *(after.keys() - before.keys()))
+        if before.get(key) != after.get(key) and key.partition(".")[0] not in NO_PART_OF_A_MODEL
+    ]
+
+
+def find_drawn(config: PretrainedConfig) -> list[Change]:
+    """Dropout and noise that are on: the oracle cannot repeat the layout's random numbers."""
+    reason = "drawn per microbatch, which the oracle cannot repeat"
+    return [
+        Change(f"model.config.{key}", value, 0.0, reason)
+        for key, value in flatten(plain(config.to_dict())).items()
+        if _is_drawn(key) and isinstance(value, float) and value > 0
+    ]
+
+
+def describe(changes: list[Change], steps: int) -> str:
+    """Lines for the user: sizes in one paragraph, then each change that has a reason, then what is never run."""
+    sizes = [change for change in changes if not change.reason]
+    config = ", ".join(str(change).removeprefix("model.config.") for change in sizes if change.key.startswith("model."))
+    others = ", ".join(str(change) for change in sizes if not change.key.startswith("model."))
+    paragraphs = [f"sizes: {others}"] if others else []
+    paragraphs += [f"sizes of model.config: {config}"] if config else []
+    paragraphs += [str(change) for change in changes if change.reason]
+    paragraphs += [f"all but {steps} step{'s' if steps > 1 else ''}; {'; '.join(NOT_RUN)}"]
+    return "\n".join(
+        textwrap.fill(each, WIDTH, initial_indent=f"{'left out' if number == 0 else '':14}", subsequent_indent=" " * 16)
+        for number, each in enumerate(paragraphs)
+    )
+
+
+def _resolve(recipe: Recipe) -> Recipe:
+    """Keys that say the same in two ways, said in one."""
+    derived = derive(recipe)
+    compile_ = "never" if recipe.memory.compile == "auto" else recipe.memory.compile
+    return replace(
+        recipe,
+        parallel=replace(recipe.parallel, dp=derived.dp),
+        batch=replace(recipe.batch, sequences_per_step=derived.sequences_per_step, tokens_per_step=None),
+        memory=replace(recipe.memory, compile=compile_),
+    )
+
+
+def _is_drawn(key: str) -> bool:
+    return re.fullmatch(DRAWN, key.rpartition(".")[2]) is not None
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 4:
+        return f"[{len(value)} values]"
+    return "nothing" if value is None else show(value)

@@ -1,0 +1,87 @@
+"""Lion beside the oracle: where the sign of an update is decided by rounding, and how the oracle then goes on.
+
+Lion updates by sign(d), d = beta1 m + (1 - beta1) g. Where d is zero up to rounding, plus and minus are equally right, and two
+right runs part there: weights by 2 lr, then the next step's loss and gradients. So for those elements the oracle takes the
+layout's sign, if the layout's weight is what Lion makes of one; else it keeps its own, and the difference shows. Every weight is
+compared, and both sides stay on one way.
+
+How much of d is rounding is measured on the oracle itself: its gradient once more, from weights that are rounded otherwise.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Ranks add in another order than one process, which errs otherwise than weights that are rounded otherwise.
+NOISE_FACTOR = 30
+# Shares of lr by which a layout's weight may miss what a sign of -1, 0 or 1 leads to.
+LEGAL = 0.1
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What rounding does to one parameter's gradient. size: of the largest change; is_live: bool, by element, False in rows whose
+    gradient is exactly zero however it is rounded (a token that does not occur)."""
+
+    size: float
+    is_live: Tensor
+
+
+def measure_noise(gradient: Tensor, perturbed: Sequence[Tensor]) -> Noise:
+    """perturbed: the same gradient, rounded otherwise."""
+    size = max(float((each - gradient).abs().max()) for each in perturbed) if gradient.numel() else 0.0
+    return Noise(size, torch.stack([_find_live(each) for each in (gradient, *perturbed)]).any(0))
+
+
+def _find_live(gradient: Tensor) -> Tensor:
+    is_live = gradient != 0
+    return is_live if gradient.ndim < 2 else is_live.flatten(1).any(1).view(-1, *[1] * (gradient.ndim - 1))
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Lion as its paper's algorithm 2 states it, one parameter at a time: torch has none to compare with.
+
+    State of a parameter: `m`; `noise`, what of m is rounding at most; `undecided`, bool, where rounding ever decided a sign.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:  # type: ignore[override]
+        """One update by the signs of its own gradients."""
+        self.follow({}, {})
+
+    @torch.no_grad()
+    def follow(self, noise: Mapping[Tensor, Noise], layout: Mapping[Tensor, Tensor]) -> None:
+        """One update. noise: of each gradient, where known; layout: those parameters as the layout has them after this step."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                moment = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
+                direction = beta1 * moment + (1 - beta1) * parameter.grad
+                sign = direction.sign()
+                if parameter in noise:
+                    is_undecided = self._find_undecided(parameter, direction, noise[parameter], beta1, beta2)
+                    sign = torch.where(is_undecided, _read_signs(parameter, layout[parameter], group, sign), sign)
+                parameter -= group["lr"] * (sign + group["weight_decay"] * parameter)
+                moment.copy_(beta2 * moment + (1 - beta2) * parameter.grad)
+
+    def _find_undecided(self, parameter: Tensor, direction: Tensor, noise: Noise, beta1: float, beta2: float) -> Tensor:
+        state = self.state[parameter]
+        of_moment, of_gradient = state.get("noise", 0.0), NOISE_FACTOR * noise.size
+        is_live = noise.is_live | (state["m"] != 0)
+        is_undecided = is_live & (direction.abs() <= beta1 * of_moment + (1 - beta1) * of_gradient)
+        state["noise"] = beta2 * of_moment + (1 - beta2) * of_gradient
+        state["undecided"] = is_undecided | state.get("undecided", is_undecided)
+        return is_undecided
+
+
+def _read_signs(before: Tensor, after: Tensor, group: Mapping[str, float], otherwise: Tensor) -> Tensor:
+    """The signs by which Lion leads from `before` to `after`, where it does."""
+    if group["lr"] == 0:
+        return otherwise
+    read = ((1 - group["lr"] * group["weight_decay"]) * before - after.to(before)) / group["lr"]
+    is_legal = ((read - read.round()).abs() < LEGAL) & (read.round().abs() <= 1)
+    return torch.where(is_legal, read.round(), otherwise)

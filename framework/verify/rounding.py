@@ -1,0 +1,47 @@
+"""How far rounding alone takes a run: the oracle in a narrow dtype beside itself in a wider one.
+
+The oracle trains in the narrow dtype from the same weights, and again from weights that are rounded otherwise. How far these
+references are from the wide oracle is what rounding does to this model, for every parameter by itself; a layout may be SPREAD
+times as far. In bf16, where no fixed tolerance fits all models, these are the bounds. In fp32 they tell rounding from a fault
+of fp32 alone, where the layout is beyond the tolerance and equal in fp64.
+"""
+
+from collections.abc import Sequence
+
+from framework.verify.compare import Errors, Row, measure
+from framework.verify.evidence import Evidence
+
+NUM_REFERENCES = 4
+SPREAD = 4.0
+# The least bounds: one rounding of bf16, the tolerance of fp32. A reference may be nearer by chance.
+LEAST = {"bf16": 2.0**-8, "fp32": 1e-5}
+# Beyond it a bound says next to nothing about a tensor, and the user is told so.
+LOOSE = 0.5
+
+
+def judge(found: Evidence, references: Sequence[Evidence], truth: Evidence, dtype: str) -> list[Row]:
+    """For each quantity the step or parameter that is farthest beyond its bound, or nearest to it."""
+    errors, bounds = measure(found, truth), find_bounds(references, truth, dtype)
+    rows = []
+    for quantity, of in errors.items():
+        limits = bounds[quantity]
+        where = max(of, key=lambda name: of[name] / limits.get(name, LEAST[dtype]))
+        rows.append(Row(quantity, of[where], where, limits.get(where, LEAST[dtype])))
+    return rows
+
+
+def find_bounds(references: Sequence[Evidence], truth: Evidence, dtype: str) -> Errors:
+    """SPREAD times the references' worst error, for each parameter, and for losses and norms over all steps."""
+    measured = [measure(reference, truth) for reference in references]
+    bounds: Errors = {}
+    for quantity, errors in measured[0].items():
+        worst = {where: max(each[quantity].get(where, 0.0) for each in measured) for where in errors}
+        if quantity in ("loss", "gradient norm"):
+            worst = dict.fromkeys(worst, max(worst.values()))
+        bounds[quantity] = {where: max(SPREAD * error, LEAST[dtype]) for where, error in worst.items()}
+    return bounds
+
+
+def find_loose(bounds: Errors) -> list[str]:
+    """Parameters of whose gradient the bounds say next to nothing."""
+    return [name for name, bound in bounds["gradient, step 1"].items() if bound > LOOSE]
