@@ -14,25 +14,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Ranks add in another order than one process, which errs otherwise than weights that are rounded otherwise.
-NOISE_FACTOR = 30
+# Ranks add in another order than one process, which errs otherwise than weights that are rounded otherwise: by so many times as
+# much at the most. Over six random layouts 15 times were seen in fp32, 1.3 in fp64 and 1.02 in bf16.
+NOISE_FACTORS = {torch.float64: 30.0, torch.float32: 30.0, torch.bfloat16: 4.0}
 # Shares of lr by which a layout's weight may miss what a sign of -1, 0 or 1 leads to.
 LEGAL = 0.1
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding does to one parameter's gradient. size: of the largest change; is_live: bool, by element, False in rows whose
-    gradient is exactly zero however it is rounded (a token that does not occur)."""
+    """What rounding does to one parameter's gradient. size: the largest change that it may make; is_live: bool, by element, False
+    in rows whose gradient is exactly zero however it is rounded (a token that does not occur)."""
 
     size: float
     is_live: Tensor
 
 
-def measure_noise(gradient: Tensor, perturbed: Sequence[Tensor]) -> Noise:
-    """perturbed: the same gradient, rounded otherwise."""
+def measure_noise(gradient: Tensor, perturbed: Sequence[Tensor], dtype: torch.dtype) -> Noise:
+    """perturbed: the same gradient, rounded otherwise; dtype: that of forward and backward."""
     size = max(float((each - gradient).abs().max()) for each in perturbed) if gradient.numel() else 0.0
-    return Noise(size, torch.stack([_find_live(each) for each in (gradient, *perturbed)]).any(0))
+    return Noise(NOISE_FACTORS[dtype] * size, torch.stack([_find_live(each) for each in (gradient, *perturbed)]).any(0))
 
 
 def _find_live(gradient: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class PlainLion(torch.optim.Optimizer):
 
     def _find_undecided(self, parameter: Tensor, direction: Tensor, noise: Noise, beta1: float, beta2: float) -> Tensor:
         state = self.state[parameter]
-        of_moment, of_gradient = state.get("noise", 0.0), NOISE_FACTOR * noise.size
+        of_moment, of_gradient = state.get("noise", 0.0), noise.size
         is_live = noise.is_live | (state["m"] != 0)
         is_undecided = is_live & (direction.abs() <= beta1 * of_moment + (1 - beta1) * of_gradient)
         state["noise"] = beta2 * of_moment + (1 - beta2) * of_gradient

@@ -145,7 +145,7 @@ class _Oracle:
         for master, (weight, gradient), *others in zip(masters, own, *perturbed, strict=True):
             master.data, master.grad = weight, gradient
             if gradient is not None:
-                noise[master] = measure_noise(gradient, [each for each in others if each is not None])
+                noise[master] = measure_noise(gradient, [each for each in others if each is not None], self._dtype)
         return noise
 
 

@@ -5,6 +5,7 @@ Each sabotage patches one function, inside the ranks of one body; the oracle bes
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,8 +24,10 @@ from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradientPlace, UnitBuffer
 from framework.recipe.schema import Zero
 from framework.train import step
-from framework.verify.compare import Row, compare
-from framework.verify.evidence import Evidence
+from framework.verify.compare import Row, compare, exceeds
+from framework.verify.evidence import Evidence, initial_weights, perturb
+from framework.verify.oracle import run_oracle
+from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family
 from tests.ranks.parity import Case, run_cases, small_recipe, train_layouts, worst_error
 from tests.ranks.pool import RankPool
@@ -164,8 +167,17 @@ def whole() -> Any:
     return nullcontext()
 
 
-def case(name: str = "llama", stage: int = 0, by_microbatch: bool = False, clip: float = 0.05, **changes: Any) -> Case:
-    recipe = small_recipe("fp64", WORLD, ACCUMULATION, SEQUENCES, clip, Zero(stage=stage))
+def case(
+    name: str = "llama",
+    stage: int = 0,
+    by_microbatch: bool = False,
+    clip: float = 0.05,
+    precision: str = "fp64",
+    optim: Any = "adamw",
+    **changes: Any,
+) -> Case:
+    recipe = small_recipe(precision, WORLD, ACCUMULATION, SEQUENCES, clip, Zero(stage=stage))
+    recipe = replace(recipe, optim=replace(recipe.optim, name=optim))
     return Case(name, SPARE if name == "spare" else family(name), {"": recipe}, changes, by_microbatch)
 
 
@@ -182,6 +194,19 @@ SABOTAGES = (
     (count_the_norm_of_the_rank, case(stage=3), "gradient norm"),
     (draw_weights_by_rank, case(), "loss"),
     (decay_what_was_not_reached, case("spare", by_microbatch=True, clip=0.01), "weight, step 3"),
+)
+# The oracle follows Lion's signs where rounding decides them, and bounds in bf16 are measured: neither may hide what these do.
+LION_SABOTAGES = (
+    (keep_the_last_microbatch, case(optim="lion"), "weight, step 3"),
+    (send_no_gradients, case(optim="lion"), "weight, step 3"),
+    (decay_what_was_not_reached, case("spare", by_microbatch=True, clip=0.01, optim="lion"), "weight, step 3"),
+)
+
+BF16_SABOTAGES = (
+    (count_tokens_of_the_rank, case(precision="bf16"), "gradient norm"),
+    (keep_the_last_microbatch, case(precision="bf16"), "gradient, step 1"),
+    (scatter_without_adding, case(stage=3, precision="bf16"), "gradient, step 1"),
+    (count_the_norm_of_the_rank, case(stage=3, precision="bf16"), "gradient norm"),
 )
 
 
@@ -211,6 +236,38 @@ def errors(pool: RankPool, sabotage: Sabotage, case: Case) -> dict[str, float]:
 def test_a_dropped_law_shows(pool: RankPool, sabotage: Sabotage, case: Case, quantity: str) -> None:
     assert max(errors(pool, whole, case).values()) < TOLERANCE
     assert errors(pool, sabotage, case)[quantity] > VISIBLE
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "case", "quantity"), LION_SABOTAGES, ids=[entry[0].__name__ for entry in LION_SABOTAGES]
+)
+def test_a_dropped_law_shows_with_lion_too(pool: RankPool, sabotage: Sabotage, case: Case, quantity: str) -> None:
+    assert max(errors(pool, whole, case).values()) < TOLERANCE
+    assert errors(pool, sabotage, case)[quantity] > VISIBLE
+
+
+def bf16_rows(pool: RankPool, sabotage: Sabotage, case: Case) -> dict[str, Row]:
+    """Each quantity's worst step or parameter beside its bound, as `meshwright verify --bf16` has them."""
+    (found,) = pool.run(WORLD, train_sabotaged, sabotage, [case])[0].values()
+    weights, batches = initial_weights(case.config, case.recipe.train.seed), case.batches()
+    truth = run_oracle(case.recipe, case.config, weights, batches, torch.float32)
+    references = []
+    for seed in range(NUM_REFERENCES):
+        rounded = {name: perturb(weight, torch.bfloat16, seed) for name, weight in weights.items()}
+        references.append(run_oracle(case.recipe, case.config, rounded, batches, torch.bfloat16))
+    return {row.quantity: row for row in judge(found, references, truth, "bf16")}
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "case", "quantity"), BF16_SABOTAGES, ids=[entry[0].__name__ for entry in BF16_SABOTAGES]
+)
+def test_a_dropped_law_shows_at_the_bounds_of_bf16(
+    pool: RankPool, sabotage: Sabotage, case: Case, quantity: str
+) -> None:
+    assert not exceeds(list(bf16_rows(pool, whole, case).values()), 0.0)
+    row = bf16_rows(pool, sabotage, case)[quantity]
+    assert row.within is not None
+    assert row.error > 2 * row.within
 
 
 def test_dropout_seeded_by_rank_shows(pool: RankPool) -> None:

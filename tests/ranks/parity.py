@@ -132,7 +132,8 @@ def train_layouts(rank: int, world: int, rendezvous: str, cases: Sequence[Case])
 
 
 def expect(case: Case, layout: Evidence | None = None) -> Evidence:
-    """The oracle's evidence, which follows the layout's if one is given. A recipe that clips must do so in each step, or it would test nothing."""
+    """The oracle's evidence; it follows the layout's if one is given. A recipe that clips must do so in each step, or it would
+    test nothing."""
     weights = initial_weights(case.config, case.recipe.train.seed)
     by_step = () if layout is None else layout.by_step
     dtype = DTYPES[case.recipe.precision.compute]

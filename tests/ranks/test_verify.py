@@ -1,6 +1,7 @@
 """`meshwright verify`: it passes sound layouts, catches wrong ones, and tells a user's mistakes from its own faults."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ import torch
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError, TopologyError
 from framework.recipe.compose import compose
+from framework.recipe.keys import list_keys
 from framework.recipe.schema import Recipe
 from framework.verify import command, sides
 from framework.verify.compare import Row, compare, render
 from framework.verify.evidence import Evidence
-from framework.verify.left_out import find_changes
+from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_config_changes
+from framework.verify.lion import Noise, PlainLion, measure_noise
 from framework.verify.options import Options
-from framework.verify.rank import RankFailed, running_ranks
+from framework.verify.rank import RankFailed, choose_rank_device, running_ranks
+from framework.verify.sides import Sides
 from framework.verify.small import MAX_CONTEXT, shrink_recipe
 from tests.families import build_config, family
 
@@ -192,3 +196,129 @@ def test_a_rank_that_fails_tells_where(tmp_path: Path) -> None:
     config = build_config(family("gpt2"), n_positions=4)
     with running_ranks(recipe, config, 1, tmp_path) as ranks, pytest.raises(RankFailed, match="in train_step"):
         ranks.wait()
+
+
+# --- rounding and faults
+
+
+def test_a_mismatch_in_fp32_that_is_rounding_is_told_from_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tolerance below fp32's rounding stands for a model that rounds badly."""
+    monkeypatch.setitem(command.TOLERANCES, "fp32", 1e-9)
+    assert command.verify(recipe_of("launch.ranks=2"), Options(steps=1)) == EXIT_DONE
+    printed = capsys.readouterr().out
+    assert "NO" in printed
+    assert "in fp64" in printed
+    assert "The fp32 difference is rounding" in printed
+
+
+def test_a_fault_in_fp32_alone_is_a_mismatch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Sides.run
+
+    def run(each: Sides) -> tuple[Evidence, Evidence]:
+        found, expected = whole(each)
+        spoilt = {name: gradient * 1.001 for name, gradient in found.gradients.items()}
+        return (replace(found, gradients=spoilt) if each.dtype == "fp32" else found), expected
+
+    monkeypatch.setattr(Sides, "run", run)
+    assert command.verify(recipe_of(), Options(steps=1)) == EXIT_FAILED
+    assert "a fault in fp32 alone" in capsys.readouterr().out
+
+
+def test_a_sign_that_rounding_decides_is_taken_from_the_layout_where_it_is_legal() -> None:
+    """Elements: decided, undecided and other than the layout's, undecided beside an illegal weight."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, 1.0, 1.0]))
+    weight.grad = torch.tensor([0.5, 1e-9, 1e-9])
+    lion = PlainLion([{"params": [weight], "weight_decay": 0.0}], {"lr": 0.1, "betas": (0.9, 0.99)})
+    layout = torch.tensor([1.1, 1.1, 1.5])
+    lion.follow({weight: Noise(1e-8, torch.ones(3, dtype=torch.bool))}, {weight: layout})
+    assert weight.tolist() == pytest.approx([0.9, 1.1, 0.9])
+    assert lion.state[weight]["undecided"].tolist() == [False, True, True]
+
+
+def test_a_gradient_of_exactly_zero_is_decided_unless_its_row_is_alive() -> None:
+    """Row 0 is zero however it is rounded. In row 1 the middle is zero by chance."""
+    gradient = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 1e-9]])
+    noise = measure_noise(gradient, [gradient + gradient.sign() * 1e-9], torch.float32)
+    assert noise.is_live.expand(2, 3).tolist() == [[False] * 3, [True] * 3]
+
+
+# --- what is left out
+
+
+def test_every_changed_key_is_told() -> None:
+    """Whatever key of the recipe a verification changes, the user reads of it: found by comparison, not by a list."""
+    recipe = recipe_of("memory.compile=always", "precision=bf16", "launch.ranks=2", "optim.betas=[0.8,0.9]")
+    small, told = shrunk(recipe)
+    assert "memory.compile always -> never" in told
+    assert "precision.compute bf16 -> fp32" in told
+    forgotten = replace(small, optim=replace(small.optim, betas=(0.1, 0.2)), zero=replace(small.zero, prefetch_units=7))
+    changed = {change.key for change in find_changes(recipe, forgotten, {})}
+    assert {"optim.betas", "zero.prefetch_units"} <= changed
+
+
+def test_every_key_is_compared_or_named_as_no_part_of_a_step() -> None:
+    """A key that the schema gets tomorrow is compared unless somebody says here that no step reads it."""
+    ignored = {key.path for key in list_keys() if re.fullmatch(NO_PART_OF_A_STEP, key.path)}
+    groups = {path.partition(".")[0] for path in ignored} - {"train", "pipeline"}
+    assert groups == {"data", "checkpoint", "track", "launch", "run"}
+    assert {path for path in ignored if path.startswith(("train", "pipeline"))} == {
+        "train.steps", "train.sample", "train.validate_every_steps", "train.validation_sequences", "pipeline.fill_bubbles",
+    }  # fmt: skip
+
+
+def test_dropout_that_is_off_is_told() -> None:
+    original = build_config(family("gpt2"), resid_pdrop=0.1)
+    (change,) = find_config_changes(original, build_config(family("gpt2")))
+    assert str(change) == "model.config.resid_pdrop 0.1 -> 0.0: drawn per microbatch"
+
+
+# --- strict
+
+
+TINY = (
+    "model.config.hidden_size=32", "model.config.intermediate_size=40", "model.config.num_hidden_layers=2",
+    "model.config.vocab_size=97", "batch.context=9", "batch.sequences_per_step=6", "batch.sequences_per_microbatch=3",
+)  # fmt: skip
+
+
+def test_strict_verifies_the_recipe_in_its_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_of(*TINY, "launch.ranks=2", "precision=fp64", "optim.lr=1e-4")
+    plan = command._plan(recipe, Options(strict=True))
+    kept = replace(plan.sides.recipe, launch=recipe.launch)
+    assert (kept, plan.changes) == (recipe, [])
+    assert command.verify(recipe, Options(strict=True, steps=1)) == EXIT_DONE
+    assert "6 sequences of 9 tokens" in capsys.readouterr().out
+
+
+def test_strict_refuses_with_everything_that_it_would_leave_out() -> None:
+    recipe = recipe_of("model=gpt2", "data.pack=documents", "launch.ranks=64", "batch.sequences_per_step=512")
+    with pytest.raises(RecipeError, match=r"(?s)resid_pdrop 0.1.*data.pack documents.*floating-point.*64 ranks"):
+        command.verify(recipe, Options(strict=True))
+    with pytest.raises(RecipeError, match=r"--dtype, --ranks would change it"):
+        command.verify(recipe, Options(strict=True, dtype="fp64", ranks=2))
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match="--device cuda: torch sees no GPU here"):
+        command.verify(recipe_of(), Options(device="cuda"))
+
+
+@pytest.mark.parametrize(("gpus", "backends"), [(4, ["nccl"] * 4), (2, ["gloo"] * 4), (1, ["gloo"] * 4)])
+def test_ranks_share_gpus_over_gloo(monkeypatch: pytest.MonkeyPatch, gpus: int, backends: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    chosen = [choose_rank_device("cuda", rank, 4) for rank in range(4)]
+    assert [backend for _, backend in chosen] == backends
+    assert [device.index for device, _ in chosen] == [rank % gpus for rank in range(4)]
+
+
+# --- bf16
+
+
+def test_a_layout_in_bf16_is_within_the_measured_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.verify(recipe_of("launch.ranks=2", "zero=stage_1"), Options(dtype="bf16", steps=1)) == EXIT_DONE
+    assert "beside one process in fp32" in capsys.readouterr().out
