@@ -5,8 +5,8 @@
     level 2     the xxh3 of each block of level 1, and so on, until a level is one block
     root        the xxh3 of that block; kept elsewhere
 
-Who reads a part reads its blocks and the blocks of hashes above them, and nothing else. With blocks of 4 MiB one block of hashes
-is enough for 2 TB; with blocks of 4 KiB each level is 1/512 of the one below.
+Who reads a part reads its blocks and the blocks of hashes above them, and nothing else. With blocks of 1 MiB one block of hashes
+is enough for 128 GB; with blocks of 4 KiB each level is 1/512 of the one below.
 """
 
 import errno

@@ -29,7 +29,8 @@ from framework.mesh.layout import Layout, Shard
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-BLOCK_BYTES = 4 << 20
+# Small, because who needs some of a block reads all of it: after a change of layout a rank needs some of many ranks' files.
+BLOCK_BYTES = 1 << 20
 ALIGNMENT = 64
 
 

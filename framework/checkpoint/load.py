@@ -8,6 +8,7 @@ that it needs, through one small cache.
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
@@ -37,6 +38,8 @@ from framework.mesh.box import Box
 __all__ = ["load_checkpoint", "load_newest", "newest_checkpoint", "read_state"]
 
 BUFFER_BYTES = 64 << 20
+# What is looked up before anything is read, to be read in the files' order: some 1.5 KB each.
+MAX_NEEDS = 1 << 16
 
 
 def load_checkpoint(
@@ -47,8 +50,8 @@ def load_checkpoint(
     Layouts need not be those that saved. Every byte that is read is verified. Raises, on every rank when on any,
     DamagedCheckpoint when the files are not what was saved (data may then be partly filled), CheckpointError when an entry is not
     in the checkpoint or has another shape or dtype there, and StorageError when the file system goes on failing. Saved entries
-    that nobody asks for are left. Needs host memory for `buffer_bytes` of blocks of all files together (at least for one, 4 MiB),
-    and for one more.
+    that nobody asks for are left. Needs host memory for `buffer_bytes` of blocks of all files together (at least for one, 1 MiB),
+    for one more, and for `MAX_NEEDS`.
     """
     entries = list(entries)
     manifest = tell(lambda: open_checkpoint(path), world)
@@ -156,29 +159,48 @@ class Reader:
                 )
 
     def fill(self, entries: Sequence[Entry]) -> None:
-        """Fill every entry's data. Raises CheckpointError for an entry that cannot be filled from this checkpoint."""
-        self.check(entries)
-        for entry in entries:
-            missing = self._fill_entry(entry)
-            if missing:
-                raise CheckpointError(
-                    f"{self.path} lacks {missing} of the {entry.data.numel()} elements of {entry.name}"
-                )
+        """Fill every entry's data. Raises CheckpointError for an entry that cannot be filled from this checkpoint.
 
-    def _fill_entry(self, entry: Entry) -> int:
-        """Fill what the pieces have of the entry; the number of elements that none has."""
-        first, missing = 0, entry.data.numel()
+        Many entries at once are read file by file: a block that has some of each of them is read once.
+        """
+        self.check(entries)
+        needs: list[_Need] = []
+        for entry in entries:
+            needs += self._find(entry)
+            if len(needs) >= MAX_NEEDS:
+                self._read(needs)
+                needs = []
+        self._read(needs)
+
+    def _find(self, entry: Entry) -> list["_Need"]:
+        """Where all of the entry's elements lie."""
+        needs, first, missing = [], 0, entry.data.numel()
         for box in entry.layout.boxes():
             target = entry.data[first : first + box.numel].view(box.sizes)
             first += box.numel
             for piece in self._index.pieces(entry.name, box):
                 common = box.intersect(piece.box)
-                if common is None:
-                    continue
-                for part, values in _read_piece(piece, common, entry.data.dtype, self._index.data_file(piece.file)):
-                    target[part.relative_to(box).slices()].copy_(values)
-                missing -= common.numel
-        return missing
+                if common is not None:
+                    needs.append(_Need(piece, common, target[common.relative_to(box).slices()]))
+                    missing -= common.numel
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {missing} of the {entry.data.numel()} elements of {entry.name}")
+        return needs
+
+    def _read(self, needs: list["_Need"]) -> None:
+        for need in sorted(needs, key=lambda need: (need.piece.file, need.piece.offset)):
+            file = self._index.data_file(need.piece.file)
+            for part, values in _read_piece(need.piece, need.box, need.target.dtype, file):
+                need.target[part.relative_to(need.box).slices()].copy_(values)
+
+
+@dataclass(slots=True)
+class _Need:
+    """Elements to read: `box`, of those in `piece`, into `target` of the box's shape."""
+
+    piece: Piece
+    box: Box
+    target: torch.Tensor
 
 
 def _read_piece(piece: Piece, wanted: Box, dtype: torch.dtype, file: BlockFile) -> Iterator[tuple[Box, torch.Tensor]]:

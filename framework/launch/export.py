@@ -1,7 +1,7 @@
 """`meshwright export`: a run's newest weights as a folder that Hugging Face's `from_pretrained` loads."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -44,15 +44,19 @@ def export_command(run: Path, to: Path) -> int:
 def _read_units(reader: Reader, model: PreTrainedModel, units: list[Unit]) -> Iterator[dict[str, Tensor]]:
     """Full tensors by name, unit after unit; then the buffers that belong to the model's state."""
     for unit in units:
-        yield {name: _read(reader, f"weight/{name}") for name in unit.parameters}
+        yield _read(reader, "weight/", unit.parameters)
     buffers = persistent_buffers(model)
     if buffers:
-        yield {name: _read(reader, f"buffer/{name}") for name in buffers}
+        yield _read(reader, "buffer/", buffers)
 
 
-def _read(reader: Reader, name: str) -> Tensor:
-    record = reader.manifest.entries[name]
-    layout = Layout(record.shape)
-    data = torch.empty(layout.numel_owned, dtype=getattr(torch, record.dtype))
-    reader.fill([Entry(name, layout, data)])
-    return data.view(record.shape)
+def _read(reader: Reader, kind: str, names: Iterable[str]) -> dict[str, Tensor]:
+    """Full tensors by name, read together."""
+    entries = []
+    for name in names:
+        record = reader.manifest.entries[kind + name]
+        layout = Layout(record.shape)
+        data = torch.empty(layout.numel_owned, dtype=getattr(torch, record.dtype))
+        entries.append(Entry(kind + name, layout, data))
+    reader.fill(entries)
+    return {name: entry.data.view(entry.layout.shape) for name, entry in zip(names, entries, strict=True)}

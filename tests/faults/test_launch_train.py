@@ -83,7 +83,7 @@ def newest(run_id):
 def weights(run_id):
     reader = newest(run_id)
     names = [name.removeprefix("weight/") for name in reader.manifest.entries if name.startswith("weight/")]
-    return {name: _read(reader, f"weight/{name}") for name in names}
+    return _read(reader, "weight/", names)
 
 
 def assert_same_weights(run_id, other):

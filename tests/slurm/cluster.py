@@ -108,7 +108,7 @@ class Desk:
 
     def weights(self, run: str) -> dict[str, torch.Tensor]:
         reader = Reader(newest_checkpoint(self.folder(run) / "checkpoints"))
-        return {name: _read(reader, name) for name in reader.manifest.entries if name.startswith("weight/")}
+        return _read(reader, "", [name for name in reader.manifest.entries if name.startswith("weight/")])
 
     def history(self, run: str) -> list[dict]:
         """slurm/history as dicts: time (seconds), job, restart, what (start, end) and its values."""
