@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from framework.errors import ModelError
 from framework.mesh.box import Box, interval_to_boxes
 from framework.model.counter_rng import Key, words_of
 from framework.model.initial import Apply, Constant, Copy, Fill, Normal, Operation, Program, Truncated, Uniform
@@ -28,6 +29,7 @@ LEAST_INSIDE = 0.3
 
 
 Initialiser = Callable[[nn.Module], object]
+Places = dict[str, list[tuple[nn.Module, str]]]  # by a parameter's name, the modules that hold it, and as what
 
 
 def record(
@@ -78,54 +80,68 @@ class Recorder(TorchDispatchMode):
 
     def execute(self, path: str, module: nn.Module, initialiser: Initialiser) -> None:
         """Run the initialiser on memory: that of the module's own parameters, or of all."""
-        places = {f"{inner}.{name}".lstrip("."): (of, name) for inner, of, name in _slots(module, path)}
-        places = {name: place for name, place in places.items() if name in self._parameters}
-        own = {name: place for name, place in places.items() if place[0] is module}
+        everywhere: Places = {}
+        for of in module.modules():
+            for own_name, parameter in of.named_parameters(recurse=False):
+                name = self._noted.get(_storage(parameter))
+                if name is not None:
+                    everywhere.setdefault(name, []).append((of, own_name))
+        own = {name: slots for name, slots in everywhere.items() if any(of is module for of, _ in slots)}
         try:
             self._attempt(path, module, initialiser, own)
         except Exception:  # as above: the parameters of other modules have no memory yet
-            self._attempt(path, module, initialiser, places)
+            try:
+                self._attempt(path, module, initialiser, everywhere)
+            except Unrecordable as error:
+                raise ModelError(
+                    f"the initialiser of {path or 'the model'} writes to {error}, outside of it"
+                ) from error
 
     def _attempt(
         self,
         path: str,
         module: nn.Module,
         initialiser: Initialiser,
-        places: Mapping[str, tuple[nn.Module, str]],
+        places: Places,
     ) -> None:
         """One call, with memory for the parameters at `places`; nothing is noted of one that fails."""
         before = dict(self.programs), self._num_draws.copy()
+        parameters = dict(module._parameters)
         self._path, self._failed = path, False
         self._num_draws.pop(_of_module(path), None)
         try:
             with self._memory(places), _truncated_by(self._truncated), self:
                 initialiser(module)
-            if self._failed:  # the initialiser caught it
-                raise Unrecordable
+            replaced = any(module._parameters[name] is not parameter for name, parameter in parameters.items())
+            if self._failed or replaced:  # the initialiser caught it, or put another parameter there
+                raise Unrecordable(path)
         except Exception:
             self.programs, self._num_draws = before
+            module._parameters.update(parameters)
             raise
 
     @contextmanager
-    def _memory(self, places: Mapping[str, tuple[nn.Module, str]]) -> Iterator[None]:
+    def _memory(self, places: Places) -> Iterator[None]:
         """While it lasts, the parameters have memory and values; what becomes of them are their programs."""
         initial = {name: self.programs[name].whole() for name in places}
         noted = dict(self._noted)
         self._noted = {key: name for key, name in noted.items() if name not in places}
         try:
-            for name, (module, own_name) in places.items():
+            for name, slots in places.items():
                 real = nn.Parameter(initial[name].clone(), requires_grad=False)
-                module._parameters[own_name] = real
                 self._real[_storage(real)] = name
+                for of, own_name in slots:
+                    of._parameters[own_name] = real
             yield
-            for name, (module, own_name) in places.items():
-                values = module.get_parameter(own_name).detach()
+            for name, ((of, own_name), *_) in places.items():
+                values = of.get_parameter(own_name).detach()
                 if not _are_same(values, initial[name]):
                     self.programs[name] = self.programs[name].then(Copy(values.to("cpu", torch.float32)))
         finally:
             self._noted, self._real = noted, {}
-            for name, (module, own_name) in places.items():
-                module._parameters[own_name] = self._parameters[name]
+            for name, slots in places.items():
+                for of, own_name in slots:
+                    of._parameters[own_name] = self._parameters[name]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -255,13 +271,6 @@ def _region(view: Tensor, parameter: Tensor) -> Box | None:
 def _are_same(values: Tensor, others: Tensor) -> bool:
     """Whether nothing was written; NaN stands for what nobody wrote."""
     return bool(((values == others) | (values.isnan() & others.isnan())).all())
-
-
-def _slots(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """(path, module, name) of each parameter in the module."""
-    for inner, of in module.named_modules(prefix=path):
-        for name, _ in of.named_parameters(recurse=False):
-            yield inner, of, name
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,18 +11,23 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from framework.build import group, lay_out, make_topology, materialize, plan_stages
 from framework.errors import ModelError
+from framework.mesh.axis import Axis
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout, Shard, part
 from framework.model.counter_rng import CHUNK_CPU
 from framework.model.initial import Apply, Constant, Copy, Normal, Program
-from framework.model.load import build_meta
+from framework.model.load import build_meta, load_config
 from framework.model.materialize import initialize_unit
 from framework.model.plan import find_units
 from framework.model.record import Initialiser, Recorder, Unrecordable, record
+from framework.recipe.compose import compose
+from framework.recipe.derive import derive
 from tests.families import FAMILIES, build_config, family
 
 SEED = 7
+BATCH = ("batch.sequences_per_step=16", "batch.sequences_per_microbatch=2", "batch.context=64")
 # apertus has no initialiser for the parameters of its activation.
 INITIALISED = [each.name for each in FAMILIES if each.name != "apertus"]
 # Modules whose initialiser is run, because it computes values on the device of its parameters.
@@ -180,8 +185,20 @@ def computed_in_place(module: nn.Module) -> None:
     module.weight.copy_(torch.empty(10, device=module.weight.device).uniform_(0, 16).log_())
 
 
+def another_parameter(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.ones(8, 10))
+
+
 RECORDED = (normal_but_a_row, truncated, in_two_parts, scaled, a_scaled_part, computed, columns)
-EXECUTED = (orthogonal, by_what_it_drew, strided, identity, computed_in_place, partial(truncated, low=0.04))
+EXECUTED = (
+    another_parameter,
+    orthogonal,
+    by_what_it_drew,
+    strided,
+    identity,
+    computed_in_place,
+    partial(truncated, low=0.04),
+)
 
 
 def record_weight(initialiser: Initialiser) -> tuple[Program, bool]:
@@ -242,6 +259,23 @@ def test_a_parent_may_write_to_its_childrens_parameters() -> None:
     assert 3 < values["1.weight"].std() < 7
 
 
+def test_a_tied_parameter_is_run_under_all_its_names() -> None:
+    """As BERT's head holds its decoder's bias. What lies outside of the module cannot be."""
+    with torch.device("meta"):
+        parent = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    parent.register_parameter("bias", parent[0].bias)
+
+    def uneven(module: nn.Module) -> None:
+        module.bias[::2].fill_(3)
+        module.bias[1::2].copy_(module.bias[::2] * 2)
+
+    values = record(SEED, {"bias": parent.bias}, {"0": (parent[0], uneven)})["bias"].whole()
+    assert values.tolist() == [3, 6] * 3
+    assert parent[0].bias is parent.bias
+    with pytest.raises(ModelError, match=r"initialiser of 1 writes to bias, outside of it"):
+        record(SEED, {"bias": parent.bias}, {"1": (parent[1], lambda _: uneven(parent))})
+
+
 def test_truncated_values_are_those_of_the_truncated_normal_distribution() -> None:
     with torch.device("meta"):
         module = nn.Linear(1 << 9, 1 << 9)
@@ -276,32 +310,52 @@ def test_a_parameter_without_initialiser_is_an_error() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that operations make."""
+    """Elements of the largest fp32 or int32 tensor that operations make."""
 
     numel = 0
 
     def __torch_dispatch__(self, func: object, types: Collection[type], args: tuple = (), kwargs: dict | None = None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not result.is_meta and func is not torch.ops.aten.view.default:
+        if isinstance(result, Tensor) and not result.is_meta and result.dtype in (torch.float32, torch.int32):
             self.numel = max(self.numel, result.untyped_storage().nbytes() // result.element_size())
         return result
 
 
-def test_a_part_takes_no_memory_but_its_own_and_a_chunk() -> None:
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A mode sees no other threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_part_takes_no_memory_but_its_own_and_a_chunk(one_thread: None) -> None:
     """An eighth of a weight of 32 chunks, as ZeRO or tensor parallelism keeps it."""
     shape = (8 * 32, CHUNK_CPU // 8)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a mode sees one thread
-    try:
-        for layout in (Layout(shape, interval=(0, 4 * CHUNK_CPU)), Layout(shape, (Shard("tp", 1, 3, 8),))):
-            for dtype in (torch.float32, torch.bfloat16):
-                with torch.device("meta"):
-                    module = nn.Linear(shape[1], shape[0], bias=False)
-                with LargestTensor() as largest:
-                    programs = record(SEED, {"weight": module.weight}, {"": (module, normal_but_a_row)})
-                    out = torch.empty(layout.numel_owned, dtype=dtype)
-                    programs["weight"].write(layout.boxes(), out)
-                assert out.std() > 0.019
-                assert largest.numel == 4 * CHUNK_CPU, (layout, dtype)
-    finally:
-        torch.set_num_threads(threads)
+    with torch.device("meta"):
+        module = nn.Linear(shape[1], shape[0], bias=False)
+    program = record(SEED, {"weight": module.weight}, {"": (module, normal_but_a_row)})["weight"]
+    for layout in (Layout(shape, interval=(0, 4 * CHUNK_CPU)), Layout(shape, (Shard("tp", 1, 3, 8),))):
+        for dtype in (torch.float32, torch.bfloat16):
+            with LargestTensor() as largest:
+                out = torch.empty(layout.numel_owned, dtype=dtype)
+                program.write(layout.boxes(), out)
+            assert out.std() > 0.019
+            assert largest.numel == (4 if dtype == torch.float32 else 1) * CHUNK_CPU
+
+
+def test_a_rank_of_zero_3_holds_no_whole_unit(one_thread: None) -> None:
+    """From recipe to values: what it makes in fp32 is its masters and gradients, and chunks."""
+    recipe = compose(["model=tiny_llama", "zero=stage_3", "precision=bf16", "launch.ranks=8", *BATCH]).require()
+    config = load_config(recipe.model)
+    whole, rank = build_meta(config, recipe.model.attention), 5
+    groups = make_topology(recipe, derive(recipe), config).groups(rank).items()
+    axes = {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in groups}
+    cpu = torch.device("cpu")
+    plans = lay_out(recipe, config, plan_stages(recipe, whole), group(recipe, whole, find_units(whole)), cpu, axes)
+    with LargestTensor() as largest:
+        materialize(whole, plans, recipe, cpu, resumes=False)
+    buffers = [buffer for plan in plans for buffer in plan.buffers]
+    assert largest.numel == max(buffer.numel_owned for buffer in buffers) > CHUNK_CPU
+    assert all(0.01 < buffer.master.std() < 0.3 for buffer in buffers if buffer.unit != "head")
