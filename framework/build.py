@@ -21,13 +21,13 @@ from framework.mesh.axis import Axis
 from framework.mesh.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
 from framework.mesh.topology import Topology, shards_within_node
 from framework.model.balance import Balance, Routers, find_balance
+from framework.model.hub import find_folder
 from framework.model.load import build_meta, choose_experts, load_config
 from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_with_ties, set_parameter
 from framework.model.plan import Unit, find_units, tied_names
 from framework.model.precision import DTYPES, compute_dtype
 from framework.model.stage import Cut, StageModel, find_layer_outputs, find_shared, own_ties, own_units
-from framework.model.weights import resolve_folder
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.parallelize import parallelize
@@ -201,7 +201,7 @@ def materialize(
                 buffer.allocate(device)
                 write_values(buffer, programs)
         if recipe.model.weights is not None and not resumes:
-            read_pretrained(stock, plan.buffers, resolve_folder(recipe.model.weights))
+            read_pretrained(stock, plan.buffers, find_folder(recipe.model.weights, recipe.model.revision))
         for buffer in plan.buffers:
             buffer.publish()
             for name, parameter in buffer.parameters.items():
@@ -244,7 +244,7 @@ def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
     """
     derived = derive(recipe)
-    config = load_config(recipe.model)
+    config = load_config(recipe.model, find_folder)
     whole = build_meta(config, recipe.model.attention)
     find_balance(whole)
     if derived.pp > 1:

@@ -318,7 +318,8 @@ def _keep_tokenizer(recipe: Recipe, places: Places, progress: bool) -> tuple[Pat
         info = read_info(places.tokenizer)
         if info is None:
             name = recipe.model.tokenizer or recipe.model.weights
-            tokenizer = load_tokenizer(name) if name else _train_tokenizer(recipe, places, progress)
+            revision = None if recipe.model.tokenizer else recipe.model.revision
+            tokenizer = load_tokenizer(name, revision) if name else _train_tokenizer(recipe, places, progress)
             info = save_tokenizer(tokenizer, places.tokenizer)
     return places.tokenizer, info
 

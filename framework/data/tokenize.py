@@ -37,12 +37,12 @@ class TokenizerInfo:
     eos_id: int
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder or of the hub. DataError where there is none."""
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The tokenizer of a folder or of the hub, there at `revision` or the newest. DataError where there is none."""
     from transformers import AutoTokenizer  # two seconds, and the workers do not need it
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, revision=revision or "main")
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise DataError(
             f"model.tokenizer: no tokenizer can be loaded from {name} ({str(error).partition(chr(10))[0]}). "

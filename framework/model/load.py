@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,17 +19,18 @@ from transformers import (
 )
 
 from framework.errors import ModelError
-from framework.model.weights import resolve_folder
+from framework.model.hub import resolve_folder
 from framework.recipe.schema import Model
 
 
-def load_config(model: Model) -> PretrainedConfig:
+def load_config(model: Model, locate: Callable[[str, str | None], Path] = resolve_folder) -> PretrainedConfig:
     """The Hugging Face config of the recipe: the pretrained one where `model.weights` is set, with `model.config` on top.
 
+    locate: the folder of hub weights at a revision; ranks pass `find_folder`, which never asks the hub.
     Raises ModelError for an unknown family and for a key that the family's config does not have, with the nearest names.
     """
     if model.weights is not None:
-        config = AutoConfig.from_pretrained(resolve_folder(model.weights))
+        config = AutoConfig.from_pretrained(locate(model.weights, model.revision))
         _refuse_unknown_keys(config, model)
         config.update(model.config)
         return _for_training(config)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,36 +25,6 @@ from framework.model.safetensors_files import LazyFiles, Place, plan_files
 
 # Names shown per kind of difference: an error stays on one screen even when not one of 40,000 experts' keys matches.
 SHOWN = 20
-
-
-def resolve_folder(name_or_path: str) -> Path:
-    """The local folder of a model: `name_or_path` itself if it is one, else the snapshot of that Hugging Face hub name.
-
-    Of a hub repository only the safetensors, JSON and tokenizer files of its top folder are fetched, once.
-    Raises ModelError when there is neither such a folder nor a hub model that can be reached.
-    """
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        snapshot = snapshot_download(
-            name_or_path,
-            allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"],
-            ignore_patterns=["*/*", "consolidated*"],
-        )
-    except HFValidationError as error:
-        raise ModelError(f"{name_or_path} is no folder here and no hub name (owner/name): correct the path") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{name_or_path} is no folder here, no snapshot of it is in the hub cache, and the hub cannot be reached: "
-            f"run `hf download {name_or_path}` where there is internet, or give the path of a local folder"
-        ) from error
-    except HfHubHTTPError as error:
-        raise ModelError(
-            f"{name_or_path} is no folder here and the hub refuses it ({str(error).splitlines()[0]}): "
-            "correct the name; for a gated or private model accept its terms and run `hf auth login`"
-        ) from error
-    return Path(snapshot)
 
 
 def read_weights(

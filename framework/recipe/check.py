@@ -64,6 +64,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("model.freeze",), _freeze_patterns),
         (("data.sources",), _sources),
         (("data.bpe_vocab", "model.tokenizer", "model.weights"), _tokenizer),
+        (("model.weights", "model.revision"), _revision),
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes",), _checkpoint),
         (("run",), _run),
@@ -253,6 +254,12 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
     elif vocab is None and given is None:
         fix = "model.tokenizer=<hub name or folder>; or data.bpe_vocab=4096 to train one on the data"
         yield Problem("model.tokenizer", None, "there is no tokenizer", fix)
+
+
+def _revision(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.model.revision is not None and recipe.model.weights is None:
+        message = "a revision of model.weights, which are not set"
+        yield Problem("model.revision", recipe.model.revision, message, "null; or model.weights=owner/name")
 
 
 def _validation(recipe: Recipe) -> Iterator[Problem]:

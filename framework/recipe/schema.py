@@ -51,6 +51,9 @@ class Model:
     family: str = key("Hugging Face `model_type`, such as llama, gpt2, mixtral", "llama")
     config: dict[str, Any] = key("values of the Hugging Face config; what is not set keeps the family's default", {})
     weights: str | None = key("hub name or folder of pretrained weights; null: train from scratch", None)
+    revision: str | None = key(
+        "commit, branch or tag of hub weights; null: the newest at launch. recipe.yaml keeps the commit", None
+    )
     tokenizer: str | None = key(
         "hub name or folder; null: that of `weights`, else trained offline (data.bpe_vocab)", None
     )
@@ -156,7 +159,7 @@ class Memory:
 @dataclass(frozen=True)
 class Precision:
     compute: Literal["auto", "bf16", "fp32", "fp64"] = key(
-        "forward and backward; auto: bf16 where the device has it, else fp32", "auto"
+        "forward and backward; auto: bf16 where the device has it, else fp32, decided once by the launcher", "auto"
     )
     master: Literal["fp32", "fp64"] = key("the optimizer's weights; gradients are summed in it", "fp32")
     reduce: Literal["bf16", "fp32", "fp64"] = key("gradients on the wire between ranks", "fp32")
@@ -234,7 +237,11 @@ class Launch:
     ranks: int | None = key(
         "processes; one device each. null: what the nodes hold, else what the degrees need", 1, low=1
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto: cuda where there is one", "auto")
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "decided once by the launcher: auto is cuda where this machine has a GPU for each rank, under slurm where launch.gres"
+        " asks for them",
+        "auto",
+    )
     threads_per_rank: int | None = key("CPU threads of a rank; null: the cores divided by the ranks", None, low=1)
     nodes: int | None = key("slurm: nodes; null: as few as hold the ranks", None, low=1)
     ranks_per_node: int = key("slurm: ranks, and so GPUs, of a full node", 8, low=1)
@@ -251,7 +258,8 @@ class Launch:
     sbatch: list[str] = key("slurm: more options of sbatch, such as --exclusive or --constraint=nvlink", [])
     set_up: list[str] = key("slurm: shell lines before the ranks start, such as module load cuda", [])
     environment: dict[str, Any] = key(
-        "variables of the ranks, such as NCCL_SOCKET_IFNAME; a secret by reference: ${oc.env:HF_TOKEN}", {}
+        "variables of the ranks, such as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME; a secret by reference: ${oc.env:HF_TOKEN}",
+        {},
     )
     python: str | None = key("slurm: the ranks' interpreter; null: the one that submits, in a container `python`", None)
     starter: Literal["srun", "torchrun"] = key("slurm: srun starts every rank, or one torchrun per node", "srun")

@@ -20,8 +20,9 @@ from framework.errors import ModelError
 from framework.mesh.box import Box
 from framework.model import safetensors_files
 from framework.model.conversions import match_keys, to_checkpoint
+from framework.model.hub import resolve_folder
 from framework.model.safetensors_files import plan_files
-from framework.model.weights import read_weights, resolve_folder, write_weights
+from framework.model.weights import read_weights, write_weights
 from tests.families import FAMILIES, Family, build_config, family
 
 # One family per way of storing: plain, gate and up in one, [in, out] matrices, experts one by one, experts stacked.

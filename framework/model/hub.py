@@ -1,0 +1,96 @@
+"""Models of the Hugging Face hub: fetched once by the launcher at a commit that the recipe keeps, found by every rank.
+
+`resolve_folder` may ask the hub, `find_folder` never does: thousands of ranks that ask are refused, and two of them may get
+different commits.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from framework.errors import ModelError
+from framework.recipe.schema import Model
+
+
+def resolve_folder(name_or_path: str, revision: str | None = None) -> Path:
+    """The local folder of a model: `name_or_path` itself if it is one, else the snapshot of that Hugging Face hub name.
+
+    Of a hub repository only the safetensors, JSON and tokenizer files of its top folder are fetched, once. revision: a commit,
+    branch or tag; None: the newest. Raises ModelError when there is neither such a folder nor a hub model that can be reached.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return _snapshot(name_or_path, revision, is_offline=False)
+    except HFValidationError as error:
+        raise ModelError(f"{name_or_path} is no folder here and no hub name (owner/name): correct the path") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{_at(name_or_path, revision)} is no folder here, no snapshot of it is in the hub cache, and the hub cannot be"
+            f" reached: run `{_download(name_or_path, revision)}` where there is internet, or give the path of a local folder"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelError(
+            f"{_at(name_or_path, revision)} is no folder here and the hub refuses it ({str(error).splitlines()[0]}): "
+            "correct the name or the revision; for a gated or private model accept its terms and run `hf auth login`"
+        ) from error
+
+
+def find_folder(name_or_path: str, revision: str | None = None) -> Path:
+    """The same folder, on this machine already: the hub is not asked. ModelError where it is not in this machine's cache."""
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return _snapshot(name_or_path, revision, is_offline=True)
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise ModelError(
+            f"model.weights={_at(name_or_path, revision)} is not in the hub cache that this rank sees ({constants.HF_HUB_CACHE}),"
+            f" and ranks do not ask the hub. The launching process fetched it: set HF_HOME to a folder that all nodes share, or"
+            f" run `{_download(name_or_path, revision)}` on every node"
+        ) from error
+
+
+def pin_revision(model: Model) -> Model:
+    """The model with the commit of its hub weights in `revision`, once they are on this machine; others as they are.
+
+    Weights that are here at the commit that the recipe names already are not asked for again.
+    """
+    if model.weights is None:
+        return model
+    if Path(model.weights).expanduser().is_dir():
+        if model.revision is not None:
+            raise ModelError(
+                f"model.revision={model.revision} is a commit of the hub, and model.weights={model.weights} is a folder here:"
+                " set model.revision=null"
+            )
+        return model
+    try:
+        folder = find_folder(model.weights, model.revision) if model.revision is not None else None
+    except ModelError:
+        folder = None
+    if folder is None or folder.name != model.revision:  # a branch moves; a commit does not
+        folder = resolve_folder(model.weights, model.revision)
+    return replace(model, revision=folder.name)  # the cache names a snapshot's folder by its commit
+
+
+def _snapshot(name: str, revision: str | None, is_offline: bool) -> Path:
+    folder = snapshot_download(
+        name,
+        revision=revision,
+        allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"],
+        ignore_patterns=["*/*", "consolidated*"],
+        local_files_only=is_offline,
+    )
+    return Path(folder)
+
+
+def _at(name: str, revision: str | None) -> str:
+    return name if revision is None else f"{name} at {revision}"
+
+
+def _download(name: str, revision: str | None) -> str:
+    return f"hf download {name}" + (f" --revision {revision}" if revision else "")
