@@ -238,10 +238,16 @@ def _find_copies(buffers: Sequence[UnitBuffer]) -> list[tuple[UnitBuffer, UnitBu
     return copies
 
 
-def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -> int:
+def train_rank(
+    recipe: Recipe,
+    run_dir: Path,
+    stop: StopRequest | None = None,
+    fingerprint: Mapping[str, str] | None = None,
+) -> int:
     """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
+    fingerprint: what must be equal on all ranks.
     """
     derived = derive(recipe)
     config = load_config(recipe.model, find_folder)
@@ -252,7 +258,8 @@ def train_rank(recipe: Recipe, run_dir: Path, stop: StopRequest | None = None) -
         find_layer_outputs(config)
     topology = make_topology(recipe, derived, config)
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
-    mesh = connect(topology, choose_device(recipe.launch.device), check_s=check_s)
+    assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
+    mesh = connect(topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
     prepared = open_data(recipe, config, mesh.axis("world"))
     with nullcontext(stop) if stop else StopRequest() as requests:
         code = _train(recipe, derived, prepared, config, mesh, run_dir, requests)

@@ -29,6 +29,10 @@ class ConnectionFailed(MeshwrightError):
     exit_code = EXIT_FAILED
 
 
+class RanksDiffer(MeshwrightError):
+    """Ranks of one run were started with different recipes, code, libraries or devices."""
+
+
 class NodeError(MeshwrightError):
     """This machine cannot do its part: another one may."""
 

@@ -17,6 +17,7 @@ from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, explain_errors
 from framework.launch.resume import resume_recipe
+from framework.launch.settle import settle
 from framework.mesh.placement import place
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
@@ -54,6 +55,7 @@ def summarize(recipe: Recipe) -> str:
         "batch": f"{derived.sequences_per_step} sequences of {derived.context} tokens = {derived.accumulation} x"
         f" {derived.sequences_per_microbatch} on each of {derived.dp} data-parallel ranks",
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
+        "device": f"{recipe.launch.device}, {recipe.precision.compute}",
     }
     if recipe.launch.kind == "slurm":
         lines["nodes"] = place(derived).describe()
@@ -75,6 +77,7 @@ def rank_variables(recipe: Recipe) -> dict[str, str]:
 
 def _begin(recipe: Recipe, overrides: list[str]) -> int:
     """A new run. Its directory is made once the data is there: bad data leaves no run behind."""
+    recipe = settle(recipe)
     print(summarize(recipe))
     prepared = prepare(recipe)
     run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
@@ -94,18 +97,19 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
 def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> int:
     """Go on with a run, under the saved recipe and the changes that it allows."""
     with run.lock():
-        recipe, changes = resume_recipe(run, overrides, recipe_dirs)
+        chosen, changes = resume_recipe(run, overrides, recipe_dirs)
         step = saved_step(run)
-        if step >= recipe.train.steps:
-            more = resume_command(run, recipe, f"train.steps={2 * step}")
+        if step >= chosen.train.steps:
+            more = resume_command(run, chosen, f"train.steps={2 * step}")
             raise RunError(
-                f"{run.path} is finished: {step:,} of {recipe.train.steps:,} steps are done. To train on: {more}"
+                f"{run.path} is finished: {step:,} of {chosen.train.steps:,} steps are done. To train on: {more}"
             )
+        recipe = settle(chosen)
         print(summarize(recipe))
         for change in changes:
             print(f"changed  {change.key}: {change.was} -> {change.now}")
         prepare(recipe)
-        if changes:
+        if changes or recipe != chosen:
             with explain_errors(run.path):
                 save_recipe(recipe, run.recipe)
         run.note_launch(overrides, {change.key: change.now for change in changes})

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from framework.errors import EXIT_FAILED, MeshwrightError
 from framework.launch.directory import RunDirectory
+from framework.launch.fingerprint import take_fingerprint
 from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, is_task
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
@@ -91,7 +92,7 @@ def _train(run_dir: Path) -> int:
         from framework.build import train_rank
 
         torch.set_num_threads(threads)
-        return train_rank(recipe, run_dir)
+        return train_rank(recipe, run_dir, fingerprint=take_fingerprint(recipe))
 
 
 def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
@@ -106,7 +107,7 @@ def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
         check_node(run.path, recipe.launch.device)
         torch.set_num_threads(threads)
         with run.hold(RUN_FREE_WITHIN_S) if os.environ["RANK"] == "0" else nullcontext():
-            return train_rank(recipe, run.path, stop)
+            return train_rank(recipe, run.path, stop, take_fingerprint(recipe))
 
 
 def _tell_job(error: Exception, code: int) -> None:

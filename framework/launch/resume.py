@@ -11,6 +11,7 @@ from typing import Any
 
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
+from framework.launch.settle import keep_settled
 from framework.recipe.compose import compose, load_recipe
 from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
@@ -57,12 +58,12 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     run began: they must still say the same of all that cannot change; of the rest the saved values stay.
     """
     saved = load_recipe(run.recipe)
-    resumed = compose(overrides, recipe_dirs, base=run.recipe).require()
+    resumed = keep_settled(saved, compose(overrides, recipe_dirs, base=run.recipe).require())
     changes = find_changes(saved, resumed)
     refused = [change for change in changes if not change.is_allowed]
     if parse_overrides(overrides, search_path(recipe_dirs)).choices:
         named = {change.key for change in refused}
-        composed = compose(overrides, recipe_dirs).require()
+        composed = keep_settled(saved, compose(overrides, recipe_dirs).require())
         others = [change for change in find_changes(saved, composed) if not change.is_allowed]
         refused += [change for change in others if change.key not in named]
     if refused:

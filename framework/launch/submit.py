@@ -15,6 +15,7 @@ from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch.directory import RunDirectory, explain_errors, write_private
 from framework.launch.local import resume_command, saved_step, summarize
 from framework.launch.resume import Change, resume_recipe
+from framework.launch.settle import settle
 from framework.launch.slurm import (
     WAITING_OR_RUNNING,
     Script,
@@ -42,6 +43,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
         return _resume(run, overrides, recipe_dirs, dry_run)
     if dry_run:
         return _show(render(recipe, run.path.absolute(), Path.cwd()))
+    recipe = settle(recipe)
     print(summarize(recipe))
     prepared = prepare(recipe)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
@@ -71,7 +73,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
         )
     if dry_run:
         return _show(scripts[0])
-    print(summarize(first))
+    recipes = [settle(recipe) for recipe in recipes]
+    print(summarize(recipes[0]))
     tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
     sweep = RunDirectory.create(root, first.run.id, name)
     with explain_errors(sweep.path):
@@ -140,6 +143,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
         if step >= recipe.train.steps:
             more = resume_command(run, recipe, f"train.steps={2 * step}")
             raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
+        recipe = settle(recipe)
         print(summarize(recipe))
         for change in changes:
             print(f"changed  {change.key}: {change.was} -> {change.now}")

@@ -37,15 +37,16 @@ def check_place(derived: Derived) -> None:
 
 
 def check_node(run_dir: Path, device: str) -> None:
-    """Raises NodeError where the recipe wants a GPU that this node does not show, and has the node left out from now on."""
-    import torch
+    """Raises NodeError where this node shows too few GPUs for its ranks, and has it left out from now on. It never trains on
+    something else: a CPU rank among GPU ranks would hold up all of them."""
+    from framework.mesh.connect import choose_device
 
-    if device != "cuda" or torch.cuda.is_available():
-        return
-    node = os.environ.get("SLURMD_NODENAME", "")
-    with open(run_dir / "slurm" / "bad-nodes", "a") as bad:
-        bad.write(f"{node}\n")
-    raise NodeError(f"launch.device=cuda, but torch sees no GPU on node {node}")
+    try:
+        choose_device(device)
+    except NodeError:
+        with open(run_dir / "slurm" / "bad-nodes", "a") as bad:
+            bad.write(f"{os.environ.get('SLURMD_NODENAME', '')}\n")
+        raise
 
 
 def claim_outcome(code: int) -> bool:

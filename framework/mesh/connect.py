@@ -1,7 +1,10 @@
 """Connect: from a Topology to a Mesh whose axes have process groups. The only file of this folder that needs torch."""
 
+import json
 import os
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -9,16 +12,29 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from framework.errors import ConnectionFailed, RecipeError, TopologyError
+# Private, because `new_group` lets nobody choose a subgroup's store; the same in torch 2.11 to 2.13.
+from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
+
+from framework.errors import ConnectionFailed, NodeError, RanksDiffer, TopologyError
 from framework.mesh.axis import Axis
+from framework.mesh.descriptors import allow_descriptors, count_sockets
+from framework.mesh.fingerprint import describe_difference, explain_differences
 from framework.mesh.topology import AXIS_NAMES, Topology
 
 # gloo now and then hangs while it connects ranks that are all there (once in some ten thousand times on one machine). So all
 # ranks first arrive, however late; connecting then may take so long, and is tried again from the start so many times.
 CONNECT_S = 60.0
+# And so much longer for each rank: the store and NCCL's root answer ranks one after another, in some milliseconds each.
+CONNECT_S_PER_RANK = 0.02
 CONNECT_ATTEMPTS = 3
+# Explanations that the last rank to be compared reads from the store.
+DIFFERENCES_SHOWN = 8
+# Variables with which SLURM says that it binds GPUs to tasks, so that each rank sees its own as the first and only one.
+BOUND_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+
+
+Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +63,35 @@ class Mesh:
             dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class Wiring:
+    """What carries messages between ranks: torch's names of backends for the world's group and for those of other axes.
+
+    scatter: that of a second group over `shard`, for its reduce-scatters; None where operations do not queue.
+    is_lazy: gloo connects two ranks when they first talk, and not every pair at once. is_staged: tensors of a GPU go through
+    host memory.
+    """
+
+    world: str
+    axes: str
+    scatter: str | None = None
+    is_lazy: bool = False
+    is_staged: bool = False
+
+
+def wire(device_type: str, is_debug: bool, backend: Backend | None = None) -> Wiring:
+    """On GPUs gloo carries only words and small sums, over the world: a few pairs of it, where all pairs of thousands of ranks
+    would exceed a process's descriptors, and every rank would read every other's address from the store. On CPUs it carries
+    tensors between every two ranks of an axis; connected at once, a rank whose peer has died hears of it at once.
+
+    is_debug: ranks exchange words over every axis (`comm/agreement.py`). backend: as for `connect`.
+    """
+    if (backend or ("nccl" if device_type == "cuda" else "gloo")) == "gloo":
+        return Wiring(world="gloo", axes="gloo", is_staged=device_type == "cuda")
+    both = "cpu:gloo,cuda:nccl"
+    return Wiring(world=both, axes=both if is_debug else "nccl", scatter="nccl", is_lazy=True)
+
+
 def connect(
     topology: Topology,
     device: torch.device,
@@ -54,30 +99,31 @@ def connect(
     rank: int | None = None,
     timeout_s: float = 1800,
     check_s: float | None = None,
-    backend: Literal["gloo", "nccl"] | None = None,
+    fingerprint: Mapping[str, str] | None = None,
+    backend: Backend | None = None,
 ) -> Mesh:
     """Join the other ranks of the world and return this rank's mesh. A world of one rank has no process group at all.
 
     rendezvous None: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment, as launchers set them;
     else a URL such as `file:///tmp/x` (a file that does not exist yet), with an explicit rank.
     backend None: NCCL for GPUs, gloo for CPUs; gloo on GPUs is slow and works where ranks share one.
-    Collectives that take longer than `timeout_s` fail. check_s: the debug mode of `comm/agreement.py`. Raises TopologyError
-    when the world has not the topology's size, ConnectionFailed when a rank does not come within `timeout_s`.
+    Collectives that take longer than `timeout_s` fail. check_s: the debug mode of `comm/agreement.py`. fingerprint: what must
+    be equal on all ranks, compared before any group is made. Raises TopologyError when the world has not the topology's size,
+    ConnectionFailed when a rank does not come within `timeout_s`, RanksDiffer on all ranks when fingerprints differ.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
-    has_nccl = device.type == "cuda" if backend is None else backend == "nccl"
-    groups = _create_groups(topology, rank, has_nccl, rendezvous or "env://", timedelta(seconds=timeout_s))
-    if has_nccl:
-        _start_communicators(groups, device)
-    axes = {}
-    for name, ranks in topology.groups(rank).items():
-        group = groups.get(ranks)
-        staged = device.type == "cuda" and not has_nccl
-        axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, group, check_s=check_s, staged=staged)
-    if has_nccl and axes["shard"].size > 1:
-        axes["shard"] = replace(axes["shard"], scatter_group=_create_scatter_group(axes["shard"], device))
+    axes = {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in topology.groups(rank).items()}
+    if topology.world > 1:
+        timeout, wiring = timedelta(seconds=timeout_s), wire(device.type, check_s is not None, backend)
+        allow_descriptors(count_sockets(topology, rank, wiring.is_lazy))
+        store = next(dist.rendezvous(rendezvous or "env://", rank, topology.world, timeout=timeout))[0]
+        if fingerprint is not None:
+            compare_fingerprints(dist.PrefixStore("fingerprint", store), fingerprint, rank, topology.world, timeout)
+        axes = join_axes(topology, rank, wiring, store, timeout, check_s)
+        if "nccl" in wiring.world:
+            _start_communicators(axes.values(), device)
     return Mesh(topology, rank, device, axes)
 
 
@@ -98,48 +144,103 @@ def _agree_on_rank(topology: Topology, rendezvous: str | None, rank: int | None)
     return rank
 
 
-def _create_groups(
-    topology: Topology, rank: int, has_nccl: bool, url: str, timeout: timedelta
-) -> dict[tuple[int, ...], Any]:
-    """This rank's process groups by their ranks: one for each distinct set of more than one rank.
+def compare_fingerprints(store: dist.Store, mine: Mapping[str, str], rank: int, world: int, timeout: timedelta) -> None:
+    """Return when every rank's fingerprint is seen to be rank 0's. Collective. Else RanksDiffer, the same on all ranks.
+
+    Each rank reads one fingerprint and one verdict, whatever the world's size.
+    """
+    if rank == 0:
+        store.set("first", json.dumps(dict(mine)))
+    _meet(store, "arrived", world, timeout)
+    difference = describe_difference(mine, json.loads(store.get("first")))
+    if difference:
+        number = store.add("number that differ", 1)
+        if number <= DIFFERENCES_SHOWN:
+            store.set(f"differs {number}", f"rank {rank} on {platform.node()}: {difference}")
+
+    def conclude() -> str:
+        count = store.add("number that differ", 0)
+        shown = [store.get(f"differs {number + 1}").decode() for number in range(min(count, DIFFERENCES_SHOWN))]
+        return json.dumps([count, shown])
+
+    count, shown = json.loads(_meet(store, "compared", world, timeout, conclude))
+    if count:
+        raise RanksDiffer(explain_differences(shown, count, world))
+
+
+def join_axes(
+    topology: Topology,
+    rank: int,
+    wiring: Wiring,
+    store: dist.Store,
+    timeout: timedelta,
+    check_s: float | None = None,
+) -> dict[str, Axis]:
+    """This rank's axes by name, with process groups: one for each distinct set of more than one rank. Collective.
 
     A rank creates only its own groups, so that thousands of ranks do not create each other's. Members of a group agree
     on whether an earlier axis had the same ranks, and all go through the axes in one order: nobody waits in a circle.
     """
+
     groups: dict[tuple[int, ...], Any] = {}
-    if topology.world == 1:
-        return groups
-    backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
-    store = next(dist.rendezvous(url, rank, topology.world, timeout=timeout))[0]
-    connecting = timedelta(seconds=CONNECT_S)
 
-    def create_world(attempt: dist.Store) -> Any:
-        dist.init_process_group(backend, store=attempt, rank=rank, world_size=topology.world, timeout=connecting)
-        return dist.group.WORLD
+    def join(name: str, ranks: tuple[int, ...], backend: str) -> Any:
+        connect_s = CONNECT_S + CONNECT_S_PER_RANK * len(ranks)
+        create = _create_subgroup if groups else _create_world  # `world` is the first axis
+        build = partial(create, f"{name} {ranks[0]}", ranks, rank, backend, timedelta(seconds=connect_s))
+        attempts = dist.PrefixStore(f"{name} {ranks[0]}", store)
+        with _gloo_connects_lazily(wiring.is_lazy):
+            group = persist(build, attempts, len(ranks), timeout, connect_s)
+        _set_pg_timeout(timeout, group)
+        return group
 
+    axes: dict[str, Axis] = {}
     for name, ranks in topology.groups(rank).items():
-        if len(ranks) == 1 or ranks in groups:
-            continue
-        if len(ranks) == topology.world:
-            create = create_world
-        else:
-            create = partial(_create_subgroup, ranks, connecting)
-        groups[ranks] = persist(create, dist.PrefixStore(f"{name} {ranks[0]}", store), len(ranks), timeout)
-        _set_pg_timeout(timeout, groups[ranks])
-    return groups
+        if len(ranks) > 1 and ranks not in groups:
+            groups[ranks] = join(name, ranks, wiring.axes if groups else wiring.world)
+        place, group = ranks.index(rank), groups.get(ranks)
+        axes[name] = Axis(name, len(ranks), place, ranks, group, check_s=check_s, staged=wiring.is_staged)
+    if wiring.scatter is not None and axes["shard"].size > 1:
+        # NCCL runs the operations of one communicator in turn: in backward a gather, which computation waits for, would queue
+        # behind a reduction, which nobody waits for.
+        scatter = join("scatter", axes["shard"].ranks, wiring.scatter)
+        axes["shard"] = replace(axes["shard"], scatter_group=scatter)
+    return axes
 
 
-def _create_subgroup(ranks: tuple[int, ...], timeout: timedelta, _attempt: dist.Store) -> Any:
-    """Its attempts are kept apart by torch, which numbers the groups of the same ranks."""
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+def _create_world(
+    _name: str, ranks: tuple[int, ...], rank: int, backend: str, timeout: timedelta, attempt: dist.Store
+) -> Any:
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=len(ranks), timeout=timeout)
+    return dist.group.WORLD
+
+
+def _create_subgroup(
+    name: str, ranks: tuple[int, ...], rank: int, backend: str, timeout: timedelta, attempt: dist.Store
+) -> Any:
+    """In a store of its own: `new_group` would find what a failed attempt has left there, addresses where nobody listens."""
+    place = ranks.index(rank)
+    group, _ = _new_process_group_helper(len(ranks), place, list(ranks), backend, attempt, name, timeout=timeout)  # type: ignore[arg-type]
+    _world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
+    return group
+
+
+@contextmanager
+def _gloo_connects_lazily(is_lazy: bool) -> Iterator[None]:
+    """Tell torch how gloo groups that are made meanwhile connect: two ranks when they first talk, or every pair at once."""
+    name = "TORCH_GLOO_LAZY_INIT"
+    former = os.environ.get(name)
+    os.environ[name] = str(int(is_lazy))
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if former is not None:
+            os.environ[name] = former
 
 
 def persist(
-    create: Callable[[dist.Store], Any],
-    store: dist.Store,
-    num_ranks: int,
-    timeout: timedelta,
-    connect_s: float = CONNECT_S,
+    create: Callable[[dist.Store], Any], store: dist.Store, num_ranks: int, timeout: timedelta, connect_s: float
 ) -> Any:
     """The process group that `create` makes with a fresh store, once it has succeeded on all of `num_ranks` ranks; on all of
     them anew if on one it has not. Collective. Raises ConnectionFailed when a rank does not come within `timeout`, or when
@@ -150,19 +251,32 @@ def persist(
         group, reason = None, None
         try:
             group = create(attempt)
+            _greet(group)
             _meet(attempt, "connected", num_ranks, timedelta(seconds=connect_s))
             return group
         except (RuntimeError, ConnectionFailed) as error:
             reason = error
             if group is not None:
                 dist.destroy_process_group(group)
-    raise ConnectionFailed(f"{num_ranks} ranks could not be connected in {CONNECT_ATTEMPTS} attempts: {reason}")
+    raise ConnectionFailed(
+        f"{num_ranks} ranks could not be connected in {CONNECT_ATTEMPTS} attempts: {reason}. Where nodes have several"
+        " networks, name the one to use: launch.environment.GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    )
 
 
-def _meet(store: dist.Store, place: str, num_ranks: int, timeout: timedelta) -> None:
-    """Return once all ranks have come to the place. The last to come tells the others."""
+def _greet(group: Any) -> None:
+    """First words over gloo, where the group has it. Lazy pairs of a barrier (2 log2 n of a rank's n-1, all of up to 5 ranks')
+    are connected now, where failure means another attempt. NCCL is started later, in `_start_communicators`."""
+    if torch.device("cpu") in group._device_types:
+        dist.barrier(group=group)
+
+
+def _meet(
+    store: dist.Store, place: str, num_ranks: int, timeout: timedelta, conclude: Callable[[], str] = lambda: "all"
+) -> str:
+    """Return once all ranks have come to the place. The last to come tells the others what it concludes."""
     if store.add(f"{place} number", 1) == num_ranks:
-        store.set(place, "all")
+        store.set(place, conclude())
     try:
         store.wait([place], timeout)
     except RuntimeError as error:
@@ -170,30 +284,42 @@ def _meet(store: dist.Store, place: str, num_ranks: int, timeout: timedelta) -> 
         raise ConnectionFailed(
             f"only {count} of {num_ranks} ranks have {place} within {timeout.total_seconds():.0f} s: see the logs of the others"
         ) from error
+    return store.get(place).decode()
 
 
-def _start_communicators(groups: dict[tuple[int, ...], Any], device: torch.device) -> None:
+def _start_communicators(axes: Iterable[Axis], device: torch.device) -> None:
     """Make NCCL build each communicator now, in one order: built lazily inside a point-to-point call it would wait for
     ranks that take no part in that call."""
-    for group in groups.values():
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    groups = dict.fromkeys([*(axis.group for axis in axes), *(axis.scatter_group for axis in axes)])
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def _create_scatter_group(shard: Axis, device: torch.device) -> Any:
-    """A second communicator over the shard axis, for its reduce-scatters. NCCL runs the operations of one communicator in turn:
-    in backward a gather, which computation waits for, would queue behind a reduction, which nobody waits for."""
-    group = dist.new_group(list(shard.ranks), backend="nccl", use_local_synchronization=True)
-    _start_communicators({shard.ranks: group}, device)
-    return group
+def choose_device(kind: str) -> torch.device:
+    """This rank's device, of the kind that the launcher has written into the recipe: `cpu`, or `cuda`, the GPU of its local rank.
 
-
-def choose_device(device: str) -> torch.device:
-    """This rank's device: the one of its local rank if there are GPUs, unless the recipe says otherwise."""
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    Raises NodeError where this machine shows too few GPUs: it may not train on something else than the other ranks.
+    """
+    assert kind in ("cpu", "cuda"), f"launch.device={kind} reached a rank: the launcher resolves it"
+    if kind == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RecipeError("launch.device=cuda, but torch sees no GPU here: use launch.device=auto or cpu")
-    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device(
+        "cuda", _gpu_index(local_rank(), count, is_bound=any(name in os.environ for name in BOUND_GPUS))
+    )
+
+
+def _gpu_index(local_rank: int, count: int, is_bound: bool) -> int:
+    """Which of the node's `count` visible GPUs. is_bound: SLURM shows each rank its own only."""
+    if count == 1 and is_bound:
+        return 0
+    if local_rank >= count:
+        raise NodeError(
+            f"launch.device=cuda, but torch sees {count or 'no'} GPU{'s' if count > 1 else ''} on node {platform.node()}, and"
+            f" this is its rank {local_rank}: `nvidia-smi` there may say why; to train without GPUs: launch.device=cpu"
+        )
+    return local_rank
 
 
 def local_rank() -> int:

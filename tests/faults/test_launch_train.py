@@ -147,6 +147,19 @@ def test_a_step_is_drawn_and_training_outlives_that_it_cannot_be(capfd):
     assert list(losses("drawn")) == list(range(1, 7))
 
 
+def test_a_run_goes_on_in_the_dtype_that_its_beginning_settled(capfd):
+    """bf16 was chosen on GPUs, say; CPUs go on in it. A recipe that an older version saved still says auto."""
+    assert train("run.id=narrow", "precision=bf16", "train.steps=2") == EXIT_DONE
+    assert "device   cpu, bf16" in capfd.readouterr().out
+    saved = Path("runs/narrow/recipe.yaml")
+    settled = saved.read_text()
+    assert "device: cpu" in settled
+    saved.write_text(settled.replace("device: cpu", "device: auto"))
+    assert resume("narrow", "precision.compute=auto", "train.steps=4") == EXIT_DONE
+    assert saved.read_text() == settled.replace("  steps: 2\n", "  steps: 4\n")
+    assert list(losses("narrow")) == [1, 2, 3, 4]
+
+
 def test_damaged_newest_checkpoint_costs_steps_and_nothing_else(capfd):
     interrupt_after("damaged", 25)
     assert train("run.id=damaged") == EXIT_RESUME

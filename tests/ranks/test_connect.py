@@ -1,16 +1,23 @@
-"""Connect: ranks that come late are waited for, a connection that fails is made anew on all, and a closed one is gone."""
+"""Connect: ranks that come late are waited for, ranks that differ are named, a connection that fails is made anew on all, what
+connecting costs does not grow with the world, and a closed connection is gone."""
 
+import multiprocessing
+import os
 import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from framework.build import build
-from framework.mesh.connect import CONNECT_ATTEMPTS, connect, persist
+from framework.errors import RanksDiffer
+from framework.mesh import connect as connecting
+from framework.mesh.connect import CONNECT_ATTEMPTS, Wiring, connect, join_axes, persist
+from framework.mesh.descriptors import count_sockets
 from framework.mesh.topology import Topology
 from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
 from framework.train.step import train_step
@@ -74,6 +81,178 @@ def test_failure_without_end_is_an_error(pool: RankPool) -> None:
 def test_a_rank_that_never_comes_is_an_error_that_counts_the_others(pool: RankPool) -> None:
     with pytest.raises(RankFailure, match="only 2 of 3 ranks have arrived within 1 s"):
         pool.run(2, wait_for_nobody)
+
+
+class Recorder(dist.Store):
+    """A store that notes what it is asked. fail_set: the number of the set, counted from 0, that fails."""
+
+    def __init__(self, inner: dist.Store, fail_set: int | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.asked: list[tuple[str, str]] = []
+        self.fail_set = fail_set
+
+    def keys(self, operation: str) -> list[str]:
+        return [key for asked, key in self.asked if asked == operation]
+
+    def set(self, key: str, value: str) -> None:
+        self.asked.append(("set", key))
+        if self.fail_set is not None and len(self.keys("set")) == self.fail_set + 1:
+            raise RuntimeError("a network that fails for a moment")
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.asked.append(("get", key))
+        return self.inner.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        self.asked.append(("add", key))
+        return self.inner.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked.append(("check", *keys))
+        return self.inner.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=30)) -> None:
+        self.asked.append(("wait", *keys))
+        self.inner.wait(keys, timeout)
+
+
+def compare_then_say_what_there_is(
+    rank: int, world: int, rendezvous: str, changes: dict[int, dict[str, str]]
+) -> tuple[str, bool]:
+    """Body: ranks of `changes` have another fingerprint; the error, and whether there was a process group by then."""
+    fingerprint = {"recipe": "aa", "code": "bb", "torch": "2.13.0", "device": "cuda"} | changes.get(rank, {})
+    try:
+        mesh = connect(Topology(dp=world), CPU, rendezvous, rank, fingerprint=fingerprint)
+    except RanksDiffer as error:
+        return str(error), dist.is_initialized()
+    mesh.close()
+    return "", True
+
+
+def test_ranks_that_differ_are_named_on_every_rank_before_any_group_is_made(pool: RankPool) -> None:
+    found = pool.run(4, compare_then_say_what_there_is, {2: {"torch": "2.12.0", "device": "cpu"}})
+    assert set(found) == {found[0]}
+    error, is_connected = found[0]
+    assert "1 of 4 ranks differ from rank 0\n  rank 2 on " in error
+    assert ": torch 2.12.0 (rank 0: 2.13.0), device cpu (rank 0: cuda)\n" in error
+    assert not is_connected
+
+
+def test_alike_ranks_connect_and_a_rank_0_that_differs_is_told_by_all_others(pool: RankPool) -> None:
+    assert pool.run(3, compare_then_say_what_there_is, {}) == [("", True)] * 3
+    error, _ = pool.run(3, compare_then_say_what_there_is, {0: {"code": "xx"}})[0]
+    assert "2 of 3 ranks differ from rank 0" in error
+    assert error.count("code bb (rank 0: xx)") == 2
+    assert error.endswith(
+        "-> ranks import different copies of Meshwright: one installation, or one image, on all nodes"
+    )
+
+
+def find_timeouts(rank: int, world: int, rendezvous: str) -> list[float]:
+    """Body: the timeout of every group of a rank, that for reduce-scatters too; gloo stands in for NCCL."""
+    store = dist.FileStore(rendezvous.removeprefix("file://"), world)
+    wiring = Wiring(world="gloo", axes="gloo", scatter="gloo", is_lazy=True)
+    axes = join_axes(Topology(dp=2, tp=2, shard=2), rank, wiring, store, timedelta(seconds=1234))
+    groups = {
+        id(group): group for axis in axes.values() for group in (axis.group, axis.scatter_group) if group is not None
+    }
+    assert axes["shard"].scatter_group is not axes["shard"].group
+    found = [group._get_backend(CPU).options._timeout.total_seconds() for group in groups.values()]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_every_group_has_the_runs_timeout_the_one_for_reduce_scatters_too(pool: RankPool) -> None:
+    assert pool.run(4, find_timeouts) == [[1234.0] * 4] * 4  # world, batch which is shard, tp, scatter
+
+
+def reconnect_a_subgroup(rank: int, world: int, rendezvous: str) -> tuple[list[str], float]:
+    """Body: rank 1 fails once to say where it listens, in a subgroup; the keys that each rank has set, and a sum."""
+    connecting.CONNECT_S, former = 1.0, connecting.CONNECT_S
+    file = dist.FileStore(rendezvous.removeprefix("file://"), world)
+    # Rank 1 sets its address in the world's group first, then that in the first subgroup. Meetings are set by the last to come.
+    store = AddressRecorder(file, fail_set=1 if rank == 1 else None)
+    try:
+        wiring = Wiring(world="gloo", axes="gloo")
+        axes = join_axes(Topology(dp=2, tp=2), rank, wiring, store, timedelta(seconds=30))
+        x = torch.tensor(float(rank))
+        dist.all_reduce(x, group=axes["batch"].group)
+        dist.barrier()
+        dist.destroy_process_group()
+    finally:
+        connecting.CONNECT_S = former
+    return store.keys("set"), x.item()
+
+
+class AddressRecorder(Recorder):
+    """Notes the addresses of gloo only."""
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value) if "cpu/" in key else self.inner.set(key, value)
+
+
+def test_an_attempt_to_connect_a_subgroup_does_not_see_what_a_failed_one_left(pool: RankPool) -> None:
+    results = pool.run(4, reconnect_a_subgroup)
+    assert [total for _, total in results] == [2.0, 4.0, 2.0, 4.0]
+    addresses = [key for keys, _ in results for key in keys]
+    assert len(results[1][0]) == 4  # world, batch twice, tp
+    assert len(addresses) == len(set(addresses)), "an attempt writes where another one has written"
+
+
+def count_open_sockets() -> int:
+    """Of this process. The folder is listed through a descriptor, which is gone when it is looked at."""
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(path).startswith("socket:") for path in paths if os.path.lexists(path))
+
+
+def join_and_count(rank: int, world: int, path: str, is_lazy: bool, found: Any) -> None:
+    """A rank of the world that GPU ranks join: gloo for words, and groups of the axes that have no gloo."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  the backend `fake`
+
+    recorder = Recorder(dist.FileStore(path, world))
+    before = count_open_sockets()
+    wiring = Wiring(world="gloo", axes="fake", scatter="fake", is_lazy=is_lazy)
+    topology = Topology(dp=world // 4, tp=2, pp=2, shard=world // 4)
+    axes = join_axes(topology, rank, wiring, recorder, timedelta(seconds=60))
+    num_opened = count_open_sockets() - before
+    num_groups = len({id(group) for axis in axes.values() for group in (axis.group, axis.scatter_group) if group})
+    asked = {operation: len(recorder.keys(operation)) for operation in ("set", "add", "get", "wait")}
+    found.put((rank, num_opened, num_groups, asked, count_sockets(topology, rank, is_lazy)))
+    found.close()
+    found.join_thread()  # which sends what was put
+    dist.barrier()
+    os._exit(0)
+
+
+def count_joining(world: int, is_lazy: bool, folder: Path) -> list[tuple]:
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    path = str(folder / f"store-{world}-{is_lazy}")
+    ranks = [context.Process(target=join_and_count, args=(rank, world, path, is_lazy, found)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    results = sorted(found.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+    return results
+
+
+def test_what_a_rank_of_a_gpu_run_asks_the_store_and_opens_does_not_grow_with_the_world(tmp_path: Path) -> None:
+    """Where every pair is connected at once a rank reads every other's address: world^2 keys, and as many descriptors."""
+    of_8, of_16 = count_joining(8, True, tmp_path), count_joining(16, True, tmp_path)
+    for results, log_world in ((of_8, 3), (of_16, 4)):
+        for _, num_opened, num_groups, asked, num_sockets in results:
+            assert num_opened <= 1 + 2 * log_world < num_sockets
+            assert num_groups == 5
+            assert asked["get"] - 2 * num_groups <= 2 * log_world
+            assert asked["set"] <= 1 + 2 * num_groups
+            assert asked["add"] == 2 * num_groups
+    eager = count_joining(8, False, tmp_path)
+    assert {asked["get"] - 2 * num_groups for _, _, num_groups, asked, _ in eager} == {8}
+    assert all(num_opened >= 8 for _, num_opened, *_ in eager)
 
 
 def train_once(rank: int, world: int, rendezvous: str, recipe: Recipe) -> None:

@@ -5,6 +5,7 @@ import pytest
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.resume import MAY_CHANGE, Change, resume_recipe
+from framework.launch.settle import settle
 from framework.recipe.compose import compose, save_recipe
 from framework.recipe.keys import list_keys
 
@@ -71,6 +72,13 @@ def test_change_that_makes_another_run_is_refused_with_the_difference(run, overr
 def test_repeating_the_first_command_goes_on(run):
     recipe, changes = resume(run, "experiment=quickstart", "optim.lr=0.003")
     assert recipe.optim.lr == 0.003
+    assert changes == []
+
+
+def test_what_the_launcher_settled_is_no_change(run):
+    save_recipe(settle(resume(run)[0]), run.recipe)
+    recipe, changes = resume(run, "experiment=quickstart", "optim.lr=0.003", "precision.compute=auto")
+    assert recipe.precision.compute in ("bf16", "fp32")
     assert changes == []
 
 

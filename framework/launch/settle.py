@@ -1,0 +1,79 @@
+"""Settle: what a recipe leaves open and ranks must not decide each for itself, decided once by the launching process.
+
+A node whose GPUs are dead would else train on its CPUs among GPU ranks, two kinds of CPU compute in two dtypes, and each rank
+ask the hub for the newest weights. recipe.yaml holds what was decided; no rank ever sees `auto`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from framework.errors import RecipeError
+from framework.recipe.derive import derive
+from framework.recipe.schema import Launch, Precision, Recipe
+
+
+def settle(recipe: Recipe) -> Recipe:
+    """The recipe with a device, a compute dtype and a commit of hub weights. Fetches those weights if they are not here.
+
+    RecipeError where this machine has too few GPUs for what is to be trained here.
+    """
+    launch = settle_device(recipe.launch, derive(recipe).world, _count_gpus)
+    model = recipe.model
+    if model.weights is not None:
+        from framework.model.hub import pin_revision  # half a second, which few recipes need
+
+        model = pin_revision(model)
+    return replace(recipe, launch=launch, precision=_settle_precision(recipe.precision, launch), model=model)
+
+
+def settle_device(launch: Launch, world: int, count_gpus: Callable[[], int]) -> Launch:
+    """`launch.device` as cuda or cpu. Under SLURM it is cuda where GPUs are asked for, whatever the login node has; here, where
+    there is a GPU for each of `world` ranks."""
+    if launch.kind == "slurm":
+        device: Literal["cpu", "cuda"] = "cuda" if launch.gres is not None else "cpu"
+        return replace(launch, device=device) if launch.device == "auto" else launch
+    if launch.device == "cpu":
+        return launch
+    count = count_gpus()
+    if launch.device == "cuda" and count < world:
+        has = f"torch sees {count or 'no'} GPU{'s' if count > 1 else ''} here" + (
+            f" for {world} ranks" if count else ""
+        )
+        fix = f"launch.ranks={count}, launch.device=cpu or auto" if count else "launch.device=cpu or auto"
+        raise RecipeError(f"launch.device=cuda, but {has}: use {fix}")
+    if 0 < count < world:
+        print(
+            f"note     {count} of {world} ranks would have a GPU, so all train on CPUs; launch.ranks={count} uses GPUs"
+        )
+    return replace(launch, device="cuda" if count >= world else "cpu")
+
+
+def keep_settled(saved: Recipe, other: Recipe) -> Recipe:
+    """`other` with what the run's beginning has settled, where it leaves that open: it is part of the run."""
+    precision, model = other.precision, other.model
+    if precision.compute == "auto":
+        precision = replace(precision, compute=saved.precision.compute)
+    if model.revision is None and model.weights == saved.model.weights:
+        model = replace(model, revision=saved.model.revision)
+    return replace(other, precision=precision, model=model)
+
+
+def _settle_precision(precision: Precision, launch: Launch) -> Precision:
+    """`auto` asks the device of this machine; of a cluster's nodes it is known only which kind they have."""
+    if precision.compute != "auto":
+        return precision
+    if launch.kind == "slurm":
+        return replace(precision, compute="bf16" if launch.device == "cuda" else "fp32")
+    import torch
+
+    from framework.model.precision import compute_dtype
+
+    is_bf16 = compute_dtype(precision, torch.device(launch.device)) == torch.bfloat16
+    return replace(precision, compute="bf16" if is_bf16 else "fp32")
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,41 @@
+"""Descriptors: how many sockets a rank opens to connect, and the process's limit on open files, which they count against."""
+
+import resource
+from math import ceil, log2
+
+from framework.errors import RecipeError
+from framework.mesh.topology import Topology
+
+# Files of data, logs and libraries, and NCCL's own sockets, beside those that are counted here.
+OTHERS = 256
+# A soft limit is raised so far where the hard one allows it. Some programs visit every possible descriptor when they start.
+ENOUGH = 65_536
+
+
+def count_sockets(topology: Topology, rank: int, is_lazy: bool) -> int:
+    """Sockets of the store and of gloo. is_lazy: gloo is on the world only, for words, and connects pairs as they talk.
+
+    Rank 0 keeps the store, to which everyone connects, and everyone's words are gathered there.
+    """
+    world = topology.world
+    own = world if rank == 0 else 1
+    if is_lazy:
+        # A listener; of a barrier's and a broadcast's tree 2 log2 n pairs; rank 0's gathers need them all.
+        return own + 1 + (world - 1 if rank == 0 else min(world - 1, 2 * ceil(log2(world))))
+    groups = {ranks for ranks in topology.groups(rank).values() if len(ranks) > 1}
+    return own + sum(len(ranks) for ranks in groups)  # n-1 pairs and a listener each
+
+
+def allow_descriptors(num_sockets: int) -> None:
+    """Raise this process's soft limit on open files, as far as is enough. RecipeError where the hard limit is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    needed = num_sockets + OTHERS
+    if hard != unlimited and hard < needed:
+        raise RecipeError(
+            f"a rank of this layout opens {num_sockets} sockets, and this process may have {hard} files open (`ulimit -Hn`):"
+            f" have the limit raised to {max(ENOUGH, needed)} (LimitNOFILE of slurmd, or limits.conf), or use fewer ranks"
+        )
+    enough = max(ENOUGH, needed) if hard == unlimited else min(hard, max(ENOUGH, needed))
+    if soft != unlimited and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))

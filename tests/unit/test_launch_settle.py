@@ -1,0 +1,163 @@
+"""What a recipe leaves open is decided once, by the launcher, and written down: device, compute dtype, commit of weights."""
+
+import json
+import socket
+
+import huggingface_hub
+import pytest
+import torch
+
+from framework.errors import EXIT_NODE, ModelError, NodeError, RecipeError
+from framework.launch.fingerprint import hash_code, take_fingerprint
+from framework.launch.settle import keep_settled, settle, settle_device
+from framework.launch.task import check_node
+from framework.mesh import connect
+from framework.mesh.connect import choose_device
+from framework.model.hub import find_folder, pin_revision
+from framework.model.load import load_config
+from framework.recipe.compose import compose
+from framework.recipe.schema import Launch, Model
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("launch", "world", "gpus", "device"),
+    [
+        (Launch(), 1, 0, "cpu"),
+        (Launch(), 1, 1, "cuda"),
+        (Launch(), 8, 8, "cuda"),
+        (Launch(), 2, 1, "cpu"),
+        (Launch(device="cpu"), 1, 8, "cpu"),
+        (Launch(device="cuda"), 2, 2, "cuda"),
+        (Launch(kind="slurm", gres="gpu"), 16, 0, "cuda"),
+        (Launch(kind="slurm", gres=None), 16, 8, "cpu"),
+        (Launch(kind="slurm", gres=None, device="cuda"), 16, 0, "cuda"),
+    ],
+)
+def test_the_device_is_that_of_this_machine_or_of_the_nodes_that_are_asked_for(launch, world, gpus, device):
+    assert settle_device(launch, world, lambda: gpus).device == device
+
+
+@pytest.mark.parametrize(("gpus", "fix"), [(0, "sees no GPU here: use launch.device=cpu"), (1, "use launch.ranks=1")])
+def test_too_few_gpus_here_are_refused_before_any_rank_starts(gpus, fix):
+    with pytest.raises(RecipeError, match=fix):
+        settle_device(Launch(device="cuda"), 2, lambda: gpus)
+
+
+@pytest.mark.parametrize("overrides", [[], ["launch=slurm", "launch.nodes=1", "batch.sequences_per_step=64"]])
+def test_a_settled_recipe_leaves_nothing_to_the_ranks(overrides):
+    recipe = settle(compose(overrides).require())
+    assert recipe.launch.device in ("cpu", "cuda")
+    assert recipe.precision.compute in ("bf16", "fp32")
+    assert settle(recipe) == recipe
+
+
+def test_a_run_keeps_its_dtype_and_its_commit_where_a_resume_leaves_them_open():
+    weights = ("model.weights=o/n", "data.bpe_vocab=null")
+    begun = compose([*weights, f"model.revision={COMMIT}", "precision=bf16"]).require()
+    again = keep_settled(begun, compose([*weights]).require())
+    assert (again.precision.compute, again.model.revision) == ("bf16", COMMIT)
+    assert keep_settled(begun, compose(["precision=fp32"]).require()).precision.compute == "fp32"
+    assert (
+        keep_settled(begun, compose(["model.weights=o/other", "data.bpe_vocab=null"]).require()).model.revision is None
+    )
+
+
+def test_a_rank_never_chooses_its_device():
+    with pytest.raises(AssertionError, match="the launcher resolves it"):
+        choose_device("auto")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "bound", "index"),
+    [
+        (0, 8, False, 0),
+        (7, 8, False, 7),
+        (3, 1, True, 0),
+        (0, 0, False, None),
+        (3, 3, False, None),
+        (1, 1, False, None),
+    ],
+)
+def test_a_node_with_too_few_gpus_is_left_out_and_none_of_its_ranks_trains_on_a_cpu(
+    tmp_path, monkeypatch, local_rank, visible, bound, index
+):
+    """visible: GPUs that torch sees; bound: SLURM shows each rank its own one only."""
+    (tmp_path / "slurm").mkdir()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    for name in connect.BOUND_GPUS:
+        monkeypatch.delenv(name, raising=False)
+    if bound:
+        monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    if index is not None:
+        check_node(tmp_path, "cuda")
+        assert choose_device("cuda") == torch.device("cuda", index)
+        return
+    with pytest.raises(NodeError, match="torch sees") as caught:
+        check_node(tmp_path, "cuda")
+    assert caught.value.exit_code == EXIT_NODE
+    assert (tmp_path / "slurm" / "bad-nodes").read_text() == "n7\n"
+
+
+def test_a_fingerprint_tells_recipes_and_code_apart(tmp_path):
+    recipe = settle(compose([]).require())
+    one, other = take_fingerprint(recipe), take_fingerprint(settle(compose(["optim.lr=1"]).require()))
+    assert {name for name in one if one[name] != other[name]} == {"recipe"}
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = hash_code(tmp_path)
+    (tmp_path / "note.txt").write_text("not code")
+    assert hash_code(tmp_path) == before
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert hash_code(tmp_path) != before
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A hub cache with one commit of owner/name, as huggingface_hub lays it out. Whoever looks up a host has asked the hub."""
+    repository = tmp_path / "models--owner--name"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    asked = []
+
+    def look_up(host, *_, **__):
+        asked.append(host)
+        raise socket.gaierror("no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    return asked
+
+
+def test_a_rank_finds_the_pinned_weights_without_asking_the_hub(cache):
+    pinned = Model(weights="owner/name", revision=COMMIT)
+    assert find_folder("owner/name", COMMIT).name == COMMIT
+    assert load_config(pinned, find_folder).hidden_size == 64
+    assert pin_revision(pinned) == pinned  # nor does a launcher whose recipe names the commit
+    assert cache == []
+
+
+def test_the_launcher_writes_down_the_newest_commit_and_has_asked_for_it(cache):
+    assert pin_revision(Model(weights="owner/name")).revision == COMMIT
+    assert cache  # not reachable here: the commit is the newest that is known
+
+
+def test_weights_that_this_node_does_not_have_are_explained(cache):
+    other = COMMIT[::-1]
+    with pytest.raises(ModelError, match=f"owner/name at {other} is not in the hub cache.*HF_HOME.*--revision {other}"):
+        find_folder("owner/name", other)
+    assert cache == []
+
+
+def test_a_revision_needs_weights_of_the_hub(tmp_path):
+    problems = compose(["model.revision=main"]).problems
+    assert [problem.key for problem in problems] == ["model.revision"]
+    with pytest.raises(ModelError, match=r"set model\.revision=null"):
+        pin_revision(Model(weights=str(tmp_path), revision="main"))
