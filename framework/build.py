@@ -30,6 +30,7 @@ from framework.model.precision import DTYPES, compute_dtype
 from framework.model.stage import Cut, StageModel, find_layer_outputs, find_shared, own_ties, own_units
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
+from framework.parallel.compilation import compiled_layers
 from framework.parallel.parallelize import parallelize
 from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.execute import Hidden
@@ -179,9 +180,7 @@ def _lay_out_stage(
     groups |= {each.parameter: each.key for each in assignments if each.parameter in groups}
     ties = own_ties(model, ties)
     lifetimes = lifetimes_of(recipe.zero)
-    buffers = parallelize(
-        model, units, ties, layouts, shared, groups, recipe.memory, compute, master, device, lifetimes, axes
-    )
+    buffers = parallelize(model, units, ties, layouts, shared, groups, recipe.memory, compute, master, lifetimes, axes)
     return StagePlan(stage, units, ties, buffers)
 
 
@@ -217,8 +216,10 @@ def _connect_stage(plan: StagePlan, recipe: Recipe, waits: Waits) -> Stage:
     """The stage with what gathers its parameters and reduces its gradients."""
     model = plan.model.model
     places = {name: place for buffer in plan.buffers for name, place in buffer.places.items()}
-    write_gradients_directly(model, places)
-    add_rows_directly(model, places)
+    layers = compiled_layers(model, plan.units, recipe.memory)
+    compiled = {module for layer in layers for module in layer.modules()}
+    write_gradients_directly(model, places, compiled)
+    add_rows_directly(model, places, compiled)
     gradients = GradientSync(plan.buffers, waits, DTYPES[recipe.precision.reduce])
     by_unit = [[buffer for buffer in plan.buffers if buffer.unit == unit.name] for unit in plan.units]
     parameters = ParameterSync(by_unit, waits)

@@ -14,6 +14,9 @@ Tensors are contiguous. `forms` says how each operation is made on which backend
 all-reduce. Ranks issue the operations of one axis in the same order; waits may come in any order, but for all-reduces over a
 narrower wire, which have a second half to start. `label` names what a collective is of, for the debug mode that compares
 ranks' orders (`agreement`).
+
+`torch.compiler.disable` stands on whatever starts something, here and in `p2p`, and on the wait: a compiled layer calls them as
+they are. Traced, they would be guarded on what they count, and recompiled in every step. It costs 1 us a call.
 """
 
 import pickle
@@ -39,6 +42,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "") ->
     start_all_reduce(x, axis, op, label).wait()
 
 
+@torch.compiler.disable
 def start_all_reduce(
     x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "", wire: torch.dtype | None = None
 ) -> Pending:
@@ -64,6 +68,7 @@ def all_gather(out: Tensor, x: Tensor, axis: Axis) -> None:
     start_all_gather(out, x, axis).wait()
 
 
+@torch.compiler.disable
 def start_all_gather(out: Tensor, x: Tensor, axis: Axis, label: str = "") -> Pending:
     """Start `all_gather`."""
     _check(out, x, ratio=axis.size)
@@ -83,6 +88,7 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
     start_reduce_scatter(out, x, axis).wait()
 
 
+@torch.compiler.disable
 def start_reduce_scatter(
     out: Tensor, x: Tensor, axis: Axis, label: str = "", wire: torch.dtype | None = None
 ) -> Pending:
@@ -113,6 +119,7 @@ def all_to_all(
     start_all_to_all(out, x, axis, out_splits, in_splits).wait()
 
 
+@torch.compiler.disable
 def start_all_to_all(
     out: Tensor,
     x: Tensor,
@@ -138,6 +145,7 @@ def start_all_to_all(
     return on_host(start, out, x, axis)
 
 
+@torch.compiler.disable
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> None:
     """x becomes the x of the rank at index `source` of the axis, in place."""
     if axis.size == 1:
@@ -152,6 +160,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> None:
     on_host(start, x, x, axis).wait()
 
 
+@torch.compiler.disable
 def barrier(axis: Axis) -> None:
     """Return when all ranks of the axis have called."""
     if axis.size == 1:
@@ -165,6 +174,7 @@ def _all_reduce(x: Tensor, axis: Axis, op: Reduction) -> Pending:
     return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
 
 
+@torch.compiler.disable
 def gather_objects(obj: Any, axis: Axis) -> list[Any]:
     """Every rank's picklable object, in the axis's order. For words and small numbers, not for tensors."""
     if axis.size == 1:

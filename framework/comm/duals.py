@@ -93,7 +93,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _apply(x: Tensor, axis: Axis, forward_map: Map, adjoint: Map) -> Tensor:
-    return x if axis.size == 1 else _Linear.apply(x, forward_map, adjoint)
+    return x if axis.size == 1 else _communicate(x, forward_map, adjoint)
+
+
+@torch.compiler.disable
+def _communicate(x: Tensor, forward_map: Map, adjoint: Map) -> Tensor:
+    return _Linear.apply(x, forward_map, adjoint)
 
 
 def _alias(x: Tensor) -> Tensor:

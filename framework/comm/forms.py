@@ -44,6 +44,7 @@ class Pending:
         self._tensors = tensors
         self._finish = finish
 
+    @torch.compiler.disable
     def advance(self) -> bool:
         """Wait for what has been started, and start what follows from it. False if nothing does: then this is the end."""
         works, finish = self._works, self._finish

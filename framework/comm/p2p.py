@@ -25,6 +25,7 @@ def start_receive(x: Tensor, axis: Axis, source: int) -> Pending:
     return exchange([], [(x, source)], axis)
 
 
+@torch.compiler.disable
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
     """Start (tensor, to) sends and (tensor, source) receives as one batch.
 
@@ -35,6 +36,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     return Pending([*started.received, *started.sent], [x for x, _ in (*sends, *receives)], started.finish)
 
 
+@torch.compiler.disable
 def exchange_apart(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
 ) -> tuple[Pending, Pending]:

@@ -96,6 +96,7 @@ class Routers:
             sums = sums + (own.detach() + (own - own.detach()) / self._num_copies).to(self.dtype)
         return sums
 
+    @torch.compiler.disable
     def _note(self, index: int, router: nn.Module, args: Any, output: Any) -> None:
         # Not when a layer is computed again in backward.
         if self._logits is not None:

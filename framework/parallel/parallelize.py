@@ -14,6 +14,7 @@ from framework.mesh.layout import Layout
 from framework.model.materialize import kept_in_fp32
 from framework.model.plan import Unit
 from framework.parallel.activation_checkpointing import checkpoint_activations
+from framework.parallel.compilation import compile_layer, compiled_layers
 from framework.parallel.zero.buffers import UnitBuffer, plan_buffers
 from framework.parallel.zero.lifetimes import Lifetimes
 from framework.recipe.schema import Memory
@@ -29,7 +30,6 @@ def parallelize(
     memory: Memory,
     compute_dtype: torch.dtype,
     master_dtype: torch.dtype,
-    device: torch.device,
     lifetimes: Lifetimes,
     axes: Mapping[str, Axis],
 ) -> list[UnitBuffer]:
@@ -39,14 +39,12 @@ def parallelize(
     that are on the other end of the pipeline as well. groups: optimizer group of each parameter, "" if frozen.
     """
     layers = [model.get_submodule(unit.root) for unit in units if unit.is_layer]
-    # Inside compilation, so that a compiled layer recomputes as one graph.
+    for layer in compiled_layers(model, units, memory):
+        compile_layer(layer)
+    # Around what is compiled: the layer runs again in backward as it ran in forward, whatever breaks its graph.
     if memory.activation_checkpointing == "full":
         for layer in layers:
             checkpoint_activations(layer)
-    # One graph serves all equal layers. On CPUs it has not paid (docs/benchmarks.md), so `auto` compiles on GPUs only.
-    if memory.compile == "always" or (memory.compile == "auto" and device.type == "cuda"):
-        for layer in layers:
-            layer.compile(dynamic=False)
     # Last: buffers hold the parameters that are left to this rank, in the dtypes that forward reads.
     names = [name for unit in units for name in unit.parameters]
     # Law 1: a tied embedding across stages is one more replica axis.

@@ -99,8 +99,8 @@ class Parallel:
         True,
     )
     overlap: Literal["auto", "never", "always"] = key(
-        "with parallel.sequence, send tokens rank by rank under the matrix products of attention and mlp; auto: on GPUs, where"
-        " memory.compile=never",
+        "with parallel.sequence, send tokens rank by rank under the matrix products of attention and mlp; auto: on GPUs,"
+        " unless memory.compile=always",
         "auto",
     )
     pp: int = key("pipeline-parallel degree", 1, low=1)
@@ -148,7 +148,9 @@ class Memory:
     activation_checkpointing: Literal["none", "full"] = key(
         "full: keep each layer's input, compute the rest again", "none"
     )
-    compile: Literal["auto", "never", "always"] = key("torch.compile per layer; auto: on GPUs", "auto")
+    compile: Literal["auto", "never", "always"] = key(
+        "torch.compile of each layer's forward; auto: never, until it has been measured on GPUs", "auto"
+    )
     chunked_loss: bool = key("have the loss's fp32 logits of some tokens at a time only", False)
     gathered_inputs: Literal["keep", "regather"] = key(
         "with parallel.sequence, the inputs of attention and mlp for backward: keep them whole, or gather them again",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from framework.errors import ModelError
@@ -11,6 +12,7 @@ from framework.mesh.layout import part
 from framework.parallel.tensor.regions import Region, TokenShard
 
 
+@torch.compiler.disable
 def enter(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """The input enters the region: the first argument, or `hidden_states`."""
     return _on_input(region.enter, args, kwargs)
@@ -45,6 +47,7 @@ def end_tokens(tokens: TokenShard, model: nn.Module, args: Any, output: Any) -> 
     tokens.end()
 
 
+@torch.compiler.disable
 def leave(region: Region, module: nn.Module, args: Any, output: Any):
     """The output leaves the region: the tensor, or the first of several."""
     return _on_output(region.leave, output)

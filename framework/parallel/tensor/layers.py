@@ -81,6 +81,7 @@ class ColumnLinear(SplitLinear):
         super().__init__(weight, bias, is_transposed, region)
         self.kv, self.copied = kv, copied
 
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         return _Column.apply(x, self.source(x), self.bias, self)
 
@@ -107,6 +108,7 @@ class RowLinear(SplitLinear):
         super().__init__(weight, bias, is_transposed, region)
         self.leaves = leaves
 
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         y = _Row.apply(x, self.source(x), self)
         if self.bias is None:

@@ -29,9 +29,9 @@ from framework.recipe.schema import Memory, Parallel
 
 
 def is_overlapped(parallel: Parallel, memory: Memory, device: torch.device) -> bool:
-    """Whether borders communicate in pieces. On its own only on GPUs, and where layers are not compiled: what the compiler makes
-    of an `Arriving` has not been tried."""
-    is_automatic = parallel.overlap == "auto" and device.type == "cuda" and memory.compile == "never"
+    """Whether borders communicate in pieces. On its own only on GPUs, and where layers are not compiled: with an `Arriving`
+    the compiler has been tried on CPUs only."""
+    is_automatic = parallel.overlap == "auto" and device.type == "cuda" and memory.compile != "always"
     return parallel.overlap == "always" or is_automatic
 
 

@@ -7,7 +7,7 @@ Here the layer does it, in place where the product can accumulate, as Megatron's
 is looked up at the time of use, in forward and again in backward, so it may move in between.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -39,17 +39,26 @@ class _DirectLinear(torch.autograd.Function):
         return dx, None, db, None, None
 
 
-def find_linears(model: nn.Module, places: Mapping[str, GradientPlace]) -> list[tuple[nn.Module, GradientPlace]]:
+def find_linears(
+    model: nn.Module, places: Mapping[str, GradientPlace], compiled: Collection[nn.Module]
+) -> list[tuple[nn.Module, GradientPlace]]:
     """The linear modules whose weight is trained, each with its weight's place; a tied head is among them."""
     by_parameter = {id(place.parameter): place for place in places.values()}
-    modules = (module for module in model.modules() if type(module) in (nn.Linear, Conv1D) or _is_door(module))
+    stock = (nn.Linear, Conv1D)
+    modules = (each for each in model.modules() if _is_door(each) or (type(each) in stock and each not in compiled))
     return [(module, by_parameter[id(module.weight)]) for module in modules if id(module.weight) in by_parameter]
 
 
-def write_gradients_directly(model: nn.Module, places: Mapping[str, GradientPlace]) -> None:
+def write_gradients_directly(
+    model: nn.Module, places: Mapping[str, GradientPlace], compiled: Collection[nn.Module] = ()
+) -> None:
     """Give each Linear (and GPT-2's transposed Conv1D) of the model the forward above, and the place to layers that write
-    there themselves. Results are those of autograd."""
-    for module, place in find_linears(model, places):
+    there themselves. Results are those of autograd.
+
+    compiled: modules within compiled layers, whose stock linears are left to autograd: the compiler cannot trace a write into
+    a buffer that is not its own, and would break its graph at each of them.
+    """
+    for module, place in find_linears(model, places, compiled):
         if _is_door(module):
             module.gradient_place = place  # type: ignore[assignment]
         else:

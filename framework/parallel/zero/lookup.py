@@ -6,7 +6,7 @@ Autograd would make a gradient as large as the whole table in every microbatch, 
 it. Rows of the padding id get none, as in torch. Tables whose forward is not torch's own keep autograd's way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +33,13 @@ class _DirectLookup(torch.autograd.Function):
         return None, None, None, None
 
 
-def add_rows_directly(model: nn.Module, places: Mapping[str, GradientPlace]) -> None:
-    """Give each plain embedding of the model whose weight is trained the forward above. Results are those of autograd."""
+def add_rows_directly(
+    model: nn.Module, places: Mapping[str, GradientPlace], compiled: Collection[nn.Module] = ()
+) -> None:
+    """Give each plain embedding of the model whose weight is trained the forward above. Results are those of autograd, to which
+    the modules within compiled layers are left, as in `linear.py`."""
     by_parameter = {id(place.parameter): place for place in places.values()}
-    for module in model.modules():
+    for module in (each for each in model.modules() if each not in compiled):
         if type(module) is nn.Embedding and id(module.weight) in by_parameter and _is_plain(module):
             module.forward = _direct_forward(module, by_parameter[id(module.weight)])  # type: ignore[method-assign]
 
