@@ -335,6 +335,7 @@ def _train(
         num_microbatches=derived.accumulation,
         dp_rank=dp.rank,
         dp_size=dp.size,
+        device=mesh.device,
     )
     services = Services(
         open_validation,

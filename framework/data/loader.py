@@ -10,7 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 import numpy as np
+import torch
 
+from framework.comm.transfer import choose_current, pin
 from framework.data.order import Order, permute
 from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, count_samples
 from framework.data.prepared import Prepared
@@ -19,6 +21,7 @@ from framework.data.prepared import Prepared
 # more tokens than this (about 1 MB).
 STEPS_READ_AT_ONCE = 32
 TOKENS_READ_AT_ONCE = 1 << 15
+HOST = torch.device("cpu")
 
 
 class Loader:
@@ -38,9 +41,10 @@ class Loader:
         num_microbatches: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        device: torch.device = HOST,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """num_microbatches: of this rank in one step; clock: seconds."""
+        """num_microbatches: of this rank in one step; device: where they will go, from pinned memory; clock: seconds."""
         streams = [source.streams["train"] for source in prepared.sources]
         sizes = [count_samples(stream.num_tokens, context) for stream in streams]
         self._order = Order.of(
@@ -55,7 +59,8 @@ class Loader:
         steps = np.arange(max(1, min(STEPS_READ_AT_ONCE, TOKENS_READ_AT_ONCE // (len(offsets) * context))))
         self._offsets = steps[:, None] * self.sequences_per_step + offsets  # [steps read at once, samples of this rank]
         self._read_steps: dict[int, list[Microbatch]] = {}  # by cursor
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "loader", choose_current, (device,))
         self._ahead: tuple[int, Future[dict[int, list[Microbatch]]]] | None = None
         self._clock = clock
         self.data_wait_s = 0.0
@@ -78,7 +83,7 @@ class Loader:
     def _read(self, cursor: int) -> dict[int, list[Microbatch]]:
         """The step at `cursor` and, if steps are small, those after it."""
         source, sample = self._order.locate(cursor + self._offsets.reshape(-1))
-        microbatches = split_rows(self._packer.pack(source, sample), self._b)
+        microbatches = split_rows(_pin(self._packer.pack(source, sample), self._device), self._b)
         per_step = len(microbatches) // len(self._offsets)
         cursors = cursor + np.arange(len(self._offsets)) * self.sequences_per_step
         return {int(at): microbatches[n * per_step : (n + 1) * per_step] for n, at in enumerate(cursors)}
@@ -91,6 +96,12 @@ class Loader:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _pin(rows: Microbatch, device: torch.device) -> Microbatch:
+    """Here, in the background, rather than when the step is about to begin. Views of pinned rows are pinned."""
+    positions = None if rows.position_ids is None else pin(rows.position_ids, device)
+    return Microbatch(pin(rows.input_ids, device), pin(rows.labels, device), positions)
 
 
 def split_rows(rows: Microbatch, size: int) -> list[Microbatch]:

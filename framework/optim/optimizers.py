@@ -28,6 +28,16 @@ class FlatSpan:
     weight_decay: float
 
 
+@dataclass(frozen=True)
+class Missed:
+    """Elements [start, stop) of a span that this rank's backward did not reach. is_reached: by another's; on the device."""
+
+    span: int
+    start: int
+    stop: int
+    is_reached: Tensor
+
+
 def state_names(optim: Optim) -> tuple[str, ...]:
     """The per-element states of the recipe's optimizer."""
     return STATE_NAMES[optim.name] if optim.name != "sgd" or optim.momentum else ()
@@ -76,17 +86,20 @@ class FlatOptimizer:
                 state["step"].fill_(count)
 
     @contextmanager
-    def preserving(self, kept: Sequence[tuple[int, int, int]]) -> Iterator[None]:
-        """Leave elements [start, stop) of spans, given as (span, start, stop), and their states as they are."""
+    def preserving(self, missed: Sequence[Missed]) -> Iterator[None]:
+        """Leave what nobody has reached, and its states, as they are. The device decides: the host does not wait to know."""
         views = [
-            tensor[start:stop]
-            for index, start, stop in kept
-            for tensor in (self.spans[index].values, *(self.state(index, name) for name in self.state_names))
+            (tensor[each.start : each.stop], each.is_reached)
+            for each in missed
+            for tensor in (
+                self.spans[each.span].values,
+                *(self.state(each.span, name) for name in self.state_names),
+            )
         ]
-        saved = [view.clone() for view in views]
+        saved = [view.clone() for view, _ in views]
         yield
-        for view, old in zip(views, saved, strict=True):
-            view.copy_(old)
+        for (view, is_reached), old in zip(views, saved, strict=True):
+            torch.where(is_reached, view, old, out=view)
 
 
 def _build(optim: Optim, groups: list[dict]) -> torch.optim.Optimizer:

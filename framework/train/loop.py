@@ -5,10 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from framework.comm import ledger
+from framework.comm.transfer import HostCopy
 from framework.data.loader import Loader
 from framework.errors import EXIT_DONE, EXIT_RESUME, NumericsError
 from framework.optim.schedules import learning_rate
@@ -26,26 +24,11 @@ from framework.train.validation import Validation
 SKIPPED_STEPS_LIMIT = 20
 
 
-class Reading:
-    """A vector on its way from the device to the host: started now, waited for only when its values are asked for."""
-
-    def __init__(self, vector: Tensor):
-        self._done = torch.cuda.Event() if vector.is_cuda else None
-        self._host = torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector, non_blocking=True)
-        if self._done:
-            self._done.record()
-
-    def values(self) -> list[float]:
-        if self._done:
-            self._done.synchronize()
-        return self._host.tolist()
-
-
 @dataclass(frozen=True)
 class Taken:
-    """A step that has been sent to the device and not yet read. Seconds are this rank's; votes are in `reading`."""
+    """A step that has been sent to the device and not yet read. Seconds are this rank's; votes are in `result`."""
 
-    reading: Reading
+    result: HostCopy
     step: int
     samples: int
     tokens: int
@@ -115,7 +98,7 @@ class Loop:
         microbatches = self.loader.batch(state.samples)
         loaded = time.perf_counter()
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
-        reading = Reading(train_step(self.run, microbatches, state.step, lr, self._votes(), self._validation))
+        result = HostCopy(train_step(self.run, microbatches, state.step, lr, self._votes(), self._validation))
         self._conclude_validation()
         state.step += 1
         state.samples += self.derived.sequences_per_step
@@ -127,7 +110,7 @@ class Loop:
         self._read()
         seconds = time.perf_counter() - started
         self._unread = Taken(
-            reading, state.step, state.samples, state.tokens, lr, seconds, self.run.waits.take(), traffic
+            result, state.step, state.samples, state.tokens, lr, seconds, self.run.waits.take(), traffic
         )
 
     def _votes(self) -> list[float]:
@@ -166,7 +149,7 @@ class Loop:
         taken, self._unread = self._unread, None
         if taken is None:
             return
-        loss, norm, stop, save, *seconds = taken.reading.values()
+        loss, norm, stop, save, *seconds = taken.result.values()
         self._stop, self._save_by_clock = self._stop or stop > 0, save > 0
         finite = abs(loss) + norm < float("inf")
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1

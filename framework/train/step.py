@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import all_reduce
+from framework.comm.transfer import upload, upload_values
 from framework.data.pack import Microbatch
 from framework.mesh.connect import Mesh
 from framework.model.loss import TokenLoss, count_loss_tokens
 from framework.model.materialize import accepted_arguments
 from framework.model.stage import StageModel
 from framework.optim.clip import clip_divisor, squared_norm
-from framework.optim.optimizers import FlatOptimizer
+from framework.optim.optimizers import FlatOptimizer, Missed
 from framework.parallel.pipeline.execute import Hidden, Links, Tensors, execute
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
@@ -66,7 +67,8 @@ def train_step(
 
     microbatches: this rank's share of the batch. votes: numbers of this rank that are summed over the world beside the loss,
     so that all ranks decide alike without a collective of their own. Returns fp64 [2 + len(votes)] on the device: the loss
-    of the batch, the norm of its gradient before clipping, the summed votes. Nothing here waits for the device.
+    of the batch, the norm of its gradient before clipping, the summed votes. Nothing of ours here waits for the device; the
+    model may (transformers asks in every forward whether positions restart).
 
     validation: of the weights as they are before the update: in the step's bubbles, and what they do not hold right before the
     update.
@@ -121,7 +123,7 @@ def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor
     reached = [0.0] * len(run.numbers)
     for _, slot, place in _places(run):
         reached[run.numbers[slot.name]] += place.is_reached
-    sums = torch.tensor([0.0, 0.0, *votes, *reached], dtype=torch.float64, device=run.mesh.device)
+    sums = upload_values([0.0, 0.0, *votes, *reached], torch.float64, run.mesh.device)
     sums[0] = loss / run.mesh.axis("tp").size  # all of them have it
     sums[1] = squared_norm(counted, run.mesh.device)
     all_reduce(sums, run.mesh.axis("world"))
@@ -130,7 +132,7 @@ def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor
     divisor = clip_divisor(result[1], run.clip_norm)
     for stage in run.stages.values():
         stage.parameters.update()
-    with run.optimizer.preserving(_unreached_spans(run, reached_anywhere)):
+    with run.optimizer.preserving(_missed_spans(run, reached_anywhere)):
         run.optimizer.step(lr, divisor, skip=~result[:2].isfinite().all())
     for buffer in run.buffers:
         buffer.publish()
@@ -193,22 +195,23 @@ def _forward(
 def _to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
     positions = microbatch.position_ids
     return Microbatch(
-        microbatch.input_ids.to(device, non_blocking=True),
-        microbatch.labels.to(device, non_blocking=True),
-        None if positions is None else positions.to(device, non_blocking=True),
+        upload(microbatch.input_ids, device),
+        upload(microbatch.labels, device),
+        None if positions is None else upload(positions, device),
     )
 
 
-def _unreached_spans(run: Run, reached_anywhere: Tensor) -> list[tuple[int, int, int]]:
-    """(span, start, stop) within the optimizer's tensors of parameters that no rank's backward reached in this step: stock
-    optimizers leave those alone, decay included. Asks the device only where this rank's own backward missed a parameter."""
-    missed = {
-        (buffer, slot)
-        for buffer, slot, place in _places(run)
-        if not place.is_reached and reached_anywhere[run.numbers[slot.name]] == 0
-    }
+def _missed_spans(run: Run, reached_anywhere: Tensor) -> list[Missed]:
+    """What this rank's own backward missed in this step, within the optimizer's tensors. Stock optimizers leave alone, decay
+    included, what no rank's backward has reached: that is known on the device, and is not asked for."""
+    missed = [(buffer, slot) for buffer, slot, place in _places(run) if not place.is_reached]
     return [
-        (index, max(slot.start, span.start) - span.start, min(slot.stop, span.stop) - span.start)
+        Missed(
+            index,
+            max(slot.start, span.start) - span.start,
+            min(slot.stop, span.stop) - span.start,
+            reached_anywhere[run.numbers[slot.name]] > 0,
+        )
         for index, (owner, span) in enumerate(run.spans)
         for buffer, slot in missed
         if owner is buffer and max(slot.start, span.start) < min(slot.stop, span.stop)

@@ -123,6 +123,19 @@ def only_comm_communicates(source: Source) -> Iterator[Breach]:
             yield line, f"{name}: collectives go through comm/"
 
 
+def only_transfer_sends_to_devices(source: Source) -> Iterator[Breach]:
+    """Below `build`, tensors of the host's values are made for a device, and copies that need not wait started, in
+    comm/transfer.py only."""
+    if source.room not in ("parallel", "optim", "data", "train"):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            given = {keyword.arg for keyword in node.keywords}
+            makes = dotted(node.func) in ("torch.tensor", "torch.as_tensor") and "device" in given
+            if makes or given & {"non_blocking", "pin_memory"} or (dotted(node.func) or "").endswith(".pin_memory"):
+                yield node.lineno, "a copy that makes the host wait: send it by comm/transfer.py"
+
+
 def mesh_is_integers(source: Source) -> Iterator[Breach]:
     """mesh/ needs no torch, except to connect."""
     if source.room == "mesh" and source.path != "mesh/connect.py":
@@ -173,6 +186,7 @@ LAWS: tuple[Law, ...] = (
     imports_downwards,
     parallelisms_do_not_know_each_other,
     only_comm_communicates,
+    only_transfer_sends_to_devices,
     mesh_is_integers,
     recipe_is_instant,
     only_connect_launch_and_cli_read_the_environment,

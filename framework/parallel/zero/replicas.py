@@ -42,7 +42,7 @@ def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
 def check_replicas(buffers: Sequence[UnitBuffer], world: Axis, step: int) -> None:
     """DriftError on all ranks if some of them hold different values of one parameter that they own alike."""
     drifted = find_drift(buffers)
-    count = torch.tensor(len(drifted), device=buffers[0].master.device)
+    count = torch.full((), len(drifted), device=buffers[0].master.device)
     all_reduce(count, world)
     if count:
         names = ", ".join(drifted[:3]) + (f" and {len(drifted) - 3} more" if len(drifted) > 3 else "")

@@ -1,0 +1,51 @@
+"""Copies between the host and this rank's device that nobody waits for.
+
+A copy is asynchronous only if the host's side of it is page-locked ("pinned"): from pageable memory CUDA copies through a buffer
+of its own, and `torch.tensor(values, device=cuda)` waits for the device outright. So whatever a step sends goes through here.
+
+Pinned memory comes from torch's cache of it, which gives a block out again only when the copies that were started from it have
+run. It has to be asked for with this rank's device as the current one, or a process holds memory on the first GPU as well.
+
+On a CPU the host's memory is the device's, and nothing is copied.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def choose_current(device: torch.device) -> None:
+    """Make the device current in this thread: a new thread's is the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def pin(x: Tensor, device: torch.device) -> Tensor:
+    """x in memory from which `upload` to the device need not copy it again; x itself where it is in such memory."""
+    return x.pin_memory() if device.type == "cuda" and not x.is_pinned() else x
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """x on the device, in the order of its current stream. x may be dropped or given back at once, but not written to."""
+    return pin(x, device).to(device, non_blocking=True)
+
+
+def upload_values(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host as a vector on the device."""
+    return upload(torch.tensor(values, dtype=dtype), device)
+
+
+class HostCopy:
+    """A vector on its way from the device to the host: started now, waited for only when its values are asked for."""
+
+    def __init__(self, vector: Tensor):
+        self._done = torch.cuda.Event() if vector.is_cuda else None
+        self._host = torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector, non_blocking=True)
+        if self._done:
+            self._done.record()
+
+    def values(self) -> list[float]:
+        if self._done:
+            self._done.synchronize()
+        return self._host.tolist()

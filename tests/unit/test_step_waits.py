@@ -1,0 +1,188 @@
+"""What of ours, in a training step, would make the host wait for a GPU: nothing, and copies go through one door.
+
+Counted on the CPU, where waits cost nothing, by what the calls are.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import framework
+from framework.build import build
+from framework.comm import transfer
+from framework.comm.transfer import pin, upload
+from framework.mesh.connect import connect
+from framework.recipe.schema import Memory, Optim, Recipe, Zero
+from framework.train.step import Run, train_step
+from framework.verify.evidence import make_batches
+from framework.verify.layout import share
+from tests.families import build_config, family
+from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of
+
+PACKAGE = Path(framework.__file__).parent
+DOOR = Path(transfer.__file__)
+
+# The host reads a value of the device, or a shape that depends on one.
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal"}
+ASKS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "masked_select"}
+
+
+@dataclass
+class Count:
+    """Calls by the line that made them: what `waits`, torch's own lines being those of who called it, and what may be copied from
+    the host to a device. There torch's own are left out: its optimizers do so with what is on the device already."""
+
+    waits: list[str] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
+
+
+def caller(skips_torch: bool) -> str:
+    """`path:line` of who made the call."""
+    skipped = (__file__, *(["/torch/"] if skips_torch else []))
+    frames = traceback.extract_stack()
+    frame = [frame for frame in frames if not any(each in frame.filename for each in skipped)][-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+class CountFunctions(TorchFunctionMode):
+    """What Python asks of tensors."""
+
+    def __init__(self, count: Count):
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ASKS:
+            self.count.waits.append(caller(skips_torch=True))
+        makes = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
+        moves = name == "to" and any(isinstance(each, torch.device) for each in (*args[1:], *kwargs.values()))
+        if makes or moves or name == "cuda":
+            self.count.copies.append(caller(skips_torch=False))
+        return func(*args, **kwargs)
+
+
+class CountOperators(TorchDispatchMode):
+    """What operators make of it."""
+
+    def __init__(self, count: Count):
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        by_mask = func is torch.ops.aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if func.overloadpacket.__name__ in READS or by_mask:
+            self.count.waits.append(caller(skips_torch=True))
+        return func(*args, **(kwargs or {}))
+
+
+def count_calls(call: Callable[[], Any]) -> Count:
+    count = Count()
+    with CountFunctions(count), CountOperators(count):
+        call()
+    return count
+
+
+def ours(calls: Sequence[str]) -> list[str]:
+    return [call.removeprefix(f"{PACKAGE}/") for call in calls if call.startswith(str(PACKAGE))]
+
+
+def build_run(recipe: Recipe) -> tuple[Run, list[Any]]:
+    config = build_config(family("llama"))
+    config.use_cache = False
+    mesh = connect(topology_of(recipe, config), CPU)
+    (batch,) = make_batches(config, 1, recipe.batch.sequences_per_step or 0, CONTEXT, seed=11)
+    return build(recipe, config, mesh), share(batch, recipe.batch.sequences_per_microbatch, mesh)
+
+
+PLAIN = small_recipe("fp32", 1, accumulation=3, clip_norm=0.5)
+RECIPES = {
+    "plain": PLAIN,
+    "stage 3, activation checkpointing": replace(
+        PLAIN, zero=Zero(stage=3), memory=Memory(activation_checkpointing="full")
+    ),
+    "bf16, lion, chunked loss": replace(
+        small_recipe("bf16", 1), optim=Optim(name="lion", clip_norm=0.5), memory=Memory(chunked_loss=True)
+    ),
+    "fp64, sgd": replace(small_recipe("fp64", 1), optim=Optim(name="sgd")),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_never_waits_and_copies_through_one_door(name: str) -> None:
+    run, microbatches = build_run(RECIPES[name])
+    train_step(run, microbatches, 0, 1e-3, (1.0,))  # what only a first step does
+    count = count_calls(lambda: train_step(run, microbatches, 1, 1e-3, (1.0,)))
+    assert not ours(count.waits)
+    elsewhere = [call for call in ours(count.copies) if not call.startswith(str(DOOR.relative_to(PACKAGE)))]
+    assert not elsewhere
+    assert len(ours(count.copies)) == 1 + 2 * len(microbatches)  # the step's sums; inputs and labels of each microbatch
+
+
+def test_a_step_that_misses_a_parameter_does_not_wait_to_know_who_reached_it() -> None:
+    run, microbatches = build_run(PLAIN)
+    (stage,) = run.stages.values()
+    missed = next(place for _, slot, place in stage.gradients.places if slot.name == "model.norm.weight")
+    before = missed.parameter.detach().clone()
+    norm = stage.model.model.get_submodule("model.norm")
+    norm.forward = lambda x: x  # type: ignore[method-assign]
+    count = count_calls(lambda: train_step(run, microbatches, 0, 1e-1, ()))
+    assert not missed.is_reached
+    assert not ours(count.waits)
+    assert torch.equal(missed.parameter, before)
+
+
+def test_the_counter_counts() -> None:
+    x = torch.arange(4.0)
+    count = count_calls(
+        lambda: [x.sum().item(), bool(x[0]), x[x > 1], x.tolist(), x.nonzero(), torch.tensor(1, device=CPU)]
+    )
+    assert len(count.waits) >= 5
+    assert len(count.copies) == 1
+
+
+class HostTensor:
+    """What the door does with a tensor of the host, told to `calls`."""
+
+    def __init__(self, calls: list[str], is_pinned: bool):
+        self.calls, self._is_pinned = calls, is_pinned
+
+    def is_pinned(self) -> bool:
+        return self._is_pinned
+
+    def pin_memory(self) -> "HostTensor":
+        self.calls.append("copy to pinned memory")
+        return HostTensor(self.calls, True)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> None:
+        waits = device.type == "cuda" and not (non_blocking and self._is_pinned)
+        self.calls.append(f"{'wait' if waits else 'start a copy'} to {device}")
+
+
+@pytest.mark.parametrize(
+    ("device", "is_pinned", "expected"),
+    [
+        ("cuda:1", False, ["copy to pinned memory", "start a copy to cuda:1"]),
+        ("cuda:1", True, ["start a copy to cuda:1"]),
+        ("cpu", False, ["start a copy to cpu"]),
+    ],
+)
+def test_the_door_copies_from_pinned_memory_only(device: str, is_pinned: bool, expected: list[str]) -> None:
+    calls: list[str] = []
+    upload(HostTensor(calls, is_pinned), torch.device(device))  # type: ignore[arg-type]
+    assert calls == expected
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    x: Tensor = torch.ones(3)
+    assert upload(x, CPU) is x
+    assert pin(x, CPU) is x
