@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.checkpoint.load import load_newest, newest_checkpoint
+from framework.checkpoint.commit import find_newest
+from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.collectives import gather_objects
 from framework.comm.objects import share_errors, tell
@@ -292,7 +293,8 @@ def _train(
     stop: StopRequest,
 ) -> int:
     world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
-    resumes = newest_checkpoint(root) is not None
+    # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
+    resumes = tell(partial(find_newest, root), world).newest is not None
     run = build(recipe, config, mesh, resumes)
     state = restore(run, root) if resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:

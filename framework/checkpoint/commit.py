@@ -3,19 +3,26 @@
     begin     clear what dead saves left; is there room?; make `step-N.tmp.<pid>`
     (write)   every rank writes its file there and syncs it                                          save.py
     finish    write the manifest, sync it and the folder; rename to `step-N`: *this is the commit*; sync the parent
+    note      write beside the folder that this step was committed, should it ever be gone
     retain    only now may older checkpoints go
 
 A crash at any point leaves the former checkpoints alone, or the former ones and the new one. A checkpoint is never
 overwritten: the two steps of an overwrite are where others lose both or, worse, mix them.
+
+A run goes on from the newest whole checkpoint (`find_newest`). One that has or had a checkpoint never starts over by itself,
+and an error of the file system is no damage: it is tried again, and then ends the rank with an exit code that is tried again.
 """
 
 import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +34,8 @@ from framework.checkpoint.index import (
     read_manifest,
     verify_sizes,
 )
-from framework.errors import CheckpointError
+from framework.checkpoint.storage import error_text, read, retry, storage_error
+from framework.errors import CheckpointError, MeshwrightError, StorageError
 
 # Names of the moments at which a save can die; `fault` is called with each, so that tests can kill it there.
 COMMIT_POINTS = ("begun", "writing", "written", "gathered", "indexed", "manifest", "renamed", "retained")
@@ -35,6 +43,20 @@ Fault = Callable[[str], None]
 
 # What the file system and the manifest may need beyond the tensors' bytes.
 SPARE_BYTES = 1 << 20
+
+# Errors that another start would meet again, so that only the user can end them: no room (EFBIG is a limit on the size of a
+# file), no right, no folder. The rest may pass, or be this node's (EROFS: Linux remounts a disk so after errors).
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run can go on from. newest: the newest whole checkpoint, None for a run that has never saved. damaged: the newer
+    ones, with what is wrong with each."""
+
+    newest: Path | None
+    damaged: dict[Path, DamagedCheckpoint]
 
 
 def no_fault(point: str) -> None:
@@ -46,23 +68,45 @@ def committed_name(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from its name."""
+    return int(path.name.removeprefix("step-").partition(".")[0])
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """Folders in `root` with the name of a committed checkpoint, newest first; whether they are whole is not asked."""
-    steps = {int(m[1]): p for p in _folders(root) if (m := re.fullmatch(r"step-(\d+)", p.name))}
-    return [steps[step] for step in sorted(steps, reverse=True)]
+    found = [path for path in _folders(root) if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(found, key=step_of, reverse=True)
 
 
 def newest_checkpoint(root: Path) -> Path | None:
-    """The newest checkpoint in `root` whose manifest is whole and whose files have their sizes, None without any.
+    """The newest checkpoint in `root` whose manifest is whole and whose files have their sizes, None if there never was one.
 
-    Says on stderr which newer ones were passed over and why. Hashes are verified by whoever reads the bytes.
+    Says on stderr which newer ones were passed over and why. Hashes are verified by whoever reads the bytes. Raises what
+    `find_newest` raises.
     """
-    for path in list_checkpoints(root):
-        damage = find_damage(path)
-        if damage is None:
-            return path
+    found = find_newest(root)
+    for damage in found.damaged.values():
         report(f"passing over a damaged checkpoint: {damage}")
-    return None
+    return found.newest
+
+
+def find_newest(root: Path, known: Mapping[Path, DamagedCheckpoint] | None = None) -> Found:
+    """What a run whose checkpoints are in `root` can go on from. known: damage that readers have met.
+
+    Raises CheckpointError where there is or was a checkpoint and none is whole: starting over is the user's decision. Raises
+    StorageError where the file system does not answer, which says nothing of the checkpoints.
+    """
+    damaged: dict[Path, DamagedCheckpoint] = {}
+    for path in list_checkpoints(root):
+        damage = (known or {}).get(path) or find_damage(path)
+        if damage is None:
+            return Found(path, damaged)
+        damaged[path] = damage
+    refusal = _refuse_to_start_over(root, damaged)
+    if refusal is not None:
+        raise refusal
+    return Found(None, {})
 
 
 def find_damage(path: Path) -> DamagedCheckpoint | None:
@@ -74,51 +118,48 @@ def find_damage(path: Path) -> DamagedCheckpoint | None:
     return None
 
 
+def note_of(root: Path) -> Path:
+    """The file beside `root` that says which step was committed last, `checkpoints.json` for `checkpoints`.
+
+    It is written after the commit and read only when no checkpoint is whole, so one that lags, or is missing, harms nobody.
+    """
+    return root.with_name(f"{root.name}.json")
+
+
 def begin(root: Path, step: int, state: dict[str, Any], bytes_needed: int) -> Path:
     """The folder that a save of `step` writes into, or the checkpoint itself if it is committed already.
 
     Raises CheckpointError when the step was committed with another state, and when the disk is too small.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    sync_folder(root.parent)
-    for path in _folders(root):
-        if ".tmp." in path.name:
-            shutil.rmtree(path)
-    final = committed_name(root, step)
-    if final.exists() and _is_committed(final, state):
-        return final
-    free = shutil.disk_usage(root).free
-    if free < bytes_needed + SPARE_BYTES:
-        raise no_room(root, bytes_needed)
-    unfinished = root / f"{final.name}.tmp.{os.getpid()}"
-    unfinished.mkdir()
-    return unfinished
+    return retry(lambda: _begin(root, step, state, bytes_needed), "begin a checkpoint in", root)
 
 
 def finish(unfinished: Path, manifest: Manifest, fault: Fault = no_fault) -> Path:
-    """Commit: manifest, sync, rename, sync. Returns the checkpoint's path."""
+    """Commit: manifest, sync, rename, sync, note. Returns the checkpoint's path."""
     final = committed_name(unfinished.parent, manifest.step)
-    with open(unfinished / MANIFEST, "x") as file:
-        file.write(encode_manifest(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(unfinished)
+    text = encode_manifest(manifest)
+    retry(lambda: _write_manifest(unfinished / MANIFEST, text), "write", unfinished / MANIFEST)
     fault("manifest")
-    # rename(2) onto a folder that is not empty fails, so even a rival cannot be overwritten here.
-    unfinished.rename(final)
+    retry(lambda: _commit(unfinished, final), "rename", unfinished)
     fault("renamed")
-    sync_folder(final.parent)
+    retry(lambda: sync_folder(final.parent), "sync", final.parent)
+    with reported(f"the new checkpoint is safe, but cannot be noted in {note_of(final.parent)}"):
+        retry(lambda: _note(final), "write", note_of(final.parent))
     return final
 
 
 def retain(root: Path, keep: int, fault: Fault = no_fault) -> None:
-    """Remove all but the newest `keep` whole checkpoints. Damaged ones do not count and stay, as evidence."""
-    whole = [path for path in list_checkpoints(root) if find_damage(path) is None]
-    for path in whole[keep:]:
-        # Renamed first, so that a crash in the middle of the removal leaves no half checkpoint under a final name.
-        path = path.rename(root / f"{path.name}.tmp.{os.getpid()}")
-        fault("retained")
-        shutil.rmtree(path)
+    """Remove all but the newest `keep` whole checkpoints. Damaged ones do not count and stay, as evidence.
+
+    What cannot be removed, or not even looked at, is said and stays: the new checkpoint is safe.
+    """
+    with reported("the new checkpoint is safe, but an old one cannot be removed"):
+        whole = [path for path in list_checkpoints(root) if find_damage(path) is None]
+        for path in whole[keep:]:
+            # Renamed first, so that a crash in the middle of the removal leaves no half checkpoint under a final name.
+            path = path.rename(root / f"{path.name}.tmp.{os.getpid()}")
+            fault("retained")
+            shutil.rmtree(path)
 
 
 def set_aside(path: Path) -> Path:
@@ -132,6 +173,15 @@ def set_aside(path: Path) -> Path:
     return target
 
 
+def set_aside_newer(found: Found) -> None:
+    """Rename the damaged checkpoints that a run goes on without, which has loaded an older one. A rename that fails is said."""
+    for path, damage in found.damaged.items():
+        with reported(f"damaged checkpoint cannot be set aside ({damage})"):
+            report(f"damaged checkpoint set aside as {set_aside(path)}: {damage}")
+    if found.newest is not None and found.damaged:
+        report(f"going on from step {step_of(found.newest)}")
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -143,27 +193,126 @@ def sync_folder(path: Path) -> None:
 
 def no_room(root: Path, bytes_needed: int) -> CheckpointError:
     """The error of a disk that is too small for a checkpoint of `bytes_needed`."""
-    free = shutil.disk_usage(root).free
+    free = "how many are free cannot be found out"
+    with suppress(OSError):
+        free = f"{shutil.disk_usage(root).free:,} are free"
     return CheckpointError(
-        f"no room for a checkpoint in {root}: it needs {bytes_needed + SPARE_BYTES:,} bytes, {free:,} are free."
+        f"no room for a checkpoint in {root}: it needs {bytes_needed + SPARE_BYTES:,} bytes, {free}."
         f" Former checkpoints are intact. Free space, lower checkpoint.keep, or move run.root to a larger disk"
     )
 
 
-def explain(error: OSError, root: Path, bytes_needed: int) -> CheckpointError:
-    """The CheckpointError for an error of the file system during a save."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+def explain(error: OSError, root: Path, bytes_needed: int) -> CheckpointError | StorageError:
+    """The error that ends a save which the file system has refused: what only the user can mend, or what may pass."""
+    if error.errno in NO_ROOM:
         cause = f"{error.strerror} at {error.filename or root}. " if error.errno != errno.ENOSPC else ""
         return CheckpointError(cause + str(no_room(root, bytes_needed)))
-    return CheckpointError(
-        f"cannot save a checkpoint in {root}: {error.strerror} ({error.filename or 'while writing'})."
-        f" Former checkpoints are intact"
-    )
+    if error.errno in NO_ACCESS:
+        return CheckpointError(
+            f"cannot save a checkpoint in {root}: {error_text(error)} ({error.filename or 'while writing'})."
+            " Former checkpoints are intact. Give this user the right to write there, or set run.root to a folder of yours"
+        )
+    return storage_error(error, "save a checkpoint in", root)
+
+
+@contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Whatever the file system refuses in here is said and ends nothing: a checkpoint is safe already."""
+    try:
+        yield
+    except (OSError, MeshwrightError) as error:
+        report(f"{what}: {error}")
 
 
 def report(message: str) -> None:
     """Say what a user must hear even when all goes on."""
     print(message, file=sys.stderr, flush=True)
+
+
+def _begin(root: Path, step: int, state: dict[str, Any], bytes_needed: int) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    sync_folder(root.parent)
+    for path in _folders(root):
+        if ".tmp." in path.name:
+            with reported(f"an unfinished checkpoint cannot be removed, {path}"):
+                shutil.rmtree(path)
+    final = committed_name(root, step)
+    if final.exists() and _is_committed(final, state):
+        return final
+    free = shutil.disk_usage(root).free
+    if free < bytes_needed + SPARE_BYTES:
+        raise no_room(root, bytes_needed)
+    unfinished = root / f"{final.name}.tmp.{os.getpid()}"
+    unfinished.mkdir()
+    return unfinished
+
+
+def _write_manifest(path: Path, text: str) -> None:
+    # Over what a failed attempt has left.
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
+
+
+def _commit(unfinished: Path, final: Path) -> None:
+    """rename(2) onto a folder that is not empty fails, so even a rival cannot be overwritten here."""
+    try:
+        unfinished.rename(final)
+    except FileNotFoundError:
+        # A file server that did it and could not say so is asked again.
+        if not (final / MANIFEST).exists():
+            raise
+
+
+def _note(committed: Path) -> None:
+    note = note_of(committed.parent)
+    partial = note.with_suffix(".tmp")
+    with open(partial, "w") as file:
+        json.dump({"committed_step": step_of(committed)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, note)
+    sync_folder(note.parent)
+
+
+def _noted(root: Path) -> str | None:
+    """The name of the checkpoint that was committed last; None if none ever was."""
+    note = note_of(root)
+    try:
+        text = read(lambda: note.read_text(errors="replace"), note)
+    except FileNotFoundError:
+        return None
+    step = re.fullmatch(r'\{"committed_step": (\d+)\}', text)
+    # A note that a crash has emptied still says that something was committed.
+    return committed_name(root, int(step[1])).name if step else "step-?"
+
+
+def _refuse_to_start_over(root: Path, damaged: Mapping[Path, DamagedCheckpoint]) -> CheckpointError | None:
+    """The error of a run that has saved and has no whole checkpoint: a list, and what to do. None if it has never saved."""
+    noted = _noted(root)
+    aside = [path.name for path in _folders(root) if re.fullmatch(r"step-\d+\.bad(\.\d+)?", path.name)]
+    rows = {path.name: str(damage) for path, damage in damaged.items()}
+    rows |= dict.fromkeys(sorted(aside, reverse=True), "was set aside as damaged by an earlier start")
+    if noted is not None and not any(name.startswith(noted) for name in rows):
+        rows = {noted: f"was committed, as {note_of(root)} says, and is gone"} | rows
+    if not rows:
+        return None
+    first = f"all {len(damaged)} checkpoints in {root} are damaged" if damaged else f"{root} has no checkpoint left"
+    away = [f"mv {shlex.quote(str(root))} {shlex.quote(f'{root}.lost')}"] if root.exists() else []
+    away += [f"rm -f {shlex.quote(str(note_of(root)))}"]
+    return CheckpointError(
+        "\n".join(
+            [
+                f"{first}, and a run that has saved never starts over by itself. Nothing was changed.",
+                *(f"  {name}: {why}" for name, why in rows.items()),
+                "to go on:       restore the files of one of them, under its name step-N; `meshwright inspect PATH` verifies it",
+                "to train anew:  leave run.id out, or give one that is not taken",
+                f"to start over in this folder, at step 0:  {' && '.join(away)}",
+            ]
+        )
+    )
 
 
 def _is_committed(final: Path, state: dict[str, Any]) -> bool:
@@ -178,4 +327,13 @@ def _is_committed(final: Path, state: dict[str, Any]) -> bool:
 
 
 def _folders(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if path.is_dir() and path.name.startswith("step-")] if root.is_dir() else []
+    """Folders of checkpoints whole, damaged or unfinished; none where there is no `root`."""
+
+    def scan() -> list[Path]:
+        with os.scandir(root) as entries:
+            return [root / each.name for each in entries if each.name.startswith("step-") and each.is_dir()]
+
+    try:
+        return read(scan, root)
+    except FileNotFoundError:
+        return []

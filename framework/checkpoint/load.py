@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from framework.checkpoint.blocks import BlockCache, BlockFile
-from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, report, set_aside
+from framework.checkpoint.commit import find_newest, newest_checkpoint, set_aside_newer
 from framework.checkpoint.index import (
     DamagedCheckpoint,
     Entry,
@@ -29,7 +29,6 @@ from framework.checkpoint.index import (
     verify_sizes,
 )
 from framework.checkpoint.pieces import Piece
-from framework.comm.collectives import gather_objects
 from framework.comm.objects import share_errors, tell
 from framework.errors import CheckpointError, StorageError
 from framework.mesh.axis import Axis
@@ -75,24 +74,25 @@ def open_checkpoint(path: Path) -> Manifest:
 
 
 def load_newest(root: Path, entries: Iterable[Entry], world: Axis) -> dict[str, Any] | None:
-    """Load the newest checkpoint under `root` that is whole; its state, or None when there is no checkpoint at all.
+    """Load the newest checkpoint under `root` that is whole; its state, or None for a run that has never saved. Collective.
 
-    A damaged one is set aside as `step-N.bad`, with a line on stderr, and the next older one is tried. Collective.
-    Raises CheckpointError when there are checkpoints and all are damaged: that is not a reason to start from scratch.
+    Rank 0 looks and tells: others may see an older state of the folder. When one is damaged the next older one is tried, and
+    only once that is loaded are the damaged set aside as `step-N.bad`, with a line on stderr. Raises what `find_newest` raises.
     """
     entries = list(entries)
-    candidates = gather_objects(list_checkpoints(root) if world.rank == 0 else None, world)[0]
-    for path in candidates:
+    damaged: dict[Path, DamagedCheckpoint] = {}
+    while True:
+        found = tell(partial(find_newest, root, damaged), world)
+        if found.newest is None:
+            return None
         try:
-            return load_checkpoint(path, entries, world)
+            state = load_checkpoint(found.newest, entries, world)
         except DamagedCheckpoint as error:
-            if world.rank == 0:
-                report(f"damaged checkpoint set aside as {set_aside(path)}: {error}")
-    if candidates:
-        raise CheckpointError(
-            f"all {len(candidates)} checkpoints in {root} are damaged: restore one, or start a new run"
-        )
-    return None
+            damaged[found.newest] = error
+            continue
+        if world.rank == 0:
+            set_aside_newer(found)
+        return state
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from framework.checkpoint.blocks import BlockHashes
-from framework.checkpoint.commit import Fault, begin, committed_name, explain, finish, no_fault, report, retain
+from framework.checkpoint.commit import Fault, begin, committed_name, explain, finish, no_fault, retain
 from framework.checkpoint.divide import (
     DESCRIBES,
     WRITES,
@@ -106,10 +106,7 @@ def save_checkpoint(
             shutil.rmtree(duty.folder, ignore_errors=True)
         raise
     if world.rank == 0:
-        try:
-            retain(root, keep, fault)
-        except (OSError, MeshwrightError) as error:
-            report(f"the new checkpoint is safe, but an old one cannot be removed: {error}")
+        retain(root, keep, fault)
     return committed
 
 

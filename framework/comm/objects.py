@@ -18,7 +18,7 @@ from torch import Tensor
 
 from framework.comm.agreement import check_agreement
 from framework.comm.collectives import all_reduce
-from framework.errors import MeshwrightError
+from framework.errors import EXIT_USER, MeshwrightError
 from framework.mesh.axis import Axis
 
 T = TypeVar("T")
@@ -37,9 +37,10 @@ def tell(work: Callable[[], T], axis: Axis) -> T:
 
 def share_errors(work: Callable[[], T], axis: Axis) -> T:
     """This rank's own result of `work`, which every rank of the axis does; where it is a MeshwrightError on one, that error
-    is raised on all of them (of the lowest such rank). Collective: one integer is reduced, and an error broadcast.
+    is raised on all of them. Collective: one integer is reduced, and an error broadcast.
 
-    Without it a rank that fails would leave while the others wait for it in the next collective.
+    Of several errors the user's comes first, which another start would meet again; of alike ones that of the lowest rank. Without
+    it a rank that fails would leave while the others wait for it in the next collective.
     """
     result: T | None = None
     failure: MeshwrightError | None = None
@@ -47,10 +48,11 @@ def share_errors(work: Callable[[], T], axis: Axis) -> T:
         result = work()
     except MeshwrightError as error:
         failure = error
-    first = torch.tensor(axis.size if failure is None else axis.rank)
+    urgency = 2 if failure is None else int(failure.exit_code != EXIT_USER)
+    first = torch.tensor(urgency * axis.size + axis.rank)
     all_reduce(first, axis, "min", label="share_errors")
-    if first < axis.size:
-        _tell_from(int(first), lambda: _raise(failure), axis)
+    if first < 2 * axis.size:
+        _tell_from(int(first) % axis.size, lambda: _raise(failure), axis)
     return result  # type: ignore[return-value]  # no rank has failed
 
 

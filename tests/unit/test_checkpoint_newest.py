@@ -1,0 +1,321 @@
+"""Which checkpoint a run goes on from: never from none if it has saved, and no error of the file system is taken for damage."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from framework.checkpoint import commit, storage
+from framework.checkpoint.commit import explain, find_newest, list_checkpoints, newest_checkpoint, note_of
+from framework.checkpoint.index import Entry
+from framework.checkpoint.load import load_newest
+from framework.checkpoint.save import save_checkpoint
+from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, StorageError
+from framework.mesh.axis import Axis
+from framework.mesh.layout import Layout
+
+ALONE = Axis("world", 1, 0)
+NUMEL = 5_000
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """As many attempts as ever, without waiting."""
+    monkeypatch.setattr(storage, "PAUSES_S", (0.0,) * len(storage.PAUSES_S))
+
+
+def entry(step):
+    return Entry("weight/w", Layout((NUMEL,)), torch.full((NUMEL,), float(step)))
+
+
+def save(root, step, keep=3, fault=lambda point: None):
+    return save_checkpoint(root, step, [entry(step)], {"step": step}, ALONE, keep, fault)
+
+
+def load(root):
+    """The step of what was loaded, every element seen to be that step's; None for a run that has never saved."""
+    filled = entry(0)
+    state = load_newest(root, [filled], ALONE)
+    if state is None:
+        return None
+    assert (filled.data == state["step"]).all()
+    return state["step"]
+
+
+def flip(path):
+    """Change one bit of a checkpoint's elements: only the hashes can tell."""
+    file = path / "rank-00000.bin"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def tree(folder):
+    """Every path below, with the bytes of files."""
+    return {path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def cut_all(root):
+    for path in list_checkpoints(root):
+        (path / "rank-00000.bin").write_bytes(b"")
+
+
+def flip_all(root):
+    for path in list_checkpoints(root):
+        flip(path)
+
+
+def set_all_aside(root):
+    for path in list_checkpoints(root):
+        path.rename(f"{path}.bad")
+
+
+def remove_each(root):
+    for path in list_checkpoints(root):
+        shutil.rmtree(path)
+
+
+def only_an_older_one_remains_damaged(root):
+    shutil.rmtree(root / "step-00000002")
+    (root / "step-00000001" / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (cut_all, ("all 2 checkpoints in", "step-00000002: ", "has 0 bytes", "step-00000001: ")),
+        (flip_all, ("all 2 checkpoints in", "step-00000002: ", "was changed after it was saved", "step-00000001: ")),
+        (set_all_aside, ("no checkpoint left", "step-00000002.bad: was set aside", "step-00000001.bad: ")),
+        (remove_each, ("no checkpoint left", "step-00000002: was committed", "is gone")),
+        (shutil.rmtree, ("no checkpoint left", "step-00000002: was committed", "is gone")),
+        (only_an_older_one_remains_damaged, ("all 1 checkpoints", "step-00000002: was committed", "step-00000001: ")),
+    ],
+)
+def test_a_run_that_has_saved_and_has_nothing_whole_is_not_started_over(root, harm, words):
+    save(root, 1)
+    save(root, 2)
+    harm(root)
+    before = tree(root.parent)
+    with pytest.raises(CheckpointError) as caught:
+        load(root)
+    assert caught.value.exit_code == EXIT_USER
+    said = str(caught.value)
+    for word in (
+        *words,
+        "never starts over by itself",
+        "meshwright inspect PATH",
+        "leave run.id out",
+        f"rm -f {note_of(root)}",
+    ):
+        assert word in said, word
+    assert tree(root.parent) == before
+
+
+def test_the_way_that_is_given_to_start_over_in_place_is_one(root):
+    save(root, 1)
+    flip_all(root)
+    with pytest.raises(CheckpointError) as caught:
+        load(root)
+    command = str(caught.value).splitlines()[-1].partition("at step 0:  ")[2]
+    assert os.system(command) == 0
+    assert load(root) is None
+    assert sorted(os.listdir(root.parent)) == ["checkpoints.lost"]
+
+
+def test_a_run_that_has_never_saved_starts_at_its_beginning(root):
+    assert load(root) is None
+    with pytest.raises(CheckpointError):
+        save(root, 1, fault=lambda point: _raise(CheckpointError(point)))
+    (root / "step-00000001.tmp.123").mkdir(parents=True)  # of a save that was killed
+    assert load(root) is None
+
+
+def test_a_note_that_a_crash_has_emptied_still_says_that_something_was_saved(root):
+    save(root, 1)
+    shutil.rmtree(root)
+    note_of(root).write_text("")
+    with pytest.raises(CheckpointError, match="was committed"):
+        find_newest(root)
+
+
+def test_a_note_that_lags_harms_nobody(root):
+    save(root, 1)
+    note_of(root).unlink()
+    assert load(root) == 1
+
+
+def test_a_note_that_cannot_be_written_fails_no_save(root, capsys):
+    note_of(root).mkdir(parents=True)
+    (note_of(root) / "full").write_text("")
+    assert save(root, 1).is_dir()
+    assert "the new checkpoint is safe, but cannot be noted" in capsys.readouterr().err
+    assert load(root) == 1
+
+
+def test_a_newest_that_somebody_removed_leaves_the_older_to_go_on_from(root):
+    save(root, 1)
+    shutil.rmtree(save(root, 2))
+    assert load(root) == 1
+    assert save(root, 3).is_dir()
+
+
+def test_damaged_ones_are_set_aside_only_once_an_older_one_is_loaded(root, capsys):
+    for step in (1, 2, 3):
+        path = save(root, step)
+    (path / "rank-00000.bin").unlink()
+    flip(root / "step-00000002")
+    assert newest_checkpoint(root) == root / "step-00000002"  # hashes are seen by who reads
+    assert load(root) == 1
+    said = capsys.readouterr().err
+    assert "step-00000003.bad" in said
+    assert "step-00000002.bad" in said
+    assert "going on from step 1" in said
+    assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002.bad", "step-00000003.bad"]
+
+
+def _raise(error):
+    raise error
+
+
+def fail(monkeypatch, owner, name, number, times, when=lambda *args: True):
+    """Have a function of the operating system fail so many times."""
+    real, left = getattr(owner, name), [times]
+
+    def failing(*args, **named):
+        if left[0] and when(*args):
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(args[0]))
+        return real(*args, **named)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
+def test_a_folder_that_cannot_be_listed_for_a_moment_is_listed(root, monkeypatch, number):
+    save(root, 1)
+    fail(monkeypatch, commit.os, "scandir", number, times=2)
+    assert load(root) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
+def test_a_folder_that_cannot_be_listed_is_no_folder_without_checkpoints(root, monkeypatch, number):
+    save(root, 1)
+    fail(monkeypatch, commit.os, "scandir", number, times=99)
+    with pytest.raises(StorageError, match=errno.errorcode[number]) as caught:
+        load(root)
+    assert caught.value.exit_code == EXIT_FAILED
+    assert os.listdir(root) == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        *((number, EXIT_USER) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+        *((number, EXIT_USER) for number in (errno.EACCES, errno.EPERM, errno.ENOTDIR)),
+        *((number, EXIT_FAILED) for number in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)),
+        *((number, EXIT_FAILED) for number in (errno.EROFS, errno.ETIMEDOUT, errno.ENOENT, errno.EEXIST)),
+    ],
+)
+def test_a_save_that_the_file_system_refuses_is_the_users_only_where_the_user_can_mend_it(tmp_path, number, code):
+    error = explain(OSError(number, os.strerror(number), "rank-00000.bin"), tmp_path, 7)
+    assert error.exit_code == code
+    assert isinstance(error, CheckpointError if code == EXIT_USER else StorageError)
+    assert str(tmp_path) in str(error)
+
+
+def test_room_that_cannot_be_asked_for_does_not_hide_the_error(tmp_path, monkeypatch):
+    fail(monkeypatch, commit.shutil, "disk_usage", errno.ESTALE, times=99)
+    assert explain(OSError(errno.EDQUOT, "quota", "f"), tmp_path, 7).exit_code == EXIT_USER
+
+
+def failing_at(point, number, times):
+    left = [times]
+
+    def fault(passed):
+        if passed == point and left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+
+    return fault
+
+
+@pytest.mark.parametrize("point", ["writing", "written"])
+def test_a_file_that_fails_for_a_moment_is_written_again_from_its_start(root, point):
+    save(root, 1)
+    path = save(root, 2, fault=failing_at(point, errno.EIO, 3))
+    assert (path / "rank-00000.bin").stat().st_size == 4 * NUMEL
+    assert load(root) == 2
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.EIO, StorageError), (errno.EDQUOT, CheckpointError)])
+def test_a_file_that_goes_on_failing_ends_the_save_and_leaves_the_former(root, number, error):
+    save(root, 1)
+    with pytest.raises(error):
+        save(root, 2, fault=failing_at("writing", number, 99))
+    assert os.listdir(root) == ["step-00000001"]
+    assert load(root) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", ["fsync", "mkdir", "rename"])
+def test_every_step_of_a_commit_outlives_an_error_that_passes(root, monkeypatch, name, number):
+    save(root, 1)
+    fail(monkeypatch, os, name, number, times=2)
+    save(root, 2)
+    assert load(root) == 2
+    assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002"]
+
+
+def test_a_rename_whose_answer_was_lost_is_a_commit(root, monkeypatch):
+    """A file server did it, then failed; asked again, it finds nothing to rename."""
+    real, lost = os.rename, []
+
+    def rename(source, target, **named):
+        real(source, target, **named)
+        if Path(target).name == "step-00000001" and not lost:
+            lost.append(target)
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", rename)
+    save(root, 1)
+    assert lost
+    assert load(root) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(root, monkeypatch, capsys, number):
+    save(root, 1)
+    fail(monkeypatch, commit.shutil, "rmtree", number, times=99)
+    assert save(root, 2, keep=1).is_dir()
+    assert "the new checkpoint is safe, but an old one cannot be removed" in capsys.readouterr().err
+    assert save(root, 3, keep=1).is_dir()  # nor what is left of it, when the next one is begun
+    assert load(root) == 3
+
+
+def test_an_old_checkpoint_that_cannot_be_looked_at_ends_no_run(root, monkeypatch, capsys):
+    save(root, 1)
+    find_damage = commit.find_damage
+    monkeypatch.setattr(
+        commit,
+        "find_damage",
+        lambda path: _raise(StorageError("EIO")) if path.name.endswith("1") else find_damage(path),
+    )
+    assert save(root, 2, keep=1).is_dir()
+    assert "an old one cannot be removed" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_that_cannot_be_renamed_ends_no_run(root, monkeypatch, capsys):
+    save(root, 1)
+    flip(save(root, 2))
+    fail(monkeypatch, os, "rename", errno.EACCES, times=99, when=lambda source, target: ".bad" in str(target))
+    assert load(root) == 1
+    assert "cannot be set aside" in capsys.readouterr().err
+    assert save(root, 3).is_dir()
