@@ -18,10 +18,10 @@ near_end=                           # set once the time limit is near
 
 say() { printf '%(%F %T)T  job %s: %s\n' -1 "$job" "$*"; }
 
-newest_step() { # of the checkpoints, which are whole or absent
+newest_step() { # of the checkpoints. Whether one is damaged rank 0 finds out, which renames it once it goes on without it
   local newest=0 path
   for path in "$run"/checkpoints/step-*; do    # in the order of their numbers, which have leading zeros
-    if [[ ${path##*/} =~ ^step-([0-9]+)$ ]]; then newest=$((10#${BASH_REMATCH[1]})); fi
+    if [[ ${path##*/} =~ ^step-([0-9]+)$ && -e $path/manifest.json ]]; then newest=$((10#${BASH_REMATCH[1]})); fi
   done
   echo "$newest"
 }
@@ -29,6 +29,17 @@ newest_step() { # of the checkpoints, which are whole or absent
 note() { printf '%(%FT%T%z)T job=%s restart=%s %s\n' -1 "$job" "${SLURM_RESTART_COUNT:-0}" "$*" >> "$history"; }
 
 count() { grep -c " job=$job .*$1" "$history"; }
+
+# Starts of this job since the last one from before STEP. One from a later step counts too: its checkpoint was damaged, and
+# what came of it is no more than STEP.
+starts_without_progress() { # starts_without_progress STEP
+  local starts=0 of what from
+  while read -r _ of _ what from _; do
+    if [ "$of $what" != "job=$job start" ]; then continue; fi
+    if [ "${from#from=}" -lt "$1" ]; then starts=0; else starts=$((starts + 1)); fi
+  done < "$history"
+  echo "$starts"
+}
 
 field() { scontrol --oneliner show job "$job" | grep -oE " $1=[^ ]*" | cut -d= -f2; }
 
@@ -127,7 +138,7 @@ mkdir -p "$run/slurm"
 touch "$history"
 while :; do
   step=$(newest_step)
-  starts=$(count " start from=$step ")
+  starts=$(starts_without_progress "$step")
   if [ "$starts" -gt "$restarts_without_checkpoint" ]; then
     stop 1 "stopped: $starts starts from step $step, none with a newer checkpoint. What failed is above and in $history"
   fi

@@ -7,6 +7,7 @@ runs/quickstart-001/
     lock            held by the launching process; its text names the holder
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
     checkpoints/    step-N folders
+    checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
     log/            one error file per failed rank and launch
     job.log         of a submitted run: what its jobs and ranks say, one after another
     slurm/          job.sh, which is what sbatch got; history, a line for each start and end of the ranks

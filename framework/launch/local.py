@@ -9,10 +9,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from framework.checkpoint.commit import newest_checkpoint
-from framework.checkpoint.index import read_manifest
+from framework.checkpoint.commit import newest_checkpoint, step_of
 from framework.data.prepare import prepare
-from framework.errors import EXIT_DONE, EXIT_RESUME, RecipeError, RunError
+from framework.errors import EXIT_DONE, EXIT_RESUME, MeshwrightError, RecipeError, RunError
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, explain_errors
@@ -87,6 +86,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
             raise RunError(
                 f"{run.path} was begun by another process meanwhile. To go on with it: {resume_command(run, recipe)}"
             )
+        refuse_leftovers(run)
         with explain_errors(run.path):
             shutil.copytree(prepared.tokenizer, run.tokenizer, dirs_exist_ok=True)
             save_recipe(recipe, run.recipe)
@@ -145,7 +145,10 @@ def _show_sample(run: RunDirectory, prompt: str) -> None:
 
 def conclude(run: RunDirectory, recipe: Recipe, code: int) -> str:
     """How the run ended, where it lies, and how to go on with it."""
-    step = saved_step(run)
+    try:
+        step = saved_step(run)
+    except MeshwrightError as error:
+        return f"run      {run.path} ended with exit code {code}\nsaved    {str(error).splitlines()[0]}"
     if code == EXIT_DONE:
         return f"run      {run.path}\nlonger   {resume_command(run, recipe, f'train.steps={2 * step}')}"
     how = "saved" if code == EXIT_RESUME else f"ended with exit code {code}; the newest checkpoint is"
@@ -155,6 +158,18 @@ def conclude(run: RunDirectory, recipe: Recipe, code: int) -> str:
 
 
 def saved_step(run: RunDirectory) -> int:
-    """The step of the newest whole checkpoint, 0 without any."""
+    """The step from which the run goes on: that of its newest whole checkpoint, 0 if it has never saved.
+
+    Raises CheckpointError when it has and no checkpoint is whole, StorageError when that cannot be found out now.
+    """
     newest = newest_checkpoint(run.checkpoints)
-    return read_manifest(newest).step if newest else 0
+    return step_of(newest) if newest else 0
+
+
+def refuse_leftovers(run: RunDirectory) -> None:
+    """Raises RunError when a folder for a new run has checkpoints: its ranks would go on with them, under another recipe."""
+    if saved_step(run):
+        raise RunError(
+            f"{run.path} has checkpoints and no recipe.yaml. Restore the recipe to go on with the run; for a new one leave run.id"
+            " out, or give one that is not taken"
+        )

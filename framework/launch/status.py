@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from framework.errors import EXIT_DONE
+from framework.errors import EXIT_DONE, MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.local import resume_command, saved_step
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
@@ -55,14 +55,19 @@ def describe_run(run: RunDirectory) -> str:
     recipe, launch = load_recipe(run.recipe), _last_launch(run)
     jobs = [(job, find_job(job)) for job in launch.get("jobs", [])]
     history = read_history(run, launch.get("jobs", []))
-    is_done = saved_step(run) >= recipe.train.steps
+    step, trouble = 0, ""
+    try:
+        step = saved_step(run)
+    except MeshwrightError as error:
+        trouble = str(error)
+    is_done = step >= recipe.train.steps
     lines = [
         ("run", f"{run.path}{', done' if is_done else ''}"),
         *[("job", _describe_job(job, state)) for job, state in jobs],
         ("here", _describe_holder(run) if not jobs else ""),
         ("restarts", _describe_history(history)),
         ("step", _describe_steps(run, recipe)),
-        ("saved", f"step {saved_step(run):,}" if saved_step(run) else "no checkpoint yet"),
+        ("saved", trouble or (f"step {step:,}" if step else "no checkpoint yet")),
         ("log", f"{run.job_log}: {line}" if (line := telling_line(run.job_log)) else ""),
         ("next", _next_command(run, recipe, jobs, is_done)),
     ]

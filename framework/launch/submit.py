@@ -13,7 +13,7 @@ from pathlib import Path
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch.directory import RunDirectory, explain_errors, write_private
-from framework.launch.local import resume_command, saved_step, summarize
+from framework.launch.local import refuse_leftovers, resume_command, saved_step, summarize
 from framework.launch.resume import Change, resume_recipe
 from framework.launch.settle import settle
 from framework.launch.slurm import (
@@ -49,6 +49,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock():
+        refuse_leftovers(run)
         _write(run, recipe, prepared.tokenizer)
         return _queue(run, recipe, overrides, [])
 

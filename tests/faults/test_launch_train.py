@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -19,7 +20,8 @@ from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunE
 from framework.launch import local
 from framework.launch.directory import RunDirectory
 from framework.launch.export import _read, export_command
-from framework.recipe.compose import compose
+from framework.launch.status import status_command
+from framework.recipe.compose import compose, load_recipe, save_recipe
 from tests import tiny_run
 
 STEPS = 100
@@ -170,6 +172,61 @@ def test_damaged_newest_checkpoint_costs_steps_and_nothing_else(capfd):
     assert resume("damaged") == EXIT_DONE
     assert f"{file.parent}.bad" in capfd.readouterr().err
     assert_same_weights("damaged", "whole")
+
+
+@pytest.fixture
+def lost():
+    """A run all of whose checkpoints are damaged, and its files by name."""
+    run = RunDirectory(Path("runs/lost"))
+    shutil.copytree("runs/whole", run.path)
+    for file in run.checkpoints.glob("step-*/rank-00000.bin"):
+        os.truncate(file, file.stat().st_size - 1)
+    yield run
+    shutil.rmtree(run.path)
+
+
+def list_checkpoint_files(run):
+    return sorted((path, path.stat().st_size) for path in run.checkpoints.rglob("*"))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(lost, capfd):
+    before = list_checkpoint_files(lost)
+    assert resume("lost", "train.steps=110") == EXIT_USER
+    said = capfd.readouterr().err
+    assert "all 3 checkpoints in runs/lost/checkpoints are damaged" in said
+    assert all(f"step-{step:08d}: " in said for step in (60, 80, 100))
+    assert "never starts over by itself" in said
+    assert status_command(lost.path) == EXIT_DONE
+    assert "saved    all 3 checkpoints" in capfd.readouterr().out
+    assert "all 3 checkpoints" in local.conclude(lost, load_recipe(lost.recipe), EXIT_USER)
+    assert list_checkpoint_files(lost) == before
+
+
+def test_ranks_that_find_all_checkpoints_damaged_say_so_and_leave_the_run_as_it_was(lost, capfd):
+    """The launcher looked before; what is damaged since, the ranks see."""
+    recipe = compose([*RECIPE, "run.id=lost", "train.steps=110"]).require()
+    save_recipe(recipe, lost.recipe)
+    before, curve = list_checkpoint_files(lost), (lost.path / "metrics.jsonl").read_bytes()
+    assert local._launch(lost, recipe, from_step=100) == EXIT_USER
+    assert "all 3 checkpoints in" in capfd.readouterr().err
+    assert list_checkpoint_files(lost) == before
+    assert (lost.path / "metrics.jsonl").read_bytes() == curve
+
+
+def test_a_run_whose_checkpoints_were_removed_is_not_started_over(lost, capfd):
+    shutil.rmtree(lost.checkpoints)
+    assert resume("lost", "train.steps=110") == EXIT_USER
+    said = capfd.readouterr().err
+    assert "has no checkpoint left" in said
+    assert "step-00000100: was committed" in said
+
+
+def test_a_folder_with_checkpoints_and_no_recipe_is_no_place_for_a_new_run(capfd):
+    folder = Path("runs/headless")
+    shutil.copytree("runs/whole", folder)
+    (folder / "recipe.yaml").unlink()
+    assert train("run.id=headless", "optim.lr=1") == EXIT_USER
+    assert "has checkpoints and no recipe.yaml" in capfd.readouterr().err
 
 
 def test_finished_run_says_so_and_how_to_extend_it(capsys):

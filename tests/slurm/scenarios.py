@@ -3,6 +3,7 @@
 A scenario only acts and collects. What must be true of the evidence is said in test_lifecycle.py.
 """
 
+import os
 import stat
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
     pool = ThreadPoolExecutor(4)
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
         chain, node_loss, local_references, preemption, killed_ranks, cancelled, layouts, crash_for_ever, users_mistake, bad_node,
-        array, torchrun,
+        array, torchrun, all_damaged, unreadable,
     )  # fmt: skip
     measured = pool.submit(time_limit, desk)
 
@@ -173,6 +174,46 @@ wait $rank
         "state": job_state(job),
         "status": desk.meshwright("status", "runs/crashes").out,
     }
+
+
+def all_damaged(desk: Desk) -> Evidence:
+    """A job is requeued, and while it waits every checkpoint of the run is cut; then the run is submitted again."""
+    job = desk.submit("damaged", "launch.ranks=1")
+    desk.let_go(desk.pause("damaged", 30))
+    call("scontrol", "requeue", job)  # the ranks save and end
+    wait_for(
+        lambda: desk.ends("damaged") and job_state(job) == "PENDING", "the requeue", tell=lambda: desk.log("damaged")
+    )
+    checkpoints = desk.folder("damaged") / "checkpoints"
+    files = list(checkpoints.glob("step-*/rank-00000.bin"))
+    for file in files:
+        os.truncate(file, file.stat().st_size - 1)
+    before = sorted(path.name for path in checkpoints.iterdir())
+    curve = desk.losses("damaged")
+    call("scontrol", "update", f"JobId={job}", "StartTime=now")
+    desk.wait_until_gone(job)
+    time.sleep(3)  # for a job that wrongly comes back
+    return {
+        "state": job_state(job), "exit": job_field(job, "ExitCode"), "restarts": job_field(job, "Restarts"),
+        "log": desk.log("damaged"), "ends": desk.ends("damaged"), "files": files, "before": before,
+        "after": sorted(path.name for path in checkpoints.iterdir()), "curve": curve, "curve_after": desk.losses("damaged"),
+        "status": desk.meshwright("status", "runs/damaged").out, "again": desk.meshwright("submit", "run.id=damaged"),
+    }  # fmt: skip
+
+
+def unreadable(desk: Desk) -> Evidence:
+    """A rank is killed, the newest manifest cannot be read for a while: the kernel says EIO, as for /proc/self/mem."""
+    job = desk.submit("unreadable", "launch.ranks=1")
+    pids = desk.pause("unreadable", 30)
+    manifest = desk.folder("unreadable") / "checkpoints" / "step-00000020" / "manifest.json"
+    kept = manifest.rename(manifest.with_name("kept"))
+    manifest.symlink_to("/proc/self/mem")
+    for pid in pids.values():
+        call("kill", "-9", str(pid))
+    desk.wait_until_said("unreadable", "ended with 1 at step 20")
+    kept.replace(manifest)
+    desk.wait_until_gone(job)
+    return {"starts": desk.starts("unreadable"), "ends": desk.ends("unreadable"), "log": desk.log("unreadable")}
 
 
 def users_mistake(desk: Desk) -> Evidence:

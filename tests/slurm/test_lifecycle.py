@@ -113,6 +113,35 @@ def test_a_crash_that_returns_is_stopped_and_its_evidence_kept(desk, evidence):
     assert (desk.folder("crashes") / "checkpoints" / "step-00000005").is_dir()
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_stops_and_does_not_start_over(evidence):
+    found = evidence["all_damaged"].result()
+    assert len(found["files"]) >= 2
+    assert found["ends"] == [85, 86]
+    assert (found["state"], found["exit"], found["restarts"]) == ("FAILED", "86:0", "1")
+    log = found["log"]
+    assert f"all {len(found['files'])} checkpoints in" in log
+    assert "never starts over by itself" in log
+    for file in found["files"]:
+        assert f"{file.parent.name}: {file} has" in log
+    assert "86, a mistake in the input: not started again" in log
+    assert found["after"] == found["before"]
+    assert found["curve_after"] == found["curve"]
+    assert "are damaged, and a run that has saved never starts over" in found["status"]
+    assert found["again"].code == 86
+    assert "never starts over by itself" in found["again"].err
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_while_is_not_condemned(desk, evidence, reference):
+    found = evidence["unreadable"].result()
+    assert "EIO, Input/output error" in found["log"]
+    first, *failed, last = found["ends"]
+    assert (first, last) == (137, 0)
+    assert set(failed) == {1}
+    assert [start["from"] for start in found["starts"]] == [0] + [20] * (len(found["starts"]) - 1)
+    assert not list((desk.folder("unreadable") / "checkpoints").glob("*.bad*"))
+    assert_equals_undisturbed(desk, "unreadable", 1, reference)
+
+
 def test_a_users_mistake_is_said_once_and_not_tried_again(evidence):
     found = evidence["users_mistake"].result()
     assert (found["starts"], found["ends"]) == (1, [86])

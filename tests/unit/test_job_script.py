@@ -1,0 +1,47 @@
+"""What a job's script makes of the checkpoints and of its history, without a cluster: its functions, run by bash."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = (Path(__file__).parents[2] / "slurm" / "job.sh").read_text()
+
+
+def call(function, run, *arguments):
+    """What a function of the script prints, for job 7 of the run in `run`."""
+    body = re.search(rf"^{function}\(\) {{.*?^}}$", SCRIPT, re.M | re.S)[0]
+    words = ["bash", "-euc", f"run=$0 history=$0/history job=7\n{body}\n{function} $*", str(run), *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("starts", "step", "count"),
+    [
+        ((), 0, 0),
+        ((0, 0), 0, 2),
+        ((0, 20), 20, 1),
+        ((0, 20, 20, 40), 40, 1),
+        ((0, 40, 20), 20, 2),  # the checkpoint of step 40 was damaged: that start was one from step 20
+        ((20, 40, 20, 40, 20), 20, 5),  # again and again: no progress
+        ((20, 40, 20, 40), 40, 1),  # one of step 40 was made again, and may be whole
+        ((100, 20, 40, 60), 60, 1),  # the ground lost is won back step by step
+    ],
+)
+def test_a_start_counts_as_progress_only_from_a_newer_checkpoint(tmp_path, starts, step, count):
+    lines = [f"2026-11-20T04:54:58+0000 job=7 restart=0 start from={start} nodes=n1" for start in starts]
+    others = ["2026-11-20T04:54:58+0000 job=6 restart=0 start from=0 nodes=n1"]
+    ends = ["2026-11-20T04:54:59+0000 job=7 restart=0 end code=1 step=0"]
+    (tmp_path / "history").write_text("\n".join(others + [text for line in lines for text in (line, *ends)]) + "\n")
+    assert call("starts_without_progress", tmp_path, str(step)) == str(count)
+
+
+def test_what_is_set_aside_unfinished_or_emptied_is_no_checkpoint(tmp_path):
+    assert call("newest_step", tmp_path) == "0"
+    for name in ("step-00000020", "step-00000040.bad", "step-00000050.bad.1", "step-00000060.tmp.123", "step-00000100"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
+    assert call("newest_step", tmp_path) == "100"
+    (tmp_path / "checkpoints" / "step-00000100" / "manifest.json").unlink()
+    assert call("newest_step", tmp_path) == "20"
