@@ -54,6 +54,7 @@ def test_layouts_of_two_ranks_on_the_gpu_equal_stock(
     command = [sys.executable, "-m", "framework.cli", "verify", "experiment=quickstart", *layout]
     ended = subprocess.run(
         [*command, "--device", "cuda", "--ranks", "2", *precision],
+        check=False,
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
