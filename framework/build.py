@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from framework.checkpoint.commit import Found as Saved
 from framework.checkpoint.commit import find_newest
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
@@ -294,9 +295,10 @@ def _train(
 ) -> int:
     world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
     # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
-    resumes = tell(partial(find_newest, root), world).newest is not None
+    found = tell(partial(find_newest, root), world)
+    resumes = found.newest is not None
     run = build(recipe, config, mesh, resumes)
-    state = restore(run, root) if resumes else RunState(run_dir.name, prepared.fingerprint)
+    state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:
         raise DataError(
             f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
@@ -378,9 +380,9 @@ def make_topology(recipe: Recipe, derived: Derived, config: PretrainedConfig) ->
     )
 
 
-def restore(run: Run, checkpoints: Path) -> RunState:
-    """Fill a run from the newest whole checkpoint, whatever layout saved it."""
-    values = load_newest(checkpoints, entries(run, whole=True), run.mesh.axis("world"))
+def restore(run: Run, checkpoints: Path, found: Saved | None = None) -> RunState:
+    """Fill a run from the newest whole checkpoint, whatever layout saved it. found: what rank 0 has told of them already."""
+    values = load_newest(checkpoints, entries(run, whole=True), run.mesh.axis("world"), found)
     assert values is not None, f"no checkpoint in {checkpoints}"
     state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates

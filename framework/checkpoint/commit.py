@@ -52,11 +52,12 @@ NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class Found:
-    """What a run can go on from. newest: the newest whole checkpoint, None for a run that has never saved. damaged: the newer
-    ones, with what is wrong with each."""
+    """What a run can go on from. newest: the newest whole checkpoint and its manifest, None for a run that has never saved.
+    damaged: the newer ones, with what is wrong with each."""
 
     newest: Path | None
     damaged: dict[Path, DamagedCheckpoint]
+    manifest: Manifest | None = None
 
 
 def no_fault(point: str) -> None:
@@ -99,20 +100,29 @@ def find_newest(root: Path, known: Mapping[Path, DamagedCheckpoint] | None = Non
     """
     damaged: dict[Path, DamagedCheckpoint] = {}
     for path in list_checkpoints(root):
-        damage = (known or {}).get(path) or find_damage(path)
-        if damage is None:
-            return Found(path, damaged)
-        damaged[path] = damage
+        try:
+            if known and path in known:
+                raise known[path]
+            return Found(path, damaged, open_checkpoint(path))
+        except DamagedCheckpoint as damage:
+            damaged[path] = damage
     refusal = _refuse_to_start_over(root, damaged)
     if refusal is not None:
         raise refusal
     return Found(None, {})
 
 
+def open_checkpoint(path: Path) -> Manifest:
+    """The manifest of a checkpoint, all of whose files are there in their sizes. For one rank of many: one stat for each file."""
+    manifest = read_manifest(path)
+    verify_sizes(path, manifest)
+    return manifest
+
+
 def find_damage(path: Path) -> DamagedCheckpoint | None:
     """What a look at the manifest and the files' sizes finds wrong, None when they are right."""
     try:
-        verify_sizes(path, read_manifest(path))
+        open_checkpoint(path)
     except DamagedCheckpoint as error:
         return error
     return None

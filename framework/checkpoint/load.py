@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from framework.checkpoint.blocks import BlockCache, BlockFile
-from framework.checkpoint.commit import find_newest, newest_checkpoint, set_aside_newer
+from framework.checkpoint.commit import Found, find_newest, newest_checkpoint, open_checkpoint, set_aside_newer
 from framework.checkpoint.index import (
     DamagedCheckpoint,
     Entry,
@@ -42,7 +42,11 @@ MAX_NEEDS = 1 << 16
 
 
 def load_checkpoint(
-    path: Path, entries: Iterable[Entry], world: Axis, buffer_bytes: int = BUFFER_BYTES
+    path: Path,
+    entries: Iterable[Entry],
+    world: Axis,
+    buffer_bytes: int = BUFFER_BYTES,
+    manifest: Manifest | None = None,
 ) -> dict[str, Any]:
     """Fill every entry's data from the checkpoint `path` and return its state. Collective over `world`.
 
@@ -53,7 +57,7 @@ def load_checkpoint(
     for one more, and for `MAX_NEEDS`.
     """
     entries = list(entries)
-    manifest = tell(lambda: open_checkpoint(path), world)
+    manifest = manifest or tell(lambda: open_checkpoint(path), world)
     reader = Reader(path, buffer_bytes, manifest)
     # A mistake is no reason to try an older checkpoint, so it is named before any damage.
     share_errors(lambda: reader.check(entries), world)
@@ -66,29 +70,24 @@ def load_checkpoint(
     return manifest.state
 
 
-def open_checkpoint(path: Path) -> Manifest:
-    """The manifest of a checkpoint, all of whose files are there in their sizes. For one rank of many."""
-    manifest = read_manifest(path)
-    verify_sizes(path, manifest)
-    return manifest
-
-
-def load_newest(root: Path, entries: Iterable[Entry], world: Axis) -> dict[str, Any] | None:
+def load_newest(root: Path, entries: Iterable[Entry], world: Axis, found: Found | None = None) -> dict[str, Any] | None:
     """Load the newest checkpoint under `root` that is whole; its state, or None for a run that has never saved. Collective.
 
     Rank 0 looks and tells: others may see an older state of the folder. When one is damaged the next older one is tried, and
     only once that is loaded are the damaged set aside as `step-N.bad`, with a line on stderr. Raises what `find_newest` raises.
+    found: what rank 0 has found and told already.
     """
     entries = list(entries)
     damaged: dict[Path, DamagedCheckpoint] = {}
     while True:
-        found = tell(partial(find_newest, root, damaged), world)
+        found = found or tell(partial(find_newest, root, damaged), world)
         if found.newest is None:
             return None
         try:
-            state = load_checkpoint(found.newest, entries, world)
+            state = load_checkpoint(found.newest, entries, world, manifest=found.manifest)
         except DamagedCheckpoint as error:
-            damaged[found.newest] = error
+            damaged |= {**found.damaged, found.newest: error}
+            found = None
             continue
         if world.rank == 0:
             set_aside_newer(found)
