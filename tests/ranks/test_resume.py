@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework.build import _train
+from framework import build
 from framework.checkpoint import storage
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
@@ -24,6 +24,7 @@ from framework.mesh.topology import Topology
 from framework.model.load import load_config
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
+from framework.track.observers import Observers
 from framework.train.faults import StopRequest
 from tests import tiny_run
 
@@ -171,8 +172,9 @@ def train_body(rank, world, rendezvous, recipe, run_dirs):
     """Train on, this rank seeing the run in a folder of its own."""
     derived, prepared, config = derive(recipe), prepare(recipe), load_config(recipe.model)
     mesh = connect(Topology(dp=world), CPU, rendezvous, rank, timeout_s=15)
-    with StopRequest() as stop:
-        code = _train(recipe, derived, prepared, config, mesh, run_dirs[rank], stop)
+    # Observers draw a report, which takes longer than the steps.
+    with StopRequest() as stop, patch.object(build, "open_observers", lambda *words: Observers()):
+        code = build._train(recipe, derived, prepared, config, mesh, run_dirs[rank], stop)
     mesh.close()
     return code
 
