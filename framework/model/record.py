@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.errors import ModelError
@@ -27,6 +28,8 @@ EXACT = frozenset(f"aten::{name}_" for name in ("mul", "add", "sub", "neg", "abs
 # torch's truncated normal redraws what is outside if more than this share is inside, else it goes another way.
 LEAST_INSIDE = 0.3
 
+
+IS_META, DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
 Initialiser = Callable[[nn.Module], object]
 Places = dict[str, list[tuple[nn.Module, str]]]  # by a parameter's name, the modules that hold it, and as what
@@ -43,15 +46,27 @@ def record(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for path, (module, initialiser) in modules.items():
             recorder.initialise(path, module, initialiser)
-        # torch's orthogonal_ does nothing to a tensor without memory, and does not say so.
-        forgotten = {name.rpartition(".")[0] for name, program in recorder.programs.items() if not program.is_complete}
-        for path in (path for path in modules if path in forgotten):
-            recorder.execute(path, *modules[path])
     return recorder.programs
 
 
 class Unrecordable(Exception):
     """A write that is no program. Never leaves this module: the initialiser is then run."""
+
+
+class AsIfReal(TorchFunctionMode):
+    """Parameters without memory say that they are on the CPU: torch's orthogonal_ would silently do nothing, and what an
+    initialiser computes on their device would have no values."""
+
+    def __init__(self, is_noted: Callable[[Tensor], bool]):
+        super().__init__()
+        self._is_noted = is_noted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == IS_META and self._is_noted(args[0]):
+            return False
+        if func == DEVICE and self._is_noted(args[0]):
+            return torch.device("cpu")
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):
@@ -110,7 +125,7 @@ class Recorder(TorchDispatchMode):
         self._path, self._failed = path, False
         self._num_draws.pop(_of_module(path), None)
         try:
-            with self._memory(places), _truncated_by(self._truncated), self:
+            with self._memory(places), _truncated_by(self._truncated), AsIfReal(self._is_noted), self:
                 initialiser(module)
             replaced = any(module._parameters[name] is not parameter for name, parameter in parameters.items())
             if self._failed or replaced:  # the initialiser caught it, or put another parameter there
@@ -147,7 +162,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         given = _arguments(func, args, kwargs)
         written = _written(func, given)
-        noted = next((each for each in written if _storage(each) in self._noted), None)
+        noted = next((each for each in written if self._is_noted(each)), None)
         if noted is not None:
             self._note(noted, self._operation(func, given, noted))
             return noted
@@ -196,7 +211,7 @@ class Recorder(TorchDispatchMode):
         """In place of torch's, which reads what it drew and does nothing on meta."""
         inside = 0.5 * (erf((high - mean) / std / sqrt(2)) - erf((low - mean) / std / sqrt(2)))
         is_ours = inside > LEAST_INSIDE and more.get("generator") is None
-        if _storage(tensor) in self._noted:
+        if self._is_noted(tensor):
             self._note(tensor, Truncated(mean, std, self._key(tensor), low, high) if is_ours else None)
             return tensor
         if tensor.is_meta or not is_ours:
@@ -213,6 +228,9 @@ class Recorder(TorchDispatchMode):
         if isinstance(operation, Copy) and operation.values.shape != region.sizes:
             operation = Copy(operation.values.reshape(region.sizes))
         self.programs[name] = self.programs[name].then(operation, region)
+
+    def _is_noted(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._noted
 
     def _key(self, target: Tensor | None) -> Key:
         """The next draw's key, of this parameter or of the call."""
