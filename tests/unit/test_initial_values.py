@@ -200,6 +200,8 @@ def another_parameter(module: nn.Module) -> None:
 RECORDED = (computed_in_place, normal_but_a_row, truncated, in_two_parts, scaled, a_scaled_part, computed, columns)
 EXECUTED = (
     another_parameter,
+    after_a_draw,
+    copied,
     orthogonal,
     by_what_it_drew,
     strided,
