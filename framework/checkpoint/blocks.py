@@ -108,9 +108,12 @@ class BlockCache:
 
     def hold(self, key: Key, num_bytes: int, fill: Callable[[np.ndarray], None]) -> np.ndarray:
         """A new block of uint8 that `fill` has filled; where it raises, the block is not held."""
+        spare = None
         while self._blocks and self.num_bytes + num_bytes > self._max_bytes:
-            self.num_bytes -= self._blocks.popitem(last=False)[1].nbytes
-        block = np.empty(num_bytes, np.uint8)
+            spare = self._blocks.popitem(last=False)[1]
+            self.num_bytes -= spare.nbytes
+        # New memory would cost a page fault every 4 KiB.
+        block = spare if spare is not None and spare.nbytes == num_bytes else np.empty(num_bytes, np.uint8)
         fill(block)
         self._blocks[key] = block
         self.num_bytes += num_bytes
@@ -172,7 +175,8 @@ class BlockFile:
         return sum(self._sizes)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Bytes [start, stop) of the data as uint8: a view of a cached block, or a copy if they lie in several."""
+        """Bytes [start, stop) of the data as uint8: a view of a cached block, good until the next read; a copy if they lie
+        in several."""
         first, last = start // self.block_bytes, _num_blocks(stop, self.block_bytes) - 1
         if first >= last:
             return self.block(0, first)[start - first * self.block_bytes : stop - first * self.block_bytes]

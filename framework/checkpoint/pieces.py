@@ -116,7 +116,7 @@ class Index:
 
     def data_files(self) -> Iterator[BlockFile]:
         """All ranks' files. For whoever checks a checkpoint: a reader asks for those that it needs."""
-        for rank, row in enumerate(self.file.read(0, self.world * FILE.itemsize).view(FILE)):
+        for rank, row in enumerate(self.file.read(0, self.world * FILE.itemsize).copy().view(FILE)):
             yield self._data_file(rank, row)
 
     def pieces(self, name: str, box: Box) -> Iterator[Piece]:
@@ -168,7 +168,7 @@ class Index:
         while number < stop:
             place = (self.world * FILE.itemsize + number * PIECE.itemsize) % self.file.block_bytes
             rows = self._rows(number, min(stop, number + max(1, (self.file.block_bytes - place) // PIECE.itemsize)))
-            yield from rows
+            yield from rows.copy()
             number += len(rows)
 
     def _rows(self, first: int, last: int) -> np.ndarray:
