@@ -57,7 +57,7 @@ from framework.track.observers import Observers, open_observers
 from framework.train.faults import StopRequest
 from framework.train.loop import Loop, Services
 from framework.train.stage import Stage
-from framework.train.state import RunState, entries
+from framework.train.state import RunState, read_entries, saved_entries, share_read
 from framework.train.step import Run
 from framework.train.validation import Validation
 
@@ -309,7 +309,7 @@ def _train(
 
     def save() -> None:
         state.num_updates = run.optimizer.num_updates
-        save_checkpoint(root, state.step, entries(run, whole=False), state.to_json(), world, recipe.checkpoint.keep)
+        save_checkpoint(root, state.step, saved_entries(run), state.to_json(), world, recipe.checkpoint.keep)
 
     def draw() -> None:
         timeline = Timeline(tuple(gather_objects(run.timed, mesh.axis("pp"))))
@@ -382,8 +382,9 @@ def make_topology(recipe: Recipe, derived: Derived, config: PretrainedConfig) ->
 
 def restore(run: Run, checkpoints: Path, found: Saved | None = None) -> RunState:
     """Fill a run from the newest whole checkpoint, whatever layout saved it. found: what rank 0 has told of them already."""
-    values = load_newest(checkpoints, entries(run, whole=True), run.mesh.axis("world"), found)
+    values = load_newest(checkpoints, read_entries(run), run.mesh.axis("world"), found)
     assert values is not None, f"no checkpoint in {checkpoints}"
+    share_read(run)
     state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates
     for buffer in run.buffers:

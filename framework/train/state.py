@@ -1,12 +1,15 @@
 """RunState: with the tensors it is all that a resume needs, and it is JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from torch import Tensor
 
 from framework.checkpoint.index import Entry
 from framework.mesh.layout import Layout
 from framework.model.materialize import persistent_buffers
+from framework.parallel.zero.buffers import UnitBuffer
 from framework.train.step import Run
 
 
@@ -31,26 +34,49 @@ class RunState:
         return cls(**values)
 
 
-def entries(run: Run, whole: bool) -> Iterator[Entry]:
-    """Everything of a run that lives in tensors, as checkpoint entries over the run's own memory.
+def saved_entries(run: Run) -> Iterator[Entry]:
+    """Everything of a run that lives in tensors, as checkpoint entries over the run's own memory: each element once over all
+    ranks, but for small tensors that all have.
 
     weight/NAME: the truth of a parameter, its master copy, or what a frozen one is. buffer/NAME: a buffer of the model's
-    state dict. Others: the optimizer's state of that name. whole: False for saving (each element once over all ranks), True
-    for loading (each rank all that it holds).
+    state dict. Others: the optimizer's state of that name.
     """
-    for buffer in run.buffers:
-        cut = buffer.held if whole else buffer.counted
-        for slot in buffer.slots if whole or not buffer.is_copy else ():
-            yield Entry(f"weight/{slot.name}", *cut(slot, buffer.master))
-    saved: set[str] = set()
+    yield from _entries(run, UnitBuffer.counted, [buffer for buffer in run.buffers if not buffer.is_copy])
+    by_name = dict(each for stage in run.stages.values() for each in persistent_buffers(stage.model.model).items())
+    yield from (_buffer_entry(name, tensor) for name, tensor in by_name.items())
+
+
+def read_entries(run: Run) -> Iterator[Entry]:
+    """What this rank reads of a checkpoint: of what several replicas own alike each reads a share. `share_read` then completes
+    every rank. Were each to read all that it owns, r replicas would open the files of all r: r^2 for stage 0."""
+    yield from _entries(run, UnitBuffer.read, run.buffers)
     for stage in run.stages.values():
         for name, tensor in persistent_buffers(stage.model.model).items():
-            if whole or name not in saved:
-                saved.add(name)
-                yield Entry(f"buffer/{name}", Layout(tuple(tensor.shape), replicated=("world",)), tensor.view(-1))
+            yield _buffer_entry(name, tensor)
+
+
+def share_read(run: Run) -> None:
+    """Complete what `read_entries` has filled: replicas tell one another their shares. Collective over `replica`."""
+    for buffer in run.buffers:
+        buffer.share_read(buffer.master)
     for name in run.optimizer.state_names:
         for index, (buffer, span) in enumerate(run.spans):
-            cut = buffer.held if whole else buffer.counted
-            for slot in buffer.slots if whole or not buffer.is_copy else ():
+            buffer.share_read(run.optimizer.state(index, name), span.start)
+
+
+def _entries(run: Run, cut: Callable[..., tuple[Layout, Tensor]], buffers: Sequence[UnitBuffer]) -> Iterator[Entry]:
+    """Entries of parameters and optimizer states. cut: of a buffer, a slot and values, the layout and elements of an entry;
+    buffers: those of the run that have entries."""
+    for buffer in buffers:
+        for slot in buffer.slots:
+            yield Entry(f"weight/{slot.name}", *cut(buffer, slot, buffer.master))
+    for name in run.optimizer.state_names:
+        for index, (buffer, span) in enumerate(run.spans):
+            for slot in buffer.slots if buffer in buffers else ():
                 if slot.group == span.group:
-                    yield Entry(f"{name}/{slot.name}", *cut(slot, run.optimizer.state(index, name), span.start))
+                    values = run.optimizer.state(index, name)
+                    yield Entry(f"{name}/{slot.name}", *cut(buffer, slot, values, span.start))
+
+
+def _buffer_entry(name: str, tensor: Tensor) -> Entry:
+    return Entry(f"buffer/{name}", Layout(tuple(tensor.shape), replicated=("world",)), tensor.view(-1))

@@ -11,7 +11,7 @@ from framework.build import restore
 from framework.checkpoint.save import save_checkpoint
 from framework.data.pack import Microbatch
 from framework.recipe.schema import Zero
-from framework.train.state import RunState, entries
+from framework.train.state import RunState, read_entries, saved_entries
 from framework.train.step import train_step
 from tests.gpu.training import LR, start
 from tests.ranks.parity import small_recipe
@@ -36,11 +36,11 @@ def test_a_checkpoint_of_gpu_tensors_comes_back_bitwise(device: torch.device, st
     train_step(saved.run, saved.batches[0], 0, LR, ())
     state = RunState("run", "data", step=1, num_updates=saved.run.optimizer.num_updates)
     world = saved.run.mesh.axis("world")
-    save_checkpoint(tmp_path, 1, entries(saved.run, whole=False), state.to_json(), world, 1)
+    save_checkpoint(tmp_path, 1, saved_entries(saved.run), state.to_json(), world, 1)
     loaded = start(recipe, device, checkpoints=tmp_path)
     assert restore(loaded.run, tmp_path) == state
-    expected = {entry.name: entry.data for entry in entries(saved.run, whole=True)}
-    found = {entry.name: entry.data for entry in entries(loaded.run, whole=True)}
+    expected = {entry.name: entry.data for entry in read_entries(saved.run)}
+    found = {entry.name: entry.data for entry in read_entries(loaded.run)}
     assert found.keys() == expected.keys()
     assert all(tensor.is_cuda and torch.equal(tensor, expected[name]) for name, tensor in found.items())
 

@@ -19,7 +19,7 @@ from framework.model.weights import read_weights
 from framework.optim.schedules import learning_rate
 from framework.parallel.zero import values
 from framework.recipe.schema import Model, Recipe, Zero
-from framework.train.state import RunState, entries
+from framework.train.state import RunState, saved_entries
 from framework.train.step import train_step
 from framework.verify.compare import TOLERANCES
 from framework.verify.double import keep_double
@@ -58,7 +58,7 @@ def resume(rank: int, world: int, rendezvous: str, case: Case, root: Path) -> Re
             state.step += 1
         state.num_updates = run.optimizer.num_updates
         if number == 0:
-            save_checkpoint(root, state.step, entries(run, whole=False), state.to_json(), mesh.axis("world"), keep=1)
+            save_checkpoint(root, state.step, saved_entries(run), state.to_json(), mesh.axis("world"), keep=1)
         else:
             resumed = Resumed(tuple(losses[-len(own) :]), gather_full(owned_weights(run), mesh.axis("world")))
         mesh.close()

@@ -14,7 +14,7 @@ from framework.build import build, restore
 from framework.checkpoint.save import save_checkpoint
 from framework.mesh.connect import connect
 from framework.recipe.schema import Recipe, Zero
-from framework.train.state import RunState, entries
+from framework.train.state import RunState, saved_entries
 from framework.train.step import Run, evaluate, train_step
 from framework.verify.compare import compare
 from framework.verify.evidence import Evidence, TokenBatch, gather_full, make_batches
@@ -117,7 +117,7 @@ def weights_of(run: Run) -> dict[str, Tensor]:
 
 def states_of(run: Run) -> dict[str, Tensor]:
     """Everything that a checkpoint keeps, in full, by entry."""
-    parts = {entry.name: (entry.layout, entry.data) for entry in entries(run, whole=False)}
+    parts = {entry.name: (entry.layout, entry.data) for entry in saved_entries(run)}
     return gather_full(parts, run.mesh.axis("world"))
 
 
@@ -129,7 +129,7 @@ def train_and_save(rank: int, world: int, rendezvous: str, case: Case, root: Pat
     batches = case.batches()
     train_steps(run, recipe, batches[:1])
     state = RunState("zero", "", step=1, num_updates=run.optimizer.num_updates)
-    save_checkpoint(root, 1, entries(run, whole=False), state.to_json(), mesh.axis("world"), keep=1)
+    save_checkpoint(root, 1, saved_entries(run), state.to_json(), mesh.axis("world"), keep=1)
     found = train_steps(run, recipe, batches, start=1), states_of(run)
     mesh.close()
     return found

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from framework.comm.collectives import all_reduce
 from framework.errors import LayoutError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, part
@@ -199,6 +200,23 @@ class UnitBuffer:
         """Of `held`, what this rank and no other counts in a norm and writes to a checkpoint."""
         return self._cut(slot, values, origin, *self._counted(slot))
 
+    def read(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
+        """Of `held`, this rank's share among those of `replica` who own the same: what it reads for all of them."""
+        return self._cut(slot, values, origin, *self._read_part())
+
+    def share_read(self, values: Tensor, origin: int | None = None) -> None:
+        """Complete a tensor over what is owned, or a span of it as for `held`, of which each rank of `replica` has its share.
+
+        Collective over `replica`: an all-reduce of the tensor's bytes. The others' parts are zero, and a sum of whole numbers
+        keeps every bit, of NaN and of -0.0, too.
+        """
+        first = self.start if origin is None else origin
+        low, high = (min(max(bound - first, 0), values.numel()) for bound in self._read_part())
+        values[:low].zero_()
+        values[high:].zero_()
+        if values.numel():
+            all_reduce(values.view(torch.uint8), self._reading_axis(), label=f"read {self.unit}")
+
     def counted_elements(self, values: Tensor) -> list[Tensor]:
         """All that this rank counts, of a tensor over what it owns; padding is nobody's."""
         runs: list[tuple[int, int]] = []
@@ -206,6 +224,15 @@ class UnitBuffer:
             if start < stop:
                 runs.append((runs.pop()[0] if runs and runs[-1][1] == start else start, stop))
         return [values[start - self.start : stop - self.start] for start, stop in runs]
+
+    def _reading_axis(self) -> Axis:
+        """Who divides the reading of what all of them own; of size 1 where each owns something else."""
+        return next((axis for axis in self.replica_axes if axis.name == "replica"), Axis("replica", 1, 0))
+
+    def _read_part(self) -> tuple[int, int]:
+        axis = self._reading_axis()
+        low, high = part(self.numel_owned, axis.rank, axis.size)
+        return self.start + low, self.start + high
 
     def _counted(self, slot: Slot) -> tuple[int, int]:
         """Of the slot, elements of the buffer: what its layout gives to this rank, in the part that the replicas do."""
