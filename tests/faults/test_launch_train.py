@@ -204,7 +204,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(lost, capfd
 
 def test_ranks_that_find_all_checkpoints_damaged_say_so_and_leave_the_run_as_it_was(lost, capfd):
     """The launcher looked before; what is damaged since, the ranks see."""
-    recipe = compose([*RECIPE, "run.id=lost", "train.steps=110"]).require()
+    recipe = compose([*RECIPE, "run.id=lost", "train.steps=110", "launch.device=cpu"]).require()
     save_recipe(recipe, lost.recipe)
     before, curve = list_checkpoint_files(lost), (lost.path / "metrics.jsonl").read_bytes()
     assert local._launch(lost, recipe, from_step=100) == EXIT_USER

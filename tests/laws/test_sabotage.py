@@ -146,7 +146,7 @@ def draw_weights_by_rank() -> Any:
 
 def decay_what_was_not_reached() -> Any:
     """Parameters without a gradient are updated like all others."""
-    return patch.object(step, "_unreached_spans", lambda run, reached: [])
+    return patch.object(step, "_missed_spans", lambda run, reached: [])
 
 
 # --- dropout belongs to the microbatch, not to the rank
