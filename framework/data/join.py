@@ -8,7 +8,8 @@ written (again) and one that is not there has been written. Beyond the store its
 shard.
 
 Stores of version 1 ended as shards, under a meta.json. They are joined, not tokenized again, and their shards stay: runs of
-older code may be reading them. Who has none removes them by hand; or removes meta.json first, and then joining removes each.
+older code may be reading them. Who has no such run removes them by hand. Where the disk has no room for both, meta.json may go
+once shards.json is there (until then it alone knows the shards), and joining then removes each shard.
 """
 
 import json

@@ -137,7 +137,9 @@ def _lock(folder: Path, progress: bool) -> Iterator[None]:
 
 def _explain_full_disk(error: OSError, root: Path, places: Places) -> str:
     needed_bytes = sum(_count_needed_bytes(place) for place in places.stores)
-    older = [place.folder for place in places.stores if (place.folder / "meta.json").exists()]
+    folders = [place.folder for place in places.stores if StoreMeta.read(place.folder) is None]
+    # Without shards.json meta.json alone knows the shards: with it would go the store of a source that is gone.
+    older = [each for each in folders if (each / "meta.json").exists() and (each / "shards.json").exists()]
     return (
         f"{error.filename}: {error.strerror}. About {needed_bytes:,} more bytes are needed for the token stores and "
         f"{shutil.disk_usage(root).free:,} are free under data.root={root}. Make room or set another data.root, and run the "

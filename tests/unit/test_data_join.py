@@ -402,6 +402,29 @@ def test_a_full_disk_while_a_store_of_version_1_is_joined_says_how_to_do_without
         build(recipe_of(place, "old-and-full"))
 
 
+def test_what_a_full_disk_advises_for_version_1_never_loses_a_store_whose_source_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
+    tokenize_only(make_recipe(tmp_path / "tokenized", source))
+    folder = make_version_1(tmp_path, "old")
+    fingerprint = build(make_recipe(tmp_path / "whole", source)).fingerprint
+    source.unlink()
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    recipe = make_recipe(tmp_path / "old", source)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)  # of shards.json
+        assert "meta.json" not in (read_error(recipe) or "meta.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        assert f"remove {folder / 'meta.json'}" in (read_error(recipe) or "")
+    (folder / "meta.json").unlink()
+    assert build(recipe).fingerprint == fingerprint
+
+
 def test_names_and_fingerprints_are_those_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values are what the last commit of version 1 gave."""
     monkeypatch.chdir(tmp_path)
