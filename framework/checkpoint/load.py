@@ -86,7 +86,8 @@ def load_newest(root: Path, entries: Iterable[Entry], world: Axis, found: Found 
         try:
             state = load_checkpoint(found.newest, entries, world, manifest=found.manifest)
         except DamagedCheckpoint as error:
-            damaged |= {**found.damaged, found.newest: error}
+            # In words alone: the error itself keeps the stack it came from, and with that the reader's cache.
+            damaged |= {**found.damaged, found.newest: DamagedCheckpoint(str(error))}
             found = None
             continue
         if world.rank == 0:

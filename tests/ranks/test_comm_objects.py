@@ -3,7 +3,7 @@
 import pytest
 
 from framework.comm.objects import deal, gather_to_first, share_errors, tell
-from framework.errors import DataError, MeshwrightError
+from framework.errors import DataError, MeshwrightError, StorageError
 from tests.ranks.test_comm_collectives import connect_world
 
 
@@ -22,13 +22,13 @@ def exchange(rank, world, rendezvous):
     return told, asked, gathered, own
 
 
-def fail_on(rank, world, rendezvous, failing):
-    """The words of the errors that this rank hears, from `tell` and from `share_errors`."""
+def fail_on(rank, world, rendezvous, failing, another=DataError, otherwise=()):
+    """The words of the errors that this rank hears, from `tell` and from `share_errors`. otherwise: who fails by `another`."""
     axis = (mesh := connect_world(rank, world, rendezvous)).axis("world")
 
     def work():
         if rank in failing:
-            raise DataError(f"rank {rank} cannot read")
+            raise (another if rank in otherwise else DataError)(f"rank {rank} cannot read")
         return rank
 
     heard = []
@@ -53,6 +53,8 @@ def test_only_the_first_rank_looks_up_and_all_know(pool, world):
 def test_an_error_on_any_rank_is_raised_on_all(pool):
     first = ("DataError", "rank 0 cannot read")
     assert pool.run(3, fail_on, {0}) == [[first, first]] * 3
+    # Of several errors the user's is heard, which another start would meet again.
+    assert pool.run(3, fail_on, {1, 2}, StorageError, {1}) == [[0, ("DataError", "rank 2 cannot read")]] * 3
     # `tell` asks rank 0 alone, so only the second call fails, by the lowest rank's error.
     assert pool.run(3, fail_on, {1, 2}) == [[0, ("DataError", "rank 1 cannot read")]] * 3
 

@@ -1,11 +1,13 @@
 """What a reader of a checkpoint costs, and what it makes of a file system that fails: nothing is condemned that can be whole."""
 
 import errno
+import gc
 import json
 import os
 import pickle
 import resource
 import tracemalloc
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 import xxhash
 
-from framework.checkpoint import blocks, storage
+from framework.checkpoint import blocks, load, storage
 from framework.checkpoint.blocks import BlockCache, BlockFile, BlockHashes
 from framework.checkpoint.index import DamagedCheckpoint, Entry
 from framework.checkpoint.inspect import inspect_command
@@ -46,6 +48,26 @@ def test_memory_of_a_reader_is_bounded_over_all_files_together(tmp_path, buffer_
     # Beside the blocks: the manifest, and rows that lie in two blocks.
     assert peak < (most_blocks + 1) * block_bytes + (512 << 10)
     assert len(os.listdir("/proc/self/fd")) < 48
+
+
+def test_memory_of_a_reader_that_met_damage_is_free_before_the_next_one_reads(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        path = save(tmp_path, step)
+    for step in (2, 3):
+        file = path.with_name(f"step-{step:08d}") / "rank-00000.bin"
+        file.write_bytes(b"!" + file.read_bytes()[1:])
+    caches, held = [], []
+
+    class Watched(BlockCache):
+        def __init__(self, max_bytes):
+            super().__init__(max_bytes)
+            gc.collect()
+            held.append(sum(cache() is not None for cache in caches))
+            caches.append(weakref.ref(self))
+
+    monkeypatch.setattr(load, "BlockCache", Watched)
+    assert load_newest(tmp_path, blank_entries(), ALONE) == {"step": 1}
+    assert held == [0, 0, 0]
 
 
 # --- what one rank reads of thousands of ranks' checkpoint
