@@ -29,7 +29,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
+from framework.checkpoint.storage import LASTING, storage_error
 from framework.errors import RunError, RunInUse
+
+# A file system without file locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,8 @@ class RunDirectory:
 
 @contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """What the file system says against writing at `path`, as a RunError."""
+    """What the file system says against writing at `path`: a RunError where only the user can mend it, else a StorageError, for
+    a job that an EIO or a stale handle has ended is to be started again."""
     try:
         yield
     except OSError as error:
@@ -181,7 +186,9 @@ def explain_errors(path: Path) -> Iterator[None]:
             raise RunError(
                 f"no room at {place} ({error.strerror}): free space, or set run.root to a larger disk"
             ) from error
-        raise RunError(f"cannot write at {place} ({error.strerror}): set run.root to a folder of yours") from error
+        if error.errno in LASTING or error.errno in NO_LOCKS:
+            raise RunError(f"cannot write at {place} ({error.strerror}): set run.root to a folder of yours") from error
+        raise storage_error(error, "use", Path(place)) from error
 
 
 def _claim_next(root: Path, name: str) -> Path:

@@ -1,5 +1,7 @@
 """The run directory: who gets which name, who may launch, and what is said when that fails."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -9,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from framework.errors import EXIT_USER, RunError
+from framework.errors import EXIT_FAILED, EXIT_USER, RunError, StorageError
 from framework.launch.directory import RunDirectory
 
 
@@ -128,6 +130,28 @@ def test_root_that_cannot_be_written_is_an_error_with_its_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=rf"cannot write at {tmp_path}/file/runs .*set run.root"):
         create(tmp_path / "file" / "runs")
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        *((number, StorageError) for number in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT)),
+        *((number, RunError) for number in (errno.EACCES, errno.EROFS, errno.ENOLCK)),
+    ],
+)
+@pytest.mark.parametrize("enter", [RunDirectory.attend, RunDirectory.lock, lambda run: run.hold(0.0)])
+def test_a_file_system_that_fails_for_a_rank_ends_no_run_for_good(tmp_path, monkeypatch, number, error, enter):
+    """A job is started again after it, and stops for good only after what the user must mend."""
+    run = create(tmp_path)
+
+    def fail(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(error) as caught, enter(run):
+        pass
+    assert caught.value.exit_code == (EXIT_USER if error is RunError else EXIT_FAILED)
+    assert str(run.path) in str(caught.value)
 
 
 def test_full_disk_is_an_error_with_its_path(tmp_path):
