@@ -167,7 +167,11 @@ def saved_step(run: RunDirectory) -> int:
 
 
 def refuse_leftovers(run: RunDirectory) -> None:
-    """Raises RunError when a folder for a new run has checkpoints: its ranks would go on with them, under another recipe."""
+    """Raises RunError when a new run's folder has a run, or checkpoints: its ranks would go on with them under another recipe."""
+    if run.recipe.exists():
+        raise RunError(
+            f"{run.path} is a run already: go on with it by its run.id, move it away, or choose another run.id or run.name"
+        )
     if saved_step(run):
         raise RunError(
             f"{run.path} has checkpoints and no recipe.yaml. Restore the recipe to go on with the run; for a new one leave run.id"

@@ -78,16 +78,16 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     print(summarize(recipes[0]))
     tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
     sweep = RunDirectory.create(root, first.run.id, name)
+    runs = [RunDirectory.create(root, f"{sweep.id}-{index}", name) for index in range(len(recipes))]
+    for run in (sweep, *runs):
+        refuse_leftovers(run)
     with explain_errors(sweep.path):
         sweep.script.parent.mkdir(exist_ok=True)
         write_private(sweep.script, render(first, sweep.path.absolute(), Path.cwd(), array=len(recipes)).text)
-    runs = []
-    for index, recipe in enumerate(recipes):
-        run = RunDirectory.create(root, f"{sweep.id}-{index}", name)
+    for index, (run, recipe) in enumerate(zip(runs, recipes, strict=True)):
         wandb = replace(recipe.track.wandb, group=recipe.track.wandb.group or sweep.id)
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
         _write(run, recipe, tokenizers[index])
-        runs.append(run)
     job = submit_script(sweep.script)
     sweep.note_launch([], {}, jobs=[job], runs=[run.id for run in runs], **describe_commit())
     for index, run in enumerate(runs):

@@ -229,6 +229,21 @@ def test_a_folder_with_checkpoints_and_no_recipe_is_no_place_for_a_new_run(capfd
     assert "has checkpoints and no recipe.yaml" in capfd.readouterr().err
 
 
+def test_a_sweep_writes_over_no_run_that_bears_the_name_of_one_of_its_own(monkeypatch, capfd):
+    """As when the folder of an earlier sweep was removed, and not those of its runs."""
+    Path("bin").mkdir()
+    Path("bin/sbatch").write_text("#!/bin/sh\necho 7\n")
+    Path("bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:/usr/bin:/bin")
+    shutil.copytree("runs/whole", "runs/twice-sweep-001-1")
+    before = Path("runs/twice-sweep-001-1/recipe.yaml").read_text()
+    words = ["launch=slurm", "launch.ranks=1", "launch.gres=null", "run.name=twice", "optim.lr=1e-3,3e-4"]
+    assert main(["submit", "-m", *RECIPE, *words]) == EXIT_USER
+    assert "twice-sweep-001-1 is a run already" in capfd.readouterr().err
+    assert Path("runs/twice-sweep-001-1/recipe.yaml").read_text() == before
+    assert not Path("runs/twice-sweep-001-0/recipe.yaml").exists()
+
+
 def test_finished_run_says_so_and_how_to_extend_it(capsys):
     assert resume("whole") == EXIT_USER
     error = capsys.readouterr().err
