@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -28,6 +28,8 @@ CONNECT_S = 60.0
 # And so much longer for each rank: the store and NCCL's root answer ranks one after another, in some milliseconds each.
 CONNECT_S_PER_RANK = 0.02
 CONNECT_ATTEMPTS = 3
+# How a meeting of all ranks has ended: the first word of what the store says of it.
+MET, GIVEN_UP = "met ", "given up "
 # Explanations that the last rank to be compared reads from the store.
 DIFFERENCES_SHOWN = 8
 # Variables with which SLURM says that it binds GPUs to tasks, so that each rank sees its own as the first and only one.
@@ -118,7 +120,7 @@ def connect(
     if topology.world > 1:
         timeout, wiring = timedelta(seconds=timeout_s), wire(device.type, check_s is not None, backend)
         allow_descriptors(count_sockets(topology, rank, wiring.is_lazy))
-        store = next(dist.rendezvous(rendezvous or "env://", rank, topology.world, timeout=timeout))[0]
+        store = _open_store(rendezvous or "env://", rank, topology.world, timeout)
         if fingerprint is not None:
             compare_fingerprints(dist.PrefixStore("fingerprint", store), fingerprint, rank, topology.world, timeout)
         axes = join_axes(topology, rank, wiring, store, timeout, check_s)
@@ -142,6 +144,17 @@ def _agree_on_rank(topology: Topology, rendezvous: str | None, rank: int | None)
             f" {topology.cp} x {topology.tp} = {topology.world}: launch {topology.world} ranks or change the degrees"
         )
     return rank
+
+
+def _open_store(url: str, rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The store in which ranks meet; over TCP, rank 0 waits here for the others."""
+    try:
+        return next(dist.rendezvous(url, rank, world, timeout=timeout))[0]
+    except RuntimeError as error:
+        raise ConnectionFailed(
+            f"the store of rank 0, in which {world} ranks meet, cannot be reached, or not all have come to it:"
+            f" see the logs of the others ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def compare_fingerprints(store: dist.Store, mine: Mapping[str, str], rank: int, world: int, timeout: timedelta) -> None:
@@ -211,6 +224,9 @@ def join_axes(
 def _create_world(
     _name: str, ranks: tuple[int, ...], rank: int, backend: str, timeout: timedelta, attempt: dist.Store
 ) -> Any:
+    # torch names it by a counter, and its keys in the store after the name. The counter goes up where an attempt fails in here,
+    # and back to 0 where it fails later: ranks would look for each other under two names, in this attempt and all that follow.
+    _world.group_count = 0
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=len(ranks), timeout=timeout)
     return dist.group.WORLD
 
@@ -218,7 +234,12 @@ def _create_world(
 def _create_subgroup(
     name: str, ranks: tuple[int, ...], rank: int, backend: str, timeout: timedelta, attempt: dist.Store
 ) -> Any:
-    """In a store of its own: `new_group` would find what a failed attempt has left there, addresses where nobody listens."""
+    """In a store of its own: `new_group` would find what a failed attempt has left there, addresses where nobody listens.
+
+    Read in torch 2.13: beside this `new_group` checks its arguments, chooses the name and notes which ranks are members, as
+    here. The helper registers a group last of all, so nothing is left of one that fails; `destroy_process_group` takes back
+    all of one that was made, and destroying the world takes back all groups.
+    """
     place = ranks.index(rank)
     group, _ = _new_process_group_helper(len(ranks), place, list(ranks), backend, attempt, name, timeout=timeout)  # type: ignore[arg-type]
     _world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
@@ -256,6 +277,8 @@ def persist(
             return group
         except (RuntimeError, ConnectionFailed) as error:
             reason = error
+            with suppress(RuntimeError):  # a store that is gone is said when ranks meet for the next attempt
+                _decide(attempt, "connected", f"{GIVEN_UP}{error}")  # the others need not wait for this rank
             if group is not None:
                 dist.destroy_process_group(group)
     raise ConnectionFailed(
@@ -272,19 +295,43 @@ def _greet(group: Any) -> None:
 
 
 def _meet(
-    store: dist.Store, place: str, num_ranks: int, timeout: timedelta, conclude: Callable[[], str] = lambda: "all"
+    store: dist.Store, place: str, num_ranks: int, timeout: timedelta, conclude: Callable[[], str] = lambda: ""
 ) -> str:
-    """Return once all ranks have come to the place. The last to come tells the others what it concludes."""
-    if store.add(f"{place} number", 1) == num_ranks:
-        store.set(place, conclude())
+    """Return on all ranks once all have come to the place, with what the last to come concludes; else ConnectionFailed on all.
+
+    The first that has waited for `timeout` gives up for all: else a rank that comes at that moment would go on alone.
+    """
     try:
-        store.wait([place], timeout)
+        if store.add(f"{place} number", 1) == num_ranks:
+            _decide(store, place, MET + conclude())
+        if not _is_there(store, place, timeout):
+            count = store.add(f"{place} number", 0)
+            late = f"only {count} of {num_ranks} ranks have {place} within {timeout.total_seconds():.0f} s"
+            _decide(store, place, f"{GIVEN_UP}{late}: see the logs of the others")
+            store.wait([place], timedelta(seconds=CONNECT_S))  # for what another rank decides at this moment
+        decided = store.get(place).decode()
     except RuntimeError as error:
-        count = store.add(f"{place} number", 0)
         raise ConnectionFailed(
-            f"only {count} of {num_ranks} ranks have {place} within {timeout.total_seconds():.0f} s: see the logs of the others"
+            f"the store in which ranks meet is gone: see the logs of the others ({error})"
         ) from error
-    return store.get(place).decode()
+    if decided.startswith(GIVEN_UP):
+        raise ConnectionFailed(decided.removeprefix(GIVEN_UP))
+    return decided.removeprefix(MET)
+
+
+def _is_there(store: dist.Store, key: str, timeout: timedelta) -> bool:
+    """Has the key been set within the time? A store that is gone answers the next question with an error."""
+    try:
+        store.wait([key], timeout)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _decide(store: dist.Store, place: str, decision: str) -> None:
+    """How the meeting at the place ends, for all ranks, unless another one has decided that."""
+    if store.add(f"{place} decided", 1) == 1:
+        store.set(place, decision)
 
 
 def _start_communicators(axes: Iterable[Axis], device: torch.device) -> None:
