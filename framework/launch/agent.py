@@ -23,12 +23,20 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from framework import errors
 from framework.errors import EXIT_DONE
 from framework.train.faults import STOPPING, say_from_handler
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-# How a rank fails when another one has gone: gloo's sockets, NCCL's and c10d's messages.
-LOST_PEER = ("gloo/transport", "Connection closed by peer", "NCCL", "DistNetworkError", "DistStoreError")
+# How a rank fails when another one has gone: gloo's sockets, NCCL's and c10d's messages, and ours.
+LOST_PEER = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "NCCL",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionFailed",
+)
 
 
 @dataclass(frozen=True)
@@ -129,8 +137,7 @@ def judge(failures: Mapping[int, ProcessFailure]) -> Outcome:
 def _precedence(failure: ProcessFailure) -> tuple[int, float]:
     """Lower is nearer to the cause: own errors by the time they were recorded, deaths, lost peers, the agent's SIGTERM."""
     if _has_error(failure):
-        is_lost_peer = any(mark in _read_error(failure) for mark in LOST_PEER)
-        return (2 if is_lost_peer else 0), os.stat(failure.error_file).st_mtime_ns
+        return (2 if _has_lost_peer(failure) else 0), os.stat(failure.error_file).st_mtime_ns
     return (3 if failure.exitcode == -signal.SIGTERM else 1), failure.exitcode
 
 
@@ -139,11 +146,17 @@ def _has_error(failure: ProcessFailure) -> bool:
 
 
 def _read_error(failure: ProcessFailure) -> str:
-    """A user's mistake as its message, anything else as the traceback that the rank recorded."""
+    """An error that Meshwright explains as its message, anything else as the traceback that the rank recorded."""
     message: Any = failure.message
-    if failure.exitcode == 1:
-        return message["extraInfo"]["py_callstack"].strip()
-    return message["message"].partition(": ")[2]
+    name, _, text = message["message"].partition(": ")
+    kind = getattr(errors, name, None)
+    is_explained = isinstance(kind, type) and issubclass(kind, errors.MeshwrightError)
+    return text if is_explained else message["extraInfo"]["py_callstack"].strip()
+
+
+def _has_lost_peer(failure: ProcessFailure) -> bool:
+    message: Any = failure.message
+    return any(mark in message["message"] + _read_error(failure) for mark in LOST_PEER)
 
 
 @contextmanager

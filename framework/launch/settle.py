@@ -4,12 +4,17 @@ A node whose GPUs are dead would else train on its CPUs among GPU ranks, two kin
 ask the hub for the newest weights. recipe.yaml holds what was decided; no rank ever sees `auto`.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from framework.errors import RecipeError
 from framework.recipe.derive import derive
+from framework.recipe.environment import fill
 from framework.recipe.schema import Launch, Precision, Recipe
 
 
@@ -18,7 +23,7 @@ def settle(recipe: Recipe) -> Recipe:
 
     RecipeError where this machine has too few GPUs for what is to be trained here.
     """
-    launch = settle_device(recipe.launch, derive(recipe).world, _count_gpus)
+    launch = settle_device(recipe.launch, derive(recipe).world, partial(_count_gpus, recipe.launch))
     model = recipe.model
     if model.weights is not None:
         from framework.model.hub import pin_revision  # half a second, which few recipes need
@@ -73,7 +78,16 @@ def _settle_precision(precision: Precision, launch: Launch) -> Precision:
     return replace(precision, compute="bf16" if is_bf16 else "fp32")
 
 
-def _count_gpus() -> int:
+def _count_gpus(launch: Launch) -> int:
+    """The GPUs that ranks on this machine see. Where launch.environment tells CUDA which, another process counts them: CUDA
+    reads its variables once in the life of a process."""
+    if any(name.startswith("CUDA_") for name in launch.environment):
+        program = "import torch; print(torch.cuda.device_count())"
+        variables = {**os.environ, **fill(launch.environment, os.environ)}
+        counted = subprocess.run(
+            [sys.executable, "-c", program], env=variables, check=False, capture_output=True, text=True
+        )
+        return int(counted.stdout) if counted.returncode == 0 else 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

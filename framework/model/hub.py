@@ -4,6 +4,7 @@
 different commits.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def find_folder(name_or_path: str, revision: str | None = None) -> Path:
 def pin_revision(model: Model) -> Model:
     """The model with the commit of its hub weights in `revision`, once they are on this machine; others as they are.
 
-    Weights that are here at the commit that the recipe names already are not asked for again.
+    Weights that are here whole, at the commit that the recipe names, are not asked for again.
     """
     if model.weights is None:
         return model
@@ -72,9 +73,18 @@ def pin_revision(model: Model) -> Model:
         folder = find_folder(model.weights, model.revision) if model.revision is not None else None
     except ModelError:
         folder = None
-    if folder is None or folder.name != model.revision:  # a branch moves; a commit does not
+    is_commit = folder is not None and folder.name == model.revision  # a branch moves; a commit does not
+    if folder is None or not is_commit or not _has_weights(folder):
         folder = resolve_folder(model.weights, model.revision)
     return replace(model, revision=folder.name)  # the cache names a snapshot's folder by its commit
+
+
+def _has_weights(folder: Path) -> bool:
+    """Are all files of weights there? A download that was cut, or one of the configuration alone, leaves a folder as well."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return all((folder / name).exists() for name in json.loads(index.read_text())["weight_map"].values())
+    return any(folder.glob("*.safetensors"))
 
 
 def _snapshot(name: str, revision: str | None, is_offline: bool) -> Path:

@@ -39,6 +39,17 @@ def test_the_device_is_that_of_this_machine_or_of_the_nodes_that_are_asked_for(l
     assert settle_device(launch, world, lambda: gpus).device == device
 
 
+@pytest.mark.parametrize(("visible", "device"), [("0,1", "cuda"), ("0", "cpu")])
+def test_the_gpus_that_launch_environment_shows_to_ranks_are_counted(tmp_path, monkeypatch, visible, device):
+    """A torch that sees what CUDA would show: this machine may have no GPU."""
+    (tmp_path / "torch.py").write_text(
+        "import os\nclass cuda:\n    def device_count():\n        return len(os.environ['CUDA_VISIBLE_DEVICES'].split(','))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    variables = f'launch.environment={{CUDA_VISIBLE_DEVICES: "{visible}"}}'
+    assert settle(compose([variables, "launch.ranks=2", "precision=fp32"]).require()).launch.device == device
+
+
 @pytest.mark.parametrize(("gpus", "fix"), [(0, "sees no GPU here: use launch.device=cpu"), (1, "use launch.ranks=1")])
 def test_too_few_gpus_here_are_refused_before_any_rank_starts(gpus, fix):
     with pytest.raises(RecipeError, match=fix):
@@ -124,6 +135,7 @@ def cache(tmp_path, monkeypatch):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
     (snapshot / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    (snapshot / "model.safetensors").touch()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     asked = []
 
@@ -147,6 +159,17 @@ def test_a_rank_finds_the_pinned_weights_without_asking_the_hub(cache):
 def test_the_launcher_writes_down_the_newest_commit_and_has_asked_for_it(cache):
     assert pin_revision(Model(weights="owner/name")).revision == COMMIT
     assert cache  # not reachable here: the commit is the newest that is known
+
+
+@pytest.mark.parametrize("index", [None, {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}])
+def test_a_commit_of_which_files_are_missing_here_is_fetched_again(cache, index):
+    folder = find_folder("owner/name", COMMIT)
+    if index is None:
+        (folder / "model.safetensors").unlink()
+    else:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    pin_revision(Model(weights="owner/name", revision=COMMIT))
+    assert cache
 
 
 def test_weights_that_this_node_does_not_have_are_explained(cache):

@@ -1,0 +1,40 @@
+"""Agent: which of several failed ranks is the cause, and how it is told."""
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
+
+from framework.errors import ConnectionFailed, MeshwrightError, RecipeError, StorageError
+from framework.launch.agent import judge
+
+
+def fail(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, error: Exception) -> ProcessFailure:
+    """What the agent finds of a rank that told the error, as `launch/rank.py` does."""
+    file = folder / f"error-{rank}.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    try:
+        raise error
+    except Exception as caught:
+        get_error_handler().record_exception(caught)
+    code = error.exit_code if isinstance(error, MeshwrightError) else 1
+    return ProcessFailure(rank, 100 + rank, code, str(file))
+
+
+@pytest.mark.parametrize("kind", [StorageError, ConnectionFailed, RecipeError])
+def test_an_explained_error_is_printed_without_a_traceback_whatever_its_exit_code(tmp_path, monkeypatch, kind):
+    outcome = judge({1: fail(tmp_path, monkeypatch, 1, kind("disk: gone\nmore"))})
+    assert (outcome.code, outcome.message) == (kind.exit_code, "[rank 1] disk: gone\nmore")
+
+
+def test_another_error_is_printed_with_its_traceback(tmp_path, monkeypatch):
+    outcome = judge({0: fail(tmp_path, monkeypatch, 0, ValueError("a bug"))})
+    assert outcome.code == 1
+    assert "Traceback" in outcome.message
+    assert "ValueError: a bug" in outcome.message
+
+
+def test_a_rank_that_lost_the_others_is_not_the_cause(tmp_path, monkeypatch):
+    lost = fail(tmp_path, monkeypatch, 0, ConnectionFailed("only 1 of 2 ranks have connected"))
+    cause = fail(tmp_path, monkeypatch, 1, StorageError("disk: gone"))
+    assert judge({0: lost, 1: cause}).message == "[rank 1] disk: gone"
