@@ -65,12 +65,12 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere."""
+    """One value everywhere: as fp32 has it, so that an fp64 master begins where all others do."""
 
     value: float
 
     def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-        out.fill_(self.value)
+        out.fill_(torch.tensor(self.value, dtype=torch.float32).item())
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,10 @@ def computed(module: nn.Module) -> None:
     module.weight[0].copy_(torch.arange(10))
 
 
+def no_number_of_fp32(module: nn.Module) -> None:
+    nn.init.constant_(module.weight, 0.9)
+
+
 def columns(module: nn.Module) -> None:
     module.weight.zero_()
     module.weight[2:5, 3:7].uniform_()
@@ -197,7 +201,17 @@ def another_parameter(module: nn.Module) -> None:
     module.weight = nn.Parameter(torch.ones(8, 10))
 
 
-RECORDED = (computed_in_place, normal_but_a_row, truncated, in_two_parts, scaled, a_scaled_part, computed, columns)
+RECORDED = (
+    computed_in_place,
+    normal_but_a_row,
+    truncated,
+    in_two_parts,
+    scaled,
+    a_scaled_part,
+    computed,
+    no_number_of_fp32,
+    columns,
+)
 EXECUTED = (
     another_parameter,
     after_a_draw,
@@ -230,9 +244,11 @@ def test_elementwise_writes_are_recorded(initialiser: Initialiser) -> None:
         executed, _ = record_weight(initialiser)
     assert torch.equal(program.whole(), executed.whole())
     boxes = [Box((1, 0), (5, 7)), Box((0, 9), (8, 1)), Box((7, 3), (1, 2))]
-    out = torch.empty(sum(box.numel for box in boxes))
-    program.write(boxes, out)
-    assert torch.equal(out, torch.cat([program.whole()[box.slices()].flatten() for box in boxes]))
+    expected = torch.cat([program.whole()[box.slices()].flatten() for box in boxes])
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        out = torch.empty(sum(box.numel for box in boxes), dtype=dtype)
+        program.write(boxes, out)
+        assert torch.equal(out, expected.to(dtype)), dtype
 
 
 @pytest.mark.parametrize("initialiser", EXECUTED, ids=lambda each: getattr(each, "__name__", "truncated in the tail"))
