@@ -38,7 +38,7 @@ from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.execute import Hidden
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.simulate import Timeline
-from framework.parallel.tensor import is_overlapped, mask_of, ranks_per_kv_head, split_over_tp
+from framework.parallel.tensor import mask_of, ranks_per_kv_head, split_over_tp
 from framework.parallel.zero.buffers import FROZEN, Span, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
@@ -171,7 +171,7 @@ def _lay_out_stage(
         recipe.parallel.sequence,
         recipe.model.tp_plan,
         recipe.memory.gathered_inputs == "regather",
-        is_overlapped(recipe.parallel, recipe.memory, device),
+        recipe.parallel.overlap == "always",
     )
     units, shared = own_units(whole, ties, cut), find_shared(whole, ties, cut)
     seed_mask = mask_of(axes["tp"], differs=recipe.parallel.sequence)

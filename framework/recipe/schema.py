@@ -99,8 +99,8 @@ class Parallel:
         True,
     )
     overlap: Literal["auto", "never", "always"] = key(
-        "with parallel.sequence, send tokens rank by rank under the matrix products of attention and mlp; auto: on GPUs,"
-        " unless memory.compile=always",
+        "with parallel.sequence, send tokens rank by rank under the matrix products of attention and mlp; auto: never,"
+        " until it has been measured on GPUs",
         "auto",
     )
     pp: int = key("pipeline-parallel degree", 1, low=1)

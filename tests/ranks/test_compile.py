@@ -13,7 +13,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from framework.build import build, group, lay_out, plan_stages
+from framework.build import StagePlan, build, group, lay_out, plan_stages
 from framework.comm import collectives, p2p
 from framework.comm.forms import Pending
 from framework.mesh.axis import Axis
@@ -21,7 +21,7 @@ from framework.mesh.connect import connect
 from framework.mesh.topology import AXIS_NAMES
 from framework.model.load import build_meta
 from framework.model.plan import find_units
-from framework.parallel.tensor import is_overlapped
+from framework.parallel.tensor.layers import ColumnLinear
 from framework.recipe.schema import Memory, Parallel, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.compare import TOLERANCES
@@ -174,18 +174,28 @@ def test_whatever_communicates_is_outside_the_compiler() -> None:
     assert not traced
 
 
-@pytest.mark.parametrize("word", ["auto", "never", "always"])
-def test_only_always_compiles_even_on_gpus(word: str) -> None:
-    cuda = torch.device("cuda")
-    memory = Memory(compile=word)  # type: ignore[arg-type]
-    recipe = replace(small_recipe("fp32", 1), memory=memory)
+def lay_out_on_gpus(recipe: Recipe) -> list[StagePlan]:
+    """Rank 0's stages: plans, which need no GPU."""
     config = build_config(family("llama"))
     whole = build_meta(config, "auto")
-    axes = {name: Axis(name, 1, 0) for name in (*AXIS_NAMES, "ends")}
-    pipeline = plan_stages(recipe, whole)
+    axes = {name: Axis(name, recipe.parallel.tp if name == "tp" else 1, 0) for name in (*AXIS_NAMES, "ends")}
     assignments = group(recipe, whole, find_units(whole))
-    (stage,) = lay_out(recipe, config, pipeline, assignments, cuda, axes)
+    return lay_out(recipe, config, plan_stages(recipe, whole), assignments, torch.device("cuda"), axes)
+
+
+@pytest.mark.parametrize("word", ["auto", "never", "always"])
+def test_only_always_compiles_even_on_gpus(word: str) -> None:
+    recipe = replace(small_recipe("fp32", 1), memory=Memory(compile=word))  # type: ignore[arg-type]
+    (stage,) = lay_out_on_gpus(recipe)
     layers = [stage.model.model.get_submodule(unit.root) for unit in stage.units if unit.is_layer]
     are_compiled = ["forward" in vars(layer) or layer._compiled_call_impl is not None for layer in layers]
     assert are_compiled == [word == "always"] * len(layers)
-    assert is_overlapped(Parallel(tp=2), memory, cuda) == (word != "always")
+
+
+@pytest.mark.parametrize("word", ["auto", "never", "always"])
+def test_only_always_communicates_under_products_even_on_gpus(word: str) -> None:
+    recipe = small_recipe("fp32", 2, parallel=Parallel(tp=2, overlap=word))  # type: ignore[arg-type]
+    model = lay_out_on_gpus(recipe)[0].model.model
+    layer = model.get_submodule("model.layers.0")  # the head's border never does
+    overlaps = {module.region.overlaps for module in layer.modules() if isinstance(module, ColumnLinear)}
+    assert overlaps == {word == "always"}

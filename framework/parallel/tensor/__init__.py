@@ -6,7 +6,6 @@ parts, `regions` are the borders where ranks communicate, `split` puts it all in
 
 from framework.parallel.tensor.draws import mask_of
 from framework.parallel.tensor.heads import ranks_per_kv_head
-from framework.parallel.tensor.pieces import is_overlapped
 from framework.parallel.tensor.split import split_over_tp
 
-__all__ = ["is_overlapped", "mask_of", "ranks_per_kv_head", "split_over_tp"]
+__all__ = ["mask_of", "ranks_per_kv_head", "split_over_tp"]

@@ -15,7 +15,6 @@ whole; so nothing can read what has not come.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -25,14 +24,6 @@ from framework.comm.collectives import Pending
 from framework.comm.p2p import exchange
 from framework.mesh.axis import Axis
 from framework.model.products import linear_product, place_product
-from framework.recipe.schema import Memory, Parallel
-
-
-def is_overlapped(parallel: Parallel, memory: Memory, device: torch.device) -> bool:
-    """Whether borders communicate in pieces. On its own only on GPUs, and where layers are not compiled: with an `Arriving`
-    the compiler has been tried on CPUs only."""
-    is_automatic = parallel.overlap == "auto" and device.type == "cuda" and memory.compile != "always"
-    return parallel.overlap == "always" or is_automatic
 
 
 class Arrival:
