@@ -7,7 +7,9 @@ of fp32 alone, where the layout is beyond the tolerance and equal in fp64.
 """
 
 from collections.abc import Sequence
+from math import inf
 
+from framework.errors import ModelError
 from framework.verify.compare import Errors, Row, measure
 from framework.verify.evidence import Evidence
 
@@ -31,8 +33,17 @@ def judge(found: Evidence, references: Sequence[Evidence], truth: Evidence, dtyp
 
 
 def find_bounds(references: Sequence[Evidence], truth: Evidence, dtype: str) -> Errors:
-    """SPREAD times the references' worst error, for each parameter, and for losses and norms over all steps."""
+    """SPREAD times the references' worst error, for each parameter, and for losses and norms over all steps.
+
+    ModelError if one process does not stay finite: it would bound nothing.
+    """
     measured = [measure(reference, truth) for reference in references]
+    endless = [f"{quantity}, {at}" for each in measured for quantity, of in each.items() for at in of if of[at] == inf]
+    if endless:
+        raise ModelError(
+            f"there is nothing to compare with: one process in {dtype} does not stay finite ({endless[0]}). A lower optim.lr or"
+            " fewer --steps may do"
+        )
     bounds: Errors = {}
     for quantity, errors in measured[0].items():
         worst = {where: max(each[quantity].get(where, 0.0) for each in measured) for where in errors}

@@ -14,12 +14,13 @@ from framework.recipe.compose import compose
 from framework.recipe.keys import list_keys
 from framework.recipe.schema import Recipe
 from framework.verify import command, sides
-from framework.verify.compare import Row, compare, render
+from framework.verify.compare import Row, compare, exceeds, render
 from framework.verify.evidence import Evidence
 from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_config_changes
 from framework.verify.lion import Noise, PlainLion, measure_noise
 from framework.verify.options import Options
 from framework.verify.rank import RankFailed, choose_rank_device, running_ranks
+from framework.verify.rounding import judge
 from framework.verify.sides import Sides
 from framework.verify.small import MAX_CONTEXT, shrink_recipe
 from tests.families import build_config, family
@@ -244,6 +245,16 @@ def test_a_gradient_of_exactly_zero_is_decided_unless_its_row_is_alive() -> None
     gradient = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 1e-9]])
     noise = measure_noise(gradient, [gradient + gradient.sign() * 1e-9], torch.float32)
     assert noise.is_live.expand(2, 3).tolist() == [[False] * 3, [True] * 3]
+
+
+def test_one_process_that_does_not_stay_finite_bounds_nothing() -> None:
+    """Else its limits would be infinite, and whatever a layout does within them."""
+    spoilt = evidence(weights={"a": torch.tensor([torch.nan, 1.0, 1.0])})
+    for references, truth in (([evidence(), spoilt], evidence()), ([spoilt], spoilt)):
+        with pytest.raises(ModelError, match=r"bf16 does not stay finite \(weight, step 2, a\)"):
+            judge(spoilt, references, truth, "bf16")
+    (*_, row) = judge(spoilt, [evidence()], evidence(), "bf16")
+    assert exceeds([row], 0.0)
 
 
 # --- what is left out
