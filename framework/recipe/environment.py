@@ -28,7 +28,7 @@ _WRITTEN = re.compile(r"(\\*)" + _REFERENCE.pattern)
 _OTHER_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{[^}]*oc\.env")
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)(?!\$)[^/\s@]+(?=@)")
 _ASSIGNMENT = re.compile(
-    r"(^|[\s;,&(='\"])([A-Za-z_][A-Za-z0-9_]*)=([^\s;,&)$`]+)"
+    r"(^|[\s;,&(='\"])([A-Za-z_][A-Za-z0-9_]*)=('[^'=]*'|\"[^\"=$`]*\"|[^\s;,&)$`]+)"
 )  # of a value, not of what $ and ` give
 _SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(?![A-Z])|(^|_)(API|ACCESS|PRIVATE)?KEYS?(_ID)?$|(^|_)PASS$|_(PWD|PAT)$"
@@ -76,6 +76,10 @@ def shell_word(value: object) -> str:
 
 def is_secret(name: str, value: object) -> bool:
     """Does `name=value` look as if it gave a secret away? By its name, or a password in a URL; what it refers to does not."""
+    if (
+        isinstance(value, int) and abs(value) >= 100_000
+    ):  # YAML reads a password of digits as a number; others are counts
+        value = str(value)
     if not isinstance(value, str):
         return False
     is_named = _SECRET_NAME.search(name.upper()) and not _PLACE_NAME.search(name.upper())

@@ -18,7 +18,7 @@ from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose, load_recipe, save_recipe
-from framework.recipe.environment import describe_public, fill, is_secret
+from framework.recipe.environment import describe_public, fill, hide_secrets, is_secret, secret_in
 from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Launch, Model, Recipe
 from framework.track.describe import describe_run
@@ -222,3 +222,11 @@ def test_a_run_with_a_secret_from_before_goes_on_once_it_is_a_reference():
     assert resumed.launch.environment == {"HF_TOKEN": REFERENCE}
     assert SECRET not in repr(changes)
     assert SECRET not in to_yaml(resumed)
+
+
+def test_a_password_of_digits_and_one_of_several_words_are_secrets():
+    assert is_secret("DB_PASSWORD", 31415926)
+    assert not is_secret("NUM_KEYS", 512)
+    assert hide_secrets("""DB_PASSWORD="one two" HF_TOKEN='a b $c' x""") == "DB_PASSWORD=*** HF_TOKEN=*** x"
+    assert secret_in('export HF_TOKEN="$(cat ~/.hf token)"') is None
+    assert secret_in("export OPTIONS='--quiet HF_TOKEN=hf_x'") == "HF_TOKEN"
