@@ -166,26 +166,26 @@ class Reader:
         self.check(entries)
         needs: list[_Need] = []
         for entry in entries:
-            needs += self._find(entry)
-            if len(needs) >= MAX_NEEDS:
-                self._read(needs)
-                needs = []
+            for need in self._find(entry):
+                needs.append(need)
+                if len(needs) == MAX_NEEDS:
+                    self._read(needs)
+                    needs = []
         self._read(needs)
 
-    def _find(self, entry: Entry) -> list["_Need"]:
-        """Where all of the entry's elements lie."""
-        needs, first, missing = [], 0, entry.data.numel()
+    def _find(self, entry: Entry) -> Iterator["_Need"]:
+        """Where all of the entry's elements lie: thousands of places where a layout cuts the last dim into runs."""
+        first, missing = 0, entry.data.numel()
         for box in entry.layout.boxes():
             target = entry.data[first : first + box.numel].view(box.sizes)
             first += box.numel
             for piece in self._index.pieces(entry.name, box):
                 common = box.intersect(piece.box)
                 if common is not None:
-                    needs.append(_Need(piece, common, target[common.relative_to(box).slices()]))
+                    yield _Need(piece, common, target[common.relative_to(box).slices()])
                     missing -= common.numel
         if missing:
             raise CheckpointError(f"{self.path} lacks {missing} of the {entry.data.numel()} elements of {entry.name}")
-        return needs
 
     def _read(self, needs: list["_Need"]) -> None:
         for need in sorted(needs, key=lambda need: (need.piece.file, need.piece.offset)):

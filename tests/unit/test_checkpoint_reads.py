@@ -22,7 +22,7 @@ from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, narrow
 from framework.errors import EXIT_FAILED, StorageError
-from framework.mesh.layout import Layout, part
+from framework.mesh.layout import Layout, Shard, part
 from tests.unit.test_checkpoint import ALONE, assert_loaded, blank_entries, content, make_entries, save, save_world
 
 # --- memory
@@ -48,6 +48,22 @@ def test_memory_of_a_reader_is_bounded_over_all_files_together(tmp_path, buffer_
     # Beside the blocks: the manifest, and rows that lie in two blocks.
     assert peak < (most_blocks + 1) * block_bytes + (512 << 10)
     assert len(os.listdir("/proc/self/fd")) < 48
+
+
+def test_an_entry_of_many_boxes_is_looked_up_and_read_in_bounded_parts(tmp_path, monkeypatch):
+    shape = (50, 8)
+    values = torch.arange(400, dtype=torch.float32)
+    path = save_world(tmp_path, 1, [[Entry("weight/w", Layout(shape), values)]], {}, 64)
+    # Two runs of columns: 100 boxes.
+    layout = Layout(shape, (Shard("tp", 1, 1, 2, (4, 4)),))
+    mine = Entry("weight/w", layout, torch.zeros(layout.numel_owned))
+    reader, at_once = Reader(path), []
+    plain = reader._read
+    monkeypatch.setattr(load, "MAX_NEEDS", 30)
+    monkeypatch.setattr(reader, "_read", lambda needs: (at_once.append(len(needs)), plain(needs)))
+    reader.fill([mine])
+    assert at_once == [30, 30, 30, 10]
+    assert torch.equal(mine.data.view(50, 4), values.view(shape)[:, [2, 3, 6, 7]])
 
 
 def test_memory_of_a_reader_that_met_damage_is_free_before_the_next_one_reads(tmp_path, monkeypatch):
