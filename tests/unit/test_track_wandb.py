@@ -196,8 +196,9 @@ def test_the_mirror_of_a_killed_run_sends_all_that_was_written_and_ends_by_itsel
 
 def test_the_real_wandb_offline_has_the_steps_of_metrics_jsonl(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    train(tmp_path, range(1, 6), run_info("offline"))
-    said, _, _ = train(tmp_path, range(4, 8), run_info("offline", start_step=3))
+    # In a fresh environment wandb is read from a cold disk: its first start may take most of a minute.
+    train(tmp_path, range(1, 6), run_info("offline"), close_timeout_s=150)
+    said, _, _ = train(tmp_path, range(4, 8), run_info("offline", start_step=3), close_timeout_s=150)
     assert "offline; upload with: wandb sync" in said[0]
     segments = sorted((tmp_path / "wandb").glob("offline-run-*-r-1"))
     assert len(segments) == 2
