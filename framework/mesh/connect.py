@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-# Private, because `new_group` lets nobody choose a subgroup's store; the same in torch 2.11 to 2.13.
+# Private, because `new_group` lets nobody choose a subgroup's store. Read and run in torch 2.13; 2.11 was not tried.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
 from framework.errors import ConnectionFailed, NodeError, RanksDiffer, TopologyError
