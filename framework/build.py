@@ -22,38 +22,38 @@ from framework.errors import EXIT_FAILED, DataError, MeshwrightError
 from framework.mesh.axis import Axis
 from framework.mesh.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
 from framework.mesh.topology import Topology, shards_within_node
-from framework.model.balance import Balance, Routers, find_balance
 from framework.model.hub import find_folder
 from framework.model.load import build_meta, choose_experts, load_config
+from framework.model.load_balancing import LoadBalancingLoss, Routers, find_load_balancing_loss
 from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_with_ties, set_parameter
-from framework.model.plan import Unit, find_units, tied_names
 from framework.model.precision import DTYPES, compute_dtype
-from framework.model.stage import Cut, StageModel, find_layer_outputs, find_shared, own_ties, own_units
+from framework.model.stage import StageBounds, StageModel, find_layer_outputs, find_shared, own_ties, own_units
+from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.compilation import compiled_layers
 from framework.parallel.parallelize import parallelize
 from framework.parallel.pipeline.draw import save_timeline
-from framework.parallel.pipeline.execute import Hidden
+from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.simulate import Timeline
 from framework.parallel.tensor import mask_of, ranks_per_kv_head, split_over_tp
 from framework.parallel.zero.buffers import FROZEN, Span, UnitBuffer
+from framework.parallel.zero.embedding_gradient import write_embedding_gradients
+from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.linear import write_gradients_directly
-from framework.parallel.zero.lookup import add_rows_directly
+from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
 from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.replicas import check_replicas
-from framework.parallel.zero.values import read_pretrained, write_values
-from framework.parallel.zero.waits import Waits
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Recipe
-from framework.track.describe import describe_run
 from framework.track.flops import mfu, unit_flops
 from framework.track.observers import Observers, open_observers
+from framework.track.run_info import describe_run
 from framework.train.faults import StopRequest
 from framework.train.loop import Loop, Services
 from framework.train.stage import Stage
@@ -75,7 +75,7 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     vocabulary = whole.get_output_embeddings().weight.shape[0]
     assignments = group(recipe, whole, units)
     pipeline = plan_stages(recipe, whole)
-    balance = find_balance(whole)
+    balance = find_load_balancing_loss(whole)
     plans = lay_out(recipe, config, pipeline, assignments, mesh.device, mesh.axes, balance)
     materialize(whole, plans, recipe, mesh.device, resumes)
 
@@ -86,7 +86,7 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
     # A rank whose stages are frozen counts updates as the others do.
     nothing = FlatSpan(torch.zeros(0, device=mesh.device), torch.zeros(0, device=mesh.device), 1.0, 0.0)
     optimizer = FlatOptimizer(recipe.optim, flat or [nothing])
-    waits = Waits(mesh.device)
+    waits = ExposedCommunication(mesh.device)
     return Run(
         stages={plan.model.cut.index: _connect_stage(plan, recipe, waits) for plan in plans},
         pipeline=pipeline,
@@ -94,7 +94,7 @@ def build(recipe: Recipe, config: PretrainedConfig, mesh: Mesh, resumes: bool = 
         spans=spans,
         copies=_find_copies(buffers),
         numbers={each.parameter: number for number, each in enumerate(assignments)},
-        hidden=Hidden(
+        hidden=ActivationSpec(
             config.get_text_config().hidden_size,
             mesh.axis("tp").size if recipe.parallel.sequence else 1,
             0 if balance is None else balance.num_sums,
@@ -139,7 +139,7 @@ def lay_out(
     assignments: Sequence[GroupAssignment],
     device: torch.device,
     axes: Mapping[str, Axis],
-    balance: Balance | None = None,
+    balance: LoadBalancingLoss | None = None,
 ) -> list[StagePlan]:
     """A rank's stages on meta, planned and not yet allocated: for any rank of any mesh, on any machine."""
     ranks = pipeline.rank_of_stage
@@ -153,12 +153,12 @@ def lay_out(
 def _lay_out_stage(
     recipe: Recipe,
     config: PretrainedConfig,
-    cut: Cut,
+    cut: StageBounds,
     returns_tuple: bool,
     assignments: Sequence[GroupAssignment],
     device: torch.device,
     axes: Mapping[str, Axis],
-    balance: Balance | None,
+    balance: LoadBalancingLoss | None,
 ) -> StagePlan:
     compute, master = compute_dtype(recipe.precision, device), DTYPES[recipe.precision.master]
     model = build_meta(config, recipe.model.attention)
@@ -200,11 +200,11 @@ def materialize(
             programs = initialize_with_ties(stock, units, unit, recipe.train.seed, draws)
             for buffer in (buffer for buffer in plan.buffers if buffer.unit == unit.name):
                 buffer.allocate(device)
-                write_values(buffer, programs)
+                initialize_parameters(buffer, programs)
         if recipe.model.weights is not None and not resumes:
-            read_pretrained(stock, plan.buffers, find_folder(recipe.model.weights, recipe.model.revision))
+            load_pretrained(stock, plan.buffers, find_folder(recipe.model.weights, recipe.model.revision))
         for buffer in plan.buffers:
-            buffer.publish()
+            buffer.copy_master_to_params()
             for name, parameter in buffer.parameters.items():
                 set_parameter(plan.model.model, plan.ties[name], parameter)
     stock_buffers = dict(stock.named_buffers())
@@ -214,14 +214,14 @@ def materialize(
                 module._buffers[name] = stock_buffers.get(f"{path}.{name}" if path else name, tensor).to(device)
 
 
-def _connect_stage(plan: StagePlan, recipe: Recipe, waits: Waits) -> Stage:
+def _connect_stage(plan: StagePlan, recipe: Recipe, waits: ExposedCommunication) -> Stage:
     """The stage with what gathers its parameters and reduces its gradients."""
     model = plan.model.model
-    places = {name: place for buffer in plan.buffers for name, place in buffer.places.items()}
+    grad_views = {name: place for buffer in plan.buffers for name, place in buffer.grad_views.items()}
     layers = compiled_layers(model, plan.units, recipe.memory)
     compiled = {module for layer in layers for module in layer.modules()}
-    write_gradients_directly(model, places, compiled)
-    add_rows_directly(model, places, compiled)
+    write_gradients_directly(model, grad_views, compiled)
+    write_embedding_gradients(model, grad_views, compiled)
     gradients = GradientSync(plan.buffers, waits, DTYPES[recipe.precision.reduce])
     by_unit = [[buffer for buffer in plan.buffers if buffer.unit == unit.name] for unit in plan.units]
     parameters = ParameterSync(by_unit, waits)
@@ -255,7 +255,7 @@ def train_rank(
     derived = derive(recipe)
     config = load_config(recipe.model, find_folder)
     whole = build_meta(config, recipe.model.attention)
-    find_balance(whole)
+    find_load_balancing_loss(whole)
     if derived.pp > 1:
         plan_stages(recipe, whole)
         find_layer_outputs(config)
@@ -388,7 +388,7 @@ def restore(run: Run, checkpoints: Path, found: Saved | None = None) -> RunState
     state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates
     for buffer in run.buffers:
-        buffer.publish()
+        buffer.copy_master_to_params()
     return state
 
 

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 from framework import build
-from framework.comm import agreement, collectives, forms, objects, p2p
+from framework.comm import agreement, algorithms, collectives, objects, p2p
 from framework.data.prepare import prepare
 from framework.launch import rank as rank_program
 from framework.launch.directory import RunDirectory
@@ -449,7 +449,7 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
         distributed = Distributed(world, counts, wiring.is_lazy)
         failures: list[BaseException] = []
         with ExitStack() as stack:
-            for room in (agreement, collectives, connect, forms, objects, p2p):
+            for room in (agreement, collectives, connect, algorithms, objects, p2p):
                 if hasattr(room, "dist"):
                     stack.enter_context(patch.object(room, "dist", distributed))
             for room in (connect, rank_program):

@@ -6,13 +6,13 @@ algorithm, for n ranks and a full tensor of F bytes:
     all_reduce                 2 (n-1)/n F        broadcast        F at the source, 0 elsewhere
     all_gather, reduce_scatter   (n-1)/n F        all_to_all       the parts meant for others
 
-A sum may go over a wire narrower than its tensors, as bf16 between fp32: then every part is rounded to the wire's dtype, a
+A sum may travel in a reduce_dtype narrower than its tensors, as bf16 between fp32: then every part is rounded to it, a
 rank's own too, and added in the tensors' dtype in the order of ranks, so that no result depends on who adds; an all-reduce
-gathers these sums rounded once more. F counts in the wire's dtype.
+gathers these sums rounded once more. F counts in reduce_dtype.
 
 Tensors are contiguous. `forms` says how each operation is made on which backend. All ranks get bitwise equal results from an
 all-reduce. Ranks issue the operations of one axis in the same order; waits may come in any order, but for all-reduces over a
-narrower wire, which have a second half to start. `label` names what a collective is of, for the debug mode that compares
+narrower reduce_dtype, which have a second half to start. `label` names what a collective is of, for the debug mode that compares
 ranks' orders (`agreement`).
 
 `torch.compiler.disable` stands on whatever starts something, here and in `p2p`, and on the wait: a compiled layer calls them as
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.agreement import check_agreement
-from framework.comm.forms import FORMS, Pending, copy, on_host, scatter_rounded, sum_rounded
+from framework.comm.algorithms import ALGORITHMS, Pending, copy, on_host, scatter_rounded, sum_rounded
 from framework.mesh.axis import Axis
 
 Reduction = Literal["sum", "max", "min"]
@@ -44,18 +44,18 @@ def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "") ->
 
 @torch.compiler.disable
 def start_all_reduce(
-    x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "", wire: torch.dtype | None = None
+    x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "", reduce_dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start `all_reduce`; a sum over a wire of its own dtype, if one is given."""
+    """Start `all_reduce`; a sum in a dtype of its own, if one is given."""
     if axis.size == 1:
         return Pending()
-    wire = wire or x.dtype
+    reduce_dtype = reduce_dtype or x.dtype
     _check(x)
     check_agreement(axis, "all_reduce", label, x)
-    axis.traffic.record("all_reduce", 2 * (axis.size - 1) * x.numel() * wire.itemsize // axis.size)
-    if wire != x.dtype:
-        assert op == "sum", f"{op} over a wire of {wire}"
-        return on_host(lambda out, _: sum_rounded(out, axis, wire), x, x, axis)
+    axis.traffic.record("all_reduce", 2 * (axis.size - 1) * x.numel() * reduce_dtype.itemsize // axis.size)
+    if reduce_dtype != x.dtype:
+        assert op == "sum", f"{op} in {reduce_dtype}"
+        return on_host(lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
     return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis)
 
 
@@ -77,7 +77,7 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, label: str = "") -> Pen
         return Pending()
     check_agreement(axis, "all_gather", label, x)
     axis.traffic.record("all_gather", (axis.size - 1) * x.nbytes)
-    return on_host(lambda out, x: FORMS[x.device.type, "all_gather"].start(out, x, axis), out, x, axis)
+    return on_host(lambda out, x: ALGORITHMS[x.device.type, "all_gather"].start(out, x, axis), out, x, axis)
 
 
 def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
@@ -90,19 +90,19 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
 
 @torch.compiler.disable
 def start_reduce_scatter(
-    out: Tensor, x: Tensor, axis: Axis, label: str = "", wire: torch.dtype | None = None
+    out: Tensor, x: Tensor, axis: Axis, label: str = "", reduce_dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start `reduce_scatter`, over a wire of its own dtype if one is given."""
+    """Start `reduce_scatter`, in a dtype of its own if one is given."""
     _check(x, out, ratio=axis.size)
     if axis.size == 1:
         copy(out, x)
         return Pending()
-    wire = wire or x.dtype
+    reduce_dtype = reduce_dtype or x.dtype
     check_agreement(axis, "reduce_scatter", label, x)
-    axis.traffic.record("reduce_scatter", (axis.size - 1) * out.numel() * wire.itemsize)
-    if wire != x.dtype:
-        return on_host(lambda out, x: scatter_rounded(out, x, axis, wire), out, x, axis)
-    return on_host(lambda out, x: FORMS[x.device.type, "reduce_scatter"].start(out, x, axis), out, x, axis)
+    axis.traffic.record("reduce_scatter", (axis.size - 1) * out.numel() * reduce_dtype.itemsize)
+    if reduce_dtype != x.dtype:
+        return on_host(lambda out, x: scatter_rounded(out, x, axis, reduce_dtype), out, x, axis)
+    return on_host(lambda out, x: ALGORITHMS[x.device.type, "reduce_scatter"].start(out, x, axis), out, x, axis)
 
 
 def all_to_all(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm.forms import Pending, copy, to_host
+from framework.comm.algorithms import Pending, copy, to_host
 from framework.mesh.axis import Axis
 
 

@@ -36,7 +36,7 @@ def upload_values(values: Sequence[float], dtype: torch.dtype, device: torch.dev
     return upload(torch.tensor(values, dtype=dtype), device)
 
 
-class HostCopy:
+class AsyncHostCopy:
     """A vector on its way from the device to the host: started now, waited for only when its values are asked for."""
 
     def __init__(self, vector: Tensor):

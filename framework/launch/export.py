@@ -16,7 +16,7 @@ from framework.launch.directory import RunDirectory
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta, load_config
 from framework.model.materialize import persistent_buffers
-from framework.model.plan import Unit, find_units
+from framework.model.units import Unit, find_units
 from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe
 

@@ -34,7 +34,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Truncated(Normal):
-    """Draws of a normal distribution; those outside [low, high] are drawn again."""
+    """RngStreams of a normal distribution; those outside [low, high] are drawn again."""
 
     low: float
     high: float

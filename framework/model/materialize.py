@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from framework.errors import ModelError
 from framework.model.initial import Program
-from framework.model.plan import Unit
 from framework.model.record import record
+from framework.model.units import Unit
 
 
 def seed_for(*parts: int | str) -> int:

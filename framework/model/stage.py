@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.balance import Routers
+from framework.model.load_balancing import Routers
 from framework.model.materialize import seed_draws, seed_for
-from framework.model.plan import Unit, find_units
 from framework.model.shrink import shrink
+from framework.model.units import Unit, find_units
 
 # Relative to the largest logit: above the rounding of fp32, below what anything that is missing would make.
 LARGEST_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageBounds:
     """Stage `index` of `count`, with the layers [start, stop)."""
 
     index: int
@@ -57,13 +57,13 @@ class Cut:
         return self.is_first if unit.name == "embedding" else self.is_last
 
 
-def cut_stages(layers: Sequence[int]) -> list[Cut]:
+def split_stages(layers: Sequence[int]) -> list[StageBounds]:
     """The stages whose numbers of layers these are."""
     bounds = [sum(layers[:index]) for index in range(len(layers) + 1)]
-    return [Cut(index, len(layers), start, stop) for index, (start, stop) in enumerate(pairwise(bounds))]
+    return [StageBounds(index, len(layers), start, stop) for index, (start, stop) in enumerate(pairwise(bounds))]
 
 
-def own_units(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: Cut) -> list[Unit]:
+def own_units(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: StageBounds) -> list[Unit]:
     """The units of which the stage computes anything, in order: those without an own layer have no parameter.
 
     A parameter that is tied to a unit of another stage is in both stages, under one name.
@@ -73,7 +73,7 @@ def own_units(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: C
 
 
 def _own_parameters(
-    unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: Cut
+    unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: StageBounds
 ) -> tuple[str, ...]:
     if not cut.owns(unit):
         return ()
@@ -82,7 +82,7 @@ def _own_parameters(
     return (*unit.parameters, *tied)
 
 
-def find_shared(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: Cut) -> set[str]:
+def find_shared(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: StageBounds) -> set[str]:
     """The stage's parameters that another stage has as well."""
     elsewhere = {module for unit in units if not cut.owns(unit) for module in unit.modules}
     own = {name for unit in own_units(units, ties, cut) for name in unit.parameters}
@@ -108,7 +108,7 @@ class StageModel:
         self,
         model: PreTrainedModel,
         units: Sequence[Unit],
-        cut: Cut,
+        cut: StageBounds,
         returns_tuple: bool,
         dtype: torch.dtype,
         seed_mask: int = 0,
@@ -137,8 +137,8 @@ class StageModel:
         self, received: tuple[Tensor, ...], seed: tuple[int | str, ...] | None = None, **inputs: Any
     ) -> tuple[Any, ...]:
         """received: what the stage before gave; nothing on the first. Returns hidden states [B, T, D], on the last stage the
-        model's output, and, with a balancing term, the routers' sums (`Balance`). Where layers hold a part of every sequence's
-        tokens, T is that part.
+        model's output, and, with a balancing term, the routers' sums (`LoadBalancingLoss`). Where layers hold a part of every
+        sequence's tokens, T is that part.
 
         seed: each layer's random draws are a function of it and of the layer, wherever the model is cut. None: nothing is
         seeded.
@@ -280,7 +280,7 @@ def _run_in_parts(
     tokens: Tensor,
 ) -> Tensor:
     hidden: tuple[Any, ...] = ()
-    for cut in cut_stages((1, num_layers - 1)):
+    for cut in split_stages((1, num_layers - 1)):
         part = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         part.load_state_dict(whole.state_dict())
         hidden = StageModel(part, units, cut, returns_tuple, torch.float32)(hidden, input_ids=tokens)

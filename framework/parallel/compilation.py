@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from framework.model.plan import Unit
+from framework.model.units import Unit
 from framework.recipe.schema import Memory
 
 

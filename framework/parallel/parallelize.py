@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.model.materialize import kept_in_fp32
-from framework.model.plan import Unit
+from framework.model.units import Unit
 from framework.parallel.activation_checkpointing import checkpoint_activations
 from framework.parallel.compilation import compile_layer, compiled_layers
 from framework.parallel.zero.buffers import UnitBuffer, plan_buffers

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.model.plan import Unit
+from framework.model.units import Unit
 
 # Dense bf16 tensor-core peak of one device, FLOP/s, by a part of the name that the driver reports; the first match counts.
 # From the makers' data sheets, halved where they state the figure "with sparsity". SXM unless the name says otherwise.

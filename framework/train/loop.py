@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from framework.comm import ledger
-from framework.comm.transfer import HostCopy
+from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
 from framework.errors import EXIT_DONE, EXIT_RESUME, NumericsError
 from framework.optim.schedules import learning_rate
-from framework.parallel.zero.waits import Stall
+from framework.parallel.zero.exposed_communication import ExposedWait
 from framework.recipe.derive import Derived
 from framework.recipe.schema import Recipe
 from framework.track.memory import peak_memory_bytes
@@ -25,16 +25,16 @@ SKIPPED_STEPS_LIMIT = 20
 
 
 @dataclass(frozen=True)
-class Taken:
+class PendingStep:
     """A step that has been sent to the device and not yet read. Seconds are this rank's; votes are in `result`."""
 
-    result: HostCopy
+    result: AsyncHostCopy
     step: int
     samples: int
     tokens: int
     lr: float
     seconds: float
-    stalls: list[Stall]
+    stalls: list[ExposedWait]
     traffic: dict[str, dict[str, int]]
 
 
@@ -59,7 +59,7 @@ class Loop:
     def __init__(self, run: Run, state: RunState, recipe: Recipe, derived: Derived, loader: Loader, services: Services):
         self.run, self.state, self.recipe, self.derived = run, state, recipe, derived
         self.loader, self.services = loader, services
-        self._unread: Taken | None = None
+        self._unread: PendingStep | None = None
         self._unsent: Callable[[float | None, float | None], None] | None = None
         self._validation: Validation | None = None
         self._skipped_in_a_row = 0
@@ -98,7 +98,7 @@ class Loop:
         microbatches = self.loader.batch(state.samples)
         loaded = time.perf_counter()
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
-        result = HostCopy(train_step(self.run, microbatches, state.step, lr, self._votes(), self._validation))
+        result = AsyncHostCopy(train_step(self.run, microbatches, state.step, lr, self._votes(), self._validation))
         self._conclude_validation()
         state.step += 1
         state.samples += self.derived.sequences_per_step
@@ -109,7 +109,7 @@ class Loop:
         self._span_s = self.run.timed[-1].end - loaded
         self._read()
         seconds = time.perf_counter() - started
-        self._unread = Taken(
+        self._unread = PendingStep(
             result, state.step, state.samples, state.tokens, lr, seconds, self.run.waits.take(), traffic
         )
 
@@ -171,7 +171,7 @@ class Loop:
 
     def _report(
         self,
-        taken: Taken,
+        taken: PendingStep,
         loss: float,
         norm: float,
         seconds: list[float],

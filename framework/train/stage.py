@@ -66,13 +66,13 @@ class StageOfStep:
     def unshard(self, is_forward: bool) -> None:
         """Start to gather what computation meets first; the rest follows as it goes on."""
         has_parameters = [index for index, buffers in enumerate(self.stage.parameters.units) if buffers]
-        self.stage.parameters.start_gather(has_parameters[0 if is_forward else -1])
+        self.stage.parameters.start_unshard(has_parameters[0 if is_forward else -1])
 
     def reshard(self) -> None:
-        self.stage.parameters.release_transient()
+        self.stage.parameters.reshard_transient()
 
     def reduce(self) -> None:
-        self.stage.gradients.settle()
+        self.stage.gradients.wait_for_reductions()
 
     def _backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:
         if outputs:

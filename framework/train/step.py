@@ -17,11 +17,11 @@ from framework.model.materialize import accepted_arguments
 from framework.model.stage import StageModel
 from framework.optim.clip import clip_divisor, squared_norm
 from framework.optim.optimizers import FlatOptimizer, Missed
-from framework.parallel.pipeline.execute import Hidden, Links, Tensors, execute
+from framework.parallel.pipeline.execute import ActivationSpec, Links, Tensors, execute
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
-from framework.parallel.zero.buffers import GradientPlace, Slot, Span, UnitBuffer
-from framework.parallel.zero.waits import Waits
+from framework.parallel.zero.buffers import GradView, Slot, Span, UnitBuffer
+from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.train.stage import Compute, Stage, StageOfStep
 from framework.train.validation import Validation
 
@@ -42,8 +42,8 @@ class Run:
     spans: list[tuple[UnitBuffer, Span]]
     copies: list[tuple[UnitBuffer, UnitBuffer]]
     numbers: dict[str, int]
-    hidden: Hidden
-    waits: Waits
+    hidden: ActivationSpec
+    waits: ExposedCommunication
     loss: TokenLoss
     mesh: Mesh
     clip_norm: float | None
@@ -135,7 +135,7 @@ def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor
     with run.optimizer.preserving(_missed_spans(run, reached_anywhere)):
         run.optimizer.step(lr, divisor, skip=~result[:2].isfinite().all())
     for buffer in run.buffers:
-        buffer.publish()
+        buffer.copy_master_to_params()
     return result
 
 
@@ -218,7 +218,7 @@ def _missed_spans(run: Run, reached_anywhere: Tensor) -> list[Missed]:
     ]
 
 
-def _places(run: Run) -> Iterator[tuple[UnitBuffer, Slot, GradientPlace]]:
+def _places(run: Run) -> Iterator[tuple[UnitBuffer, Slot, GradView]]:
     """Every trained parameter of this rank."""
     for stage in run.stages.values():
-        yield from stage.gradients.places
+        yield from stage.gradients.grad_views

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.model.plan import find_layers
-from framework.model.stage import Cut
+from framework.model.stage import StageBounds
+from framework.model.units import find_layers
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Recipe
 
-# Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
+# ActivationSpec values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
 ESTIMATED_VALUES = 17
 
@@ -91,7 +91,7 @@ def activation_bytes_per_layer(recipe: Recipe, widths: LayerWidths, compute: tor
 
 
 def stage_activations(
-    recipe: Recipe, model: PreTrainedModel, cuts: Sequence[Cut], compute: torch.dtype
+    recipe: Recipe, model: PreTrainedModel, cuts: Sequence[StageBounds], compute: torch.dtype
 ) -> tuple[list[int], int]:
     """What a rank keeps of one microbatch for the backward of each stage, and what it has beside that while a checkpointed layer
     is computed again. An estimate where layers have a form without a formula."""

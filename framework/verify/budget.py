@@ -34,7 +34,7 @@ def make_budgets(
 ) -> list[Budget]:
     """by_rank: the buffers of each rank of the pipeline."""
     derived, compute = derive(recipe), compute_dtype(recipe.precision, torch.device("cpu"))
-    accumulation, wire = derived.accumulation, DTYPES[recipe.precision.reduce]
+    accumulation, reduce_dtype = derived.accumulation, DTYPES[recipe.precision.reduce]
     schedule, lowered = pipeline.make(accumulation), pipeline.lowered(accumulation)
     kept, recomputed = stage_activations(recipe, model, pipeline.cuts, compute)
     numbers, most = peak_live(schedule), peak_live(schedule, kept)
@@ -45,7 +45,7 @@ def make_budgets(
         own = [cut for cut in pipeline.cuts if schedule.rank_of_stage[cut.index] == rank]
         messages = sum(action.kind in SENDS for action in lowered.ranks[rank])
         held = bytes_per_rank(buffers, state_names(recipe.optim)) | {"activations": most[rank] + recomputed}
-        sent = bytes_sent(buffers, accumulation, wire) | {
+        sent = bytes_sent(buffers, accumulation, reduce_dtype) | {
             "tp": over_tp * sum(cut.stop - cut.start for cut in own),
             "pp": of_message * messages,
         }
@@ -72,13 +72,13 @@ def bytes_per_rank(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict
     return total
 
 
-def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, wire: torch.dtype) -> dict[str, int]:
+def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, reduce_dtype: torch.dtype) -> dict[str, int]:
     """Bytes that a rank sends in a step for parameters and gradients, by the forms that docs/zero.md states.
 
     With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a released unit is used again,
     reductions (n-1)/n P for each time that a gradient is reduced, and 2 (r-1)/r P/n once for each partial axis of r ranks.
     Where replicas divide the update, one half of that is a reduction and the other a gather of updated parameters.
-    wire: the dtype of gradients on their way.
+    reduce_dtype: the dtype of gradients on their way.
     """
     gathers = reductions = replicas = 0
     for buffer in buffers:
@@ -87,11 +87,11 @@ def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, wire: torch.dty
         gathers += (n - 1) * buffer.numel_part * buffer.compute_dtype.itemsize * uses
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
-            reductions += (n - 1) * buffer.numel_part * wire.itemsize * times
+            reductions += (n - 1) * buffer.numel_part * reduce_dtype.itemsize * times
             gathers += (buffer.update_axis.size - 1) * buffer.numel_owned * buffer.compute_dtype.itemsize
-            replicas += (buffer.update_axis.size - 1) * buffer.numel_owned * wire.itemsize
+            replicas += (buffer.update_axis.size - 1) * buffer.numel_owned * reduce_dtype.itemsize
             for axis in buffer.partial_axes:
-                replicas += 2 * (axis.size - 1) * buffer.numel_owned * wire.itemsize // axis.size
+                replicas += 2 * (axis.size - 1) * buffer.numel_owned * reduce_dtype.itemsize // axis.size
     return {"gathers": gathers, "reductions to shards": reductions, "to replicas": replicas}
 
 

@@ -12,7 +12,7 @@ from framework.mesh.layout import Layout
 from framework.model.load import build_meta
 from framework.model.loss import IGNORE
 from framework.model.materialize import initialize_unit, seed_for
-from framework.model.plan import find_units
+from framework.model.units import find_units
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from framework.errors import EXIT_DONE, RecipeError
 from framework.mesh.axis import Axis
 from framework.mesh.placement import place
 from framework.mesh.topology import Topology, shards_within_node
-from framework.model.balance import find_balance
 from framework.model.load import build_meta, load_config
-from framework.model.plan import Unit, find_units
+from framework.model.load_balancing import find_load_balancing_loss
 from framework.model.precision import compute_dtype
-from framework.parallel.pipeline.describe import describe_pipeline
+from framework.model.units import Unit, find_units
+from framework.parallel.pipeline.describe_pipeline import describe_pipeline
 from framework.parallel.pipeline.draw import save_picture
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import simulate
@@ -50,7 +50,7 @@ def plan(recipe: Recipe, schedule_to: Path | None = None) -> int:
     config = load_config(recipe.model)
     topology = make_topology(recipe, derived, config)
     model = build_meta(config, recipe.model.attention)
-    find_balance(model)
+    find_load_balancing_loss(model)
     size, units = measure_model(model), find_units(model)
     pipeline = plan_stages(recipe, model)
     by_rank = [plan_rank(recipe, model, topology, rank) for rank in topology.groups(0)["pp"]]

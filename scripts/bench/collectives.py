@@ -1,4 +1,4 @@
-"""Milliseconds per collective over gloo, torch's own form beside ours: why comm/forms.py is as it is.
+"""Milliseconds per collective over gloo, torch's own form beside ours: why comm/algorithms.py is as it is.
 
     python scripts/bench/collectives.py [--ranks 2] [--rounds 15] [--megabytes 0.25 4 16 64]
 
@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from framework.comm import collectives, forms
+from framework.comm import algorithms, collectives
 from framework.mesh.axis import Axis
 from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 
-Form = Callable[[], None]
+Algorithm = Callable[[], None]
 
 
-def forms_of(axis: Axis, num_bytes: int) -> dict[str, Form]:
+def forms_of(axis: Axis, num_bytes: int) -> dict[str, Algorithm]:
     """What is timed, by column title, on a full tensor of so many bytes."""
     numel = num_bytes // 4 // axis.size * axis.size
     full, other, part = torch.ones(numel), torch.ones(numel), torch.ones(numel // axis.size)
@@ -38,9 +38,9 @@ def forms_of(axis: Axis, num_bytes: int) -> dict[str, Form]:
         torch.sum(received, 0, out=part)
 
     return {
-        "gather: torch": lambda: forms.gather_by_tensor(full, part, axis).wait(),
+        "gather: torch": lambda: algorithms.gather_by_tensor(full, part, axis).wait(),
         "gather: ours": lambda: collectives.all_gather(full, own_part, axis),
-        "scatter: torch": lambda: forms.scatter_by_tensor(part, full, axis).wait(),
+        "scatter: torch": lambda: algorithms.scatter_by_tensor(part, full, axis).wait(),
         "scatter: all-to-all": scatter_by_all_to_all,
         "scatter: ours": lambda: collectives.reduce_scatter(part, full, axis),
         "all-to-all": lambda: collectives.all_to_all(other, full, axis),

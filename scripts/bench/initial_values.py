@@ -14,7 +14,7 @@ import torch
 from framework.build import group, lay_out, make_topology, materialize, plan_stages
 from framework.mesh.axis import Axis
 from framework.model.load import build_meta, load_config
-from framework.model.plan import find_units
+from framework.model.units import find_units
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 

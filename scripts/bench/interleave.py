@@ -33,7 +33,7 @@ from framework.comm.collectives import gather_objects
 from framework.data.loader import Microbatch
 from framework.mesh.connect import Mesh, connect
 from framework.mesh.topology import Topology
-from framework.model import products
+from framework.model import matmul
 from framework.model.load import load_config
 from framework.recipe import schema
 from framework.train.step import train_step
@@ -79,7 +79,7 @@ class Setting:
     """What a rank needs to know to build any side.
 
     precision: fp32, or bf16 with fp32 master weights and fp32 gradient sums. same_product: our layers use torch's own
-    matrix product instead of the faster one (framework/model/products.py), so that only the rest is compared. tp: neighbours
+    matrix product instead of the faster one (framework/model/matmul.py), so that only the rest is compared. tp: neighbours
     that take the same tokens. pp: ranks of a pipeline, which take the same tokens too.
     """
 
@@ -283,7 +283,7 @@ def join(setting: Setting, rendezvous: str) -> Mesh:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if setting.same_product:
-        products.SMALL_PRODUCT = 2**62
+        matmul.SMALL_MATMUL = 2**62
     if setting.world > 1:  # how libraries find the process group that `connect` makes
         rank, world = str(setting.rank), str(setting.world)
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}

@@ -45,10 +45,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from framework.data.loader import Microbatch
 from framework.mesh.connect import Mesh
-from framework.model.plan import find_units
-from framework.parallel.pipeline.cut import cut_evenly
+from framework.model.units import find_units
 from framework.parallel.pipeline.pipeline import plan_pipeline
 from framework.parallel.pipeline.schedules import rank_of_stage
+from framework.parallel.pipeline.split import split_evenly
 from framework.recipe.schema import Parallel, Pipeline, Zero
 from framework.track.flops import unit_flops
 
@@ -131,7 +131,7 @@ class Torch:
 def choose_layers(setting: Setting, virtual_stages: int, is_v: bool, cut: str) -> list[int]:
     """Layers of each stage: equally many, or by cost as ours cuts by itself for stages in a V or in a loop."""
     if cut == "layers":
-        return cut_evenly(MODEL["num_hidden_layers"], setting.pp * virtual_stages)
+        return split_evenly(MODEL["num_hidden_layers"], setting.pp * virtual_stages)
     with torch.device("meta"):
         whole = LlamaForCausalLM(LlamaConfig(**MODEL))
     costs = unit_flops(whole, find_units(whole), setting.case.context)

@@ -57,7 +57,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from framework.comm.forms import Pending
+from framework.comm.algorithms import Pending
 from framework.data.loader import Microbatch
 from framework.mesh.axis import Axis
 from framework.mesh.connect import Mesh

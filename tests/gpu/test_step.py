@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.comm.transfer import HostCopy, upload, upload_values
+from framework.comm.transfer import AsyncHostCopy, upload, upload_values
 from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
 from framework.train.step import train_step
 from tests.gpu.training import LR, start, train, train_rank
@@ -59,7 +59,7 @@ def test_nothing_of_ours_waits_for_the_device(device: torch.device, layout: str)
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            result = HostCopy(train_step(training.run, microbatches, 2, LR, (1.0,)))
+            result = AsyncHostCopy(train_step(training.run, microbatches, 2, LR, (1.0,)))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = [each for each in caught if WAITS in str(each.message)]

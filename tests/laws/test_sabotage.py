@@ -21,7 +21,7 @@ from framework.model.initial import Program
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
 from framework.model.materialize import initialize_unit, seed_for
 from framework.parallel.zero import gradients
-from framework.parallel.zero.buffers import GradientPlace, UnitBuffer
+from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.recipe.schema import Zero
 from framework.train import step
 from framework.verify.compare import Row, compare, exceeds
@@ -76,35 +76,35 @@ def balance_each_microbatch_fully() -> Any:
 
 def keep_the_last_microbatch() -> Any:
     """A later microbatch's gradient replaces the former ones."""
-    whole = GradientPlace.add
+    whole = GradView.add
 
-    def overwrite(place: GradientPlace, gradient: Tensor) -> None:
+    def overwrite(place: GradView, gradient: Tensor) -> None:
         place.is_written = False
         whole(place, gradient)
 
-    return patch.object(GradientPlace, "add", overwrite)
+    return patch.object(GradView, "add", overwrite)
 
 
 def forget_the_head_of_a_tied_weight() -> Any:
     """A tied embedding gets the gradient of its use as an embedding only."""
-    whole = GradientPlace.add_product
+    whole = GradView.add_matmul
 
-    def without_head(place: GradientPlace, left: Tensor, right: Tensor) -> None:
+    def without_head(place: GradView, left: Tensor, right: Tensor) -> None:
         if "embed" not in place._slot.name:
             whole(place, left, right)
 
-    return patch.object(GradientPlace, "add_product", without_head)
+    return patch.object(GradView, "add_matmul", without_head)
 
 
 def send_no_gradients() -> Any:
     """Replicas keep their own sums."""
-    return patch.object(gradients, "start_all_reduce", lambda x, axis, label, wire: Pending())
+    return patch.object(gradients, "start_all_reduce", lambda x, axis, label, reduce_dtype: Pending())
 
 
 def scatter_without_adding() -> Any:
     """A shard is made of its rank's own gradients."""
 
-    def keep_own(part: Tensor, full: Tensor, axis: Axis, label: str, wire: torch.dtype) -> Pending:
+    def keep_own(part: Tensor, full: Tensor, axis: Axis, label: str, reduce_dtype: torch.dtype) -> Pending:
         part.copy_(full.view(axis.size, -1)[axis.rank])
         return Pending()
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.comm.forms import Pending
+from framework.comm.algorithms import Pending
 from framework.parallel.zero import gradients, parameters
 from framework.parallel.zero.buffers import BufferPool, UnitBuffer
+from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.order import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
-from framework.parallel.zero.waits import Waits
 from framework.recipe.schema import Zero
 from framework.verify.compare import Row
 from tests.families import family
@@ -75,19 +75,19 @@ def whole() -> AbstractContextManager[Any]:
 
 def use_a_unit_without_waiting() -> AbstractContextManager[Any]:
     """Parameters are read while they are on their way."""
-    return patch.object(ParameterSync, "use", ParameterSync.start_gather)
+    return patch.object(ParameterSync, "unshard", ParameterSync.start_unshard)
 
 
 def forget_a_gather_under_way() -> AbstractContextManager[Any]:
     """The handle of one unit, gathered ahead, is dropped."""
-    start_gather = ParameterSync.start_gather
+    start_unshard = ParameterSync.start_unshard
 
     def forgetful(sync: ParameterSync, index: int) -> None:
-        start_gather(sync, index)
+        start_unshard(sync, index)
         if index == 2:
             sync._pending[index] = []
 
-    return patch.object(ParameterSync, "start_gather", forgetful)
+    return patch.object(ParameterSync, "start_unshard", forgetful)
 
 
 def update_before_reductions_end() -> AbstractContextManager[Any]:
@@ -96,17 +96,17 @@ def update_before_reductions_end() -> AbstractContextManager[Any]:
     def settle_none(sync: GradientSync) -> None:
         sync._reductions.clear()
 
-    return patch.object(GradientSync, "settle", settle_none)
+    return patch.object(GradientSync, "wait_for_reductions", settle_none)
 
 
 def update_before_replicas_agree() -> AbstractContextManager[Any]:
     """Within HSDP: the sum over replicas is not waited for."""
-    wait = Waits.wait
+    wait = ExposedCommunication.wait
 
-    def wait_for_one(waits: Waits, operations: Any) -> None:
+    def wait_for_one(waits: ExposedCommunication, operations: Any) -> None:
         wait(waits, operations if len(operations) < 2 else ())
 
-    return patch.object(Waits, "wait", wait_for_one)
+    return patch.object(ExposedCommunication, "wait", wait_for_one)
 
 
 def leave_parts_as_replicas_updated_them() -> AbstractContextManager[Any]:
@@ -142,13 +142,13 @@ def reduce_one_unit_early() -> AbstractContextManager[Any]:
 
 def release_what_is_in_use() -> AbstractContextManager[Any]:
     """A unit is given back before it has been read."""
-    use = ParameterSync.use
+    use = ParameterSync.unshard
 
     def hasty(sync: ParameterSync, index: int) -> None:
         use(sync, index)
-        sync.release(index)
+        sync.reshard(index)
 
-    return patch.object(ParameterSync, "use", hasty)
+    return patch.object(ParameterSync, "unshard", hasty)
 
 
 def keep_old_parameters() -> AbstractContextManager[Any]:
@@ -170,7 +170,7 @@ def leave_unwritten_gradients() -> AbstractContextManager[Any]:
     whole_reduce = GradientSync._reduce
 
     def reduce(sync: GradientSync, buffer: UnitBuffer) -> None:
-        for place in buffer.places.values():
+        for place in buffer.grad_views.values():
             place.is_written = True
         whole_reduce(sync, buffer)
 

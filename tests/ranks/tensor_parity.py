@@ -19,8 +19,8 @@ from framework.mesh.axis import Axis
 from framework.mesh.connect import connect
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
-from framework.model.balance import Routers, find_balance
 from framework.model.load import build_meta, choose_experts
+from framework.model.load_balancing import Routers, find_load_balancing_loss
 from framework.model.loss import IGNORE, TokenLoss, count_loss_tokens
 from framework.model.materialize import set_parameter
 from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
@@ -94,7 +94,7 @@ def compare_case(case: TensorCase, tp: Axis, kv: Axis) -> float:
         expected = expect_whole(whole, ids, labels) if tp.rank == 0 else {}
         split, layouts = build_split(case, whole, tp, kv)
         loss_of = TokenLoss(tp, split_vocabulary(split, layouts), case.chunk_tokens)
-        term = find_balance(whole)
+        term = find_load_balancing_loss(whole)
         routers = None if term is None else Routers(split, term, torch.float64, CPU, tp.size)
         if routers is not None:
             routers.start()

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from framework.comm import collectives, forms, ledger
+from framework.comm import algorithms, collectives, ledger
 from framework.mesh.connect import connect
 from framework.mesh.topology import AXIS_NAMES, Topology
 
@@ -83,10 +83,10 @@ def compare_forms(rank, world, rendezvous):
     axis = mesh.axis("dp")
     xs = inputs_of(world, (world, 6), torch.float32)
     gathered, scattered = torch.empty(2, world * world * 6), torch.empty(2, 6)
-    forms.gather_by_tensor(gathered[0], xs[rank], axis).wait()
-    forms.gather_by_messages(gathered[1], xs[rank], axis).wait()
-    forms.scatter_by_tensor(scattered[0], xs[rank], axis).wait()
-    forms.scatter_by_messages(scattered[1], xs[rank], axis).wait()
+    algorithms.gather_by_tensor(gathered[0], xs[rank], axis).wait()
+    algorithms.gather_by_messages(gathered[1], xs[rank], axis).wait()
+    algorithms.scatter_by_tensor(scattered[0], xs[rank], axis).wait()
+    algorithms.scatter_by_messages(scattered[1], xs[rank], axis).wait()
     assert torch.equal(gathered[0], gathered[1])
     assert torch.equal(scattered[0], scattered[1])
     mesh.close()
@@ -144,32 +144,32 @@ def scatter_rough_numbers(rank, world, rendezvous):
     return xs[rank][rank]
 
 
-WIRES = ((torch.float32, torch.bfloat16), (torch.float64, torch.float32))
+REDUCE_DTYPES = ((torch.float32, torch.bfloat16), (torch.float64, torch.float32))
 ODD = 1001
 
 
-def rough_inputs(world, dtype, wire):
-    """What every rank puts in, known to every rank, and the same as it goes over the wire."""
+def rough_inputs(world, dtype, reduce_dtype):
+    """What every rank puts in, known to every rank, and the same as it goes over the reduce_dtype."""
     xs = [torch.randn(world, ODD, generator=torch.Generator().manual_seed(r), dtype=dtype) for r in range(world)]
-    return xs, [x.to(wire).to(dtype) for x in xs]
+    return xs, [x.to(reduce_dtype).to(dtype) for x in xs]
 
 
-def sum_over_a_narrow_wire(rank, world, rendezvous, dtype, wire):
+def sum_over_a_narrow_wire(rank, world, rendezvous, dtype, reduce_dtype):
     """Bitwise: parts of a sum, in place, and sums of the whole, whose odd size no number of ranks divides. Returns the bytes
     that were sent for them."""
     mesh = connect_world(rank, world, rendezvous)
     axis = mesh.axis("dp")
-    xs, rounded = rough_inputs(world, dtype, wire)
+    xs, rounded = rough_inputs(world, dtype, reduce_dtype)
     total = sum(rounded) if world > 1 else xs[0]
     mine = xs[rank].clone()
-    collectives.start_reduce_scatter(mine[rank], mine, axis, wire=wire).wait()
+    collectives.start_reduce_scatter(mine[rank], mine, axis, reduce_dtype=reduce_dtype).wait()
     assert torch.equal(mine[rank], total[rank])
     whole = [xs[rank].flatten()[:ODD].clone() for _ in range(3)]
-    under_way = [collectives.start_all_reduce(each, axis, wire=wire) for each in whole]
+    under_way = [collectives.start_all_reduce(each, axis, reduce_dtype=reduce_dtype) for each in whole]
     for pending in under_way:
         pending.wait()
     first = total.flatten()[:ODD]
-    expected = first.to(wire).to(dtype) if world > 1 else first
+    expected = first.to(reduce_dtype).to(dtype) if world > 1 else first
     assert all(torch.equal(each, expected) for each in whole)
     sent = axis.traffic.bytes
     mesh.close()
@@ -247,10 +247,10 @@ def test_reduce_scatter_adds_in_the_order_of_ranks(pool, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_sums_over_a_narrow_wire_round_each_part_once_and_add_wide(pool, world):
-    for dtype, wire in WIRES:
-        item = wire.itemsize
+    for dtype, reduce_dtype in REDUCE_DTYPES:
+        item = reduce_dtype.itemsize
         sent = (world - 1) * ODD * item, 3 * (2 * (world - 1) * ODD * item // world)
-        assert pool.run(world, sum_over_a_narrow_wire, dtype, wire) == [sent] * world
+        assert pool.run(world, sum_over_a_narrow_wire, dtype, reduce_dtype) == [sent] * world
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

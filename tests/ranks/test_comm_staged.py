@@ -30,11 +30,13 @@ def operate(axis):
     for op in ("sum", "max", "min"):
         results[op] = x.clone()
         collectives.all_reduce(results[op], axis, op)
-    for wire in (None, torch.bfloat16):
-        results[f"all_reduce {wire}"] = x.clone()
-        collectives.start_all_reduce(results[f"all_reduce {wire}"], axis, wire=wire).wait()
-        results[f"reduce_scatter {wire}"] = torch.empty(ODD)
-        collectives.start_reduce_scatter(results[f"reduce_scatter {wire}"], x, axis, wire=wire).wait()
+    for reduce_dtype in (None, torch.bfloat16):
+        results[f"all_reduce {reduce_dtype}"] = x.clone()
+        collectives.start_all_reduce(results[f"all_reduce {reduce_dtype}"], axis, reduce_dtype=reduce_dtype).wait()
+        results[f"reduce_scatter {reduce_dtype}"] = torch.empty(ODD)
+        collectives.start_reduce_scatter(
+            results[f"reduce_scatter {reduce_dtype}"], x, axis, reduce_dtype=reduce_dtype
+        ).wait()
     results["gather"] = torch.empty(axis.size, axis.size * ODD)
     collectives.all_gather(results["gather"], x, axis)
     results["in place"] = x.clone()

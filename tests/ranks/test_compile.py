@@ -15,12 +15,12 @@ from torch._dynamo.utils import counters
 
 from framework.build import StagePlan, build, group, lay_out, plan_stages
 from framework.comm import collectives, p2p
-from framework.comm.forms import Pending
+from framework.comm.algorithms import Pending
 from framework.mesh.axis import Axis
 from framework.mesh.connect import connect
 from framework.mesh.topology import AXIS_NAMES
 from framework.model.load import build_meta
-from framework.model.plan import find_units
+from framework.model.units import find_units
 from framework.parallel.tensor.layers import ColumnLinear
 from framework.recipe.schema import Memory, Parallel, Recipe, Zero
 from framework.train.step import train_step

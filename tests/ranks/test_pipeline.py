@@ -20,7 +20,7 @@ from framework.comm.p2p import start_receive, start_send
 from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.parallel.pipeline.actions import Action, Kind
-from framework.parallel.pipeline.execute import Hidden, Links
+from framework.parallel.pipeline.execute import ActivationSpec, Links
 from framework.parallel.pipeline.lower import lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Timed, needs, unit_costs
@@ -169,7 +169,7 @@ def take_one_by_one(rank: int, world: int, rendezvous: str) -> tuple[float, ...]
     mesh = connect(Topology(pp=world), CPU, rendezvous, rank, timeout_s=20)
     axis, word = mesh.axis("pp"), torch.zeros(1)
     lowered = lower(make_schedule("gpipe", world, 2), unit_costs(world))
-    links = Links(axis, lowered, Hidden(3, 1, 0, torch.float32, CPU), (1, 2))
+    links = Links(axis, lowered, ActivationSpec(3, 1, 0, torch.float32, CPU), (1, 2))
     taken = []
     if rank == 0:
         receives = [Action(0, Kind.RECEIVE_GRADIENT, microbatch) for microbatch in range(2)]

@@ -17,7 +17,7 @@ from framework.checkpoint.save import save_checkpoint
 from framework.mesh.connect import connect
 from framework.model.weights import read_weights
 from framework.optim.schedules import learning_rate
-from framework.parallel.zero import values
+from framework.parallel.zero import load_parameters
 from framework.recipe.schema import Model, Recipe, Zero
 from framework.train.state import RunState, saved_entries
 from framework.train.step import train_step
@@ -141,7 +141,7 @@ def import_weights(
             return read_weights(folder, stock, wanted)
 
         mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
-        with patch.object(values, "read_weights", reading):
+        with patch.object(load_parameters, "read_weights", reading):
             run = build(recipe, case.config, mesh)
         found[label] = asked, gather_full(owned_weights(run), mesh.axis("world"))
         mesh.close()

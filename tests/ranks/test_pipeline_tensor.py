@@ -18,7 +18,7 @@ import framework.build
 from framework.build import build
 from framework.comm.collectives import gather_objects
 from framework.mesh.connect import connect
-from framework.parallel.pipeline.execute import Hidden
+from framework.parallel.pipeline.execute import ActivationSpec
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.compare import compare
@@ -116,7 +116,7 @@ def test_streams_of_later_layers_differ_where_ranks_hold_other_tokens_and_heads(
 
 
 def test_a_message_has_one_ranks_part_of_the_tokens() -> None:
-    places = {parts: Hidden(32, parts, 0, torch.float64, CPU).make_places(3, 9) for parts in (1, 2)}
+    places = {parts: ActivationSpec(32, parts, 0, torch.float64, CPU).make_places(3, 9) for parts in (1, 2)}
     assert {parts: [each.shape for each in found] for parts, found in places.items()} == {
         1: [(3, 9, 32)],
         2: [(3, 5, 32)],

@@ -108,8 +108,8 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
             # Optimizer states leave out the padding that the last rank holds.
             assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=0.02), label
             assert allocated == {kind: planned[kind] for kind in KINDS if kind != "optimizer"}, label
-            wire = DTYPES[recipe.precision.reduce]
-            assert sent == sum(bytes_sent(buffers, 1 if "1 micro" in label else 3, wire).values()), label
+            reduce_dtype = DTYPES[recipe.precision.reduce]
+            assert sent == sum(bytes_sent(buffers, 1 if "1 micro" in label else 3, reduce_dtype).values()), label
 
 
 def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[ledger.Reading, int]:

@@ -15,8 +15,8 @@ from framework.comm.p2p import exchange
 from framework.mesh.axis import Axis
 from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
-from framework.parallel.tensor import pieces
-from framework.parallel.tensor.pieces import Arrival, Arriving
+from framework.parallel.tensor import async_tp
+from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
 from framework.parallel.tensor.regions import Region, TokenShard
 from tests.families import family
 from tests.ranks.pool import RankPool
@@ -57,18 +57,18 @@ def send_late() -> AbstractContextManager[Any]:
 
         return Pending([], [received, place], arrive)
 
-    return patch.object(pieces, "exchange", late)
+    return patch.object(async_tp, "exchange", late)
 
 
 def send_late_and_do_not_wait() -> AbstractContextManager[Any]:
     """As if the region's input were handed out as it is."""
 
-    def whole(arrival: Arrival) -> Tensor:
+    def whole(arrival: AsyncGather) -> Tensor:
         assert arrival._pieces is not None
         return arrival._pieces.movedim(0, -3).flatten(-3, -2)[..., : arrival.length, :].contiguous()
 
     late = send_late()
-    return _Both(late, patch.object(Arrival, "whole", whole))
+    return _Both(late, patch.object(AsyncGather, "whole", whole))
 
 
 class _Both:
@@ -113,7 +113,7 @@ def read_arriving(rank: int, world: int, rendezvous: str) -> dict[str, bool]:
 
     with send_late():
         shard, x = arrive()
-        found["is arriving"] = isinstance(x, Arriving) and x.shape == expected.shape and x.requires_grad
+        found["is arriving"] = isinstance(x, AsyncGatherTensor) and x.shape == expected.shape and x.requires_grad
         # Code that goes past every operation finds nothing.
         found["no address"] = x.data_ptr() == 0
         with pytest.raises(RuntimeError):

@@ -22,14 +22,14 @@ DIVIDED = Zero(stage=2, shard_within=2, optimizer_within="all")
 
 def skip_a_gather(run: Run) -> None:
     """As if the unit's gather had been forgotten."""
-    start_gather = run.stages[0].parameters.start_gather
+    start_unshard = run.stages[0].parameters.start_unshard
 
     def forgetful(index: int) -> None:
         if index == SKIPPED:
-            run.stages[0].parameters.gathered.add(index)
-        start_gather(index)
+            run.stages[0].parameters.unsharded.add(index)
+        start_unshard(index)
 
-    run.stages[0].parameters.start_gather = forgetful  # type: ignore[method-assign]
+    run.stages[0].parameters.start_unshard = forgetful  # type: ignore[method-assign]
 
 
 def train(

@@ -13,7 +13,7 @@ from framework.mesh.axis import Axis
 from framework.mesh.connect import connect
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta
-from framework.model.plan import Unit, find_units
+from framework.model.units import Unit, find_units
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.zero.buffers import UnitBuffer, plan_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
@@ -146,14 +146,14 @@ def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[st
 def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
     """Gathering alone adds to gathered parameters; a pool never gives memory back, so its size is its peak."""
     peak = 0
-    start_gather = run.stages[0].parameters.start_gather
+    start_unshard = run.stages[0].parameters.start_unshard
 
     def watched(index: int) -> None:
         nonlocal peak
-        start_gather(index)
+        start_unshard(index)
         peak = max(peak, sum(buffer.full.untyped_storage().nbytes() for buffer in run.buffers))
 
-    run.stages[0].parameters.start_gather = watched  # type: ignore[method-assign]
+    run.stages[0].parameters.start_unshard = watched  # type: ignore[method-assign]
     for step, batch in enumerate(case.batches()):
         train_step(run, share(batch, recipe.batch.sequences_per_microbatch, run.mesh), step, 1e-3, ())
     return peak, run.buffers[0].pool.num_bytes

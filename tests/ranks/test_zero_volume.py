@@ -16,7 +16,7 @@ from framework.comm import ledger
 from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta
-from framework.model.plan import Unit, find_units
+from framework.model.units import Unit, find_units
 from framework.recipe.derive import derive
 from framework.recipe.schema import Model, Recipe, Zero
 from framework.train.step import train_step

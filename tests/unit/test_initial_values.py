@@ -20,8 +20,8 @@ from framework.model.counter_rng import CHUNK_CPU
 from framework.model.initial import Apply, Constant, Copy, Normal, Program
 from framework.model.load import build_meta, load_config
 from framework.model.materialize import initialize_unit
-from framework.model.plan import find_units
 from framework.model.record import Initialiser, Recorder, Unrecordable, record
+from framework.model.units import find_units
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from tests.families import FAMILIES, build_config, family

@@ -8,11 +8,11 @@ import pytest
 from framework.build import plan_stages
 from framework.errors import ModelError, RecipeError, ScheduleError
 from framework.model.load import build_meta, load_config
-from framework.model.plan import find_units
 from framework.model.stage import find_layer_outputs
-from framework.parallel.pipeline.cut import cut_evenly
+from framework.model.units import find_units
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.simulate import Costs, simulate
+from framework.parallel.pipeline.split import split_evenly
 from framework.recipe.compose import compose
 from framework.recipe.files import search_path
 from framework.track.flops import unit_flops
@@ -122,7 +122,7 @@ def test_a_large_vocabulary_on_few_layers_is_cut_by_cost() -> None:
     """The slowest stage is at least 15 % faster than by an even count of layers."""
     overrides = ("model=llama3_2_1b", "model.config.num_hidden_layers=12", "parallel.pp=4", "launch.ranks=4")
     by_cost = pipeline_of(*overrides)
-    evenly = pipeline_of(*overrides, f"pipeline.layers={cut_evenly(12, 4)}".replace(" ", ""))
+    evenly = pipeline_of(*overrides, f"pipeline.layers={split_evenly(12, 4)}".replace(" ", ""))
     assert max(by_cost.costs.forward) <= 0.85 * max(evenly.costs.forward)
     assert step_time(by_cost, [*by_cost.costs.forward]) < step_time(evenly, [*evenly.costs.forward])
 
@@ -136,7 +136,7 @@ def test_no_shipped_model_is_cut_worse_than_evenly() -> None:
         costs = unit_flops(whole, find_units(whole), recipe.batch.context)
         num_layers = len(costs) - 2
         for pp in (each for each in (2, 4, 8) if each <= num_layers):
-            evenly = replace(recipe.pipeline, layers=cut_evenly(num_layers, pp))
+            evenly = replace(recipe.pipeline, layers=split_evenly(num_layers, pp))
             found, even = (
                 max(plan_pipeline(settings, pp, 8, costs, recipe.zero).costs.forward)
                 for settings in (recipe.pipeline, evenly)

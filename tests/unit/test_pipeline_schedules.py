@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
-from framework.parallel.pipeline.cut import balance_ranks, cut_by_cost, cut_evenly
 from framework.parallel.pipeline.draw import draw_grid, save_picture
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from framework.parallel.pipeline.simulate import Costs, Timeline, needs, peak_live, simulate, unit_costs, validate
+from framework.parallel.pipeline.split import balance_ranks, split_by_cost, split_evenly
 from framework.parallel.pipeline.table import read_table, write_table
 
 STAGES, MICROBATCHES = 16, 64
@@ -228,10 +228,10 @@ def assert_ends_even_if_messages_block(lowered: Sequence[Sequence[Action]], sche
 def test_lifetimes_are_in_their_places() -> None:
     schedule = make_schedule("1f1b", 2, 2)
     once = lower(schedule, unit_costs(2), "step", "step").ranks
-    assert " ".join(map(str, once[1])) == "1RECV_F0 1UNSHARD0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1"
+    assert " ".join(map(str, once[1])) == "1RECV_F0 1UNSHARD0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1WAIT_REDUCE1"
     each = Counter(action.kind for action in lower(schedule, unit_costs(2), "microbatch", "microbatch").ranks[0])
     assert each[Kind.UNSHARD] == each[Kind.RESHARD] == 3  # F0, F1 B0, B1
-    assert each[Kind.REDUCE] == 2
+    assert each[Kind.WAIT_REDUCE] == 2
 
 
 class TestBadSchedules:
@@ -337,13 +337,13 @@ class TestCut:
             for size in range(1, total - parts + 2):
                 yield from ([size, *rest] for rest in cuts(total - size, parts - 1))
 
-        found = cut_by_cost(layers, first, last, stages)
+        found = split_by_cost(layers, first, last, stages)
         assert sum(found) == len(layers)
         assert slowest(found) == min(slowest(cut) for cut in cuts(len(layers), stages))
 
     def test_a_heavy_head_leaves_the_last_stage_fewer_layers(self) -> None:
-        assert cut_evenly(10, 4) == [3, 3, 2, 2]
-        assert cut_by_cost([1.0] * 12, 0.0, 2.0, 4) == [3, 3, 4, 2]
+        assert split_evenly(10, 4) == [3, 3, 2, 2]
+        assert split_by_cost([1.0] * 12, 0.0, 2.0, 4) == [3, 3, 4, 2]
 
     @given(st.lists(st.integers(1, 9), min_size=4, max_size=12), st.integers(0, 20), st.integers(0, 20))
     def test_balancing_never_makes_the_slowest_rank_slower(self, layers: list[int], first: int, last: int) -> None:
@@ -354,7 +354,7 @@ class TestCut:
             sums = [sum(layers[end - size : end]) for end, size in zip(ends, cut, strict=True)]
             return max(sums[0] + first + sums[3] + last, sums[1] + sums[2])
 
-        by_stage = cut_by_cost(layers, first, last, 4)
+        by_stage = split_by_cost(layers, first, last, 4)
         found = balance_ranks(by_stage, layers, first, last, ranks)
         assert sum(found) == len(layers)
         assert min(found) >= 1
@@ -362,6 +362,6 @@ class TestCut:
 
     def test_a_rank_with_both_ends_gets_fewer_layers(self) -> None:
         """Embedding and head are on the first rank of a V."""
-        cut = balance_ranks(cut_by_cost([1.0] * 16, 0.0, 4.0, 8), [1.0] * 16, 0.0, 4.0, (0, 1, 2, 3, 3, 2, 1, 0))
+        cut = balance_ranks(split_by_cost([1.0] * 16, 0.0, 4.0, 8), [1.0] * 16, 0.0, 4.0, (0, 1, 2, 3, 3, 2, 1, 0))
         assert cut[0] + cut[7] == 2
         assert max(cut[rank] + cut[7 - rank] for rank in range(1, 4)) == 5

@@ -8,8 +8,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.plan import find_layers
 from framework.model.shrink import shrink
+from framework.model.units import find_layers
 from framework.recipe.compose import compose
 from tests.families import FAMILIES, Family, build_config
 

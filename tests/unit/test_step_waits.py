@@ -131,7 +131,7 @@ def test_a_step_never_waits_and_copies_through_one_door(name: str) -> None:
 def test_a_step_that_misses_a_parameter_does_not_wait_to_know_who_reached_it() -> None:
     run, microbatches = build_run(PLAIN)
     (stage,) = run.stages.values()
-    missed = next(place for _, slot, place in stage.gradients.places if slot.name == "model.norm.weight")
+    missed = next(place for _, slot, place in stage.gradients.grad_views if slot.name == "model.norm.weight")
     before = missed.parameter.detach().clone()
     norm = stage.model.model.get_submodule("model.norm")
     norm.forward = lambda x: x  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ class Kind(Enum):
     SEND_GRADIENT = "SEND_B"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
-    REDUCE = "REDUCE"
+    WAIT_REDUCE = "WAIT_REDUCE"
 
     # By identity, ten times as fast as by name: schedules are looked up a great deal.
     __hash__ = object.__hash__  # type: ignore[assignment]

@@ -19,7 +19,7 @@ COLORS = {
 
 def draw_grid(schedule: Schedule, width: int = 120) -> str:
     """One line a rank, one cell a unit of time, F = I = W = 1; a whole backward takes two cells. With several stages on a rank
-    an action names its stage as well. Cut at `width` characters."""
+    an action names its stage as well. StageBounds at `width` characters."""
     timeline = simulate(schedule, unit_costs(schedule.num_stages))
     has_virtual = schedule.num_stages > schedule.num_ranks
     names = [

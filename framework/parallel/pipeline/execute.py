@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from framework.comm.forms import Pending
+from framework.comm.algorithms import Pending
 from framework.comm.p2p import exchange_apart
 from framework.mesh.axis import Axis
-from framework.model.balance import sums_dtype
+from framework.model.load_balancing import sums_dtype
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind
 from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered, Message
 from framework.parallel.pipeline.simulate import Timed
@@ -51,7 +51,7 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True)
-class Hidden:
+class ActivationSpec:
     """What goes from stage to stage. `width`: of hidden states; `token_parts`: so many ranks divide every sequence's tokens
     among themselves, the last part padded, and each sends its own. `num_sums`: of routers, beside them."""
 
@@ -74,7 +74,7 @@ class Links:
     """The messages of one step on this rank. Tensors that were sent are held until the receiver has used them: what comes back
     from it later says so, so nobody ever stands still for a send."""
 
-    def __init__(self, axis: Axis, lowered: Lowered, hidden: Hidden, microbatch: tuple[int, int]):
+    def __init__(self, axis: Axis, lowered: Lowered, hidden: ActivationSpec, microbatch: tuple[int, int]):
         """microbatch: sequences and their tokens, of which every microbatch has the same."""
         self._axis, self._lowered, self._hidden, self._microbatch = axis, lowered, hidden, microbatch
         self._arriving: dict[Action, tuple[Tensors, Pending]] = {}
@@ -185,7 +185,7 @@ class _Step:
                 stage.unshard(is_forward=action._replace(kind=Kind.FORWARD) not in self.live)
             case Kind.RESHARD:
                 stage.reshard()
-            case Kind.REDUCE:
+            case Kind.WAIT_REDUCE:
                 stage.reduce()
 
     def _forward(self, action: Action, stage: Stage, received: Tensors) -> None:

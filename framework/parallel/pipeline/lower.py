@@ -136,5 +136,5 @@ def _place_lifetimes(actions: tuple[Action, ...], unshard: Often, reduce: Often)
         if kind in (B, W):
             if stage in pending and reduce == "microbatch":
                 yield index, pending.pop(stage)
-            pending[stage] = Action(stage, Kind.REDUCE, microbatch)
+            pending[stage] = Action(stage, Kind.WAIT_REDUCE, microbatch)
     yield from ((len(actions), action) for action in pending.values())

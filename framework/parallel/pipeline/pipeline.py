@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from framework.errors import RecipeError
-from framework.model.stage import Cut, cut_stages
+from framework.model.stage import StageBounds, split_stages
 from framework.parallel.pipeline.actions import Action, Kind, Schedule
-from framework.parallel.pipeline.cut import balance_ranks, cut_by_cost
-from framework.parallel.pipeline.fill import fill
+from framework.parallel.pipeline.bubble_filling import fill
 from framework.parallel.pipeline.lower import Lowered, Often, lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
+from framework.parallel.pipeline.split import balance_ranks, split_by_cost
 from framework.parallel.pipeline.table import read_table
 from framework.recipe import schema
 from framework.recipe.derive import count_virtual_stages
@@ -23,7 +23,7 @@ class Pipeline:
     """cuts: the stages; rank_of_stage: where each is. costs: of each stage. make: the schedule of so many microbatches.
     unshard, reduce: see `lower`. known, rooms: what has been asked for before."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[StageBounds, ...]
     rank_of_stage: tuple[int, ...]
     costs: Costs
     make: Callable[[int], Schedule]
@@ -88,7 +88,7 @@ def plan_pipeline(
     layers = [cost for unit, cost in unit_costs.items() if unit.startswith("layers.")]
     ends = unit_costs.get("embedding", 0.0), unit_costs.get("head", 0.0)
     counts = _count_layers(settings, layers, ends, schedule.rank_of_stage)
-    cuts = tuple(cut_stages(counts))
+    cuts = tuple(split_stages(counts))
     costs = [sum(layers[cut.start : cut.stop]) + ends[0] * cut.is_first + ends[1] * cut.is_last for cut in cuts]
     return Pipeline(
         cuts,
@@ -116,7 +116,7 @@ def _count_layers(
             " lower parallel.pp or pipeline.virtual_stages"
         )
     if settings.layers is None:
-        return balance_ranks(cut_by_cost(layers, *ends, num_stages), layers, *ends, rank_of_stage)
+        return balance_ranks(split_by_cost(layers, *ends, num_stages), layers, *ends, rank_of_stage)
     if len(settings.layers) != num_stages or sum(settings.layers) != len(layers):
         raise RecipeError(
             f"pipeline.layers={settings.layers} makes {len(settings.layers)} stages of {sum(settings.layers)} layers; the model"

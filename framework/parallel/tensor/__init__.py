@@ -4,8 +4,8 @@
 parts, `regions` are the borders where ranks communicate, `split` puts it all into a model.
 """
 
-from framework.parallel.tensor.draws import mask_of
 from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.rng import mask_of
 from framework.parallel.tensor.split import split_over_tp
 
 __all__ = ["mask_of", "ranks_per_kv_head", "split_over_tp"]

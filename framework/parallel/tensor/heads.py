@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.mesh.axis import Axis
-from framework.parallel.tensor.cuts import Counts
+from framework.parallel.tensor.find_regions import RegionPlan
 from framework.parallel.tensor.hooks import select_heads
-from framework.parallel.tensor.plan import RegionPlan
+from framework.parallel.tensor.partition import Counts
 from framework.parallel.tensor.rules import (
     HEAD_BIASES,
     HEAD_BLOCKS,

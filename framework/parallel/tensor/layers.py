@@ -14,24 +14,24 @@ from torch import Tensor, nn
 
 from framework.comm import collectives, duals
 from framework.mesh.axis import Axis
-from framework.model.products import linear_product
-from framework.parallel.tensor.pieces import Arriving
+from framework.model.matmul import matmul
+from framework.parallel.tensor.async_tp import AsyncGatherTensor
 from framework.parallel.tensor.regions import Region
 
 
-class GradientPlace(Protocol):
+class GradView(Protocol):
     """Where a weight's gradient is collected: what `write_gradients_directly` gives a layer."""
 
     parameter: nn.Parameter
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
+    def add_matmul(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right^T."""
 
 
 class SplitLinear(nn.Linear):
     """A linear layer of which this rank holds the part `weight` (and `bias`), transposed as GPT-2's Conv1D is or not.
 
-    gradient_place: if set, the weight's gradient is written there, and autograd gets none.
+    grad_view: if set, the weight's gradient is written there, and autograd gets none.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, is_transposed: bool, region: Region) -> None:
@@ -40,7 +40,7 @@ class SplitLinear(nn.Linear):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.is_transposed, self.region = is_transposed, region
-        self.gradient_place: GradientPlace | None = None
+        self.grad_view: GradView | None = None
 
     @property
     def matrix(self) -> Tensor:
@@ -50,7 +50,7 @@ class SplitLinear(nn.Linear):
 
     def source(self, x: Tensor) -> Tensor:
         """What stands for the weight in autograd's graph: itself, or, where it does not ask for a gradient, a scalar."""
-        if self.gradient_place is None:
+        if self.grad_view is None:
             return self.weight
         # Not `new_zeros`, which would be an operation on what may still be arriving.
         return torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=torch.is_grad_enabled())
@@ -122,12 +122,12 @@ class _Column(torch.autograd.Function):
         call = layer.region.call
         shard = call.kept_input(x)
         ctx.layer, ctx.call, ctx.is_shard = layer, call, shard is not None
-        if isinstance(x, Arriving):
+        if isinstance(x, AsyncGatherTensor):
             y = x.arrival.multiply(layer.matrix, bias)
             ctx.save_for_backward(x.arrival.whole() if shard is None else shard)
             return y
         ctx.save_for_backward(x if shard is None else shard)
-        return linear_product(x, layer.matrix, bias)
+        return matmul(x, layer.matrix, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -135,15 +135,15 @@ class _Column(torch.autograd.Function):
         (kept,) = ctx.saved_tensors
         if ctx.is_shard:
             call.start_gather(kept, tokens)
-        dx = linear_product(dy, layer.matrix.t()) if ctx.needs_input_grad[0] else None
+        dx = matmul(dy, layer.matrix.t()) if ctx.needs_input_grad[0] else None
         dy = layer.sum_copied(dy)
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
 
         def operands() -> tuple[Tensor, Tensor]:
             return layer.operands(call.gathered(tokens) if ctx.is_shard else kept, dy)
 
-        if layer.gradient_place is not None:
-            call.deferred.append(lambda: layer.gradient_place.add_product(*operands()))
+        if layer.grad_view is not None:
+            call.deferred.append(lambda: layer.grad_view.add_matmul(*operands()))
             return dx, None, db, None
         dw = torch.mm(*_transpose_second(*operands())) if ctx.needs_input_grad[1] else None
         return dx, dw, db, None
@@ -154,7 +154,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, source: Tensor, layer: RowLinear) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x)
-        return layer.region.leave_by(x, layer.matrix) if layer.leaves else linear_product(x, layer.matrix)
+        return layer.region.leave_by(x, layer.matrix) if layer.leaves else matmul(x, layer.matrix)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -164,9 +164,9 @@ class _Row(torch.autograd.Function):
         if layer.leaves:
             dx, dy = layer.region.spread(dy, matrix)
         else:
-            dx = None if matrix is None else linear_product(dy, matrix)
-        if layer.gradient_place is not None:
-            layer.gradient_place.add_product(*layer.operands(x, dy))
+            dx = None if matrix is None else matmul(dy, matrix)
+        if layer.grad_view is not None:
+            layer.grad_view.add_matmul(*layer.operands(x, dy))
             return dx, None, None
         dw = torch.mm(*_transpose_second(*layer.operands(x, dy))) if ctx.needs_input_grad[1] else None
         return dx, dw, None

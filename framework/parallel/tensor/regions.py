@@ -22,9 +22,9 @@ from framework.comm import collectives, duals
 from framework.comm.collectives import Pending
 from framework.errors import ModelError
 from framework.mesh.axis import Axis
-from framework.model.products import linear_product
-from framework.parallel.tensor.draws import Draws, torch_generator
-from framework.parallel.tensor.pieces import Arrival, Arriving, scatter_product
+from framework.model.matmul import matmul
+from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor, matmul_reduce_scatter
+from framework.parallel.tensor.rng import RngStreams, torch_generator
 
 # Of hidden states, [B, S, D]; all but the last two dims are batch.
 TOKEN_DIM = -2
@@ -38,7 +38,7 @@ class TokenShard:
     a model they are the first of its layers, and the final norm or the end of the model.
     """
 
-    def __init__(self, axis: Axis, draws: Draws | None = None) -> None:
+    def __init__(self, axis: Axis, draws: RngStreams | None = None) -> None:
         self.axis, self.draws = axis, draws
         self.length = 0
         self.is_sharded = False
@@ -83,10 +83,10 @@ class TokenShard:
         out = x.new_empty(self.axis.size, *x.shape)
         return out, collectives.start_all_gather(out, x.contiguous(), self.axis)
 
-    def arrive(self, x: Tensor) -> Arrival:
+    def arrive(self, x: Tensor) -> AsyncGather:
         """Start gathering piece by piece."""
         self._check_scattered()
-        return Arrival(x, self.length if x.ndim == 3 else self.axis.size * x.shape[TOKEN_DIM], self.axis)
+        return AsyncGather(x, self.length if x.ndim == 3 else self.axis.size * x.shape[TOKEN_DIM], self.axis)
 
     def join(self, gathered: Tensor) -> Tensor:
         """[tp, ..., S'/tp, D] to [..., S, D]."""
@@ -113,7 +113,7 @@ class Call:
         self.deferred: list[Callable[[], None]] = []
         # With re-gathering: the region's input as it is kept, this rank's tokens, until the region is left.
         self.shard = shard
-        self.arriving: Arriving | None = None
+        self.arriving: AsyncGatherTensor | None = None
         self.whole_address = 0
         self._gathering: tuple[Tensor, Pending] | None = None
 
@@ -148,7 +148,7 @@ class Region:
         tokens: TokenShard | None,
         regathers: bool = False,
         name: str = "",
-        draws: Draws | None = None,
+        draws: RngStreams | None = None,
         differs: bool = True,
         overlaps: bool = False,
     ) -> None:
@@ -164,7 +164,7 @@ class Region:
         # The tick keeps this function in autograd's graph even where nothing asks for the input's gradient.
         tick = x.new_zeros((), requires_grad=torch.is_grad_enabled())
         whole = _Enter.apply(x, tick, self, self.call)
-        if isinstance(whole, Arriving):
+        if isinstance(whole, AsyncGatherTensor):
             self.call.arriving = whole
         else:
             self.call.whole_address = whole.data_ptr()
@@ -183,8 +183,8 @@ class Region:
         """`leave` with x W^T, the last product inside; not differentiable, its adjoint is `spread`."""
         self._end(x)
         if self.overlaps and self.tokens is not None:
-            return scatter_product(x, weight, self.axis)
-        y = linear_product(x, weight)
+            return matmul_reduce_scatter(x, weight, self.axis)
+        y = matmul(x, weight)
         if self.tokens is None:
             collectives.all_reduce(y, self.axis)
             return y
@@ -205,7 +205,7 @@ class Region:
             return None if weight is None else arrival.multiply(weight), arrival.whole()
         if self.tokens is not None:
             dy = self.tokens.gather(dy)
-        return None if weight is None else linear_product(dy, weight), dy
+        return None if weight is None else matmul(dy, weight), dy
 
 
 class _Enter(torch.autograd.Function):
@@ -217,7 +217,7 @@ class _Enter(torch.autograd.Function):
         if region.tokens is None:
             # An alias, not a view: models write to activations in place, which autograd forbids on views made here.
             return x.detach()
-        return Arriving(region.tokens.arrive(x), x) if region.overlaps else region.tokens.gather(x)
+        return AsyncGatherTensor(region.tokens.arrive(x), x) if region.overlaps else region.tokens.gather(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, None, None, None]:

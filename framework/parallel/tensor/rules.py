@@ -1,6 +1,6 @@
 """Rules: what each module of a decoder layer is under tensor parallelism, as data.
 
-A role is `column`, `row`, `replicated` or `norm` with the form (`cuts.FORMS`) of the dim that is split:
+A role is `column`, `row`, `replicated` or `norm` with the form (`cuts.ARRANGEMENTS`) of the dim that is split:
 
     column:FORM   Y_r = X W_r^T + b_r       W, b split along the outputs; X is whole, Y_r this rank's features
     row:FORM      Y = sum_r X_r W_r^T + b   W split along the inputs; b added once
@@ -16,14 +16,14 @@ from types import MappingProxyType
 
 from transformers import PretrainedConfig
 
-from framework.parallel.tensor.cuts import FORMS
+from framework.parallel.tensor.partition import ARRANGEMENTS
 
 KINDS = ("column", "row", "replicated", "norm")
 
 
 @dataclass(frozen=True)
 class Role:
-    """`kind`: one of KINDS; `form`: one of cuts.FORMS."""
+    """`kind`: one of KINDS; `form`: one of cuts.ARRANGEMENTS."""
 
     kind: str
     form: str = ""
@@ -32,7 +32,7 @@ class Role:
 def parse_role(text: str) -> Role | None:
     """The role that `text` names, None if it names none."""
     kind, _, form = text.partition(":")
-    return Role(kind, form) if kind in KINDS and form in FORMS else None
+    return Role(kind, form) if kind in KINDS and form in ARRANGEMENTS else None
 
 
 # By the last part of a module's name. A name means the same in all families that use it, but for FAMILIES.

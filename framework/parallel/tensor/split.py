@@ -14,9 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from framework.errors import ModelError, TopologyError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, part
-from framework.model.plan import FINAL_NORMS, find_layers, find_units
-from framework.parallel.tensor.cuts import Counts, Cut, cut
-from framework.parallel.tensor.draws import Draws, draws_in_training
+from framework.model.units import FINAL_NORMS, find_layers, find_units
+from framework.parallel.tensor.find_regions import RegionPlan, make_plan
 from framework.parallel.tensor.heads import count_heads, divide_numbers
 from framework.parallel.tensor.hooks import (
     end_tokens,
@@ -28,8 +27,9 @@ from framework.parallel.tensor.hooks import (
     scatter,
 )
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
-from framework.parallel.tensor.plan import RegionPlan, make_plan
+from framework.parallel.tensor.partition import Counts, PartitionedDim, partition
 from framework.parallel.tensor.regions import Region, TokenShard
+from framework.parallel.tensor.rng import RngStreams, uses_rng_in_training
 from framework.parallel.tensor.rules import PARAMETERS, WEIGHT_BEFORE_CAST, Role
 
 NO_HEADS = Counts(1, 1)
@@ -58,7 +58,7 @@ def split_over_tp(
     if tp.size == 1:
         return {name: Layout(tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)}
     regions = make_plan(model, user_plan)
-    draws = Draws(tp, outside_differs=sequence) if draws_in_training(model.config) else None
+    draws = RngStreams(tp, outside_differs=sequence) if uses_rng_in_training(model.config) else None
     surgery = _Surgery(model, tp, kv, TokenShard(tp, draws) if sequence else None, draws, regathers, overlaps)
     for region in regions:
         surgery.split_region(region)
@@ -75,7 +75,7 @@ class _Surgery:
     tp: Axis
     kv: Axis
     tokens: TokenShard | None
-    draws: Draws | None
+    draws: RngStreams | None
     regathers: bool
     overlaps: bool
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -133,11 +133,11 @@ class _Surgery:
         is_transposed = isinstance(module, Conv1D)
         dim = int(is_transposed) if role.kind == "column" else 1 - int(is_transposed)
         size = module.weight.shape[dim]
-        found = cut(role.form, dim, size, counts, self.tp.rank, self.tp.size)
+        found = partition(role.form, dim, size, counts, self.tp.rank, self.tp.size)
         weight = self._take(f"{name}.weight", module.weight, found)
         bias = getattr(module, "bias", None)
         if role.kind == "column":
-            bias_cut = cut(role.form, 0, size, counts, self.tp.rank, self.tp.size)
+            bias_cut = partition(role.form, 0, size, counts, self.tp.rank, self.tp.size)
             bias = None if bias is None else self._take(f"{name}.bias", bias, bias_cut)
             if isinstance(module, nn.Conv1d):
                 module.weight, module.bias = weight, bias
@@ -154,7 +154,7 @@ class _Surgery:
     def _split_norm(self, name: str, norm: Any, role: Role, counts: Counts) -> None:
         """Over all heads, or with a weight per head, which needs no other rank's features."""
         size = norm.weight.shape[0]
-        found = cut(role.form, 0, size, counts, self.tp.rank, self.tp.size)
+        found = partition(role.form, 0, size, counts, self.tp.rank, self.tp.size)
         if norm.weight.ndim == 2:
             norm.weight = self._take(f"{name}.weight", norm.weight, found)
             return
@@ -185,7 +185,7 @@ class _Surgery:
         ):
             whole = getattr(experts, parameter, None)
             if whole is not None:
-                found = cut(its_form, dim, whole.shape[dim], NO_HEADS, self.tp.rank, self.tp.size)
+                found = partition(its_form, dim, whole.shape[dim], NO_HEADS, self.tp.rank, self.tp.size)
                 setattr(experts, parameter, self._take(f"{name}.{parameter}", whole, found))
         mine = experts.down_proj.shape[1 if transposed else 2]
         for attribute, value in list(vars(experts).items()):
@@ -201,7 +201,7 @@ class _Surgery:
         for parameter, whole in list(attention.named_parameters(recurse=False)):
             form = PARAMETERS[parameter]
             if form is not None:
-                found = cut(form, 0, whole.shape[0], counts, self.tp.rank, self.tp.size)
+                found = partition(form, 0, whole.shape[0], counts, self.tp.rank, self.tp.size)
                 setattr(attention, parameter, self._take(f"{name}.{parameter}", whole, found))
 
     # --- the vocabulary
@@ -218,7 +218,7 @@ class _Surgery:
             raise ModelError(
                 f"the head has {head.weight.shape[0]} rows, the embedding {rows}: parallel.tp splits both alike"
             )
-        found = cut("", 0, rows, NO_HEADS, self.tp.rank, self.tp.size)
+        found = partition("", 0, rows, NO_HEADS, self.tp.rank, self.tp.size)
         start, stop = part(rows, self.tp.rank, self.tp.size)
         embedding.weight = self._take(f"{names[embedding]}.weight", embedding.weight, found)
         look_up_locally(embedding, start, stop, self.tp)
@@ -264,7 +264,7 @@ class _Surgery:
         names = self.model.named_parameters(remove_duplicate=False)
         return {name: by_parameter[parameter] for name, parameter in names}
 
-    def _take(self, name: str, whole: Any, found: Cut) -> nn.Parameter:
+    def _take(self, name: str, whole: Any, found: PartitionedDim) -> nn.Parameter:
         """This rank's part of a parameter."""
         if whole not in self.local:
             layout = self._owned(Layout(tuple(whole.shape), found.shards), found)
@@ -273,7 +273,7 @@ class _Surgery:
             self.local[whole] = nn.Parameter(empty, requires_grad=whole.requires_grad)
         return self.local[whole]
 
-    def _owned(self, held: Layout, found: Cut) -> Layout:
+    def _owned(self, held: Layout, found: PartitionedDim) -> Layout:
         """What this rank counts of it, and over which axis the gradient is partial."""
         if not found.copied:
             return held

@@ -25,13 +25,13 @@ from framework.comm.collectives import all_reduce
 from framework.errors import LayoutError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, part
-from framework.model.plan import Unit
-from framework.model.products import collect_product
+from framework.model.matmul import accumulate_matmul
+from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import Lifetimes
 
 FROZEN = ""
 
-# Calls that bring a unit's gradients to their places, by the unit's name.
+# Calls that bring a unit's gradients to their grad_views, by the unit's name.
 Deferred = dict[str, list[Callable[[], None]]]
 
 
@@ -122,7 +122,7 @@ class UnitBuffer:
         self.stop = self.start + self.numel_owned
         self.pool = pool
         self.parameters: dict[str, nn.Parameter] = {}
-        self.places: dict[str, GradientPlace] = {}
+        self.grad_views: dict[str, GradView] = {}
         self.is_copy = False  # of a buffer of another stage on this rank, which counts its elements
         self.is_complete = False  # backward has left the unit: no gradient of this microbatch may come any more
         self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = torch.empty(0)
@@ -137,7 +137,8 @@ class UnitBuffer:
         return [span for span in clipped if span.start < span.stop]
 
     def allocate(self, device: torch.device) -> None:
-        """All memory that lives from now on. Values are set in `master`; `publish` and a gather bring them to `full`."""
+        """All memory that lives from now on. Values are set in `master`; `copy_master_to_params` and an unshard bring them to
+        `full`."""
         # Released below where it does not stay: pages of a CPU that nobody touches take neither memory nor time.
         make = torch.zeros if self.lifetimes.resident_parameters else torch.empty
         self.full = make(self.numel_padded, dtype=self.compute_dtype, device=device)
@@ -162,7 +163,7 @@ class UnitBuffer:
         else:
             self.summed = torch.zeros(self.numel_part, dtype=self.master_dtype, device=device)
         self.reduced = self.owned(self.summed)
-        self.places = {slot.name: GradientPlace(self, slot) for slot in self.slots}
+        self.grad_views = {slot.name: GradView(self, slot) for slot in self.slots}
 
     def owned(self, part: Tensor) -> Tensor:
         """What this rank owns of a tensor over its part: a view."""
@@ -178,13 +179,13 @@ class UnitBuffer:
         """Take the full gradient out, for a reduction that reads it; the next one is written afresh. Whoever took it gives
         it back to the pool, unless it is kept for the whole step."""
         taken = self.gradient
-        for place in self.places.values():
+        for place in self.grad_views.values():
             place.is_written = False
         if not self.lifetimes.keeps_gradients:
             self.gradient = taken[:0]
         return taken
 
-    def publish(self) -> None:
+    def copy_master_to_params(self) -> None:
         """Cast the updated master to the compute dtype, once a step; nothing to do where they are the same memory."""
         if self.is_trained and self.compute_dtype != self.master_dtype:
             self.owned(self.shard).copy_(self.master)
@@ -257,7 +258,7 @@ class UnitBuffer:
         return layout, values[low - origin : high - origin] if low < high else values[:0]
 
 
-class GradientPlace:
+class GradView:
     """Where one parameter's gradient is collected: a view of its buffer's gradient, written first, then added to.
 
     is_written: since the buffer was last started afresh; is_reached: in this step. deferred: while it is set, gradients do not
@@ -283,15 +284,15 @@ class GradientPlace:
         place, is_first = self._open()
         place.copy_(gradient) if is_first else place.add_(gradient)
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
+    def add_matmul(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right^T. left: [m, k], right: [n, k], any strides; the place: [m, n]."""
         if self.deferred is not None:
             self.deferred.setdefault(self._buffer.unit, []).append(
-                partial(self.add_product, left.detach(), right.detach())
+                partial(self.add_matmul, left.detach(), right.detach())
             )
             return
         place, is_first = self._open()
-        collect_product(place, left, right, is_first)
+        accumulate_matmul(place, left, right, is_first)
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Add rows to those of the place that `ids` name. ids: [n], some perhaps more than once; rows: [n, k]."""

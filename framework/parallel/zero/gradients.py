@@ -15,10 +15,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from framework.comm.algorithms import Pending
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
-from framework.comm.forms import Pending
-from framework.parallel.zero.buffers import Deferred, GradientPlace, Slot, UnitBuffer
-from framework.parallel.zero.waits import Waits
+from framework.parallel.zero.buffers import Deferred, GradView, Slot, UnitBuffer
+from framework.parallel.zero.exposed_communication import ExposedCommunication
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
 # long as the backward of a unit and a half before anyone waits.
@@ -38,10 +38,10 @@ class Reduction:
 class GradientSync:
     """Follows a step: start_step, then for each microbatch start_backward, (gradients arrive), reduce of each unit from the
     last to the first, then finish. A backward may come in two halves: start_input_backward, end_input_backward, and at any
-    time later backward_weights. wire: the dtype in which ranks send; sums are in that of the buffers."""
+    time later backward_weights. reduce_dtype: the dtype in which ranks send; sums are in that of the buffers."""
 
-    def __init__(self, buffers: Sequence[UnitBuffer], waits: Waits, wire: torch.dtype):
-        self.wire = wire
+    def __init__(self, buffers: Sequence[UnitBuffer], waits: ExposedCommunication, reduce_dtype: torch.dtype):
+        self.reduce_dtype = reduce_dtype
         self.buffers = [buffer for buffer in reversed(buffers) if buffer.is_trained]
         self.waits = waits
         self._of_unit: dict[str, list[UnitBuffer]] = {}
@@ -52,19 +52,19 @@ class GradientSync:
         self._has_reduced: set[UnitBuffer] = set()
         self._reductions: deque[Reduction] = deque()
         self._sums: list[tuple[Pending, Iterator[Pending]]] = []  # over replicas: under way, and what follows
-        for _, _, place in self.places:
+        for _, _, place in self.grad_views:
             # Weak: Python's collector does not see what autograd's hooks hold. A circle through one would keep the run for
             # ever, with its memory and the threads of its process groups.
             place.parameter.register_post_accumulate_grad_hook(partial(_collect, ref(place)))
 
     @property
-    def places(self) -> list[tuple[UnitBuffer, Slot, GradientPlace]]:
+    def grad_views(self) -> list[tuple[UnitBuffer, Slot, GradView]]:
         """Every trained parameter, in an order that is equal on all ranks."""
-        return [(buffer, slot, buffer.places[slot.name]) for buffer in self.buffers for slot in buffer.slots]
+        return [(buffer, slot, buffer.grad_views[slot.name]) for buffer in self.buffers for slot in buffer.slots]
 
     def start_step(self) -> None:
         """Forget the former step's gradients."""
-        for _, _, place in self.places:
+        for _, _, place in self.grad_views:
             place.is_written = place.is_reached = False
         self._has_reduced = set()
 
@@ -73,7 +73,7 @@ class GradientSync:
 
         What the former backward still had under way has had a whole forward's time; its memory is needed again.
         """
-        self.settle()
+        self.wait_for_reductions()
         self._is_last = is_last
         for buffer in self.buffers:
             buffer.is_complete = False
@@ -81,14 +81,14 @@ class GradientSync:
     def start_input_backward(self) -> None:
         """Announce a backward that computes the gradients of activations and leaves those of weights for later."""
         self._deferred = {}
-        for _, _, place in self.places:
+        for _, _, place in self.grad_views:
             place.deferred = self._deferred
 
     def end_input_backward(self) -> Deferred:
         """What it has left: the factors of the linear layers' products, and such gradients as came with it anyway."""
         deferred, self._deferred = self._deferred, None
         assert deferred is not None, "no input backward was started"
-        for _, _, place in self.places:
+        for _, _, place in self.grad_views:
             place.deferred = None
         return deferred
 
@@ -112,14 +112,14 @@ class GradientSync:
 
     def finish(self) -> None:
         """Wait until `reduced` holds the sum over all microbatches and ranks."""
-        self.settle()
+        self.wait_for_reductions()
         while self._sums:
             self.waits.wait([pending for pending, _ in self._sums])
             self._sums = [(pending, rest) for _, rest in self._sums if (pending := next(rest, None))]
 
     def _reduce(self, buffer: UnitBuffer) -> None:
         buffer.open_gradient()
-        for place in buffer.places.values():
+        for place in buffer.grad_views.values():
             if not place.is_written:
                 place.view.zero_()
         is_first = buffer not in self._has_reduced
@@ -127,17 +127,17 @@ class GradientSync:
         summed = buffer.summed
         part = summed if is_first else buffer.pool.take(summed.numel(), summed.dtype, summed.device)
         full = buffer.close_gradient()
-        pending = start_reduce_scatter(part, full, buffer.shard_axis, f"gradient of {buffer.unit}", self.wire)
+        pending = start_reduce_scatter(part, full, buffer.shard_axis, f"gradient of {buffer.unit}", self.reduce_dtype)
         self._reductions.append(Reduction(buffer, pending, full, part))
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or buffer.shard_axis.size == 1):
-            self._settle()
+            self._wait_for_oldest()
 
-    def settle(self) -> None:
+    def wait_for_reductions(self) -> None:
         """Wait until the reductions under way have ended, and give their memory back."""
         while self._reductions:
-            self._settle()
+            self._wait_for_oldest()
 
-    def _settle(self) -> None:
+    def _wait_for_oldest(self) -> None:
         """Wait for the oldest reduction; its part is then complete for this microbatch."""
         reduction = self._reductions.popleft()
         buffer = reduction.buffer
@@ -153,12 +153,12 @@ class GradientSync:
     def _sum_replicas(self, buffer: UnitBuffer) -> Iterator[Pending]:
         """What a part still has to be summed over, one after the other."""
         label = f"gradient of {buffer.unit}"
-        yield start_reduce_scatter(buffer.reduced, buffer.summed, buffer.update_axis, label, self.wire)
+        yield start_reduce_scatter(buffer.reduced, buffer.summed, buffer.update_axis, label, self.reduce_dtype)
         for axis in buffer.partial_axes:
-            yield start_all_reduce(buffer.reduced, axis, label=label, wire=self.wire)
+            yield start_all_reduce(buffer.reduced, axis, label=label, reduce_dtype=self.reduce_dtype)
 
 
-def _collect(weak: ref[GradientPlace], parameter: Tensor) -> None:
+def _collect(weak: ref[GradView], parameter: Tensor) -> None:
     """Take over what autograd has accumulated in a backward."""
     place, gradient = weak(), parameter.grad
     parameter.grad = None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.model.plan import Unit
+from framework.model.units import Unit
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.order import UnitOrder, UnitUse
 from framework.parallel.zero.parameters import ParameterSync
@@ -46,7 +46,7 @@ class UnitHooks:
 
     def _before_forward(self, index: int, position: int, module: nn.Module, args: Any) -> None:
         self.order.enter_forward(position)
-        self.parameters.use(index)
+        self.parameters.unshard(index)
 
     def _after_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -61,7 +61,7 @@ class UnitHooks:
         """`position`: where forward was when the module ran; a module that runs later than where it stands counts there."""
         self.order.enter_backward(position)
         if self._uses[index].is_read_in_backward:
-            self.parameters.use(index)
+            self.parameters.unshard(index)
 
 
 def _doors(unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]]) -> dict[str, int]:

@@ -56,39 +56,39 @@ class UnitOrder:
     def enter_forward(self, position: int) -> None:
         """The computation is in unit `position` or was there before."""
         while self._forward < position:
-            self._release(
+            self._reshard(
                 each for each in self._parameters.transient if each <= self._forward and not self._uses[each].is_kept
             )
             self._forward += 1
             for each in range(self._forward, min(self._forward + self._depth, self._last) + 1):
-                self._parameters.start_gather(each)
+                self._parameters.start_unshard(each)
 
     def end_forward(self, has_backward: bool) -> None:
         """The forward is over."""
         self.enter_forward(self._last)
         if not has_backward:
-            self._release(self._parameters.transient)
+            self._reshard(self._parameters.transient)
 
     def enter_backward(self, position: int) -> None:
         """The backward of unit `position` begins, if it has not begun before."""
         while self._backward > position:
             self._backward -= 1
-            self._release(each for each in self._parameters.transient if each > self._backward)
+            self._reshard(each for each in self._parameters.transient if each > self._backward)
             for each in range(self._backward, max(self._backward - self._depth, 0) - 1, -1):
                 if self._uses[each].is_read_in_backward:
-                    self._parameters.start_gather(each)
+                    self._parameters.start_unshard(each)
             self._reduce(self._backward + 1)
 
     def end_backward(self) -> None:
         """The backward is over."""
         self.enter_backward(0)
-        self._release(self._parameters.transient)
+        self._reshard(self._parameters.transient)
         self._reduce(0)
         self._backward = self._last + 1
 
-    def _release(self, indices: Iterable[int]) -> None:
+    def _reshard(self, indices: Iterable[int]) -> None:
         for index in list(indices):
-            self._parameters.release(index)
+            self._parameters.reshard(index)
 
     def _reduce(self, index: int) -> None:
         if index <= self._last:

@@ -9,51 +9,51 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from framework.comm.algorithms import Pending
 from framework.comm.collectives import start_all_gather
-from framework.comm.forms import Pending
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.waits import Waits
+from framework.parallel.zero.exposed_communication import ExposedCommunication
 
 
 class ParameterSync:
     """gathered: units that are there or on their way. transient: those of them whose lifetime ends with their use."""
 
-    def __init__(self, units: Sequence[Sequence[UnitBuffer]], waits: Waits):
+    def __init__(self, units: Sequence[Sequence[UnitBuffer]], waits: ExposedCommunication):
         self.units, self.waits = units, waits
-        self.gathered: set[int] = set()
+        self.unsharded: set[int] = set()
         self.transient: set[int] = set()
         self._pending: dict[int, list[Pending]] = {}
         self._are_parts_old = True  # where replicas divide the update, each has renewed only what it owns
         self._renewals: dict[int, list[Pending]] = {}
 
-    def start_gather(self, index: int) -> None:
+    def start_unshard(self, index: int) -> None:
         """Start to gather a unit that is not there and not on its way."""
-        if index not in self.gathered:
+        if index not in self.unsharded:
             self._renew_parts()
-            self.gathered.add(index)
+            self.unsharded.add(index)
             if not all(buffer.lifetimes.keeps_parameters for buffer in self.units[index]):
                 self.transient.add(index)
             self.waits.wait(self._renewals.pop(index, ()))
-            self._pending[index] = [_start_gather(buffer) for buffer in self.units[index]]
+            self._pending[index] = [_start_unshard(buffer) for buffer in self.units[index]]
 
-    def use(self, index: int) -> None:
+    def unshard(self, index: int) -> None:
         """Return when the unit's parameters can be read."""
-        self.start_gather(index)
+        self.start_unshard(index)
         self.waits.wait(self._pending.pop(index, ()))
 
-    def release(self, index: int) -> None:
+    def reshard(self, index: int) -> None:
         """Give a gathered unit's memory back."""
         self.waits.wait(self._pending.pop(index, ()))
-        self.gathered.remove(index)
+        self.unsharded.remove(index)
         self.transient.discard(index)
         for buffer in self.units[index]:
             if not buffer.lifetimes.resident_parameters:
                 buffer.full.untyped_storage().resize_(0)
 
-    def release_transient(self) -> None:
+    def reshard_transient(self) -> None:
         """Give back what is gathered for one use at a time."""
         for index in list(self.transient):
-            self.release(index)
+            self.reshard(index)
 
     def _renew_parts(self) -> None:
         """At the first gather after an update start to bring each rank's part together, of all units in their order. In place,
@@ -65,8 +65,8 @@ class ParameterSync:
     def update(self) -> None:
         """What ranks own has changed: what was gathered is old."""
         self._are_parts_old = True
-        for index in list(self.gathered):
-            self.release(index)
+        for index in list(self.unsharded):
+            self.reshard(index)
 
 
 def _start_renewal(buffer: UnitBuffer) -> Pending:
@@ -74,7 +74,7 @@ def _start_renewal(buffer: UnitBuffer) -> Pending:
     return start_all_gather(part, buffer.owned(part), buffer.update_axis, f"updated part of {buffer.unit}")
 
 
-def _start_gather(buffer: UnitBuffer) -> Pending:
+def _start_unshard(buffer: UnitBuffer) -> Pending:
     storage = buffer.full.untyped_storage()
     num_bytes = buffer.numel_padded * buffer.full.element_size()
     if storage.nbytes() < num_bytes:

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, Gemma3Config
 
-from framework.model.plan import find_layers, find_units
+from framework.model.units import find_layers, find_units
 from tests.families import build_config, family
 
 

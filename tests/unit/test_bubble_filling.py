@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
-from framework.parallel.pipeline import fill as filling
+from framework.parallel.pipeline import bubble_filling as filling
 from framework.parallel.pipeline.actions import Action, Kind, Schedule
-from framework.parallel.pipeline.fill import fill
+from framework.parallel.pipeline.bubble_filling import fill
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
 from framework.parallel.pipeline.pipeline import forward_only
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule

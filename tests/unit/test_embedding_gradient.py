@@ -7,16 +7,16 @@ from torch import nn
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.model.materialize import set_parameter
-from framework.model.plan import Unit
-from framework.parallel.zero.buffers import GradientPlace, plan_buffers
+from framework.model.units import Unit
+from framework.parallel.zero.buffers import GradView, plan_buffers
+from framework.parallel.zero.embedding_gradient import write_embedding_gradients
 from framework.parallel.zero.lifetimes import lifetimes_of
-from framework.parallel.zero.lookup import add_rows_directly
 from framework.recipe.schema import Zero
 
 IDS = torch.tensor([[1, 5, 5, 0], [7, 1, 5, 3]])
 
 
-def place_of(table: nn.Embedding, master: torch.dtype) -> GradientPlace:
+def place_of(table: nn.Embedding, master: torch.dtype) -> GradView:
     """The table's parameter moves into a buffer of one rank."""
     values, axes = table.weight.detach().clone(), {name: Axis(name, 1, 0) for name in ("shard", "replica")}
     layouts = {"weight": Layout(tuple(values.shape))}
@@ -26,7 +26,7 @@ def place_of(table: nn.Embedding, master: torch.dtype) -> GradientPlace:
     buffer.allocate(torch.device("cpu"))
     set_parameter(table, ("weight",), buffer.parameters["weight"])
     table.weight.data.copy_(values)
-    return buffer.places["weight"]
+    return buffer.grad_views["weight"]
 
 
 @pytest.mark.parametrize("padding", [None, 5])
@@ -36,7 +36,7 @@ def test_rows_of_all_microbatches_add_up_to_autograds_gradient(padding: int | No
     table, dy = nn.Embedding(9, 4, padding_idx=padding), torch.randn(2, 2, 4, 4)
     expected = torch.autograd.grad([table(IDS), table(IDS)], table.weight, list(dy))[0]
     place = place_of(table, master)
-    add_rows_directly(table, {"weight": place})
+    write_embedding_gradients(table, {"weight": place})
     for each in dy:
         table(IDS).backward(each)
     assert place.is_reached
@@ -46,7 +46,7 @@ def test_rows_of_all_microbatches_add_up_to_autograds_gradient(padding: int | No
 def test_a_backward_that_leaves_weights_for_later_keeps_the_rows_only() -> None:
     table = nn.Embedding(9, 4)
     place = place_of(table, torch.float32)
-    add_rows_directly(table, {"weight": place})
+    write_embedding_gradients(table, {"weight": place})
     dy = torch.randn(2, 4, 4)
     expected = torch.autograd.grad(nn.functional.embedding(IDS, table.weight), table.weight, dy)[0]
     place.deferred = {}
@@ -61,5 +61,5 @@ def test_a_backward_that_leaves_weights_for_later_keeps_the_rows_only() -> None:
 
 def test_tables_with_a_forward_of_their_own_or_a_rule_for_gradients_are_left_alone() -> None:
     for table in (nn.Embedding(9, 4, max_norm=1.0), nn.Embedding(9, 4, scale_grad_by_freq=True)):
-        add_rows_directly(table, {"weight": place_of(table, torch.float32)})
+        write_embedding_gradients(table, {"weight": place_of(table, torch.float32)})
         assert "forward" not in vars(table)

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from framework.errors import TopologyError
 from framework.mesh.layout import Shard
 
-FORMS = (
+ARRANGEMENTS = (
     "", "pair", "heads", "kv_heads", "qkv", "per_head", "groups", "block_qvk",
     "linear_key_heads", "linear_value_heads", "linear_channels",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Cut:
+class PartitionedDim:
     """`shards`: of the dim, outermost first. `copied`: how many of the local indices, the last ones, other ranks hold as
     well; 0, all, or the keys and values of a packed weight."""
 
@@ -71,7 +71,7 @@ class Counts:
         return degree // kv if degree % kv == 0 else 1
 
 
-def cut(form: str, dim: int, size: int, counts: Counts, index: int, degree: int) -> Cut:
+def partition(form: str, dim: int, size: int, counts: Counts, index: int, degree: int) -> PartitionedDim:
     """The cut of a dim of `size` indices for rank `index` of `degree`. Raises TopologyError when the form does not divide."""
     if form == "groups" and degree > counts.kv:
         return _cut_within_groups(dim, size, counts, index, degree)
@@ -93,7 +93,7 @@ def cut(form: str, dim: int, size: int, counts: Counts, index: int, degree: int)
         tuple(heads * unit for heads, _ in parts) if len(parts) > 1 else (),
         () if is_whole else pieces,
     )
-    return Cut((shard,), sum(heads // each * unit for heads, each in parts if each < degree))
+    return PartitionedDim((shard,), sum(heads // each * unit for heads, each in parts if each < degree))
 
 
 def _parts(form: str, size: int, counts: Counts, degree: int) -> list[tuple[int, int]]:
@@ -116,11 +116,11 @@ def _parts(form: str, size: int, counts: Counts, degree: int) -> list[tuple[int,
     return [(units, degree) for units in counts.linear[form]]
 
 
-def _cut_within_groups(dim: int, size: int, counts: Counts, index: int, degree: int) -> Cut:
+def _cut_within_groups(dim: int, size: int, counts: Counts, index: int, degree: int) -> PartitionedDim:
     """Several ranks share a group: each has part of its queries, and all have its key and its value."""
     copies = degree // counts.kv
     queries = counts.q // counts.kv
     unit = size // counts.kv // (queries + 2)
     group = Shard("tp", dim, index, degree, (), (counts.kv,))
     within = Shard("tp", dim, index % copies, copies, (queries * unit, unit, unit), (copies, 1, 1))
-    return Cut((group, within), 2 * unit)
+    return PartitionedDim((group, within), 2 * unit)

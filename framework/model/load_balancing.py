@@ -26,7 +26,7 @@ LARGEST_DIFFERENCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Balance:
+class LoadBalancingLoss:
     """The term's numbers. weight: of the term in the loss."""
 
     num_experts: int
@@ -72,7 +72,7 @@ class Routers:
     def __init__(
         self,
         model: PreTrainedModel,
-        balance: Balance,
+        balance: LoadBalancingLoss,
         dtype: torch.dtype,
         device: torch.device,
         num_copies: int = 1,
@@ -117,7 +117,7 @@ def find_routers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
                 yield module, index
 
 
-def find_balance(whole: PreTrainedModel) -> Balance | None:
+def find_load_balancing_loss(whole: PreTrainedModel) -> LoadBalancingLoss | None:
     """The balancing term that the model's config asks for, None if it asks for none. ModelError for a family whose term is
     another: a small copy's is computed by Hugging Face and from sums.
     """
@@ -153,8 +153,8 @@ def _compare(small: PretrainedConfig) -> float:
     return float((found - expected).abs() / expected.abs())
 
 
-def _read(model: Any, weight: float) -> Balance:
-    return Balance(model.num_experts, model.num_experts_per_tok, weight)
+def _read(model: Any, weight: float) -> LoadBalancingLoss:
+    return LoadBalancingLoss(model.num_experts, model.num_experts_per_tok, weight)
 
 
 def _as_list(value: Any) -> list[Any]:

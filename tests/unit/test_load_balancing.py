@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework.errors import ModelError
-from framework.model.balance import Balance, Routers, find_balance
 from framework.model.load import build_meta, choose_experts
+from framework.model.load_balancing import LoadBalancingLoss, Routers, find_load_balancing_loss
 from framework.verify.double import keep_double
 from tests.families import build_config, family
 
@@ -18,7 +18,7 @@ OTHERS = ("jamba", "ernie4_5_moe", "flex_olmo", "granitemoehybrid")
 def test_the_term_of_sums_is_the_models(name: str) -> None:
     config = build_config(family(name), output_router_logits=True, router_aux_loss_coef=0.3)
     config.use_cache = False
-    balance = find_balance(build_meta(config))
+    balance = find_load_balancing_loss(build_meta(config))
     assert balance is not None
     assert balance.weight == 0.3
     torch.manual_seed(0)
@@ -47,12 +47,12 @@ def test_the_term_of_sums_is_the_models(name: str) -> None:
 def test_other_families_have_the_same_term(name: str) -> None:
     config = AutoConfig.for_model(name)
     config.output_router_logits = True
-    assert isinstance(find_balance(build_meta(config)), Balance)
+    assert isinstance(find_load_balancing_loss(build_meta(config)), LoadBalancingLoss)
 
 
 def test_no_term_is_asked_for() -> None:
-    assert find_balance(build_meta(build_config(family("mixtral")))) is None
-    assert find_balance(build_meta(build_config(family("llama")))) is None
+    assert find_load_balancing_loss(build_meta(build_config(family("mixtral")))) is None
+    assert find_load_balancing_loss(build_meta(build_config(family("llama")))) is None
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_another_term_is_refused_by_name(name: str, reason: str) -> None:
     config = AutoConfig.for_model(name)
     config.output_router_logits = True
     with pytest.raises(ModelError, match=f"output_router_logits=true: the balancing term of {name} models.*({reason})"):
-        find_balance(build_meta(config))
+        find_load_balancing_loss(build_meta(config))

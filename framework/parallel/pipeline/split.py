@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise, permutations
 
 
-def cut_evenly(num_layers: int, num_stages: int) -> list[int]:
+def split_evenly(num_layers: int, num_stages: int) -> list[int]:
     """Layers of each stage, the first ones one more where they do not divide."""
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
 
 
-def cut_by_cost(layers: Sequence[float], first: float, last: float, num_stages: int) -> list[int]:
+def split_by_cost(layers: Sequence[float], first: float, last: float, num_stages: int) -> list[int]:
     """Layers of each stage, at least one, such that the largest sum of costs is least; of those cuts the one whose sums are
     most alike.
 

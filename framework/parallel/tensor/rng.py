@@ -23,7 +23,7 @@ from framework.model.materialize import seed_for
 DRAWING_WORDS = ("drop", "jitter")
 
 
-def draws_in_training(config: PretrainedConfig) -> bool:
+def uses_rng_in_training(config: PretrainedConfig) -> bool:
     """Some dropout or jitter of the config is not zero."""
     return _draws(config.to_dict())
 
@@ -33,7 +33,7 @@ def mask_of(axis: Axis, differs: bool) -> int:
     return seed_for("tensor-parallel rank", axis.rank) if differs and axis.size > 1 else 0
 
 
-class Draws:
+class RngStreams:
     """The streams of one rank. `outside_differs`: outside regions ranks draw differently, for they hold other tokens."""
 
     def __init__(self, axis: Axis, outside_differs: bool) -> None:

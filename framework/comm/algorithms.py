@@ -1,7 +1,7 @@
-"""Forms: how a collective is made of what a backend offers, and which form is taken on which device.
+"""Algorithms: how a collective is made of what a backend offers, and which one is taken on which device.
 
-`FORMS` is the choice. It is a table and not a measurement at start-up, because ranks must choose alike and because on gloo no
-size was found at which its own form wins: scripts/bench/collectives.py from 64 KiB to 64 MiB, 2 and 4 ranks
+`ALGORITHMS` is the choice: a table and not a measurement at start-up, because ranks must choose alike and because on gloo no
+size was found at which its own one wins: scripts/bench/collectives.py from 64 KiB to 64 MiB, 2 and 4 ranks
 (docs/benchmarks.md). Where GPUs are shared by ranks there is no NCCL; gloo has no messages between GPUs and few collectives, so
 there every operation is that of the CPU on host copies (`on_host`).
 """
@@ -92,7 +92,7 @@ def then(pending: Pending, finish: Callable[[], None]) -> Pending:
 
 
 @dataclass(frozen=True)
-class Form:
+class Algorithm:
     """One way to make a collective, and why it is taken."""
 
     start: Callable[[Tensor, Tensor, Axis], Pending]
@@ -143,21 +143,21 @@ def scatter_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     return Pending(works, [x], add)
 
 
-FORMS = {
-    ("cuda", "all_gather"): Form(gather_by_tensor, "NCCL's own knows the links and lands in place"),
-    ("cuda", "reduce_scatter"): Form(scatter_by_tensor, "NCCL's own knows the links"),
-    ("cpu", "all_gather"): Form(
+ALGORITHMS = {
+    ("cuda", "all_gather"): Algorithm(gather_by_tensor, "NCCL's own knows the links and lands in place"),
+    ("cuda", "reduce_scatter"): Algorithm(scatter_by_tensor, "NCCL's own knows the links"),
+    ("cpu", "all_gather"): Algorithm(
         gather_by_messages, "gloo's own copies through a buffer: 1.4 to 4.1 times the time of messages into place"
     ),
-    ("cpu", "reduce_scatter"): Form(
+    ("cpu", "reduce_scatter"): Algorithm(
         scatter_by_messages, "gloo's own costs as much as its all-reduce or more: 1.8 to 6.2 times the time of messages"
     ),
 }
 
 
-def scatter_rounded(out: Tensor, x: Tensor, axis: Axis, wire: torch.dtype) -> Pending:
-    """Round x to the wire dtype, give every rank its part, and add the parts in out's dtype in the order of ranks."""
-    exchange = _RoundedExchange(x, axis, wire)
+def scatter_rounded(out: Tensor, x: Tensor, axis: Axis, reduce_dtype: torch.dtype) -> Pending:
+    """Round x to reduce_dtype, give every rank its part, and add the parts in out's dtype in the order of ranks."""
+    exchange = _RoundedExchange(x, axis, reduce_dtype)
 
     def add() -> None:
         exchange.add_up(out.view(-1))
@@ -166,16 +166,16 @@ def scatter_rounded(out: Tensor, x: Tensor, axis: Axis, wire: torch.dtype) -> Pe
     return Pending(exchange.works, [x], add)
 
 
-def sum_rounded(x: Tensor, axis: Axis, wire: torch.dtype) -> Pending:
+def sum_rounded(x: Tensor, axis: Axis, reduce_dtype: torch.dtype) -> Pending:
     """x becomes the sum of all ranks' x: every rank adds up one part, and all gather the sums, rounded too."""
-    exchange = _RoundedExchange(x, axis, wire)
+    exchange = _RoundedExchange(x, axis, reduce_dtype)
 
     def gather() -> Pending:
         mine = exchange.sent[axis.rank]
         own = x.view(-1)[axis.rank * mine.numel() : (axis.rank + 1) * mine.numel()]
         exchange.add_up(own)
         mine[: own.numel()] = own
-        gathered = FORMS[x.device.type, "all_gather"].start(exchange.sent, mine, axis)
+        gathered = ALGORITHMS[x.device.type, "all_gather"].start(exchange.sent, mine, axis)
         return Pending(gathered._works, gathered._tensors, take_over)
 
     def take_over() -> None:
@@ -186,13 +186,13 @@ def sum_rounded(x: Tensor, axis: Axis, wire: torch.dtype) -> Pending:
 
 
 class _RoundedExchange:
-    """Every rank's part of every rank's x, rounded, on its way. sent: this rank's x in the wire dtype, [ranks, part], the tail
+    """Every rank's part of every rank's x, rounded, on its way. sent: this rank's x in reduce_dtype, [ranks, part], the tail
     padded; received: all ranks' parts for this rank, [ranks, part]."""
 
-    def __init__(self, x: Tensor, axis: Axis, wire: torch.dtype):
+    def __init__(self, x: Tensor, axis: Axis, reduce_dtype: torch.dtype):
         numel = axis.size * -(-x.numel() // axis.size)
         self._axis = axis
-        self._buffer = _take_buffer(axis, 2 * numel, x.new_empty(0, dtype=wire))
+        self._buffer = _take_buffer(axis, 2 * numel, x.new_empty(0, dtype=reduce_dtype))
         self.sent, self.received = self._buffer[: 2 * numel].view(2, axis.size, -1)
         flat = self.sent.view(-1)
         flat[: x.numel()] = x.view(-1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Below this many multiplications a product is too small for another kernel to matter.
-SMALL_PRODUCT = 2**20
+SMALL_MATMUL = 2**20
 
 
 def _is_intel() -> bool:
@@ -20,11 +20,11 @@ def _is_intel() -> bool:
 MKL_IS_FAST = _is_intel()
 
 
-def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b.  x: [..., K]; weight: [N, K], any strides; bias: [N]; y: [..., N]. Not differentiable.
 
     torch sends fp32 products on CPUs to MKL, which runs at half speed or less on processors that are not Intel's: 110
-    against 235 GFLOP/s on one core of an AMD EPYC with AVX-512, 2026-11-21, scripts/bench/products.py. oneDNN's kernel, the
+    against 235 GFLOP/s on one core of an AMD EPYC with AVX-512, 2026-11-21, scripts/bench/matmul.py. oneDNN's kernel, the
     one that torch.compile emits, computes the same IEEE products. On a Xeon it is the slower one, by 30% for gradients of
     weights; other dtypes and devices have one good kernel already.
     """
@@ -33,13 +33,13 @@ def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return F.linear(x, weight, bias)
 
 
-def place_product(place: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """place = x W^T + b.  place: [..., N], rows of a larger tensor; the rest as in `linear_product`.
+def matmul_into(place: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """place = x W^T + b.  place: [..., N], rows of a larger tensor; the rest as in `matmul`.
 
     In the place itself where torch's kernel makes the product and rows follow one another.
     """
     if not place.is_contiguous() or _has_faster_kernel(x, weight):
-        place.copy_(linear_product(x, weight, bias))
+        place.copy_(matmul(x, weight, bias))
         return
     rows, out = x.reshape(-1, x.shape[-1]), place.view(-1, place.shape[-1])
     if bias is None:
@@ -48,13 +48,13 @@ def place_product(place: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None 
         torch.addmm(bias, rows, weight.t(), out=out)
 
 
-def collect_product(place: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+def accumulate_matmul(place: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
     """place = left right^T if it is the first, else place += left right^T.  left: [M, K]; right: [N, K]; any strides.
 
     In the place itself where torch's kernel makes the product, without a tensor between.
     """
     if left.dtype != place.dtype or _has_faster_kernel(left, right):
-        product = linear_product(left, right)
+        product = matmul(left, right)
         place.copy_(product) if is_first else place.add_(product)
     elif is_first:
         torch.mm(left, right.t(), out=place)
@@ -67,6 +67,6 @@ def _has_faster_kernel(x: Tensor, weight: Tensor) -> bool:
         not MKL_IS_FAST
         and x.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.numel() * weight.shape[0] >= SMALL_PRODUCT
+        and x.numel() * weight.shape[0] >= SMALL_MATMUL
         and torch.backends.mkldnn.is_available()
     )

@@ -14,7 +14,7 @@ from framework.model.weights import read_weights
 from framework.parallel.zero.buffers import UnitBuffer
 
 
-def write_values(buffer: UnitBuffer, programs: Mapping[str, Program]) -> None:
+def initialize_parameters(buffer: UnitBuffer, programs: Mapping[str, Program]) -> None:
     """Draw what the buffer's master holds of those of its parameters that are among `programs`, where the master lives."""
     for slot in buffer.slots:
         if slot.name in programs:
@@ -22,15 +22,15 @@ def write_values(buffer: UnitBuffer, programs: Mapping[str, Program]) -> None:
             programs[slot.name].write(layout.boxes(), held)
 
 
-def read_pretrained(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
+def load_pretrained(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
     """Read the buffers' parameters, and the persistent buffers of `stock`: only the boxes that this rank holds. Every element
     must be found."""
-    places = {slot.name: _places(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
+    grad_views = {slot.name: _places(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
     for name, tensor in persistent_buffers(stock).items():
-        places[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
-    wanted = {name: list(boxes) for name, boxes in places.items() if boxes}
+        grad_views[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
+    wanted = {name: list(boxes) for name, boxes in grad_views.items() if boxes}
     for name, box, values in read_weights(folder, stock, wanted):
-        places[name][box].copy_(values.flatten())
+        grad_views[name][box].copy_(values.flatten())
 
 
 def _places(layout: Layout, held: Tensor) -> dict[Box, Tensor]:

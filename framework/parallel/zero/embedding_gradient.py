@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.parallel.zero.buffers import GradientPlace
+from framework.parallel.zero.buffers import GradView
 
 
 class _DirectLookup(torch.autograd.Function):
@@ -33,12 +33,12 @@ class _DirectLookup(torch.autograd.Function):
         return None, None, None, None
 
 
-def add_rows_directly(
-    model: nn.Module, places: Mapping[str, GradientPlace], compiled: Collection[nn.Module] = ()
+def write_embedding_gradients(
+    model: nn.Module, grad_views: Mapping[str, GradView], compiled: Collection[nn.Module] = ()
 ) -> None:
     """Give each plain embedding of the model whose weight is trained the forward above. Results are those of autograd, to which
     the modules within compiled layers are left, as in `linear.py`."""
-    by_parameter = {id(place.parameter): place for place in places.values()}
+    by_parameter = {id(place.parameter): place for place in grad_views.values()}
     for module in (each for each in model.modules() if each not in compiled):
         if type(module) is nn.Embedding and id(module.weight) in by_parameter and _is_plain(module):
             module.forward = _direct_forward(module, by_parameter[id(module.weight)])  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     )
 
 
-def _direct_forward(embedding: nn.Embedding, place: GradientPlace):
+def _direct_forward(embedding: nn.Embedding, place: GradView):
     tick = torch.zeros((), device=place.parameter.device, requires_grad=True)
 
     def forward(ids: Tensor) -> Tensor:

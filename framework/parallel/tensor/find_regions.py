@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
-from framework.model.plan import find_layers
+from framework.model.units import find_layers
 from framework.parallel.tensor.rules import FAMILIES, HEAD_NORMS, PARAMETERS, ROLES, Role, parse_role
 
 ROUTERS = ("gate", "router", "shared_expert_gate")

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from framework.model.balance import Routers
+from framework.model.load_balancing import Routers
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.verify.compare import Row
 from tests.ranks.parity import Case, assert_equal, run_cases, small_recipe, worst_error

@@ -7,7 +7,7 @@ A gather becomes one exchange of tokens with each other rank, all started at onc
 products: the same bytes. NCCL runs exchanges in turn on a stream of its own, and a wait for one makes the current stream
 wait, never the host.
 
-Who is handed the region's input before it has come gets an `Arriving`: it has a shape and no memory. A column layer
+Who is handed the region's input before it has come gets an `AsyncGatherTensor`: it has a shape and no memory. A column layer
 multiplies its pieces. Every other operation, of whatever library, reaches `__torch_dispatch__`, which waits and hands it the
 whole; so nothing can read what has not come.
 """
@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_map
 from framework.comm.collectives import Pending
 from framework.comm.p2p import exchange
 from framework.mesh.axis import Axis
-from framework.model.products import linear_product, place_product
+from framework.model.matmul import matmul, matmul_into
 
 
-class Arrival:
+class AsyncGather:
     """All ranks' tokens on their way to this rank.  shard: [..., s, D], this rank's; length: of the whole, padding taken away."""
 
     def __init__(self, shard: Tensor, length: int, axis: Axis) -> None:
@@ -56,7 +56,7 @@ class Arrival:
     def multiply(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """X W^T + b, each rank's tokens as they come: [..., length, N]. Not differentiable."""
         if self._whole is not None:
-            return linear_product(self._whole, weight, bias)
+            return matmul(self._whole, weight, bias)
         assert self._pieces is not None, "pieces go when the whole has come"
         y = self._pieces.new_empty(*self.shape[:-1], weight.shape[0])
         for rank in (self.axis.rank, *(source for _, source in peers(self.axis))):
@@ -65,17 +65,17 @@ class Arrival:
             start, stop = rows_of(rank, self.rows, self.length)
             if start < stop:
                 piece = self._pieces[rank][..., : stop - start, :]
-                place_product(y[..., start:stop, :], piece, weight, bias)
+                matmul_into(y[..., start:stop, :], piece, weight, bias)
         return y
 
 
-class Arriving(Tensor):
+class AsyncGatherTensor(Tensor):
     """A region's input while its tokens come, [..., length, D]."""
 
-    arrival: Arrival
+    arrival: AsyncGather
 
     @staticmethod
-    def __new__(cls, arrival: Arrival, like: Tensor) -> "Arriving":
+    def __new__(cls, arrival: AsyncGather, like: Tensor) -> "AsyncGatherTensor":
         """like: a tensor of its dtype and device."""
         made = Tensor._make_wrapper_subclass(cls, arrival.shape, dtype=like.dtype, device=like.device)
         made.arrival = arrival
@@ -88,7 +88,7 @@ class Arriving(Tensor):
         """Wait, then compute with the whole. What writes to its first argument returns that, as callers expect."""
         out = func(*tree_map(_whole, args), **tree_map(_whole, kwargs or {}))
         first = func._schema.arguments[0].alias_info
-        if args and isinstance(args[0], Arriving) and first is not None and first.is_write:
+        if args and isinstance(args[0], AsyncGatherTensor) and first is not None and first.is_write:
             # Column layers may have kept it for backward, and must learn that it is another now.
             increment_version(args[0].arrival.whole())
             return args[0]
@@ -96,10 +96,10 @@ class Arriving(Tensor):
 
 
 def _whole(value: Any) -> Any:
-    return value.arrival.whole() if isinstance(value, Arriving) else value
+    return value.arrival.whole() if isinstance(value, AsyncGatherTensor) else value
 
 
-def scatter_product(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
     """This rank's tokens of sum_r X_r W_r^T.  x: [..., S, K_r] -> [..., s, N], s = S over the ranks, rounded up. Not
     differentiable."""
     length = x.shape[-2]
@@ -107,7 +107,7 @@ def scatter_product(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
 
     def multiply(rank: int) -> Tensor:
         start, stop = rows_of(rank, rows, length)
-        product = linear_product(x[..., start:stop, :], weight)
+        product = matmul(x[..., start:stop, :], weight)
         return F.pad(product, (0, 0, 0, rows - (stop - start))) if stop - start < rows else product
 
     terms = x.new_empty(axis.size, *x.shape[:-2], rows, weight.shape[0])

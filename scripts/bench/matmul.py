@@ -1,6 +1,6 @@
-"""fp32 products of a linear layer on one CPU core: torch's own (MKL) beside the form that `model/products.py` takes (oneDNN).
+"""fp32 products of a linear layer on one CPU core: torch's own (MKL) beside the form that `model/matmul.py` takes (oneDNN).
 
-    python scripts/bench/products.py
+    python scripts/bench/matmul.py
 
 Rows are tokens x inputs x outputs. Forward is Y = X W^T, input gradient dX = dY W, weight gradient dW = dY^T X copied into
 place. Both forms take turns; median of the rounds, GFLOP/s.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from framework.model.products import linear_product
+from framework.model.matmul import matmul
 
 SHAPES = ((128, 512, 512), (128, 512, 1408), (128, 512, 8192), (1024, 512, 1408), (1024, 512, 8192))
 
@@ -44,11 +44,11 @@ def main() -> None:
         place = torch.empty_like(w)
         flops = 2.0 * tokens * inputs * outputs
         forms: list[dict[str, Callable[[], object]]] = [
-            {"torch": lambda x=x, w=w: F.linear(x, w), "ours": lambda x=x, w=w: linear_product(x, w)},
-            {"torch": lambda dy=dy, w=w: dy @ w, "ours": lambda dy=dy, w=w: linear_product(dy, w.t())},
+            {"torch": lambda x=x, w=w: F.linear(x, w), "ours": lambda x=x, w=w: matmul(x, w)},
+            {"torch": lambda dy=dy, w=w: dy @ w, "ours": lambda dy=dy, w=w: matmul(dy, w.t())},
             {
                 "torch": lambda dy=dy, x=x, place=place: torch.mm(dy.t(), x, out=place),
-                "ours": lambda dy=dy, x=x, place=place: place.copy_(linear_product(dy.t(), x.t())),
+                "ours": lambda dy=dy, x=x, place=place: place.copy_(matmul(dy.t(), x.t())),
             },
         ]
         cells = [measure(each, flops, rounds) for each in forms]
