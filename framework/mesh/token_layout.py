@@ -1,0 +1,37 @@
+"""TokenLayout: which tokens of every sequence of a microbatch this rank holds, between and inside the regions of its layers.
+
+    parallel.sequence   between regions                                inside regions
+    off                 [sequences, context, D]                        [sequences, context, D]
+    on                  [sequences, ceil(context / tp), D], padded     [sequences, context, D]
+
+With sequence parallelism each rank of `tp` holds an interval of every sequence's tokens; if the ranks do not divide the context,
+the last intervals are filled up with padding, which is taken away before anything mixes tokens.
+"""
+
+from dataclasses import dataclass
+
+from framework.mesh.axis import Axis
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """The tokens of one rank. sequences, context: of a microbatch, whole; tp: its ranks share the tokens where `is_sharded`."""
+
+    sequences: int
+    context: int
+    tp: Axis
+    is_sharded: bool = False
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that divide the tokens of a sequence between regions."""
+        return self.tp.size if self.is_sharded else 1
+
+    @property
+    def tokens_local(self) -> int:
+        """Tokens of each sequence that this rank holds between regions, padding included."""
+        return -(-self.context // self.num_parts)
+
+    def hidden_shape(self, width: int) -> tuple[int, int, int]:
+        """Shape [sequences, tokens_local, width] of hidden states between regions, and between pipeline stages."""
+        return self.sequences, self.tokens_local, width

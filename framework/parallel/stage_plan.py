@@ -1,0 +1,36 @@
+"""StagePlan: what is known of one pipeline stage on one rank before it is built; what the transforms of `parallelize` may ask."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from framework.mesh.axis import Axis
+from framework.mesh.token_layout import TokenLayout
+from framework.model.load_balancing import LoadBalancingLoss
+from framework.model.stage import StageBounds
+from framework.model.units import Unit
+from framework.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage on one rank; a value, equal on all ranks but for `axes` and `tokens`.
+
+    axes: of the mesh, as this rank sees them. units: the whole model's, in order of computation; bounds: the stage's layers.
+    ties: under the name that a parameter has in its unit, all its names in the whole model. groups: the key of each trained
+    parameter's optimizer group. returns_tuple: whether the family's layers return tuples (only asked of a cut model).
+    """
+
+    recipe: Recipe
+    axes: Mapping[str, Axis]
+    bounds: StageBounds
+    tokens: TokenLayout
+    units: tuple[Unit, ...]
+    ties: Mapping[str, tuple[str, ...]]
+    groups: Mapping[str, str]
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype
+    device: torch.device
+    returns_tuple: bool = False
+    load_balancing: LoadBalancingLoss | None = None
