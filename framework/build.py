@@ -22,6 +22,7 @@ from framework.errors import EXIT_FAILED, DataError, MeshwrightError
 from framework.mesh.axis import Axis
 from framework.mesh.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
 from framework.mesh.topology import Topology, shards_within_node
+from framework.model.flops import unit_flops
 from framework.model.hub import find_folder
 from framework.model.load import build_meta, choose_experts, load_config
 from framework.model.load_balancing import LoadBalancingLoss, Routers, find_load_balancing_loss
@@ -51,7 +52,7 @@ from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.replicas import check_replicas
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Recipe
-from framework.track.flops import mfu, unit_flops
+from framework.track.flops import mfu
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
 from framework.train.faults import StopRequest

@@ -1,20 +1,6 @@
-"""Model FLOPs per token and their share of the device's peak (MFU), after PaLM (Chowdhery et al. 2022, appendix B).
-
-    flops per token = 6 N + 6 sum over layers of heads (d_qk + d_v) reach
-
-N: weights that a token is multiplied with, forward once and backward twice, two FLOPs each. reach: tokens that a query may
-see, the whole context or the layer's window; as in PaLM the causal half is not taken off. With d_qk = d_v = d it is
-PaLM's 6 N + 12 L H d T. Recomputation does no useful work and is not counted.
-"""
+"""A device's peak FLOP/s, and the share of it that a run's useful FLOPs reach (MFU; model/flops.py counts those)."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-
-from framework.model.units import Unit
 
 # Dense bf16 tensor-core peak of one device, FLOP/s, by a part of the name that the driver reports; the first match counts.
 # From the makers' data sheets, halved where they state the figure "with sparsity". SXM unless the name says otherwise.
@@ -40,97 +26,6 @@ PEAK_BF16_FLOPS = (
     ("MI325X", 1307.4e12),
 )
 
-# What configs call the number of experts that a token is sent to.
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Parameters, tied ones once. active: those a token meets. multiplied: active ones without mere lookups."""
-
-    total: int
-    active: int
-    multiplied: int
-
-
-def measure_model(model: PreTrainedModel) -> ModelSize:
-    """Counts from shapes; the model may be on meta. Stacked experts [E, ...] are active by experts per token over E."""
-    experts_per_token = _experts_per_token(model.config.get_text_config())
-    head = model.get_output_embeddings()
-    head_weight = getattr(head, "weight", None)
-    lookups = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} - {id(head_weight)}
-    total = active = multiplied = 0
-    for name, parameter in model.named_parameters():
-        count = parameter.numel()
-        total += count
-        if parameter.ndim == 3 and ".experts." in name and experts_per_token:
-            count = count * experts_per_token // parameter.shape[0]
-        active += count
-        multiplied += 0 if id(parameter) in lookups else count
-    return ModelSize(total, active, multiplied)
-
-
-def flops_per_token(model: PreTrainedModel, context: int) -> float:
-    """Training FLOPs per token at sequences of `context` tokens."""
-    config = model.config.get_text_config()
-    return 6.0 * (measure_model(model).multiplied + attention_width(config) * sum(attention_reach(config, context)))
-
-
-def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> dict[str, float]:
-    """Forward FLOPs per token of each unit, by name: two for each weight that is multiplied, and its attention's. A tied
-    weight is multiplied in the head."""
-    config = model.config.get_text_config()
-    reaches = iter(attention_reach(config, context))
-    head = model.get_output_embeddings()
-    found = {}
-    for unit in units:
-        modules = [model.get_submodule(path) for path in unit.modules]
-        multiplied = sum(_count_multiplied(module, config) for module in modules if module is not head)
-        attended = attention_width(config) * next(reaches) if unit.is_layer else 0
-        found[unit.name] = 2.0 * (multiplied + attended)
-    if head is not None:
-        found["head"] += 2.0 * sum(parameter.numel() for parameter in head.parameters())
-    return found
-
-
-def _count_multiplied(module: nn.Module, config: PretrainedConfig) -> int:
-    """Weights of the module itself that a token is multiplied with; of stacked experts, those of one token."""
-    if isinstance(module, nn.Embedding):
-        return 0
-    chosen = _experts_per_token(config) if hasattr(module, "is_transposed") else None
-    total = 0
-    for parameter in module.parameters(recurse=False):
-        count = parameter.numel()
-        total += count * chosen // parameter.shape[0] if chosen is not None and parameter.ndim == 3 else count
-    return total
-
-
-def attention_width(config: PretrainedConfig) -> int:
-    """heads (d_qk + d_v) of a layer; 0 for models without attention."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return 0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention
-        return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    return heads * 2 * head_dim
-
-
-def attention_reach(config: PretrainedConfig, context: int) -> list[int]:
-    """Tokens that a query of each layer may see: 0 for linear attention and state-space layers."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        is_windowed = window is not None and getattr(config, "use_sliding_window", True)
-        layer_types = ["sliding_attention" if is_windowed else "full_attention"] * config.num_hidden_layers
-    reaches = {
-        "full_attention": context,
-        "hybrid": context,
-        "sliding_attention": min(window or context, context),
-        "chunked_attention": min(getattr(config, "attention_chunk_size", None) or context, context),
-    }
-    return [reaches.get(kind, 0) for kind in layer_types]
-
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 peak of the device that the driver calls `device_name`; None on a CPU or an unknown device."""
@@ -143,8 +38,3 @@ def peak_flops(device_name: str) -> float | None:
 def mfu(tokens_per_s: float, flops_per_token: float, num_devices: int, peak: float | None) -> float | None:
     """Share of the peak of all devices, 0 to 1, that useful FLOPs reach; None without a known peak."""
     return None if peak is None else tokens_per_s * flops_per_token / (num_devices * peak)
-
-
-def _experts_per_token(config: PretrainedConfig) -> int | None:
-    counts = (getattr(config, key, None) for key in _EXPERTS_PER_TOKEN)
-    return next((count for count in counts if count), None)

@@ -6,12 +6,13 @@ import torch
 from transformers import PretrainedConfig
 
 from framework.mesh.connect import Mesh
+from framework.model.flops import flops_per_token, measure_model
 from framework.model.load import build_meta
 from framework.recipe.derive import derive
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
-from framework.track.flops import flops_per_token, measure_model, peak_flops
+from framework.track.flops import peak_flops
 from framework.track.report import RunInfo
 
 

@@ -13,6 +13,7 @@ from framework.errors import EXIT_DONE, RecipeError
 from framework.mesh.axis import Axis
 from framework.mesh.placement import place
 from framework.mesh.topology import Topology, shards_within_node
+from framework.model.flops import flops_per_token, measure_model
 from framework.model.load import build_meta, load_config
 from framework.model.load_balancing import find_load_balancing_loss
 from framework.model.precision import compute_dtype
@@ -26,7 +27,6 @@ from framework.parallel.zero.buffers import UnitBuffer
 from framework.recipe.derive import Derived, derive
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Recipe
-from framework.track.flops import flops_per_token, measure_model
 from framework.verify.activations import (
     ESTIMATED_VALUES,
     activation_bytes_per_layer,

@@ -45,12 +45,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from framework.data.loader import Microbatch
 from framework.mesh.connect import Mesh
+from framework.model.flops import unit_flops
 from framework.model.units import find_units
 from framework.parallel.pipeline.pipeline import plan_pipeline
 from framework.parallel.pipeline.schedules import rank_of_stage
 from framework.parallel.pipeline.split import split_evenly
 from framework.recipe.schema import Parallel, Pipeline, Zero
-from framework.track.flops import unit_flops
 
 # Name: our schedule, torch's, stages on each rank of ours and of torch's.
 SCHEDULES: dict[str, tuple[str, Any, int, int]] = {

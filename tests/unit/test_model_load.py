@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from framework.errors import ModelError
+from framework.model.flops import measure_model
 from framework.model.load import build_meta, load_config, load_config_file
 from framework.model.materialize import seed_draws
 from framework.recipe.compose import compose
 from framework.recipe.schema import Model
-from framework.track.flops import measure_model
 from tests.families import family
 
 # Parameters as their makers' checkpoints have them, without DeepSeek's module for a second token.

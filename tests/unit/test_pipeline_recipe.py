@@ -7,6 +7,7 @@ import pytest
 
 from framework.build import plan_stages
 from framework.errors import ModelError, RecipeError, ScheduleError
+from framework.model.flops import unit_flops
 from framework.model.load import build_meta, load_config
 from framework.model.stage import find_layer_outputs
 from framework.model.units import find_units
@@ -15,7 +16,6 @@ from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.parallel.pipeline.split import split_evenly
 from framework.recipe.compose import compose
 from framework.recipe.files import search_path
-from framework.track.flops import unit_flops
 from framework.verify.plan import save_schedule
 
 PIPELINE = ("parallel.pp=2", "launch.ranks=2", "batch.sequences_per_step=8", "batch.sequences_per_microbatch=1")

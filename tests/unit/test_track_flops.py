@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from framework.track.flops import attention_reach, flops_per_token, measure_model, mfu, peak_flops
+from framework.model.flops import attention_reach, flops_per_token, measure_model
+from framework.track.flops import mfu, peak_flops
 from framework.track.memory import peak_memory_bytes
 
 # hidden 8, 2 heads of 4, 1 kv head, 3 layers, intermediate 10, vocabulary 97
