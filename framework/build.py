@@ -14,13 +14,13 @@ from framework.checkpoint.commit import find_newest
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.collectives import gather_objects
+from framework.comm.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
 from framework.comm.objects import share_errors, tell
 from framework.data.fit import check_data_fits
 from framework.data.loader import Loader, validation_batches
 from framework.data.prepared import Found, Prepared, find_prepared, open_found
 from framework.errors import EXIT_FAILED, DataError, MeshwrightError
 from framework.mesh.axis import Axis
-from framework.mesh.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
 from framework.mesh.topology import Topology, shards_within_node
 from framework.model.flops import unit_flops
 from framework.model.hub import find_folder

@@ -42,11 +42,10 @@ import torch
 import torch.distributed as dist
 
 from framework import build
-from framework.comm import agreement, algorithms, collectives, objects, p2p
+from framework.comm import agreement, algorithms, collectives, connect, objects, p2p
 from framework.data.prepare import prepare
 from framework.launch import rank as rank_program
 from framework.launch.directory import RunDirectory
-from framework.mesh import connect
 from framework.recipe.compose import compose, save_recipe
 
 TIMEOUT_S = 120.0

@@ -3,7 +3,7 @@
 A reading is {axis: {operation: (calls, bytes)}}, bytes as `collectives` defines them.
 """
 
-from framework.mesh.connect import Mesh
+from framework.comm.connect import Mesh
 
 Reading = dict[str, dict[str, tuple[int, int]]]
 

@@ -39,7 +39,7 @@ def check_place(derived: Derived) -> None:
 def check_node(run_dir: Path, device: str) -> None:
     """Raises NodeError where this node shows too few GPUs for its ranks, and has it left out from now on. It never trains on
     something else: a CPU rank among GPU ranks would hold up all of them."""
-    from framework.mesh.connect import choose_device
+    from framework.comm.connect import choose_device
 
     try:
         choose_device(device)

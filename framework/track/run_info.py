@@ -5,7 +5,7 @@ import shlex
 import torch
 from transformers import PretrainedConfig
 
-from framework.mesh.connect import Mesh
+from framework.comm.connect import Mesh
 from framework.model.flops import flops_per_token, measure_model
 from framework.model.load import build_meta
 from framework.recipe.derive import derive

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import all_reduce
+from framework.comm.connect import Mesh
 from framework.comm.transfer import upload, upload_values
 from framework.data.pack import Microbatch
-from framework.mesh.connect import Mesh
 from framework.model.loss import TokenLoss, count_loss_tokens
 from framework.model.materialize import accepted_arguments
 from framework.model.stage import StageModel

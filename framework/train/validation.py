@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import all_reduce
+from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
-from framework.mesh.connect import Mesh
 from framework.model.loss import count_loss_tokens
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from framework.build import build
+from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
-from framework.mesh.connect import Mesh
 from framework.mesh.layout import Layout
 from framework.model.precision import compute_dtype
 from framework.optim.schedules import learning_rate

@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
 from framework.build import make_topology
+from framework.comm.connect import connect
 from framework.errors import MeshwrightError
-from framework.mesh.connect import connect
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.verify.evidence import Evidence, TokenBatch, make_batches

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from framework.comm import algorithms, collectives
+from framework.comm.connect import connect
 from framework.mesh.axis import Axis
-from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 
 Algorithm = Callable[[], None]

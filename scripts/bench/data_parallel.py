@@ -43,8 +43,8 @@ from interleave import (
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from framework.comm.connect import Mesh
 from framework.data.loader import Microbatch
-from framework.mesh.connect import Mesh
 from framework.recipe.schema import Zero
 
 LOSS_TOLERANCE = 1e-4

@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from framework.build import build
 from framework.comm.collectives import gather_objects
+from framework.comm.connect import Mesh, connect
 from framework.data.loader import Microbatch
-from framework.mesh.connect import Mesh, connect
 from framework.mesh.topology import Topology
 from framework.model import matmul
 from framework.model.load import load_config

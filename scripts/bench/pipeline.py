@@ -43,8 +43,8 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from framework.comm.connect import Mesh
 from framework.data.loader import Microbatch
-from framework.mesh.connect import Mesh
 from framework.model.flops import unit_flops
 from framework.model.units import find_units
 from framework.parallel.pipeline.pipeline import plan_pipeline

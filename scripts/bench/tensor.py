@@ -54,8 +54,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from framework.comm.connect import Mesh
 from framework.data.loader import Microbatch
-from framework.mesh.connect import Mesh
 from framework.recipe.schema import Parallel, Zero
 
 TORCH = ["torch", "torchplain", "torchloss", "torchplainloss"]

@@ -58,9 +58,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from framework.comm.algorithms import Pending
+from framework.comm.connect import Mesh
 from framework.data.loader import Microbatch
 from framework.mesh.axis import Axis
-from framework.mesh.connect import Mesh
 from framework.parallel.zero import gradients, parameters
 from framework.recipe.schema import Zero
 

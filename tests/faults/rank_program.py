@@ -75,7 +75,7 @@ def reduce_forever(folder, at_work) -> None:
     import torch
 
     from framework.comm.collectives import all_reduce
-    from framework.mesh.connect import connect
+    from framework.comm.connect import connect
     from framework.mesh.topology import Topology
 
     mesh = connect(Topology(dp=2), torch.device("cpu"))

@@ -15,9 +15,9 @@ from framework.checkpoint.commit import COMMIT_POINTS, list_checkpoints
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
+from framework.comm.connect import connect
 from framework.errors import CheckpointError
 from framework.mesh.axis import Axis
-from framework.mesh.connect import connect
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from framework.build import build
+from framework.comm.connect import connect
 from framework.data.pack import Microbatch
-from framework.mesh.connect import connect
 from framework.model.precision import DTYPES
 from framework.recipe.schema import Recipe
 from framework.train.step import Run, train_step

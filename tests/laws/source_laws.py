@@ -115,8 +115,8 @@ def parallelisms_do_not_know_each_other(source: Source) -> Iterator[Breach]:
 
 
 def only_comm_communicates(source: Source) -> Iterator[Breach]:
-    """torch.distributed appears in comm/, mesh/connect.py and launch/ (for its elastic launcher)."""
-    if source.room in ("comm", "launch") or source.path == "mesh/connect.py":
+    """torch.distributed appears in comm/ and launch/ (for its elastic launcher)."""
+    if source.room in ("comm", "launch"):
         return
     for line, name in {*source.imports(), *source.dotted_names()}:
         if name.startswith("torch.distributed"):
@@ -137,8 +137,8 @@ def only_transfer_sends_to_devices(source: Source) -> Iterator[Breach]:
 
 
 def mesh_is_integers(source: Source) -> Iterator[Breach]:
-    """mesh/ needs no torch, except to connect."""
-    if source.room == "mesh" and source.path != "mesh/connect.py":
+    """mesh/ needs no torch."""
+    if source.room == "mesh":
         yield from _imports_of(source, {"torch", "transformers"})
 
 
@@ -149,8 +149,8 @@ def recipe_is_instant(source: Source) -> Iterator[Breach]:
 
 
 def only_connect_launch_and_cli_read_the_environment(source: Source) -> Iterator[Breach]:
-    """os.environ appears in mesh/connect.py, launch/ and cli.py."""
-    if source.room in ("launch", "cli") or source.path == "mesh/connect.py":
+    """os.environ appears in comm/connect.py, launch/ and cli.py."""
+    if source.room in ("launch", "cli") or source.path == "comm/connect.py":
         return
     readers = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
     for line, name in {*source.imports(), *source.dotted_names()}:

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from framework.build import make_topology
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.precision import DTYPES
 from framework.recipe.derive import derive

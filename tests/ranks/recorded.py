@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.recipe.derive import derive
 from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
 from framework.verify.evidence import make_batches

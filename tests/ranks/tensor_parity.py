@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.comm.collectives import all_reduce
+from framework.comm.connect import connect
 from framework.mesh.axis import Axis
-from framework.mesh.connect import connect
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta, choose_experts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from framework.build import build
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.model.stage import StageModel
 from framework.recipe.schema import Pipeline, Recipe, Zero
 from framework.train.stage import StageOfStep

@@ -11,8 +11,8 @@ from framework.checkpoint import storage
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.save import save_checkpoint
+from framework.comm.connect import connect
 from framework.errors import EXIT_FAILED, CheckpointError, MeshwrightError
-from framework.mesh.connect import connect
 from framework.mesh.layout import Layout, Shard
 from framework.mesh.topology import Topology
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from framework.comm import algorithms, collectives, ledger
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.mesh.topology import AXIS_NAMES, Topology
 
 WORLDS = (1, 2, 3, 4)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from framework.comm import duals, ledger
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 
 WORLDS = (1, 2, 3, 4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from framework.comm import collectives, ledger, p2p
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 
 

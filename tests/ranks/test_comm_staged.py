@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from framework.comm import collectives, p2p
+from framework.comm.connect import connect
 from framework.comm.duals import shift
-from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.recipe.schema import Parallel, Zero
 from framework.verify.layout import run_layout

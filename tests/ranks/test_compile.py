@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 from framework.build import StagePlan, build, group, lay_out, plan_stages
 from framework.comm import collectives, p2p
 from framework.comm.algorithms import Pending
+from framework.comm.connect import connect
 from framework.mesh.axis import Axis
-from framework.mesh.connect import connect
 from framework.mesh.topology import AXIS_NAMES
 from framework.model.load import build_meta
 from framework.model.units import find_units

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from framework.build import build
+from framework.comm import connect as connecting
+from framework.comm.connect import CONNECT_ATTEMPTS, Wiring, connect, join_axes, persist
 from framework.errors import ConnectionFailed, RanksDiffer
-from framework.mesh import connect as connecting
-from framework.mesh.connect import CONNECT_ATTEMPTS, Wiring, connect, join_axes, persist
 from framework.mesh.descriptors import count_sockets
 from framework.mesh.topology import Topology
 from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero

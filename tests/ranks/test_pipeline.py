@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from framework.build import build
+from framework.comm.connect import connect
 from framework.comm.p2p import start_receive, start_send
-from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.parallel.pipeline.actions import Action, Kind
 from framework.parallel.pipeline.execute import ActivationSpec, Links

@@ -14,7 +14,7 @@ from framework.build import build, restore
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.load import Reader
 from framework.checkpoint.save import save_checkpoint
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.model.weights import read_weights
 from framework.optim.schedules import learning_rate
 from framework.parallel.zero import load_parameters

@@ -17,7 +17,7 @@ from torch import nn
 import framework.build
 from framework.build import build
 from framework.comm.collectives import gather_objects
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.step import train_step

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from framework.build import build, plan_stages
 from framework.comm import ledger
+from framework.comm.connect import connect
 from framework.errors import EXIT_DONE
-from framework.mesh.connect import connect
 from framework.model.load import build_meta
 from framework.model.precision import DTYPES
 from framework.optim.optimizers import state_names

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from tests.ranks.pool import RankFailure
 

@@ -10,7 +10,7 @@ import torch
 
 from framework.build import build, restore
 from framework.checkpoint.save import save_checkpoint
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.recipe.schema import Zero
 from framework.train.state import RunState, saved_entries
 from framework.train.step import Run

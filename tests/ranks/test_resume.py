@@ -16,9 +16,9 @@ from framework.checkpoint import storage
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
+from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError
-from framework.mesh.connect import connect
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import load_config

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from framework.comm.collectives import gather_objects
+from framework.comm.connect import connect
 from framework.errors import ModelError, TopologyError
 from framework.mesh.axis import Axis
-from framework.mesh.connect import connect
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta

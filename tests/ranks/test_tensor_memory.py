@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from framework.build import DTYPES, build
-from framework.mesh.connect import Mesh, connect
+from framework.comm.connect import Mesh, connect
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta
 from framework.model.loss import TokenLoss

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import Pending
+from framework.comm.connect import connect
 from framework.comm.p2p import exchange
 from framework.mesh.axis import Axis
-from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.parallel.tensor import async_tp
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor

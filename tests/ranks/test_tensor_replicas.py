@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from framework.build import build
+from framework.comm.connect import connect
 from framework.errors import DriftError
-from framework.mesh.connect import connect
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.replicas import check_replicas, find_drift
 from framework.recipe.derive import derive

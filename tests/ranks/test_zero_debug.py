@@ -5,9 +5,9 @@ import torch
 
 from framework.build import build
 from framework.comm.collectives import all_reduce
+from framework.comm.connect import connect
 from framework.comm.p2p import start_receive
 from framework.errors import OrderError
-from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.recipe.schema import Zero
 from framework.train.step import Run, train_step

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from framework.build import build, restore
 from framework.checkpoint.save import save_checkpoint
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.recipe.schema import Recipe, Zero
 from framework.train.state import RunState, saved_entries
 from framework.train.step import Run, evaluate, train_step

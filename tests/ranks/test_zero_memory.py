@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from framework.build import build
+from framework.comm.connect import connect
 from framework.mesh.axis import Axis
-from framework.mesh.connect import connect
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from framework.build import build
 from framework.comm import ledger
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.recipe.schema import Precision, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.compare import compare

@@ -13,7 +13,7 @@ import pytest
 
 from framework.build import build
 from framework.comm import ledger
-from framework.mesh.connect import connect
+from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units

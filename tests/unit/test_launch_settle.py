@@ -7,12 +7,12 @@ import huggingface_hub
 import pytest
 import torch
 
+from framework.comm import connect
+from framework.comm.connect import choose_device
 from framework.errors import EXIT_NODE, ModelError, NodeError, RecipeError
 from framework.launch.fingerprint import hash_code, take_fingerprint
 from framework.launch.settle import keep_settled, settle, settle_device
 from framework.launch.task import check_node
-from framework.mesh import connect
-from framework.mesh.connect import choose_device
 from framework.model.hub import find_folder, pin_revision
 from framework.model.load import load_config
 from framework.recipe.compose import compose

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from framework.build import build, train_rank
+from framework.comm.connect import connect
 from framework.data.pack import IGNORED, Microbatch
 from framework.data.prepare import prepare
 from framework.errors import RecipeError
-from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.packing import keeps_documents_apart
 from framework.recipe.schema import Data, Model, Recipe, Source

@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig
 
 from framework.cli import main
+from framework.comm.connect import connect
 from framework.errors import EXIT_USER, RecipeError
 from framework.launch.directory import RunDirectory
 from framework.launch.local import rank_variables, train
 from framework.launch.resume import resume_recipe
-from framework.mesh.connect import connect
 from framework.mesh.topology import Topology
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose, load_recipe, save_recipe

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import framework
 from framework.build import build
 from framework.comm import transfer
+from framework.comm.connect import connect
 from framework.comm.transfer import pin, upload
-from framework.mesh.connect import connect
 from framework.recipe.schema import Memory, Optim, Recipe, Zero
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches

@@ -1,4 +1,4 @@
-"""Connect: from a Topology to a Mesh whose axes have process groups. The only file of this folder that needs torch."""
+"""Connect: from a Topology to a Mesh whose axes have process groups."""
 
 import json
 import os

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from framework.build import make_topology
+from framework.comm.connect import connect
 from framework.errors import TopologyError
-from framework.mesh.connect import connect
 from framework.mesh.topology import AXIS_NAMES, Topology
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
