@@ -14,6 +14,7 @@ gets zeros.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -94,6 +95,25 @@ def own_ties(model: nn.Module, ties: Mapping[str, tuple[str, ...]]) -> dict[str,
     there = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     kept = {name: tuple(alias for alias in aliases if alias in there) for name, aliases in ties.items()}
     return {name: aliases for name, aliases in kept.items() if aliases}
+
+
+def copy_stage(
+    whole: PreTrainedModel, units: Sequence[Unit], bounds: StageBounds, returns_tuple: bool
+) -> PreTrainedModel:
+    """A copy of a model on meta for one stage, without the layers of other stages; the whole model stays as it is.
+
+    Embedding, final norm and head are copied whole, with their ties, whoever owns them: tensor parallelism asks for their
+    shapes, and `StageModel` replaces them afterwards. With one stage it is a plain deep copy. Nothing is allocated.
+
+    units: of the whole model. returns_tuple: whether its layers return tuples (`find_layer_outputs`).
+    """
+    # deepcopy takes what its memo has for an object's id instead of copying it: a layer that is not needed costs nothing.
+    memo: dict[int, Any] = {
+        id(whole.get_submodule(unit.root)): PassThrough(returns_tuple)
+        for unit in units
+        if unit.is_layer and not bounds.owns(unit)
+    }
+    return deepcopy(whole, memo)
 
 
 class StageModel:
