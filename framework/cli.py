@@ -225,9 +225,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
-    from framework.verify.plan import plan
+    from framework.plan.page import plan_command
 
-    return plan(recipe, arguments.schedule_to)
+    return plan_command(recipe, arguments.schedule_to)
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:

@@ -89,7 +89,7 @@ def _train(run_dir: Path) -> int:
             return _train_task(run, recipe, threads)
         import torch
 
-        from framework.build import train_rank
+        from framework.launch.train import train_rank
 
         torch.set_num_threads(threads)
         return train_rank(recipe, run_dir, fingerprint=take_fingerprint(recipe))
@@ -102,7 +102,7 @@ def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
         check_place(derive(recipe))
         import torch
 
-        from framework.build import train_rank
+        from framework.launch.train import train_rank
 
         check_node(run.path, recipe.launch.device)
         torch.set_num_threads(threads)

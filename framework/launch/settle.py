@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from framework.errors import RecipeError
+from framework.plan.target import resolve_precision, target_device
 from framework.recipe.derive import derive
 from framework.recipe.environment import fill
-from framework.recipe.schema import Launch, Precision, Recipe
+from framework.recipe.schema import Launch, Recipe
 
 
 def settle(recipe: Recipe) -> Recipe:
@@ -29,15 +29,16 @@ def settle(recipe: Recipe) -> Recipe:
         from framework.model.hub import pin_revision  # half a second, which few recipes need
 
         model = pin_revision(model)
-    return replace(recipe, launch=launch, precision=_settle_precision(recipe.precision, launch), model=model)
+    return replace(recipe, launch=launch, precision=resolve_precision(recipe.precision, launch), model=model)
 
 
 def settle_device(launch: Launch, world: int, count_gpus: Callable[[], int]) -> Launch:
     """`launch.device` as cuda or cpu. Under SLURM it is cuda where GPUs are asked for, whatever the login node has; here, where
     there is a GPU for each of `world` ranks."""
     if launch.kind == "slurm":
-        device: Literal["cpu", "cuda"] = "cuda" if launch.gres is not None else "cpu"
-        return replace(launch, device=device) if launch.device == "auto" else launch
+        device = target_device(launch)
+        assert device is not None, "SLURM's nodes are known by launch.gres"
+        return replace(launch, device=device)
     if launch.device == "cpu":
         return launch
     count = count_gpus()
@@ -62,20 +63,6 @@ def keep_settled(saved: Recipe, other: Recipe) -> Recipe:
     if model.revision is None and model.weights == saved.model.weights:
         model = replace(model, revision=saved.model.revision)
     return replace(other, precision=precision, model=model)
-
-
-def _settle_precision(precision: Precision, launch: Launch) -> Precision:
-    """`auto` asks the device of this machine; of a cluster's nodes it is known only which kind they have."""
-    if precision.compute != "auto":
-        return precision
-    if launch.kind == "slurm":
-        return replace(precision, compute="bf16" if launch.device == "cuda" else "fp32")
-    import torch
-
-    from framework.model.precision import compute_dtype
-
-    is_bf16 = compute_dtype(precision, torch.device(launch.device)) == torch.bfloat16
-    return replace(precision, compute="bf16" if is_bf16 else "fp32")
 
 
 def _count_gpus(launch: Launch) -> int:

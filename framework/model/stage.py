@@ -117,11 +117,12 @@ def copy_stage(
 
 
 class StageModel:
-    """A model on meta, cut in place to one stage. With one stage nothing is replaced, and a call is the model's own.
+    """A model that `hollow_out` has cut to one stage, and how hidden states come in and go out. With one stage a call is the
+    model's own.
 
-    returns_tuple: whether its layers return tuples. dtype: of hidden states. seed_mask: what the seeds of its layers are
-    exclusive-or'd with, on a rank whose layers hold other tokens than those of the other ranks. routers: of the whole model,
-    whose sums are handed on, if there is a balancing term.
+    units: those of which the stage computes anything. seed_mask: what the seeds of its layers are exclusive-or'd with, on a rank
+    whose layers hold other tokens than those of the other ranks. routers: of the whole model, whose sums are handed on, if there
+    is a load-balancing loss.
     """
 
     def __init__(
@@ -129,8 +130,6 @@ class StageModel:
         model: PreTrainedModel,
         units: Sequence[Unit],
         cut: StageBounds,
-        returns_tuple: bool,
-        dtype: torch.dtype,
         seed_mask: int = 0,
         routers: Routers | None = None,
     ):
@@ -139,9 +138,6 @@ class StageModel:
         self._leaving: Tensor | None = None
         self._seed: tuple[int | str, ...] | None = None
         self._shape = torch.Size()
-        for unit in units:
-            if not cut.owns(unit):
-                _hollow_out(model, unit, returns_tuple, dtype)
         layers = [unit.root for unit in units if unit.is_layer and cut.owns(unit)]
         for unit in units:
             if unit.is_layer and cut.owns(unit):
@@ -150,7 +146,7 @@ class StageModel:
             model.get_submodule(layers[0]).register_forward_pre_hook(self._inject, with_kwargs=True)
         if not cut.is_last:
             model.get_submodule(layers[-1]).register_forward_hook(self._take)
-            behind = next(unit.root for unit in units if unit.name == f"layers.{cut.stop}")
+            behind = _following_layer(layers[-1])
             model.get_submodule(behind).register_forward_pre_hook(self._blank, with_kwargs=True)
 
     def __call__(
@@ -188,6 +184,12 @@ class StageModel:
         assert self._leaving is not None, "a layer runs before those in front of it"
         zeros = self._leaving.new_zeros(()).expand(*self._shape, self._leaving.shape[-1])
         return _replace_input(args, kwargs, zeros)
+
+
+def _following_layer(path: str) -> str:
+    """The path of the layer behind the one at `path`."""
+    layers, _, index = path.rpartition(".")
+    return f"{layers}.{int(index) + 1}"
 
 
 def _replace_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states: Tensor | None) -> tuple[Any, Any]:
@@ -232,8 +234,19 @@ class Resized(nn.Module):
         return x.new_zeros(*x.shape[:-1], self.width)
 
 
-def _hollow_out(model: PreTrainedModel, unit: Unit, returns_tuple: bool, dtype: torch.dtype) -> None:
-    """Replace whatever of the unit has parameters."""
+def hollow_out(
+    model: PreTrainedModel, units: Sequence[Unit], bounds: StageBounds, returns_tuple: bool, dtype: torch.dtype
+) -> None:
+    """Replace in place, on meta, whatever of the model has parameters of other stages. With one stage that is nothing.
+
+    units: the whole model's. returns_tuple: whether its layers return tuples. dtype: of hidden states.
+    """
+    for unit in units:
+        if not bounds.owns(unit):
+            _hollow_out_unit(model, unit, returns_tuple, dtype)
+
+
+def _hollow_out_unit(model: PreTrainedModel, unit: Unit, returns_tuple: bool, dtype: torch.dtype) -> None:
     if unit.is_layer:
         _replace(model, unit.root, PassThrough(returns_tuple))
         return
@@ -303,7 +316,8 @@ def _run_in_parts(
     for cut in split_stages((1, num_layers - 1)):
         part = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         part.load_state_dict(whole.state_dict())
-        hidden = StageModel(part, units, cut, returns_tuple, torch.float32)(hidden, input_ids=tokens)
+        hollow_out(part, units, cut, returns_tuple, torch.float32)
+        hidden = StageModel(part, units, cut)(hidden, input_ids=tokens)
     return hidden[0].logits
 
 

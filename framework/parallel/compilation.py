@@ -6,23 +6,25 @@ tensor-parallel regions are calls that the compiler leaves alone: `torch.compile
 guards on what counts or changes from step to step, and one set of graphs serves all layers that are alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from framework.model.units import Unit
-from framework.recipe.schema import Memory
+from framework.mesh.layout import Layout
+from framework.parallel.stage_plan import StagePlan
 
 
-def compiled_layers(model: PreTrainedModel, units: Sequence[Unit], memory: Memory) -> list[nn.Module]:
-    """The layers that the recipe asks to compile: all or none."""
-    if memory.compile != "always":
+def compile_layers(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
+    """Compile each layer's forward for the shapes that it meets, at its first call, if the recipe asks for it. Layouts stay."""
+    for layer in compiled_layers(model, plan):
+        layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
+    return layouts
+
+
+def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> list[nn.Module]:
+    """The layers of the stage that the recipe asks to compile: all or none."""
+    if plan.recipe.memory.compile != "always":
         return []
-    return [model.get_submodule(unit.root) for unit in units if unit.is_layer]
-
-
-def compile_layer(layer: nn.Module) -> None:
-    """Compile the layer's forward for the shapes that it meets, at its first call."""
-    layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
+    return [model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer]

@@ -1,64 +1,95 @@
-"""Everything that is done to a model on meta to lay it out over the mesh, in the one order that works.
+"""Everything that lays a model out over the mesh, in the one order that works: a list of transforms.
 
-Nothing here owns memory or sends a byte, so a plan for thousands of ranks can be made on a laptop.
+A transform takes a stage's model on meta, the layout of each of its parameters, and the StagePlan. It changes the model in
+place and returns refined layouts. It keeps every global shape, knows no other transform, and is the identity where its axes have
+size 1. Nothing here owns memory or sends a byte, so a plan for thousands of ranks can be made on a laptop. What a run adds once
+there is memory (gradient views, hooks) is in `attach.py`.
+
+A new parallelism is one file and one line in TRANSFORMS.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.model.load import choose_experts
 from framework.model.materialize import kept_in_fp32
-from framework.model.units import Unit
-from framework.parallel.activation_checkpointing import checkpoint_activations
-from framework.parallel.compilation import compile_layer, compiled_layers
-from framework.parallel.zero.buffers import UnitBuffer, plan_buffers
-from framework.parallel.zero.lifetimes import Lifetimes
-from framework.recipe.schema import Memory
+from framework.model.stage import find_shared, hollow_out
+from framework.parallel.activation_checkpointing import checkpoint_layers
+from framework.parallel.compilation import compile_layers
+from framework.parallel.stage_plan import StagePlan
+from framework.parallel.tensor import split_over_tp
+
+Layouts = Mapping[str, Layout]
+Transform = Callable[[PreTrainedModel, Layouts, StagePlan], Layouts]
 
 
-def parallelize(
-    model: PreTrainedModel,
-    units: Sequence[Unit],
-    ties: Mapping[str, tuple[str, ...]],
-    layouts: Mapping[str, Layout],
-    shared: Collection[str],
-    groups: Mapping[str, str],
-    memory: Memory,
-    compute_dtype: torch.dtype,
-    master_dtype: torch.dtype,
-    lifetimes: Lifetimes,
-    axes: Mapping[str, Axis],
-) -> list[UnitBuffer]:
-    """Transform the layers and plan the unit buffers.
+def select_experts_kernel(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    """Choose how stacked experts are multiplied (`model.experts`)."""
+    choose_experts(model, plan.recipe.model.experts, plan.compute_dtype)
+    return layouts
 
-    ties: the names of each parameter in this model. layouts: of each, as tensor parallelism has left it. shared: parameters
-    that are on the other end of the pipeline as well. groups: optimizer group of each parameter, "" if frozen.
+
+def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    """Replace what other pipeline stages compute, and keep the layouts of this stage's parameters, each under its one name.
+
+    A tied embedding that the first and the last stage share is one more replica (law 1), over the axis `embedding`.
     """
-    layers = [model.get_submodule(unit.root) for unit in units if unit.is_layer]
-    for layer in compiled_layers(model, units, memory):
-        compile_layer(layer)
-    # Around what is compiled: the layer runs again in backward as it ran in forward, whatever breaks its graph.
-    if memory.activation_checkpointing == "full":
-        for layer in layers:
-            checkpoint_activations(layer)
-    # Last: buffers hold the parameters that are left to this rank, in the dtypes that forward reads.
-    names = [name for unit in units for name in unit.parameters]
-    # Law 1: a tied embedding across stages is one more replica axis.
-    ends = {name: ("ends",) if name in shared else () for name in names}
-    layouts = {
-        name: replace(
-            layouts[name],
-            replicated=(*layouts[name].replicated, *ends[name]),
-            partial=(*layouts[name].partial, *ends[name]),
-            # Buffers divide among replicas what is counted; an interval is for what is shared in part.
-            interval=None if layouts[name].replicated else layouts[name].interval,
-        )
-        for name in names
-    }
-    fp32 = kept_in_fp32(model, compute_dtype)
-    dtypes = {name: torch.float32 if fp32 & {*ties[name]} else compute_dtype for name in names}
-    return plan_buffers(units, layouts, groups, dtypes, master_dtype, lifetimes, axes)
+    hollow_out(model, plan.units, plan.bounds, plan.returns_tuple, plan.compute_dtype)
+    shared = find_shared(plan.units, plan.ties, plan.bounds)
+    own = {name: layouts[name] for unit in plan.own_units for name in unit.parameters}
+    return {name: _share(layout) if name in shared else layout for name, layout in own.items()}
+
+
+def tensor(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    recipe, axes = plan.recipe, plan.axes
+    return split_over_tp(
+        model,
+        axes["tp"],
+        axes["kv"],
+        recipe.parallel.sequence,
+        recipe.model.tp_plan,
+        recipe.memory.gathered_inputs == "regather",
+        recipe.parallel.overlap == "always",
+    )
+
+
+def shard_over_batch(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    return {name: replace(each, interval=None) if each.replicated else each for name, each in layouts.items()}
+
+
+TRANSFORMS: tuple[Transform, ...] = (
+    select_experts_kernel,  # first: what follows may replace the module that asks for it
+    tensor,  # weights of all that is here: vocabulary, layers, and the tokens between regions
+    cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
+    compile_layers,  # of the layers as they are computed ...
+    checkpoint_layers,  # ... and around it: backward runs a layer again as forward ran it, whatever breaks its graph
+    shard_over_batch,  # last: ZeRO divides what all else has left to this rank
+)
+
+
+def _share(layout: Layout) -> Layout:
+    axis = "ends"
+    return replace(layout, replicated=(*layout.replicated, axis), partial=(*layout.partial, axis))
+
+
+def parallelize(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    """Apply all transforms to a stage's model; the layouts of its parameters, by their names in their units."""
+    for transform in TRANSFORMS:
+        layouts = transform(model, layouts, plan)
+    return layouts
+
+
+def whole_layouts(model: PreTrainedModel) -> dict[str, Layout]:
+    """What transforms begin with: every parameter whole, under each of its names."""
+    return {name: Layout(tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def find_compute_dtypes(model: PreTrainedModel, plan: StagePlan) -> dict[str, torch.dtype]:
+    """The dtype in which forward reads each of the stage's parameters: some families keep some in fp32."""
+    fp32 = kept_in_fp32(model, plan.compute_dtype)
+    names = [name for unit in plan.own_units for name in unit.parameters]
+    return {name: torch.float32 if fp32 & {*plan.ties[name]} else plan.compute_dtype for name in names}

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
 from framework.model.load_balancing import LoadBalancingLoss
-from framework.model.stage import StageBounds
+from framework.model.stage import StageBounds, own_units
 from framework.model.units import Unit
 from framework.recipe.schema import Recipe
 
@@ -34,3 +35,8 @@ class StagePlan:
     device: torch.device
     returns_tuple: bool = False
     load_balancing: LoadBalancingLoss | None = None
+
+    @cached_property
+    def own_units(self) -> tuple[Unit, ...]:
+        """The units of which the stage computes anything, in order; their parameters are those that the stage has."""
+        return tuple(own_units(self.units, self.ties, self.bounds))

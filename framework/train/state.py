@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from framework.checkpoint.commit import Found
 from framework.checkpoint.index import Entry
+from framework.checkpoint.load import load_newest
 from framework.mesh.layout import Layout
 from framework.model.materialize import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
@@ -32,6 +35,18 @@ class RunState:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "RunState":
         return cls(**values)
+
+
+def restore(run: Run, checkpoints: Path, found: Found | None = None) -> RunState:
+    """Fill a run from the newest whole checkpoint, whatever layout saved it. found: what rank 0 has told of them already."""
+    values = load_newest(checkpoints, read_entries(run), run.mesh.axis("world"), found)
+    assert values is not None, f"no checkpoint in {checkpoints}"
+    share_read(run)
+    state = RunState.from_json(values)
+    run.optimizer.num_updates = state.num_updates
+    for buffer in run.buffers:
+        buffer.copy_master_to_params()
+    return state
 
 
 def saved_entries(run: Run) -> Iterator[Entry]:

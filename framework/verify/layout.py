@@ -4,28 +4,27 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from framework.build import build
 from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
 from framework.mesh.layout import Layout
-from framework.model.precision import compute_dtype
 from framework.optim.schedules import learning_rate
+from framework.plan.plan import Plan
 from framework.recipe.schema import Recipe
 from framework.train.step import Run, train_step
 from framework.verify.double import keep_double
 from framework.verify.evidence import Evidence, TokenBatch, gather_full
 
 
-def run_layout(recipe: Recipe, config: PretrainedConfig, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
-    """Train the recipe's layout on the batches; the evidence is gathered on every rank."""
-    run, dtype = build(recipe, config, mesh), compute_dtype(recipe.precision, mesh.device)
+def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
+    """Train the plan's layout on the batches; the evidence is gathered on every rank."""
+    run, recipe = build(plan, mesh), plan.recipe
     losses, norms, gradients, by_step = [], [], {}, []
     for step, batch in enumerate(batches):
         lr = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
         microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
-        with keep_double(dtype):
+        with keep_double(plan.compute_dtype):
             loss, norm = train_step(run, microbatches, step, lr, ()).tolist()
         losses.append(loss)
         norms.append(norm)

@@ -16,9 +16,9 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
-from framework.build import make_topology
 from framework.comm.connect import connect
 from framework.errors import MeshwrightError
+from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.verify.evidence import Evidence, TokenBatch, make_batches
@@ -80,11 +80,11 @@ def _run_rank(rank: int, recipe: Recipe, config: PretrainedConfig, num_steps: in
     torch.set_num_threads(1)
     set_verbosity_error()
     try:
-        topology = make_topology(recipe, derive(recipe), config)
-        device, backend = choose_rank_device(recipe.launch.device, rank, topology.world)
+        plan = make_plan(recipe, config)
+        device, backend = choose_rank_device(recipe.launch.device, rank, plan.topology.world)
         compute_exactly(device)
-        mesh = connect(topology, device, (folder / "rendezvous").as_uri(), rank, TIMEOUT_S, backend=backend)
-        evidence = run_layout(recipe, config, draw_batches(recipe, config, num_steps), mesh)
+        mesh = connect(plan.topology, device, (folder / "rendezvous").as_uri(), rank, TIMEOUT_S, backend=backend)
+        evidence = run_layout(plan, draw_batches(recipe, config, num_steps), mesh)
         if rank == 0:
             torch.save(evidence, folder / "evidence")
         mesh.close()

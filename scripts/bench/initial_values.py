@@ -11,12 +11,10 @@ import time
 
 import torch
 
-from framework.build import group, lay_out, make_topology, materialize, plan_stages
-from framework.mesh.axis import Axis
-from framework.model.load import build_meta, load_config
-from framework.model.units import find_units
+from framework.build import materialize
+from framework.model.load import load_config
+from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
-from framework.recipe.derive import derive
 
 LLAMA_70B = ("model=llama3_1_70b", "parallel.pp=16", "launch.ranks=128", "zero=stage_3", "precision=fp32")
 BATCH = ("batch.context=4096", "batch.sequences_per_step=512", "batch.tokens_per_step=null")
@@ -29,26 +27,21 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    cpu = torch.device("cpu")
 
     recipe = compose([*LLAMA_70B, *BATCH, *options.overrides]).require()
-    config = load_config(recipe.model)
-    whole = build_meta(config, recipe.model.attention)
-    topology = make_topology(recipe, derive(recipe), config)
-    groups = topology.groups(options.rank).items()
-    axes = {name: Axis(name, len(ranks), ranks.index(options.rank), ranks) for name, ranks in groups}
-    assignments = group(recipe, whole, find_units(whole))
-    plans = lay_out(recipe, config, plan_stages(recipe, whole), assignments, cpu, axes)
+    plan = make_plan(recipe, load_config(recipe.model))
+    own = plan.of_rank(options.rank)
 
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, used = time.perf_counter(), time.process_time()
-    materialize(whole, plans, recipe, cpu, resumes=False)
+    materialize(plan, own, torch.device("cpu"), resumes=False)
     wall, used = time.perf_counter() - wall, time.process_time() - used
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
 
-    buffers = [buffer for plan in plans for buffer in plan.buffers]
-    held_gb = sum(buffer.master.nbytes for buffer in buffers) / 1e9
-    print(f"{', '.join(unit.name for plan in plans for unit in plan.units)}: {held_gb:.2f} GB of this rank's own")
+    held_gb = sum(buffer.master.nbytes for buffer in own.buffers) / 1e9
+    print(
+        f"{', '.join(unit.name for stage in own.stages for unit in stage.units)}: {held_gb:.2f} GB of this rank's own"
+    )
     print(f"{wall:.1f} s, {used:.1f} CPU s: {wall / held_gb:.2f} s per GB, {used / held_gb:.2f} CPU s per GB")
     print(f"peak memory of it {peak_kib / 2**20:.2f} GiB")
 

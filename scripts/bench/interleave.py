@@ -35,6 +35,7 @@ from framework.data.loader import Microbatch
 from framework.mesh.topology import Topology
 from framework.model import matmul
 from framework.model.load import load_config
+from framework.plan.plan import make_plan
 from framework.recipe import schema
 from framework.train.step import train_step
 
@@ -236,7 +237,7 @@ class Ours:
             pipeline=pipeline,
             launch=schema.Launch(ranks=setting.world, device="cpu"),
         )
-        self.run = build(recipe, load_config(recipe.model), mesh if zero.stage else _unsharded(mesh))
+        self.run = build(make_plan(recipe, load_config(recipe.model)), mesh if zero.stage else _unsharded(mesh))
         self._step = 0
 
     def step(self, microbatches: Sequence[Microbatch]) -> float:

@@ -9,6 +9,7 @@ from framework.build import build
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.model.precision import DTYPES
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Recipe
 from framework.train.step import Run, train_step
 from framework.verify.double import keep_double
@@ -41,7 +42,7 @@ def start(
     config.use_cache = False
     mesh = connect(topology_of(recipe, config), device, rendezvous, rank)
     batches = make_batches(config, num_batches, recipe.batch.sequences_per_step or 0, CONTEXT, seed=11)
-    run = build(recipe, config, mesh, resumes=checkpoints is not None)
+    run = build(make_plan(recipe, config), mesh, resumes=checkpoints is not None)
     return Training(run, [share(batch, recipe.batch.sequences_per_microbatch, mesh) for batch in batches])
 
 

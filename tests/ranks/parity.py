@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from framework.build import make_topology
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.precision import DTYPES
+from framework.plan.plan import make_plan, make_topology
 from framework.recipe.derive import derive
 from framework.recipe.schema import Batch, Launch, Memory, Optim, Parallel, Precision, Recipe, Train, Zero
 from framework.verify.compare import TOLERANCES, Row, compare, render
@@ -98,7 +98,7 @@ def small_recipe(
 
 
 def topology_of(recipe: Recipe, config: PretrainedConfig) -> Topology:
-    return make_topology(recipe, derive(recipe), config)
+    return make_topology(recipe, config)
 
 
 def run_cases(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> dict[str, list[Row]]:
@@ -126,7 +126,7 @@ def train_layouts(rank: int, world: int, rendezvous: str, cases: Sequence[Case])
         if rank < topology.world:
             mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
             for case, label in layouts:
-                found[case.name, label] = run_layout(case.layouts[label], case.config, case.batches(), mesh)
+                found[case.name, label] = run_layout(make_plan(case.layouts[label], case.config), case.batches(), mesh)
             mesh.close()
     return found
 

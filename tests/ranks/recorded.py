@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.connect import connect
+from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
 from framework.verify.evidence import make_batches
@@ -112,7 +113,7 @@ def train(rank: int, world: int, rendezvous: str, names: Sequence[str]) -> dict[
         assert derive(recipe).accumulation == layout.accumulation, name
         mesh = connect(topology_of(recipe, config), CPU, f"{rendezvous}-{number}", rank)
         batches = make_batches(config, STEPS, SEQUENCES, CONTEXT, seed=11)
-        evidence = run_layout(recipe, config, batches, mesh)
+        evidence = run_layout(make_plan(recipe, config), batches, mesh)
         mesh.close()
         found[name] = {
             "losses": [each.hex() for each in evidence.losses],

@@ -13,6 +13,7 @@ from torch import Tensor
 from framework.build import build
 from framework.comm.connect import connect
 from framework.model.stage import StageModel
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Pipeline, Recipe, Zero
 from framework.train.stage import StageOfStep
 from framework.train.step import evaluate, train_step
@@ -63,7 +64,7 @@ def train_both(
 
 
 def train(case: Case, recipe: Recipe, mesh: Any, fills: bool) -> Trained:
-    run = build(recipe, case.config, mesh)
+    run = build(make_plan(recipe, case.config), mesh)
     rows = recipe.batch.sequences_per_microbatch
     sequences = NUM_VALIDATION * rows * mesh.axis("dp").size
     held_out = share(make_batches(case.config, 1, sequences, CONTEXT, seed=3)[0], rows, mesh)

@@ -9,6 +9,7 @@ from framework.comm import collectives, p2p
 from framework.comm.connect import connect
 from framework.comm.duals import shift
 from framework.mesh.topology import Topology
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Zero
 from framework.verify.layout import run_layout
 from tests.families import family
@@ -78,7 +79,9 @@ def train_staged(rank, world, rendezvous, case):
     """Losses, gradients and weights of the plain mesh and of the staged one."""
     recipe = case.layouts[""]
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    plain, through_host = (run_layout(recipe, case.config, case.batches(), each) for each in (mesh, staged(mesh)))
+    plain, through_host = (
+        run_layout(make_plan(recipe, case.config), case.batches(), each) for each in (mesh, staged(mesh))
+    )
     mesh.close()
     assert plain.losses == through_host.losses
     assert plain.norms == through_host.norms

@@ -13,15 +13,13 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from framework.build import StagePlan, build, group, lay_out, plan_stages
+from framework.build import build
 from framework.comm import collectives, p2p
 from framework.comm.algorithms import Pending
 from framework.comm.connect import connect
-from framework.mesh.axis import Axis
-from framework.mesh.topology import AXIS_NAMES
-from framework.model.load import build_meta
-from framework.model.units import find_units
 from framework.parallel.tensor.layers import ColumnLinear
+from framework.plan.plan import make_plan
+from framework.plan.stage import PlannedStage
 from framework.recipe.schema import Memory, Parallel, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.compare import TOLERANCES
@@ -82,7 +80,7 @@ def train(rank: int, world: int, rendezvous: str, recipe: Recipe, name: str, lay
     frames: list[int] = []
     with fresh_compiler(backend) as warnings:
         mesh = connect(topology_of(recipe, config), CPU, rendezvous, rank)
-        run = build(recipe, config, mesh)
+        run = build(make_plan(recipe, config), mesh)
         assert recipe.batch.sequences_per_step is not None
         batches = make_batches(config, STEPS, recipe.batch.sequences_per_step, CONTEXT, seed=11)
         for step, batch in enumerate(batches):
@@ -174,19 +172,16 @@ def test_whatever_communicates_is_outside_the_compiler() -> None:
     assert not traced
 
 
-def lay_out_on_gpus(recipe: Recipe) -> list[StagePlan]:
-    """Rank 0's stages: plans, which need no GPU."""
-    config = build_config(family("llama"))
-    whole = build_meta(config, "auto")
-    axes = {name: Axis(name, recipe.parallel.tp if name == "tp" else 1, 0) for name in (*AXIS_NAMES, "ends")}
-    assignments = group(recipe, whole, find_units(whole))
-    return lay_out(recipe, config, plan_stages(recipe, whole), assignments, torch.device("cuda"), axes)
+def plan_on_gpus(recipe: Recipe) -> PlannedStage:
+    """Rank 0's stage: plans need no GPU."""
+    on_gpus = replace(recipe, launch=replace(recipe.launch, device="cuda"))
+    return make_plan(on_gpus, build_config(family("llama"))).of_rank(0).stages[0]
 
 
 @pytest.mark.parametrize("word", ["auto", "never", "always"])
 def test_only_always_compiles_even_on_gpus(word: str) -> None:
     recipe = replace(small_recipe("fp32", 1), memory=Memory(compile=word))  # type: ignore[arg-type]
-    (stage,) = lay_out_on_gpus(recipe)
+    stage = plan_on_gpus(recipe)
     layers = [stage.model.model.get_submodule(unit.root) for unit in stage.units if unit.is_layer]
     are_compiled = ["forward" in vars(layer) or layer._compiled_call_impl is not None for layer in layers]
     assert are_compiled == [word == "always"] * len(layers)
@@ -195,7 +190,7 @@ def test_only_always_compiles_even_on_gpus(word: str) -> None:
 @pytest.mark.parametrize("word", ["auto", "never", "always"])
 def test_only_always_communicates_under_products_even_on_gpus(word: str) -> None:
     recipe = small_recipe("fp32", 2, parallel=Parallel(tp=2, overlap=word))  # type: ignore[arg-type]
-    model = lay_out_on_gpus(recipe)[0].model.model
+    model = plan_on_gpus(recipe).model.model
     layer = model.get_submodule("model.layers.0")  # the head's border never does
     overlaps = {module.region.overlaps for module in layer.modules() if isinstance(module, ColumnLinear)}
     assert overlaps == {word == "always"}

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig
 
-from framework import build
+from framework.data import open_data as open_data_module
 from framework.data import prepared
+from framework.data.open_data import open_data
 from framework.data.prepare import prepare
 from framework.errors import DataError, MeshwrightError, StorageError
 from framework.recipe.schema import Data, Recipe, Source
@@ -42,12 +43,12 @@ def open_on_ranks(rank, world, rendezvous, recipe, vocab_size=300, failing=()):
 
     with pytest.MonkeyPatch.context() as patch:
         watch(prepared, "list_files")
-        watch(build, "check_data_fits")
+        watch(open_data_module, "check_data_fits")
         patch.setattr(prepared.StoreMeta, "read", watched_read(looked, prepared.StoreMeta.read))
         if rank in failing:
             patch.setattr(prepared, "open_stream", refuse)
         try:
-            data = build.open_data(recipe, LlamaConfig(vocab_size=vocab_size), axis)
+            data = open_data(recipe, LlamaConfig(vocab_size=vocab_size), axis)
             outcome = data.fingerprint, [source.streams["train"].read(0, 9).tolist() for source in data.sources]
         except MeshwrightError as error:
             outcome = type(error), str(error)

@@ -24,6 +24,7 @@ from framework.parallel.pipeline.execute import ActivationSpec, Links
 from framework.parallel.pipeline.lower import lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Timed, needs, unit_costs
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.train.stage import StageOfStep
 from framework.train.step import evaluate, train_step
@@ -226,7 +227,7 @@ def observe(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, Obs
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
-        run = build(recipe, case.config, mesh)
+        run = build(make_plan(recipe, case.config), mesh)
         microbatches = share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh)
         before = evaluate(run, microbatches)
         train_step(run, microbatches, 0, 0.0, ())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from framework.build import build, restore
+from framework.build import build
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.load import Reader
 from framework.checkpoint.save import save_checkpoint
@@ -18,8 +18,9 @@ from framework.comm.connect import connect
 from framework.model.weights import read_weights
 from framework.optim.schedules import learning_rate
 from framework.parallel.zero import load_parameters
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Recipe, Zero
-from framework.train.state import RunState, saved_entries
+from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import train_step
 from framework.verify.compare import TOLERANCES
 from framework.verify.double import keep_double
@@ -48,7 +49,7 @@ def resume(rank: int, world: int, rendezvous: str, case: Case, root: Path) -> Re
         if rank >= topology.world:
             continue
         mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
-        run = build(recipe, case.config, mesh, resumes=number > 0)
+        run = build(make_plan(recipe, case.config), mesh, resumes=number > 0)
         state = restore(run, root) if number else RunState("run", "data")
         for batch in own:
             lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
@@ -69,7 +70,7 @@ def whole(rank: int, world: int, rendezvous: str, case: Case) -> Evidence:
     """Body: the case's last layout without a pause."""
     recipe = list(case.layouts.values())[-1]
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    evidence = run_layout(recipe, case.config, case.batches(), mesh)
+    evidence = run_layout(make_plan(recipe, case.config), case.batches(), mesh)
     mesh.close()
     return evidence
 
@@ -142,7 +143,7 @@ def import_weights(
 
         mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
         with patch.object(load_parameters, "read_weights", reading):
-            run = build(recipe, case.config, mesh)
+            run = build(make_plan(recipe, case.config), mesh)
         found[label] = asked, gather_full(owned_weights(run), mesh.axis("world"))
         mesh.close()
     return found

@@ -19,6 +19,7 @@ from framework.build import build
 from framework.comm.collectives import gather_objects
 from framework.comm.connect import connect
 from framework.parallel.pipeline.execute import ActivationSpec
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.compare import compare
@@ -88,7 +89,7 @@ def find_seeds(
 def count_seeds(rank: int, rendezvous: str, case: Case) -> dict[str, int]:
     recipe = case.layouts[""]
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    run = build(recipe, case.config, mesh)
+    run = build(make_plan(recipe, case.config), mesh)
     seeds: dict[str, int] = {}
 
     def note(place: str, module: nn.Module, args: Any) -> None:

@@ -12,21 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from framework.build import build, plan_stages
+from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.errors import EXIT_DONE
-from framework.model.load import build_meta
-from framework.model.precision import DTYPES
-from framework.optim.optimizers import state_names
+from framework.plan.activations import bytes_sent_per_layer
+from framework.plan.page import plan_command
+from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
-from framework.recipe.derive import derive
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.step import Run, train_step
-from framework.verify.activations import bytes_sent_per_layer
-from framework.verify.budget import bytes_per_rank, bytes_sent, make_budgets
 from framework.verify.layout import share
-from framework.verify.plan import plan, plan_rank
 from tests.families import family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
@@ -55,7 +51,7 @@ def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tup
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
-        run = build(recipe, case.config, mesh)
+        run = build(make_plan(recipe, case.config), mesh)
         allocated = measure_memory(run)
         before = ledger.totals(ledger.snapshot(mesh))
         train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
@@ -102,21 +98,19 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
     for label, recipe in case.layouts.items():
         for rank, measured in enumerate(by_rank):
             allocated, sent = measured[label]
-            model = build_meta(case.config)
-            buffers = plan_rank(recipe, model, topology_of(recipe, case.config), rank)
-            planned = bytes_per_rank(buffers, state_names(recipe.optim))
+            plan = make_plan(recipe, case.config)
+            planned = plan.memory(rank).held
             # Optimizer states leave out the padding that the last rank holds.
             assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=0.02), label
             assert allocated == {kind: planned[kind] for kind in KINDS if kind != "optimizer"}, label
-            reduce_dtype = DTYPES[recipe.precision.reduce]
-            assert sent == sum(bytes_sent(buffers, 1 if "1 micro" in label else 3, reduce_dtype).values()), label
+            assert sent == sum(plan.traffic(rank).values()), label
 
 
 def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[ledger.Reading, int]:
     """Body: what a step sends beside parameters and gradients, and the number of trained parameters."""
     case = Case("", family("llama"), {"": recipe})
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    run = build(recipe, case.config, mesh)
+    run = build(make_plan(recipe, case.config), mesh)
     before = ledger.snapshot(mesh)
     train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, (1.0,))
     sent = ledger.difference(ledger.snapshot(mesh), before)
@@ -141,14 +135,14 @@ def test_large_models_are_planned_without_memory(model: str, total: str, capsys:
     recipe = compose(
         [f"model={model}", "zero=stage_3", "launch.ranks=32", "batch.sequences_per_microbatch=1"]
     ).require()
-    assert plan(recipe) == EXIT_DONE
+    assert plan_command(recipe) == EXIT_DONE
     printed = capsys.readouterr().out
     assert f"{total} parameters" in printed
     assert "stage 3: 32 shards, 1 replicas" in printed
 
 
 def test_a_node_holds_all_local_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(compose(["zero=hsdp", "launch.ranks=4"]).require()) == EXIT_DONE
+    assert plan_command(compose(["zero=hsdp", "launch.ranks=4"]).require()) == EXIT_DONE
     assert "stage 3: 4 shards, 1 replicas" in capsys.readouterr().out
 
 
@@ -158,7 +152,7 @@ def measure_activations(rank: int, world: int, rendezvous: str, recipe: Recipe) 
     for num_layers in (2, 3):
         case = Case("", family("llama"), {"": recipe}, {"num_hidden_layers": num_layers})
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{num_layers}", rank)
-        run = build(recipe, case.config, mesh)
+        run = build(make_plan(recipe, case.config), mesh)
         before = sum(mesh.axis("tp").traffic.bytes.values())
         train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
         sent.append(sum(mesh.axis("tp").traffic.bytes.values()) - before)
@@ -169,7 +163,7 @@ def measure_activations(rank: int, world: int, rendezvous: str, recipe: Recipe) 
 def test_bytes_of_a_tensor_parallel_layer_are_what_ranks_send(pool: RankPool) -> None:
     recipe = small_recipe("fp32", 2, 3, 12, None, Zero(stage=0), Parallel(tp=2, sequence=False))
     config = Case("", family("llama"), {"": recipe}).config
-    planned = 3 * bytes_sent_per_layer(derive(recipe), config, torch.float32)
+    planned = 3 * bytes_sent_per_layer(make_plan(recipe, config))
     for two, three in pool.run(2, measure_activations, recipe):
         assert three - two == planned
 
@@ -223,7 +217,7 @@ def observe_pipelines(rank: int, world: int, rendezvous: str, case: Case) -> dic
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
-        run = build(recipe, case.config, mesh)
+        run = build(make_plan(recipe, case.config), mesh)
         tokens = torch.randint(3, 97, (SEQUENCES, recipe.batch.context or 0))
         batch = replace(case.batches()[0], input_ids=tokens, labels=tokens)
         before = ledger.totals(ledger.snapshot(mesh))["pp"].get("bytes", 0)
@@ -239,20 +233,18 @@ def test_a_pipeline_keeps_and_sends_what_was_planned(pool: RankPool) -> None:
     case = Case("", family("llama"), PIPELINES, WIDE)
     by_rank = pool.run(4, observe_pipelines, case)
     for label, recipe in PIPELINES.items():
-        model, topology = build_meta(case.config), topology_of(recipe, case.config)
-        ranks = topology.groups(0)["pp"]
-        buffers = [plan_rank(recipe, model, topology, rank) for rank in ranks]
-        for rank, budget in zip(ranks, make_budgets(recipe, model, plan_stages(recipe, model), buffers), strict=True):
+        plan = make_plan(recipe, case.config)
+        for rank in plan.topology.groups(0)["pp"]:
             kept, sent = by_rank[rank][label]
-            assert sent == budget.sent["pp"], (label, rank)
-            planned = budget.held["activations"]
+            assert sent == plan.traffic(rank)["pp"], (label, rank)
+            planned = plan.memory(rank).held["activations"]
             assert kept == pytest.approx(planned, rel=0.1) or (label == "zbv" and kept < planned), (label, rank)
 
 
 def test_plan_says_of_each_rank_of_a_pipeline_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each rank, equal neighbours in one; units of other ranks than the first have their parameters."""
     recipe = compose(["model=llama3_2_1b", "parallel.pp=4", "launch.ranks=4", "pipeline.schedule=gpipe"]).require()
-    assert plan(recipe) == EXIT_DONE
+    assert plan_command(recipe) == EXIT_DONE
     printed = capsys.readouterr().out
     assert "none" not in printed.partition("bytes of a rank")[0]
     table = printed.partition("live\n")[2].partition("\n\n")[0]

@@ -8,11 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework.build import build, restore
+from framework.build import build
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Zero
-from framework.train.state import RunState, saved_entries
+from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run
 from tests.families import family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
@@ -24,7 +25,7 @@ def save_and_restore(rank: int, world: int, rendezvous: str, case: Case, root: P
     """Body: the rank files that this rank opens to restore what it has saved, and whether every state has the same bits."""
     (recipe,) = case.layouts.values()
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    saved = build(recipe, case.config, mesh)
+    saved = build(make_plan(recipe, case.config), mesh)
     train_steps(saved, recipe, case.batches()[:1])
     with torch.no_grad():
         saved.buffers[0].master[::2] = -0.0  # a sum of numbers would lose the sign
@@ -38,7 +39,7 @@ def save_and_restore(rank: int, world: int, rendezvous: str, case: Case, root: P
         opened.add(os.path.basename(str(path)))
         return real_open(path, *args, **kwargs)
 
-    run = build(recipe, case.config, mesh, resumes=True)
+    run = build(make_plan(recipe, case.config), mesh, resumes=True)
     with patch("os.open", spy):
         assert restore(run, root) == state
     same = [torch.equal(mine, theirs) for mine, theirs in zip(bits_of(run), bits_of(saved), strict=True)]

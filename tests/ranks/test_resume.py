@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework import build
 from framework.checkpoint import storage
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
@@ -19,11 +18,12 @@ from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError
+from framework.launch import train
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
+from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
-from framework.recipe.derive import derive
 from framework.track.observers import Observers
 from framework.train.faults import StopRequest
 from tests import tiny_run
@@ -170,11 +170,11 @@ def test_a_save_that_fails_on_one_rank_ends_all_with_the_code_that_fits(pool, ro
 
 def train_body(rank, world, rendezvous, recipe, run_dirs):
     """Train on, this rank seeing the run in a folder of its own."""
-    derived, prepared, config = derive(recipe), prepare(recipe), load_config(recipe.model)
+    prepared, config = prepare(recipe), load_config(recipe.model)
     mesh = connect(Topology(dp=world), CPU, rendezvous, rank, timeout_s=15)
     # Observers draw a report, which takes longer than the steps.
-    with StopRequest() as stop, patch.object(build, "open_observers", lambda *words: Observers()):
-        code = build._train(recipe, derived, prepared, config, mesh, run_dirs[rank], stop)
+    with StopRequest() as stop, patch.object(train, "open_observers", lambda *words: Observers()):
+        code = train._train(make_plan(recipe, config), prepared, mesh, run_dirs[rank], stop)
     mesh.close()
     return code
 

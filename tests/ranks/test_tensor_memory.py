@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from framework.build import DTYPES, build
+from framework.build import build
 from framework.comm.connect import Mesh, connect
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta
 from framework.model.loss import TokenLoss
+from framework.plan.activations import layer_activations, layer_widths
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Recipe
 from framework.train.step import train_step
-from framework.verify.activations import activation_bytes_per_layer, layer_widths
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
@@ -66,7 +67,7 @@ def measure_kept(rank: int, world: int, rendezvous: str, recipes: dict[str, Reci
 
 def keep(case: Case, recipe: Recipe, mesh: Mesh) -> int:
     """Bytes of distinct storages that a microbatch's forward keeps, without parameters."""
-    run = build(recipe, case.config, mesh)
+    run = build(make_plan(recipe, case.config), mesh)
     kept: list[Tensor] = []  # alive until the end, so that no address comes twice
 
     def pack(x: Tensor) -> Tensor:
@@ -84,12 +85,8 @@ def keep(case: Case, recipe: Recipe, mesh: Mesh) -> int:
 
 @pytest.mark.parametrize("recipes", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.grid)], ids=["few", "more"])
 def test_a_layer_keeps_what_the_formula_says(pool: RankPool, recipes: dict[str, Recipe]) -> None:
-    widths = layer_widths(build_meta(build_config(family("llama"), **WIDTHS)))
-    assert widths is not None
-    expected = {
-        label: activation_bytes_per_layer(recipe, widths, DTYPES[recipe.precision.compute])
-        for label, recipe in recipes.items()
-    }
+    config = build_config(family("llama"), **WIDTHS)
+    expected = {label: layer_activations(make_plan(recipe, config)) for label, recipe in recipes.items()}
     for found in pool.run(4, measure_kept, recipes, timeout_s=300):
         assert found == pytest.approx(expected, rel=0.1)
     if recipes is LAYOUTS:

@@ -12,6 +12,7 @@ from framework.comm.connect import connect
 from framework.errors import DriftError
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.replicas import check_replicas, find_drift
+from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Parallel, Track, Train, Zero
 from framework.train.faults import StopRequest
@@ -48,7 +49,7 @@ def train(rank: int, world: int, rendezvous: str, case: Case, fault: str) -> tup
     """Body: what has drifted after 20 steps, and the error that says so."""
     (recipe,) = case.layouts.values()
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    run = build(recipe, case.config, mesh)
+    run = build(make_plan(recipe, case.config), mesh)
     batches = case.batches()
     with forget_tp() if fault == "sum" else patch.object(run, "seed", run.seed):
         for step in range(STEPS):

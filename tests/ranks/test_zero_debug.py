@@ -9,6 +9,7 @@ from framework.comm.connect import connect
 from framework.comm.p2p import start_receive
 from framework.errors import OrderError
 from framework.mesh.topology import Topology
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Zero
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
@@ -38,7 +39,7 @@ def train(
     """Body: losses and norms of all steps, or the OrderError's message. fault: what the last rank does wrong."""
     (recipe,) = case.layouts.values()
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank, check_s=check_s)
-    run = build(recipe, case.config, mesh)
+    run = build(make_plan(recipe, case.config), mesh)
     reports = []
     if fault == "skip" and rank == world - 1:
         skip_a_gather(run)

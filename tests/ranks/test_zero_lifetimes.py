@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.build import build, restore
+from framework.build import build
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Recipe, Zero
-from framework.train.state import RunState, saved_entries
+from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run, evaluate, train_step
 from framework.verify.compare import compare
 from framework.verify.evidence import Evidence, TokenBatch, gather_full, make_batches
@@ -125,7 +126,7 @@ def train_and_save(rank: int, world: int, rendezvous: str, case: Case, root: Pat
     """Body: train on all batches, saving after the first; losses and norms after it, and the last state."""
     (recipe,) = case.layouts.values()
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    run = build(recipe, case.config, mesh)
+    run = build(make_plan(recipe, case.config), mesh)
     batches = case.batches()
     train_steps(run, recipe, batches[:1])
     state = RunState("zero", "", step=1, num_updates=run.optimizer.num_updates)
@@ -139,7 +140,7 @@ def resume_and_train(rank: int, world: int, rendezvous: str, case: Case, root: P
     """Body: as if the run had ended after the first batch."""
     (recipe,) = case.layouts.values()
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    run = build(recipe, case.config, mesh, resumes=True)
+    run = build(make_plan(recipe, case.config), mesh, resumes=True)
     state = restore(run, root)
     found = train_steps(run, recipe, case.batches(), start=state.step), states_of(run)
     mesh.close()
@@ -185,7 +186,7 @@ def train_and_evaluate(rank: int, world: int, rendezvous: str, case: Case, evalu
     """Body: train, with evaluations on other batches before, between and after the steps, or without."""
     (recipe,) = case.layouts.values()
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    run = build(recipe, case.config, mesh)
+    run = build(make_plan(recipe, case.config), mesh)
     batches, reports = case.batches(), []
     for step in range(len(batches)):
         if evaluates:
@@ -216,7 +217,7 @@ def watch_memory(rank: int, world: int, rendezvous: str, recipe: Recipe, num_ste
     """Body: live bytes after a few steps, and after many more."""
     config = build_config(family("llama"), num_hidden_layers=2)
     mesh = connect(topology_of(recipe, config), CPU, rendezvous, rank)
-    run = build(recipe, config, mesh)
+    run = build(make_plan(recipe, config), mesh)
     batches = make_batches(config, 4, 4, CONTEXT, seed=3)
     live = []
     for step in range(num_steps):

@@ -18,6 +18,7 @@ from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.zero.buffers import UnitBuffer, plan_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
 from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Optim, Recipe, Zero
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
@@ -137,7 +138,7 @@ def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[st
     found = {}
     mesh = connect(topology_of(next(iter(case.layouts.values())), case.config), CPU, rendezvous, rank)
     for label, recipe in case.layouts.items():
-        run = build(recipe, case.config, mesh)
+        run = build(make_plan(recipe, case.config), mesh)
         found[label] = watch_peaks(run, recipe, case)
     mesh.close()
     return found

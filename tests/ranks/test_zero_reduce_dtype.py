@@ -14,6 +14,7 @@ from torch import Tensor
 from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Precision, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.compare import compare
@@ -61,7 +62,7 @@ def hold(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, list[t
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
-        run = build(recipe, case.config, mesh)
+        run = build(make_plan(recipe, case.config), mesh)
         for step, batch in enumerate(case.batches()[:2]):
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2, ())
         found[label] = [(each.unit, each.start, each.reduced.clone(), each.master.clone()) for each in run.buffers]
@@ -85,7 +86,7 @@ def count_bytes(rank: int, world: int, rendezvous: str, case: Case) -> dict[str,
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
-        run = build(recipe, case.config, mesh)
+        run = build(make_plan(recipe, case.config), mesh)
         train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-2, ())
         sent = ledger.snapshot(mesh)
         found[label] = {

@@ -17,6 +17,7 @@ from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
+from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Model, Recipe, Zero
 from framework.train.step import train_step
@@ -40,7 +41,7 @@ def measure_volume(rank: int, world: int, rendezvous: str, case: Case) -> dict[s
         if rank < topology.world:
             mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
             for label, recipe in layouts:
-                run = build(recipe, case.config, mesh)
+                run = build(make_plan(recipe, case.config), mesh)
                 for step, batch in enumerate(batches):
                     before = ledger.snapshot(mesh)
                     train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-3, ())

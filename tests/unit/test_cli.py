@@ -155,8 +155,8 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("argv", "module", "name", "expected"),
         [
-            (["plan"], "framework.verify.plan", "plan", (None,)),
-            (["plan", "--schedule-to", "a.svg"], "framework.verify.plan", "plan", (Path("a.svg"),)),
+            (["plan"], "framework.plan.page", "plan_command", (None,)),
+            (["plan", "--schedule-to", "a.svg"], "framework.plan.page", "plan_command", (Path("a.svg"),)),
             (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", (3,)),
             (["verify"], "framework.verify.command", "verify", (Options(),)),
             (
@@ -197,7 +197,7 @@ class TestArguments:
         calls = [
             *rooms("framework.launch.local", "train"),
             *rooms("framework.verify.command", "verify"),
-            *rooms("framework.verify.plan", "plan"),
+            *rooms("framework.plan.page", "plan_command"),
             *rooms("framework.data.prepare", "prepare_command"),
         ]
         assert run(command, "train.steps=0")[0] == EXIT_USER
@@ -207,15 +207,15 @@ class TestArguments:
 class TestErrors:
     @pytest.mark.parametrize("error", [MeshwrightError("what, why, how"), NumericsError("what, why, how")])
     def test_typed_errors_are_printed_without_a_traceback(self, run, rooms, error):
-        rooms("framework.verify.plan", "plan", error=error)
+        rooms("framework.plan.page", "plan_command", error=error)
         assert run("plan") == (error.exit_code, "", "meshwright: what, why, how\n")
 
     def test_control_c_is_130(self, run, rooms):
-        rooms("framework.verify.plan", "plan", error=KeyboardInterrupt())
+        rooms("framework.plan.page", "plan_command", error=KeyboardInterrupt())
         assert run("plan")[0] == 130
 
     def test_our_own_faults_keep_their_traceback(self, rooms):
-        rooms("framework.verify.plan", "plan", error=ZeroDivisionError())
+        rooms("framework.plan.page", "plan_command", error=ZeroDivisionError())
         with pytest.raises(ZeroDivisionError):
             cli.main(["plan"])
 

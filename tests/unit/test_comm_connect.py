@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from framework.build import make_topology
 from framework.comm.connect import connect
 from framework.errors import TopologyError
+from framework.launch.train import check_nodes
 from framework.mesh.topology import AXIS_NAMES, Topology
+from framework.plan.plan import make_topology
 from framework.recipe.compose import compose
-from framework.recipe.derive import derive
 
 CPU = torch.device("cpu")
 
@@ -62,15 +62,17 @@ def test_an_unknown_axis_is_an_error_that_names_the_axes():
 @pytest.mark.parametrize(
     ("here", "nodes", "degree"), [("2", "2", 2), ("4", "1", 4), ("3", "2", None), ("1", "2", None)]
 )
-def test_hsdp_takes_the_launchers_nodes_and_refuses_uneven_ones_before_anyone_connects(
+def test_hsdp_shards_within_the_recipes_nodes_and_refuses_others_before_anyone_connects(
     monkeypatch, here, nodes, degree
 ):
-    """Four ranks; three of them on one node and one on the other is refused on both."""
+    """Four ranks on two nodes; three of them on one node and one on the other is refused on both."""
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": nodes}.items():
         monkeypatch.setenv(name, value)
-    recipe, config = compose(["zero=hsdp", "launch.ranks=4"]).require(), LlamaConfig()
+    launch = ["launch.ranks=4"] if nodes == "1" else ["launch=slurm", "launch.nodes=2", "launch.ranks_per_node=2"]
+    recipe = compose(["zero=hsdp", *launch, "batch.sequences_per_step=32"]).require()
     if degree is not None:
-        assert make_topology(recipe, derive(recipe), config).shard == degree
+        check_nodes(recipe)
+        assert make_topology(recipe, LlamaConfig()).shard == degree
     else:
         with pytest.raises(TopologyError, match=r"zero\.shard_within=node needs equally many ranks on every node"):
-            make_topology(recipe, derive(recipe), config)
+            check_nodes(recipe)

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from framework.build import group, lay_out, make_topology, materialize, plan_stages
+from framework.build import materialize
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout, Shard, part
 from framework.model.counter_rng import CHUNK_CPU
@@ -22,8 +21,8 @@ from framework.model.load import build_meta, load_config
 from framework.model.materialize import initialize_unit
 from framework.model.record import Initialiser, Recorder, Unrecordable, record
 from framework.model.units import find_units
+from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
-from framework.recipe.derive import derive
 from tests.families import FAMILIES, build_config, family
 
 SEED = 7
@@ -377,14 +376,9 @@ def test_a_part_takes_no_memory_but_its_own_and_a_chunk(one_thread: None) -> Non
 def test_a_rank_of_zero_3_holds_no_whole_unit(one_thread: None) -> None:
     """From recipe to values: what it makes in fp32 is its masters and gradients, and chunks."""
     recipe = compose(["model=tiny_llama", "zero=stage_3", "precision=bf16", "launch.ranks=8", *BATCH]).require()
-    config = load_config(recipe.model)
-    whole, rank = build_meta(config, recipe.model.attention), 5
-    groups = make_topology(recipe, derive(recipe), config).groups(rank).items()
-    axes = {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in groups}
-    cpu = torch.device("cpu")
-    plans = lay_out(recipe, config, plan_stages(recipe, whole), group(recipe, whole, find_units(whole)), cpu, axes)
+    plan = make_plan(recipe, load_config(recipe.model))
     with LargestTensor() as largest:
-        materialize(whole, plans, recipe, cpu, resumes=False)
-    buffers = [buffer for plan in plans for buffer in plan.buffers]
+        materialize(plan, plan.of_rank(5), torch.device("cpu"), resumes=False)
+    buffers = plan.of_rank(5).buffers
     assert largest.numel == max(buffer.numel_owned for buffer in buffers) > CHUNK_CPU
     assert all(0.01 < buffer.master.std() < 0.3 for buffer in buffers if buffer.unit != "head")

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.build import build, train_rank
+from framework.build import build
 from framework.comm.connect import connect
 from framework.data.pack import IGNORED, Microbatch
 from framework.data.prepare import prepare
 from framework.errors import RecipeError
+from framework.launch.train import train_rank
 from framework.mesh.topology import Topology
 from framework.model.packing import keeps_documents_apart
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Data, Model, Recipe, Source
 from framework.train.step import train_step
 from framework.verify.compare import compare
@@ -52,7 +54,7 @@ def pack(documents: list[Microbatch]) -> Microbatch:
 def train_once(family: Family, microbatches: list[Microbatch]) -> Evidence:
     """Loss, norm and gradients of one step in fp64."""
     mesh = connect(Topology(), CPU)
-    run = build(small_recipe("fp64", world=1), build_config(family, use_cache=False), mesh)
+    run = build(make_plan(small_recipe("fp64", world=1), build_config(family, use_cache=False)), mesh)
     with keep_double(torch.float64):
         loss, norm = train_step(run, microbatches, step=0, lr=0.0, votes=()).tolist()
     return Evidence((loss,), (norm,), gather_full(owned_gradients(run), mesh.axis("world")), {"none": torch.zeros(1)})

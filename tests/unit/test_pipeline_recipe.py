@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from framework.build import plan_stages
 from framework.errors import ModelError, RecipeError, ScheduleError
 from framework.model.flops import unit_flops
 from framework.model.load import build_meta, load_config
@@ -14,9 +13,10 @@ from framework.model.units import find_units
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.parallel.pipeline.split import split_evenly
+from framework.plan.page import save_schedule
+from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.files import search_path
-from framework.verify.plan import save_schedule
 
 PIPELINE = ("parallel.pp=2", "launch.ranks=2", "batch.sequences_per_step=8", "batch.sequences_per_microbatch=1")
 
@@ -27,7 +27,7 @@ def problems_of(*overrides: str) -> dict[str, str]:
 
 def pipeline_of(*overrides: str) -> Pipeline:
     recipe = compose([*PIPELINE, *overrides]).require()
-    return plan_stages(recipe, build_meta(load_config(recipe.model)))
+    return make_plan(recipe, load_config(recipe.model)).pipeline
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from framework.launch.directory import RunDirectory
 from framework.launch.local import rank_variables, train
 from framework.launch.resume import resume_recipe
 from framework.mesh.topology import Topology
+from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.environment import describe_public, fill, hide_secrets, is_secret, secret_in
@@ -182,7 +183,7 @@ def test_run_info_has_what_trackers_get_and_commands_that_can_be_typed():
     recipe = replace(with_variables(A="a-value"), run=replace(Recipe().run, root="my 'runs'"))
     recipe = replace(recipe, batch=replace(recipe.batch, sequences_per_step=8))
     mesh = connect(Topology(), torch.device("cpu"))
-    info = describe_run(recipe, config, mesh, "x", 0, None)
+    info = describe_run(make_plan(recipe, config), mesh, "x", 0, None)
     assert info.config == describe_public(recipe)
     assert info.commands["resume"] == """meshwright train run.id=x 'run.root="my '"'"'runs'"'"'"'"""
     assert info.commands["export"].startswith("""meshwright export 'my '"'"'runs'"'"'/x' --to""")

@@ -20,6 +20,7 @@ from framework.build import build
 from framework.comm import transfer
 from framework.comm.connect import connect
 from framework.comm.transfer import pin, upload
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Optim, Recipe, Zero
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches
@@ -101,7 +102,7 @@ def build_run(recipe: Recipe) -> tuple[Run, list[Any]]:
     config.use_cache = False
     mesh = connect(topology_of(recipe, config), CPU)
     (batch,) = make_batches(config, 1, recipe.batch.sequences_per_step or 0, CONTEXT, seed=11)
-    return build(recipe, config, mesh), share(batch, recipe.batch.sequences_per_microbatch, mesh)
+    return build(make_plan(recipe, config), mesh), share(batch, recipe.batch.sequences_per_microbatch, mesh)
 
 
 PLAIN = small_recipe("fp32", 1, accumulation=3, clip_norm=0.5)

@@ -8,8 +8,8 @@ from framework.mesh.axis import Axis
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
 from framework.parallel.tensor import split_over_tp
+from framework.plan.page import plan_command
 from framework.recipe.compose import compose
-from framework.verify.plan import plan
 from tests.families import build_config, family
 
 ALONE = Axis("kv", 1, 0)
@@ -55,7 +55,7 @@ def test_a_group_over_nodes_is_told_what_it_costs(capsys: pytest.CaptureFixture[
         "parallel.tp=4",
         "launch.tp_across_nodes=true",
     ]
-    plan(compose([*overrides, "batch.sequences_per_step=16"]).require())
+    plan_command(compose([*overrides, "batch.sequences_per_step=16"]).require())
     printed = capsys.readouterr().out
     assert "tp over 2 nodes" in printed
     assert "between 2 nodes" in printed

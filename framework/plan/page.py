@@ -1,78 +1,66 @@
 """`meshwright plan`: what a recipe will put where, before any device is touched. Everything stays on meta."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel
-
-from framework.build import group, lay_out, make_topology, plan_stages
 from framework.errors import EXIT_DONE, RecipeError
-from framework.mesh.axis import Axis
 from framework.mesh.placement import place
-from framework.mesh.topology import Topology, shards_within_node
-from framework.model.flops import flops_per_token, measure_model
-from framework.model.load import build_meta, load_config
-from framework.model.load_balancing import find_load_balancing_loss
-from framework.model.precision import compute_dtype
-from framework.model.units import Unit, find_units
+from framework.model.load import load_config
+from framework.model.units import Unit
 from framework.parallel.pipeline.describe_pipeline import describe_pipeline
 from framework.parallel.pipeline.draw import save_picture
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import simulate
 from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.recipe.derive import Derived, derive
+from framework.plan.activations import ESTIMATED_VALUES, bytes_sent_per_layer, layer_activations, layer_widths
+from framework.plan.layouts_page import describe_layouts
+from framework.plan.memory import Memory
+from framework.plan.plan import Plan, make_plan
+from framework.plan.target import resolve_target
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Recipe
-from framework.verify.activations import (
-    ESTIMATED_VALUES,
-    activation_bytes_per_layer,
-    bytes_sent_per_layer,
-    layer_widths,
-)
-from framework.verify.budget import Budget, make_budgets
-from framework.verify.describe_layouts import describe_layouts
 
 PICTURES = (".svg", ".png", ".pdf")
 
 
-def plan(recipe: Recipe, schedule_to: Path | None = None) -> int:
+def plan_command(recipe: Recipe, schedule_to: Path | None = None) -> int:
     """Print model, batch, units, bytes per rank, traffic and schedule; write the schedule to a file if one is given. Raises what
     the recipe or the model has wrong."""
-    derived = derive(recipe)
-    if recipe.zero.shard_within == "node":
-        batch = derived.dp * derived.cp
-        within = shards_within_node(derived.world, batch, derived.tp, derived.ranks_per_node, derived.nodes)
-        recipe = replace(recipe, zero=replace(recipe.zero, shard_within=within))
-    config = load_config(recipe.model)
-    topology = make_topology(recipe, derived, config)
-    model = build_meta(config, recipe.model.attention)
-    find_load_balancing_loss(model)
-    size, units = measure_model(model), find_units(model)
-    pipeline = plan_stages(recipe, model)
-    by_rank = [plan_rank(recipe, model, topology, rank) for rank in topology.groups(0)["pp"]]
-    print(f"model         {model.config.model_type}, {size.total:,} parameters, {size.active:,} of them met by a token")
-    print(f"compute       {flops_per_token(model, derived.context) / 1e9:,.2f} GFLOP per token, forward and backward")
-    print(describe_derived(derived))
-    if recipe.launch.kind == "slurm":
-        print(f"placement     {place(derived).describe()}")
-    print(
-        f"zero          stage {recipe.zero.stage}: {topology.size('shard')} shards, {topology.size('replica')} replicas"
-    )
-    print("\n" + _describe_units(units, by_rank))
-    if derived.tp > 1:
-        everything = [buffer for buffers in by_rank for buffer in buffers]
-        print("\nparameters of one rank of tp, before ZeRO\n" + describe_layouts(everything))
-    print("\n" + _describe_activations(recipe, derived, model))
-    print("\n" + "\n".join(_describe_budgets(make_budgets(recipe, model, pipeline, by_rank))))
-    print("\n" + describe_pipeline(pipeline, derived.accumulation))
+    recipe = resolve_target(recipe)
+    plan = make_plan(recipe, load_config(recipe.model))
+    print("\n".join(describe_plan(plan)))
     if schedule_to is not None:
-        save_schedule(schedule_to, pipeline, derived.accumulation)
+        save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation)
         print(f"\nwrote the schedule to {schedule_to}")
     return EXIT_DONE
+
+
+def describe_plan(plan: Plan) -> Iterator[str]:
+    """The page, in lines. Of ranks that differ in other coordinates than `pp` it shows the first."""
+    ranks = plan.topology.groups(0)["pp"]
+    by_rank = [plan.of_rank(rank).buffers for rank in ranks]
+    active = f"{plan.size.active:,} of them active for a token"
+    yield f"model         {plan.config.model_type}, {plan.size.total:,} parameters, {active}"
+    yield f"compute       {plan.flops_per_token / 1e9:,.2f} GFLOP per token, forward and backward"
+    yield describe_derived(plan.derived)
+    yield f"device        {plan.device.type}, {plan.recipe.precision.compute}"
+    if plan.recipe.launch.kind == "slurm":
+        yield f"placement     {place(plan.derived).describe()}"
+    shards, replicas = plan.topology.size("shard"), plan.topology.size("replica")
+    yield f"zero          stage {plan.recipe.zero.stage}: {shards} shards, {replicas} replicas"
+    yield ""
+    yield _describe_units(plan.units, by_rank)
+    if plan.derived.tp > 1:
+        everything = [buffer for buffers in by_rank for buffer in buffers]
+        yield "\nparameters of one rank of tp, before ZeRO\n" + describe_layouts(everything)
+    yield ""
+    yield _describe_activations(plan)
+    yield ""
+    yield from _describe_bytes([plan.memory(rank) for rank in ranks], [plan.traffic(rank) for rank in ranks])
+    yield ""
+    yield describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
 
 def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int) -> None:
@@ -90,44 +78,34 @@ def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int) -> None
         )
 
 
-def _describe_activations(recipe: Recipe, derived: Derived, model: PreTrainedModel) -> str:
+def _describe_activations(plan: Plan) -> str:
     """A layer's activations by the formulas of `activations`."""
-    compute, widths = compute_dtype(recipe.precision, torch.device("cpu")), layer_widths(model)
-    sent = bytes_sent_per_layer(derived, model.config, compute)
-    if widths is None:
+    sent = bytes_sent_per_layer(plan)
+    if layer_widths(plan.whole) is None:
         words = [
             f"is taken to keep {ESTIMATED_VALUES} hidden values of each token for backward: no formula for its form"
         ]
     else:
-        kept = _gib(activation_bytes_per_layer(recipe, widths, compute)).strip()
-        words = [f"keeps {kept} per microbatch for backward"]
-    if derived.tp > 1:
+        words = [f"keeps {_gib(layer_activations(plan)).strip()} per microbatch for backward"]
+    if plan.derived.tp > 1:
         words.append(f"sends {_gib(sent).strip()} per microbatch over tp, forward and backward")
-        nodes = place(derived).nodes_spanned("tp")
+        nodes = place(plan.derived).nodes_spanned("tp")
         if nodes > 1:
-            a_step = sent * derived.accumulation * model.config.get_text_config().num_hidden_layers // derived.pp
+            num_layers = plan.config.get_text_config().num_hidden_layers
+            a_step = sent * plan.derived.accumulation * num_layers // plan.derived.pp
             words.append(f"between {nodes} nodes: {_gib(a_step).strip()} a step over their network")
     return "activations   each layer " + ", ".join(words)
 
 
-def plan_rank(recipe: Recipe, whole: PreTrainedModel, topology: Topology, rank: int) -> list[UnitBuffer]:
-    """The unit buffers of any rank, without memory and without a process group."""
-    axes = {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in topology.groups(rank).items()}
-    assignments = group(recipe, whole, find_units(whole))
-    pipeline = plan_stages(recipe, whole)
-    stages = lay_out(recipe, whole.config, pipeline, assignments, torch.device("cpu"), axes)
-    return [buffer for stage in stages for buffer in stage.buffers]
-
-
-def _describe_budgets(budgets: Sequence[Budget]) -> Iterator[str]:
+def _describe_bytes(memories: Sequence[Memory], traffic: Sequence[Mapping[str, int]]) -> Iterator[str]:
     """Two tables, one line per run of equal ranks of the pipeline."""
     yield "bytes of a rank of the pipeline at the most; what kernels and the framework itself use comes on top"
     yield "  live: microbatches of its stages between forward and the end of backward, of which it keeps activations"
-    rows = [{**each.held, "all": sum(each.held.values())} for each in budgets]
-    yield from _table([{**_sizes(row), "live": str(each.live)} for row, each in zip(rows, budgets, strict=True)])
+    rows = [{**_sizes(each.held | {"all": each.total}), "live": str(each.live)} for each in memories]
+    yield from _table(rows)
     yield ""
     yield "bytes that it sends in a step: parameters, gradients, and hidden states over tp and pp"
-    yield from _table([_sizes(each.sent) for each in budgets])
+    yield from _table([_sizes(each) for each in traffic])
 
 
 def _sizes(num_bytes: Mapping[str, int]) -> dict[str, str]:

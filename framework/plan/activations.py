@@ -17,17 +17,19 @@ An activation-checkpointed layer keeps its input, T' h e. What stands behind the
     logits              T v e with a divided vocabulary or memory.chunked_loss, else T v 4: logarithms of softmax in fp32
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from framework.model.stage import StageBounds
 from framework.model.units import find_layers
-from framework.recipe.derive import Derived, derive
-from framework.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from framework.plan.plan import Plan
 
 # ActivationSpec values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
@@ -75,14 +77,49 @@ def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
     )
 
 
-def activation_bytes_per_layer(recipe: Recipe, widths: LayerWidths, compute: torch.dtype) -> int:
-    """What a rank keeps of one microbatch for the backward of one layer."""
-    e, t = compute.itemsize, recipe.parallel.tp
-    tokens, shard = _count_tokens(recipe)
-    if recipe.memory.activation_checkpointing == "full":
-        return shard * widths.hidden * e
+def layer_activations(plan: Plan) -> int:
+    """Bytes that a rank keeps of one microbatch for the backward of one layer."""
+    hidden = hidden_bytes(plan)
+    if plan.recipe.memory.activation_checkpointing == "full":
+        return hidden
+    return _all_activations(plan)
+
+
+def stage_activations(plan: Plan) -> tuple[list[int], int]:
+    """Bytes that a rank keeps of one microbatch for the backward of each stage, and those that it has beside them while a
+    checkpointed layer is computed again. An estimate where layers have a form without a formula."""
+    layer, head = layer_activations(plan), _head_activations(plan)
+    kept = [layer * (bounds.stop - bounds.start) + head * bounds.is_last for bounds in plan.pipeline.cuts]
+    is_checkpointed = plan.recipe.memory.activation_checkpointing == "full"
+    return kept, _all_activations(plan) if is_checkpointed else 0
+
+
+def hidden_bytes(plan: Plan) -> int:
+    """Bytes of a rank's hidden states of one microbatch between two layers."""
+    tokens = plan.of_rank(0).tokens
+    return prod(tokens.hidden_shape(_width(plan))) * plan.compute_dtype.itemsize
+
+
+def bytes_sent_per_layer(plan: Plan) -> int:
+    """What a rank sends over `tp` for one layer and one microbatch.
+
+    With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
+    in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes.
+    """
+    tokens = plan.of_rank(0).tokens
+    whole = tokens.sequences * tokens.context * _width(plan) * plan.compute_dtype.itemsize
+    return 2 * 2 * 2 * (plan.derived.tp - 1) * whole // plan.derived.tp
+
+
+def _all_activations(plan: Plan) -> int:
+    """Of a layer that keeps everything."""
+    widths = layer_widths(plan.whole)
+    if widths is None:
+        return hidden_bytes(plan) * ESTIMATED_VALUES
+    layout, e, t = plan.of_rank(0).tokens, plan.compute_dtype.itemsize, plan.derived.tp
+    tokens, shard = layout.sequences * layout.context, layout.sequences * layout.tokens_local
     norms = 2 * shard * (widths.hidden * (4 + e) + 4)
-    regathers = recipe.memory.gathered_inputs == "regather"
+    regathers = plan.recipe.memory.gathered_inputs == "regather"
     inputs = 2 * (shard if regathers else tokens) * widths.hidden * e
     kv = widths.kv // min(t, widths.kv_heads)
     attention = tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
@@ -90,49 +127,13 @@ def activation_bytes_per_layer(recipe: Recipe, widths: LayerWidths, compute: tor
     return norms + inputs + attention + mlp
 
 
-def stage_activations(
-    recipe: Recipe, model: PreTrainedModel, cuts: Sequence[StageBounds], compute: torch.dtype
-) -> tuple[list[int], int]:
-    """What a rank keeps of one microbatch for the backward of each stage, and what it has beside that while a checkpointed layer
-    is computed again. An estimate where layers have a form without a formula."""
-    widths, hidden = layer_widths(model), hidden_bytes(recipe, model.config, compute)
-    is_checkpointed = recipe.memory.activation_checkpointing == "full"
-    whole = replace(recipe, memory=replace(recipe.memory, activation_checkpointing="none"))
-    full = hidden * ESTIMATED_VALUES if widths is None else activation_bytes_per_layer(whole, widths, compute)
-    layer = hidden if is_checkpointed else full
-    head = _head_activations(recipe, model.config, compute)
-    kept = [layer * (cut.stop - cut.start) + head * cut.is_last for cut in cuts]
-    return kept, full if is_checkpointed else 0
+def _head_activations(plan: Plan) -> int:
+    layout, e, t = plan.of_rank(0).tokens, plan.compute_dtype.itemsize, plan.derived.tp
+    tokens, shard = layout.sequences * layout.context, layout.sequences * layout.tokens_local
+    kept_logit = e if t > 1 or plan.recipe.memory.chunked_loss else max(e, 4)
+    hidden = shard * (_width(plan) * (4 + e) + 4) + tokens * _width(plan) * e
+    return hidden + tokens * -(-plan.config.get_text_config().vocab_size // t) * kept_logit
 
 
-def hidden_bytes(recipe: Recipe, config: PretrainedConfig, compute: torch.dtype) -> int:
-    """A rank's hidden states of one microbatch between two layers."""
-    _, shard = _count_tokens(recipe)
-    return shard * config.get_text_config().hidden_size * compute.itemsize
-
-
-def _head_activations(recipe: Recipe, config: PretrainedConfig, compute: torch.dtype) -> int:
-    tokens, shard = _count_tokens(recipe)
-    text, e, t = config.get_text_config(), compute.itemsize, recipe.parallel.tp
-    kept_logit = e if t > 1 or recipe.memory.chunked_loss else max(e, 4)
-    hidden = shard * (text.hidden_size * (4 + e) + 4) + tokens * text.hidden_size * e
-    return hidden + tokens * -(-text.vocab_size // t) * kept_logit
-
-
-def _count_tokens(recipe: Recipe) -> tuple[int, int]:
-    """(a microbatch's tokens, those that a rank holds between regions of tensor parallelism)."""
-    derived = derive(recipe)
-    tokens = derived.sequences_per_microbatch * derived.context
-    parts = recipe.parallel.tp if recipe.parallel.sequence else 1
-    return tokens, derived.sequences_per_microbatch * -(-derived.context // parts)
-
-
-def bytes_sent_per_layer(derived: Derived, config: PretrainedConfig, compute: torch.dtype) -> int:
-    """What a rank sends over `tp` for one layer and one microbatch.
-
-    With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
-    in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes.
-    """
-    tokens = derived.sequences_per_microbatch * derived.context
-    whole = tokens * config.get_text_config().hidden_size * compute.itemsize
-    return 2 * 2 * 2 * (derived.tp - 1) * whole // derived.tp
+def _width(plan: Plan) -> int:
+    return plan.config.get_text_config().hidden_size

@@ -1,0 +1,148 @@
+"""One rank of a run, from its saved recipe to its exit code: plan, connect, build, train."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+from framework.build import build
+from framework.checkpoint.commit import find_newest
+from framework.checkpoint.save import save_checkpoint
+from framework.comm.collectives import gather_objects
+from framework.comm.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
+from framework.comm.objects import tell
+from framework.data.loader import Loader, validation_batches
+from framework.data.open_data import open_data
+from framework.data.prepared import Prepared
+from framework.errors import EXIT_FAILED, DataError, MeshwrightError, TopologyError
+from framework.model.hub import find_folder
+from framework.model.load import load_config
+from framework.parallel.pipeline.draw import save_timeline
+from framework.parallel.pipeline.simulate import Timeline
+from framework.parallel.zero.replicas import check_replicas
+from framework.plan.plan import Plan, make_plan
+from framework.recipe.derive import derive
+from framework.recipe.schema import Recipe
+from framework.track.flops import mfu
+from framework.track.observers import Observers, open_observers
+from framework.track.run_info import describe_run
+from framework.train.faults import StopRequest
+from framework.train.loop import Loop, Services
+from framework.train.state import RunState, restore, saved_entries
+from framework.train.validation import Validation
+
+# In debug mode a rank that starts no collective for so long while others wait is taken for lost.
+COLLECTIVE_CHECK_S = 120.0
+
+
+def train_rank(
+    recipe: Recipe,
+    run_dir: Path,
+    stop: StopRequest | None = None,
+    fingerprint: Mapping[str, str] | None = None,
+) -> int:
+    """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
+
+    stop: requests to stop that count already while this rank connects; None: they count from the first step on.
+    fingerprint: what must be equal on all ranks.
+    """
+    assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
+    check_nodes(recipe)
+    plan = make_plan(recipe, load_config(recipe.model, find_folder))
+    check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
+    mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
+    prepared = open_data(recipe, plan.config, mesh.axis("world"))
+    with nullcontext(stop) if stop else StopRequest() as requests:
+        code = _train(plan, prepared, mesh, run_dir, requests)
+    # Not after an error: closing waits for the other ranks, which may be waiting for this one.
+    mesh.close()
+    return code
+
+
+def check_nodes(recipe: Recipe) -> None:
+    """Raises TopologyError where ZeRO shards within a node and the launcher's nodes are not those that the recipe plans with."""
+    derived = derive(recipe)
+    here, nodes = ranks_per_node(), num_nodes()
+    if recipe.zero.shard_within == "node" and (here, nodes) != (derived.ranks_per_node, derived.nodes):
+        raise TopologyError(
+            "zero.shard_within=node needs equally many ranks on every node, as the recipe plans them:"
+            f" {derived.ranks_per_node} on each of {derived.nodes}, but this node has {here} ranks, of {nodes} nodes. Start"
+            " what launch.nodes and launch.ranks_per_node say, or set zero.shard_within to a degree or null"
+        )
+
+
+def _train(
+    plan: Plan,
+    prepared: Prepared,
+    mesh: Mesh,
+    run_dir: Path,
+    stop: StopRequest,
+) -> int:
+    recipe, derived = plan.recipe, plan.derived
+    world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
+    # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
+    found = tell(partial(find_newest, root), world)
+    resumes = found.newest is not None
+    run = build(plan, mesh, resumes)
+    state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
+    if state.data != prepared.fingerprint:
+        raise DataError(
+            f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
+            " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
+        )
+    info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy)
+    observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
+
+    def save() -> None:
+        state.num_updates = run.optimizer.num_updates
+        save_checkpoint(root, state.step, saved_entries(run), state.to_json(), world, recipe.checkpoint.keep)
+
+    def draw() -> None:
+        timeline = Timeline(tuple(gather_objects(run.timed, mesh.axis("pp"))))
+        if mesh.rank == 0:
+            simulated = run.pipeline.simulated(derived.accumulation, timeline)
+            observers.contain("timeline", partial(save_timeline, run_dir, simulated, timeline))
+
+    def open_validation() -> Validation:
+        return Validation(
+            validation_batches(
+                prepared,
+                context=derived.context,
+                pack=recipe.data.pack,
+                sequences_per_microbatch=derived.sequences_per_microbatch,
+                dp_rank=dp.rank,
+                dp_size=dp.size,
+                limit=recipe.train.validation_sequences,
+            ),
+        )
+
+    loader = Loader(
+        prepared,
+        seed=recipe.train.seed,
+        context=derived.context,
+        pack=recipe.data.pack,
+        sequences_per_microbatch=derived.sequences_per_microbatch,
+        num_microbatches=derived.accumulation,
+        dp_rank=dp.rank,
+        dp_size=dp.size,
+        device=mesh.device,
+    )
+    services = Services(
+        open_validation,
+        lambda: check_replicas(run.buffers, world, state.step),
+        save,
+        draw,
+        observers.report,
+        lambda tokens_per_s: mfu(tokens_per_s, info.flops_per_token or 0.0, world.size, info.peak_flops),
+        stop,
+    )
+    code = EXIT_FAILED
+    try:
+        with loader:
+            code = Loop(run, state, recipe, derived, loader, services).train()
+    except MeshwrightError as error:
+        code = error.exit_code
+        raise
+    finally:
+        observers.close(code)
+    return code

@@ -1,0 +1,48 @@
+"""Attach: what a stage's model gets once it has memory, so that gradients arrive in their buffers and units come and go."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from framework.model.precision import DTYPES
+from framework.parallel.compilation import compiled_layers
+from framework.parallel.stage_plan import StagePlan
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.embedding_gradient import write_embedding_gradients
+from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.hooks import UnitHooks
+from framework.parallel.zero.linear import write_gradients_directly
+from framework.parallel.zero.parameters import ParameterSync
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What unshards a stage's parameters, what reduces its gradients, and the hooks that tell both where the model is."""
+
+    parameters: ParameterSync
+    gradients: GradientSync
+    hooks: UnitHooks
+
+
+def attach(
+    model: PreTrainedModel,
+    plan: StagePlan,
+    ties: Mapping[str, tuple[str, ...]],
+    buffers: Sequence[UnitBuffer],
+    waits: ExposedCommunication,
+) -> Attached:
+    """Gradient views for linear layers and embeddings, then the hooks through which units are unsharded and reduced.
+
+    ties: all names of each parameter in the stage's model. buffers: allocated.
+    """
+    grad_views = {name: view for buffer in buffers for name, view in buffer.grad_views.items()}
+    compiled = {module for layer in compiled_layers(model, plan) for module in layer.modules()}
+    write_gradients_directly(model, grad_views, compiled)
+    write_embedding_gradients(model, grad_views, compiled)
+    gradients = GradientSync(buffers, waits, DTYPES[plan.recipe.precision.reduce])
+    by_unit = [[buffer for buffer in buffers if buffer.unit == unit.name] for unit in plan.own_units]
+    parameters = ParameterSync(by_unit, waits)
+    hooks = UnitHooks(model, plan.own_units, ties, parameters, gradients, plan.recipe.zero.prefetch_units)
+    return Attached(parameters, gradients, hooks)

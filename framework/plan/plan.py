@@ -1,0 +1,206 @@
+"""Plan: everything that is known of a run's layout before a device is touched. Made once, by `make_plan`, equal on every rank.
+
+Whoever asks a question about a layout asks the Plan: `meshwright plan`, `build`, `verify`, the run's description, benchmarks.
+It owns no memory and sends no byte; its model is on meta. What differs between ranks is asked of it by the rank's number.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from framework.mesh.axis import Axis
+from framework.mesh.layout import Layout
+from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Topology, shards_within_node
+from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
+from framework.model.load import build_meta
+from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
+from framework.model.precision import DTYPES, compute_dtype
+from framework.model.stage import StageBounds, copy_stage, find_layer_outputs
+from framework.model.units import Unit, find_units, tied_names
+from framework.optim.groups import GroupAssignment, group_trained
+from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
+from framework.parallel.stage_plan import StagePlan
+from framework.parallel.tensor import ranks_per_kv_head
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.plan.memory import Memory, measure_memory
+from framework.plan.stage import PlannedStage, lay_out_stage
+from framework.plan.target import target_device
+from framework.plan.traffic import measure_traffic
+from framework.recipe.derive import Derived, derive
+from framework.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The layout of a run.
+
+    whole: the model on meta, as Hugging Face builds it; stages are copies of parts of it. units: its parts in order of
+    computation. ties: under the name that a parameter has in its unit, all its names. groups: what the optimizer does with each
+    trained parameter of the whole model. returns_tuple: whether layers return tuples (only known of a cut model).
+    load_balancing: the routers' auxiliary loss, None without one. device: where ranks compute; the index of a GPU is not known.
+    """
+
+    recipe: Recipe
+    config: PretrainedConfig
+    derived: Derived
+    topology: Topology
+    device: torch.device
+    whole: PreTrainedModel
+    units: tuple[Unit, ...]
+    ties: Mapping[str, tuple[str, ...]]
+    groups: tuple[GroupAssignment, ...]
+    pipeline: Pipeline
+    returns_tuple: bool
+    load_balancing: LoadBalancingLoss | None
+    _ranks: dict[int, "RankPlan"] = field(default_factory=dict, repr=False)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of forward and backward."""
+        return compute_dtype(self.recipe.precision, self.device)
+
+    @cached_property
+    def size(self) -> ModelSize:
+        """Numbers of parameters of the whole model."""
+        return measure_model(self.whole)
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """FLOPs of forward and backward, of the whole model."""
+        return flops_per_token(self.whole, self.derived.context)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the output embedding."""
+        return self.whole.get_output_embeddings().weight.shape[0]
+
+    def of_rank(self, rank: int) -> "RankPlan":
+        """What the rank will hold: its stages, laid out on meta. Laid out once; axes have no process groups."""
+        if rank not in self._ranks:
+            self._ranks[rank] = self.lay_out(rank, axes_of(self.topology, rank), self.device)
+        return self._ranks[rank]
+
+    def lay_out(self, rank: int, axes: Mapping[str, Axis], device: torch.device) -> "RankPlan":
+        """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
+        ranks = self.pipeline.rank_of_stage
+        if ranks[0] == ranks[-1]:  # what embedding and head share is on one rank
+            axes = {**axes, "ends": Axis("ends", 1, 0)}
+        tokens = make_token_layout(self.recipe, axes["tp"])
+        own = [bounds for bounds in self.pipeline.cuts if self.pipeline.rank_of_stage[bounds.index] == axes["pp"].rank]
+        stages = [lay_out_stage(self._copy(bounds), self._stage(bounds, axes, tokens, device)) for bounds in own]
+        return RankPlan(rank, tuple(stages), tokens)
+
+    def memory(self, rank: int) -> Memory:
+        """Bytes that the rank holds at the most."""
+        return measure_memory(self, rank)
+
+    def traffic(self, rank: int) -> dict[str, int]:
+        """Bytes that the rank sends in a step, by what they are for."""
+        return measure_traffic(self, rank)
+
+    def _copy(self, bounds: StageBounds) -> PreTrainedModel:
+        return copy_stage(self.whole, self.units, bounds, self.returns_tuple)
+
+    def _stage(
+        self, bounds: StageBounds, axes: Mapping[str, Axis], tokens: TokenLayout, device: torch.device
+    ) -> StagePlan:
+        return StagePlan(
+            recipe=self.recipe,
+            axes=axes,
+            bounds=bounds,
+            tokens=tokens,
+            units=self.units,
+            ties=self.ties,
+            groups={each.parameter: each.key for each in self.groups},
+            compute_dtype=self.compute_dtype,
+            master_dtype=DTYPES[self.recipe.precision.master],
+            device=device,
+            returns_tuple=self.returns_tuple,
+            load_balancing=self.load_balancing,
+        )
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds. stages: in order of computation; tokens: of each microbatch."""
+
+    rank: int
+    stages: tuple[PlannedStage, ...]
+    tokens: TokenLayout
+
+    @property
+    def buffers(self) -> list[UnitBuffer]:
+        """The unit buffers of all stages, in order."""
+        return [buffer for stage in self.stages for buffer in stage.buffers]
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Of each parameter of the rank, by its name in its unit, before ZeRO divides it."""
+        return {slot.name: slot.layout for buffer in self.buffers for slot in buffer.slots}
+
+
+def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
+    """The plan of a checked recipe for the model of `config`. Pure: no process group, no memory, no device, equal on all ranks.
+
+    Raises what does not fit: ModelError, RecipeError, TopologyError, ScheduleError.
+    """
+    derived, device = derive(recipe), torch.device(target_device(recipe.launch) or "cpu")
+    topology = make_topology(recipe, config)
+    whole = build_meta(config, recipe.model.attention)
+    units = tuple(find_units(whole))
+    load_balancing = find_load_balancing_loss(whole)
+    costs = unit_flops(whole, units, derived.context)
+    pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
+    return Plan(
+        recipe,
+        config,
+        derived,
+        topology,
+        device,
+        whole,
+        units,
+        tied_names(whole),
+        tuple(_group(recipe, whole, units)),
+        pipeline,
+        len(pipeline.cuts) > 1 and find_layer_outputs(config),
+        load_balancing,
+    )
+
+
+def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
+    """The recipe's degrees as axes. Stage 0 shards over one rank; `zero.shard_within=null` is everyone."""
+    derived = derive(recipe)
+    batch, within = derived.dp * derived.cp, recipe.zero.shard_within
+    if within == "node":
+        within = shards_within_node(derived.world, batch, derived.tp, derived.ranks_per_node, derived.nodes)
+    return Topology(
+        pp=derived.pp,
+        dp=derived.dp,
+        cp=derived.cp,
+        tp=derived.tp,
+        ep=derived.ep,
+        kv=ranks_per_kv_head(config, derived.tp),
+        shard=1 if recipe.zero.stage == 0 else within or batch,
+    )
+
+
+def axes_of(topology: Topology, rank: int) -> dict[str, Axis]:
+    """The axes as a rank will see them, before anyone is connected."""
+    groups = topology.groups(rank).items()
+    return {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in groups}
+
+
+def make_token_layout(recipe: Recipe, tp: Axis) -> TokenLayout:
+    """The tokens that a rank holds of each microbatch."""
+    batch = recipe.batch
+    return TokenLayout(batch.sequences_per_microbatch, batch.context, tp, recipe.parallel.sequence)
+
+
+def _group(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> list[GroupAssignment]:
+    """Decided on the whole model, so that every rank agrees."""
+    shapes = {name: tuple(whole.get_parameter(name).shape) for unit in units for name in unit.parameters}
+    return group_trained(shapes, recipe.model.freeze, recipe.optim)

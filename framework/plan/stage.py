@@ -1,0 +1,48 @@
+"""A stage laid out on meta: its model with every transform applied, and the unit buffers that will hold its parameters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from framework.model.load_balancing import Routers
+from framework.model.stage import StageModel, own_ties
+from framework.model.units import Unit
+from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
+from framework.parallel.stage_plan import StagePlan
+from framework.parallel.tensor import mask_of
+from framework.parallel.zero.buffers import FROZEN, UnitBuffer, plan_buffers
+from framework.parallel.zero.lifetimes import lifetimes_of
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """units: whole or in part this stage's; ties: all names of each of its parameters in its model; buffers: without memory."""
+
+    plan: StagePlan
+    model: StageModel
+    units: tuple[Unit, ...]
+    ties: Mapping[str, tuple[str, ...]]
+    buffers: list[UnitBuffer]
+
+
+def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
+    """Apply the transforms to a copy of the model on meta, and plan its buffers."""
+    layouts = parallelize(model, whole_layouts(model), plan)
+    stage = StageModel(model, plan.own_units, plan.bounds, _seed_mask(plan), _find_routers(model, plan))
+    groups = dict.fromkeys(layouts, FROZEN) | {name: key for name, key in plan.groups.items() if name in layouts}
+    dtypes = find_compute_dtypes(model, plan)
+    lifetimes = lifetimes_of(plan.recipe.zero)
+    buffers = plan_buffers(plan.own_units, layouts, groups, dtypes, plan.master_dtype, lifetimes, plan.axes)
+    return PlannedStage(plan, stage, plan.own_units, own_ties(model, plan.ties), buffers)
+
+
+def _seed_mask(plan: StagePlan) -> int:
+    return mask_of(plan.axes["tp"], differs=plan.tokens.is_sharded)
+
+
+def _find_routers(model: PreTrainedModel, plan: StagePlan) -> Routers | None:
+    if plan.load_balancing is None:
+        return None
+    # Inside regions gradients are one rank's part of a sum, and routers stand there.
+    return Routers(model, plan.load_balancing, plan.compute_dtype, plan.device, num_copies=plan.axes["tp"].size)

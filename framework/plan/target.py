@@ -1,0 +1,50 @@
+"""Where a recipe will run: the device and the compute dtype that it means, also on a machine that has no such device.
+
+A login node without a GPU plans and submits for the cluster's GPUs. Torch is not imported unless this machine is asked.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+from framework.recipe.derive import derive
+from framework.recipe.schema import Launch, Precision, Recipe
+
+Device = Literal["cpu", "cuda"]
+
+
+def resolve_target(recipe: Recipe) -> Recipe:
+    """The recipe with no `auto` left in launch.device and precision.compute, for planning: nothing is checked of this machine."""
+    device = target_device(recipe.launch)
+    if device is None:
+        import torch
+
+        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= derive(recipe).world
+        device = "cuda" if has_gpus else "cpu"
+    launch = replace(recipe.launch, device=device)
+    return replace(recipe, launch=launch, precision=resolve_precision(recipe.precision, launch))
+
+
+def target_device(launch: Launch) -> Device | None:
+    """What the recipe says of the ranks' device; None where it leaves that to this machine. Under SLURM it is cuda where GPUs
+    are asked for, whatever the login node has."""
+    if launch.device != "auto":
+        return launch.device
+    if launch.kind == "slurm":
+        return "cuda" if launch.gres is not None else "cpu"
+    return None
+
+
+def resolve_precision(precision: Precision, launch: Launch) -> Precision:
+    """`precision.compute` without auto: bf16 where the target multiplies it natively. Of a cluster's nodes, and of GPUs where
+    there are none, only the kind is known: GPUs get bf16, CPUs fp32."""
+    if precision.compute != "auto":
+        return precision
+    is_bf16 = launch.device == "cuda"
+    if launch.kind == "local":
+        import torch
+
+        from framework.model.precision import compute_dtype
+
+        if launch.device == "cpu" or torch.cuda.is_available():
+            is_bf16 = compute_dtype(precision, torch.device(launch.device)) == torch.bfloat16
+    return replace(precision, compute="bf16" if is_bf16 else "fp32")
