@@ -29,9 +29,9 @@ from framework.checkpoint.index import (
     verify_sizes,
 )
 from framework.checkpoint.pieces import Piece
+from framework.comm.communicator import Communicator
 from framework.comm.objects import share_errors, tell
 from framework.errors import CheckpointError, StorageError
-from framework.mesh.axis import Axis
 from framework.mesh.box import Box
 
 __all__ = ["load_checkpoint", "load_newest", "newest_checkpoint", "read_state"]
@@ -44,7 +44,7 @@ MAX_NEEDS = 1 << 16
 def load_checkpoint(
     path: Path,
     entries: Iterable[Entry],
-    world: Axis,
+    world: Communicator,
     buffer_bytes: int = BUFFER_BYTES,
     manifest: Manifest | None = None,
 ) -> dict[str, Any]:
@@ -70,7 +70,9 @@ def load_checkpoint(
     return manifest.state
 
 
-def load_newest(root: Path, entries: Iterable[Entry], world: Axis, found: Found | None = None) -> dict[str, Any] | None:
+def load_newest(
+    root: Path, entries: Iterable[Entry], world: Communicator, found: Found | None = None
+) -> dict[str, Any] | None:
     """Load the newest checkpoint under `root` that is whole; its state, or None for a run that has never saved. Collective.
 
     Rank 0 looks and tells: others may see an older state of the folder. When one is damaged the next older one is tried, and

@@ -38,9 +38,9 @@ from framework.checkpoint.divide import (
 from framework.checkpoint.index import ALIGNMENT, BLOCK_BYTES, Entry, Manifest
 from framework.checkpoint.pieces import INDEX, INDEX_BLOCK_BYTES, EntryRecord, FileRecord, encode_index, file_name
 from framework.checkpoint.storage import retry
+from framework.comm.communicator import Communicator
 from framework.comm.objects import deal, gather_to_first, share_errors, tell
 from framework.errors import CheckpointError, MeshwrightError
-from framework.mesh.axis import Axis
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def save_checkpoint(
     step: int,
     entries: Iterable[Entry],
     state: dict[str, Any],
-    world: Axis,
+    world: Communicator,
     keep: int,
     fault: Fault = no_fault,
 ) -> Path:
@@ -202,7 +202,7 @@ def _explained(root: Path, bytes_needed: int, work: Callable[[], T]) -> T:
         raise explain(error, root, bytes_needed) from error
 
 
-def _explain_disagreement(found: Disagreement, entries: Sequence[Entry], world: Axis) -> NoReturn:
+def _explain_disagreement(found: Disagreement, entries: Sequence[Entry], world: Communicator) -> NoReturn:
     """Raise on all ranks what is wrong, in words: those who know the entries by name tell rank 0. Collective."""
     wrong = {entry.name: describe(entry) for entry in entries if hash_name(entry.name) in found.covered}
     known = gather_to_first(wrong, world)

@@ -1,6 +1,6 @@
 """A debug mode: before a collective starts, its ranks tell each other what they are about to start.
 
-Ranks that start collectives in different orders hang, or worse, exchange each other's data. With `Axis.check_s` set, each
+Ranks that start collectives in different orders hang, or worse, exchange each other's data. With `Communicator.check_s` set, each
 sends the others a line of words first and waits so many seconds for theirs: another line, or none, is an error on the spot
 that says who was about to do what. It costs a round of messages for each collective and hides nothing under compute.
 """
@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from framework.comm.communicator import Communicator
 from framework.errors import OrderError
-from framework.mesh.axis import Axis
 
 WORDS_BYTES = 256
 # Apart from the tags of `collectives`; these messages are on the CPU, so over gloo on every device.
 WORDS_TAG = 3
 
 
-def check_agreement(axis: Axis, operation: str, label: str, x: Tensor | None) -> None:
+def check_agreement(axis: Communicator, operation: str, label: str, x: Tensor | None) -> None:
     """Return when all ranks of the axis are about to start this operation on equal tensors. Else OrderError.
 
     label: what it is of, such as a unit. x: None where ranks' tensors may differ.
@@ -45,7 +45,7 @@ def check_agreement(axis: Axis, operation: str, label: str, x: Tensor | None) ->
         )
 
 
-def _exchange(axis: Axis, words: str) -> dict[int, str | None]:
+def _exchange(axis: Communicator, words: str) -> dict[int, str | None]:
     """The words of each other rank of the axis, by world rank; None for a rank that sent none in time."""
     mine = torch.zeros(WORDS_BYTES, dtype=torch.uint8)
     encoded = words.encode()[:WORDS_BYTES]

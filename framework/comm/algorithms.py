@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.mesh.axis import Axis
+from framework.comm.communicator import Communicator
 
 # torch 2.13 renamed the single-tensor forms and warns at the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,7 +63,7 @@ class Pending:
             pass
 
 
-def on_host(start: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor, axis: Axis) -> Pending:
+def on_host(start: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """Start an operation of x whose result is `out`: of both as they are, or of host copies where the axis is staged. Then `out`
     is filled when it is waited for, and a wait is the CPU's too."""
     if not axis.staged:
@@ -95,16 +95,16 @@ def then(pending: Pending, finish: Callable[[], None]) -> Pending:
 class Algorithm:
     """One way to make a collective, and why it is taken."""
 
-    start: Callable[[Tensor, Tensor, Axis], Pending]
+    start: Callable[[Tensor, Tensor, Communicator], Pending]
     reason: str
 
 
-def gather_by_tensor(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+def gather_by_tensor(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """The backend's all-gather."""
     return Pending([_all_gather_single(out.view(-1), x.view(-1), group=axis.group, async_op=True)], [out, x])
 
 
-def gather_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+def gather_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """Send x to every peer and receive each peer's part where it belongs."""
     parts = out.view(axis.size, -1)
     copy(parts[axis.rank], x)
@@ -115,19 +115,19 @@ def gather_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     return Pending(works, [out, x])
 
 
-def scatter_by_tensor(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+def scatter_by_tensor(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """The backend's reduce-scatter, over the axis's own group for it."""
-    group = axis.scatter_group or axis.group
+    group = axis.scatter_group
     return Pending([_reduce_scatter_single(out.view(-1), x.view(-1), group=group, async_op=True)], [out, x])
 
 
-def scatter_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """Send every peer its part of x; when the peers' parts have come, add them to this rank's own.
 
     The sum goes in the order of ranks, so that an element's result does not depend on which rank's part it is in.
     """
     parts = x.view(axis.size, -1)
-    buffer = _take_buffer(axis, (axis.size - 1) * out.numel(), x)
+    buffer = axis.take_buffer((axis.size - 1) * out.numel(), x)
     received = list(buffer[: (axis.size - 1) * out.numel()].view(axis.size - 1, -1))
     works = _exchange_parts(received, parts, axis)
 
@@ -138,7 +138,7 @@ def scatter_by_messages(out: Tensor, x: Tensor, axis: Axis) -> Pending:
             # Not into `out`, which may be this rank's own part, still to be added; received[0] has been added.
             total = torch.add(total, term, out=received[0])
         torch.add(total, terms[-1], out=out.view(-1))
-        axis.buffers.append(buffer)
+        axis.give_back(buffer)
 
     return Pending(works, [x], add)
 
@@ -155,7 +155,7 @@ ALGORITHMS = {
 }
 
 
-def scatter_rounded(out: Tensor, x: Tensor, axis: Axis, reduce_dtype: torch.dtype) -> Pending:
+def scatter_rounded(out: Tensor, x: Tensor, axis: Communicator, reduce_dtype: torch.dtype) -> Pending:
     """Round x to reduce_dtype, give every rank its part, and add the parts in out's dtype in the order of ranks."""
     exchange = _RoundedExchange(x, axis, reduce_dtype)
 
@@ -166,7 +166,7 @@ def scatter_rounded(out: Tensor, x: Tensor, axis: Axis, reduce_dtype: torch.dtyp
     return Pending(exchange.works, [x], add)
 
 
-def sum_rounded(x: Tensor, axis: Axis, reduce_dtype: torch.dtype) -> Pending:
+def sum_rounded(x: Tensor, axis: Communicator, reduce_dtype: torch.dtype) -> Pending:
     """x becomes the sum of all ranks' x: every rank adds up one part, and all gather the sums, rounded too."""
     exchange = _RoundedExchange(x, axis, reduce_dtype)
 
@@ -189,17 +189,17 @@ class _RoundedExchange:
     """Every rank's part of every rank's x, rounded, on its way. sent: this rank's x in reduce_dtype, [ranks, part], the tail
     padded; received: all ranks' parts for this rank, [ranks, part]."""
 
-    def __init__(self, x: Tensor, axis: Axis, reduce_dtype: torch.dtype):
+    def __init__(self, x: Tensor, axis: Communicator, reduce_dtype: torch.dtype):
         numel = axis.size * -(-x.numel() // axis.size)
         self._axis = axis
-        self._buffer = _take_buffer(axis, 2 * numel, x.new_empty(0, dtype=reduce_dtype))
+        self._buffer = axis.take_buffer(2 * numel, x.new_empty(0, dtype=reduce_dtype))
         self.sent, self.received = self._buffer[: 2 * numel].view(2, axis.size, -1)
         flat = self.sent.view(-1)
         flat[: x.numel()] = x.view(-1)
         flat[x.numel() :] = 0
         self.works: list[Any]
         if x.is_cuda:
-            group = axis.scatter_group or axis.group
+            group = axis.scatter_group
             self.works = [dist.all_to_all_single(self.received, self.sent, group=group, async_op=True)]
         else:
             self.received[axis.rank] = self.sent[axis.rank]
@@ -215,7 +215,7 @@ class _RoundedExchange:
 
     def end(self) -> None:
         """Give the memory back."""
-        self._axis.buffers.append(self._buffer)
+        self._axis.give_back(self._buffer)
 
 
 def copy(target: Tensor, source: Tensor) -> None:
@@ -224,7 +224,7 @@ def copy(target: Tensor, source: Tensor) -> None:
         target.view(-1).copy_(source.view(-1))
 
 
-def _exchange_parts(received: Sequence[Tensor], parts: Tensor, axis: Axis) -> list[Any]:
+def _exchange_parts(received: Sequence[Tensor], parts: Tensor, axis: Communicator) -> list[Any]:
     """Send every peer its part and receive the peers' parts into `received`, which has no place for this rank's own."""
     works = []
     for to, source in _peers(axis):
@@ -234,19 +234,6 @@ def _exchange_parts(received: Sequence[Tensor], parts: Tensor, axis: Axis) -> li
     return works
 
 
-def _peers(axis: Axis) -> list[tuple[int, int]]:
+def _peers(axis: Communicator) -> list[tuple[int, int]]:
     """(send to, receive from) at distance 1, 2, ...: at each distance every rank sends one message and receives one."""
     return [((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size)]
-
-
-def _take_buffer(axis: Axis, numel: int, like: Tensor) -> Tensor:
-    """A buffer of at least so many elements that an earlier operation has done with, else a new one in its stead.
-
-    On CPUs a large new tensor costs a page fault every 4 KiB: half as much again as receiving into it.
-    """
-    for index, buffer in enumerate(axis.buffers):
-        if buffer.numel() >= numel and buffer.dtype == like.dtype:
-            return axis.buffers.pop(index)
-    if axis.buffers:
-        axis.buffers.pop()
-    return like.new_empty(numel)

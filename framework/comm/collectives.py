@@ -30,21 +30,21 @@ from torch import Tensor
 
 from framework.comm.agreement import check_agreement
 from framework.comm.algorithms import ALGORITHMS, Pending, copy, on_host, scatter_rounded, sum_rounded
-from framework.mesh.axis import Axis
+from framework.comm.communicator import Communicator
 
 Reduction = Literal["sum", "max", "min"]
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "") -> None:
+def all_reduce(x: Tensor, axis: Communicator, op: Reduction = "sum", label: str = "") -> None:
     """x becomes the reduction of all ranks' x, in place."""
     start_all_reduce(x, axis, op, label).wait()
 
 
 @torch.compiler.disable
 def start_all_reduce(
-    x: Tensor, axis: Axis, op: Reduction = "sum", label: str = "", reduce_dtype: torch.dtype | None = None
+    x: Tensor, axis: Communicator, op: Reduction = "sum", label: str = "", reduce_dtype: torch.dtype | None = None
 ) -> Pending:
     """Start `all_reduce`; a sum in a dtype of its own, if one is given."""
     if axis.size == 1:
@@ -59,7 +59,7 @@ def start_all_reduce(
     return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis)
 
 
-def all_gather(out: Tensor, x: Tensor, axis: Axis) -> None:
+def all_gather(out: Tensor, x: Tensor, axis: Communicator) -> None:
     """out = [x of rank 0, x of rank 1, ...], flattened. `x` may be this rank's part of `out` itself: then nothing is
     copied.
 
@@ -69,7 +69,7 @@ def all_gather(out: Tensor, x: Tensor, axis: Axis) -> None:
 
 
 @torch.compiler.disable
-def start_all_gather(out: Tensor, x: Tensor, axis: Axis, label: str = "") -> Pending:
+def start_all_gather(out: Tensor, x: Tensor, axis: Communicator, label: str = "") -> Pending:
     """Start `all_gather`."""
     _check(out, x, ratio=axis.size)
     if axis.size == 1:
@@ -80,7 +80,7 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, label: str = "") -> Pen
     return on_host(lambda out, x: ALGORITHMS[x.device.type, "all_gather"].start(out, x, axis), out, x, axis)
 
 
-def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
+def reduce_scatter(out: Tensor, x: Tensor, axis: Communicator) -> None:
     """out = this rank's part of the sum of all ranks' x, whose flattened parts are [part 0, part 1, ...] of equal size.
 
     `out` may be this rank's part of `x` itself.
@@ -90,7 +90,7 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
 
 @torch.compiler.disable
 def start_reduce_scatter(
-    out: Tensor, x: Tensor, axis: Axis, label: str = "", reduce_dtype: torch.dtype | None = None
+    out: Tensor, x: Tensor, axis: Communicator, label: str = "", reduce_dtype: torch.dtype | None = None
 ) -> Pending:
     """Start `reduce_scatter`, in a dtype of its own if one is given."""
     _check(x, out, ratio=axis.size)
@@ -108,7 +108,7 @@ def start_reduce_scatter(
 def all_to_all(
     out: Tensor,
     x: Tensor,
-    axis: Axis,
+    axis: Communicator,
     out_splits: Sequence[int] | None = None,
     in_splits: Sequence[int] | None = None,
 ) -> None:
@@ -123,7 +123,7 @@ def all_to_all(
 def start_all_to_all(
     out: Tensor,
     x: Tensor,
-    axis: Axis,
+    axis: Communicator,
     out_splits: Sequence[int] | None = None,
     in_splits: Sequence[int] | None = None,
 ) -> Pending:
@@ -146,7 +146,7 @@ def start_all_to_all(
 
 
 @torch.compiler.disable
-def broadcast(x: Tensor, axis: Axis, source: int = 0) -> None:
+def broadcast(x: Tensor, axis: Communicator, source: int = 0) -> None:
     """x becomes the x of the rank at index `source` of the axis, in place."""
     if axis.size == 1:
         return
@@ -161,7 +161,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> None:
 
 
 @torch.compiler.disable
-def barrier(axis: Axis) -> None:
+def barrier(axis: Communicator) -> None:
     """Return when all ranks of the axis have called."""
     if axis.size == 1:
         return
@@ -170,12 +170,12 @@ def barrier(axis: Axis) -> None:
     dist.barrier(group=axis.group)
 
 
-def _all_reduce(x: Tensor, axis: Axis, op: Reduction) -> Pending:
+def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:
     return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
 
 
 @torch.compiler.disable
-def gather_objects(obj: Any, axis: Axis) -> list[Any]:
+def gather_objects(obj: Any, axis: Communicator) -> list[Any]:
     """Every rank's picklable object, in the axis's order. For words and small numbers, not for tensors."""
     if axis.size == 1:
         return [obj]

@@ -5,7 +5,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -16,8 +16,8 @@ import torch.distributed as dist
 # Private, because `new_group` lets nobody choose a subgroup's store. Read and run in torch 2.13; 2.11 was not tried.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
+from framework.comm.communicator import Communicator
 from framework.errors import ConnectionFailed, NodeError, RanksDiffer, TopologyError
-from framework.mesh.axis import Axis
 from framework.mesh.descriptors import allow_descriptors, count_sockets
 from framework.mesh.fingerprint import describe_difference, explain_differences
 from framework.mesh.topology import AXIS_NAMES, Topology
@@ -46,9 +46,9 @@ class Mesh:
     topology: Topology
     rank: int
     device: torch.device
-    axes: dict[str, Axis]
+    axes: dict[str, Communicator]
 
-    def axis(self, name: str) -> Axis:
+    def axis(self, name: str) -> Communicator:
         """The axis of that name: one of `topology.AXIS_NAMES`, or `ends`."""
         if name not in self.axes:
             raise TopologyError(f"no axis {name!r}: the axes are {', '.join(AXIS_NAMES)}")
@@ -116,7 +116,7 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
-    axes = {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in topology.groups(rank).items()}
+    axes = {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
     if topology.world > 1:
         timeout, wiring = timedelta(seconds=timeout_s), wire(device.type, check_s is not None, backend)
         allow_descriptors(count_sockets(topology, rank, wiring.is_lazy))
@@ -188,7 +188,7 @@ def join_axes(
     store: dist.Store,
     timeout: timedelta,
     check_s: float | None = None,
-) -> dict[str, Axis]:
+) -> dict[str, Communicator]:
     """This rank's axes by name, with process groups: one for each distinct set of more than one rank. Collective.
 
     A rank creates only its own groups, so that thousands of ranks do not create each other's. Members of a group agree
@@ -207,18 +207,21 @@ def join_axes(
         _set_pg_timeout(timeout, group)
         return group
 
-    axes: dict[str, Axis] = {}
-    for name, ranks in topology.groups(rank).items():
-        if len(ranks) > 1 and ranks not in groups:
-            groups[ranks] = join(name, ranks, wiring.axes if groups else wiring.world)
-        place, group = ranks.index(rank), groups.get(ranks)
-        axes[name] = Axis(name, len(ranks), place, ranks, group, check_s=check_s, staged=wiring.is_staged)
+    axes = topology.axes(rank)
+    for axis in axes.values():
+        if axis.size > 1 and axis.ranks not in groups:
+            groups[axis.ranks] = join(axis.name, axis.ranks, wiring.axes if groups else wiring.world)
+    scatter_groups: dict[str, Any] = {}
     if wiring.scatter is not None and axes["shard"].size > 1:
         # NCCL runs the operations of one communicator in turn: in backward a gather, which computation waits for, would queue
         # behind a reduction, which nobody waits for.
-        scatter = join("scatter", axes["shard"].ranks, wiring.scatter)
-        axes["shard"] = replace(axes["shard"], scatter_group=scatter)
-    return axes
+        scatter_groups["shard"] = join("scatter", axes["shard"].ranks, wiring.scatter)
+    return {
+        name: Communicator(
+            axis, groups.get(axis.ranks), scatter_groups.get(name), check_s=check_s, staged=wiring.is_staged
+        )
+        for name, axis in axes.items()
+    }
 
 
 def _create_world(
@@ -334,13 +337,11 @@ def _decide(store: dist.Store, place: str, decision: str) -> None:
         store.set(place, decision)
 
 
-def _start_communicators(axes: Iterable[Axis], device: torch.device) -> None:
+def _start_communicators(axes: Iterable[Communicator], device: torch.device) -> None:
     """Make NCCL build each communicator now, in one order: built lazily inside a point-to-point call it would wait for
     ranks that take no part in that call."""
-    groups = dict.fromkeys([*(axis.group for axis in axes), *(axis.scatter_group for axis in axes)])
-    for group in groups:
-        if group is not None:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    for group in dict.fromkeys(group for axis in axes for group in axis.groups):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def choose_device(kind: str) -> torch.device:

@@ -25,23 +25,23 @@ import torch
 from torch import Tensor
 
 from framework.comm import collectives
+from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
-from framework.mesh.axis import Axis
 
 Map = Callable[[Tensor], Tensor]
 
 
-def copy_to(x: Tensor, axis: Axis) -> Tensor:
+def copy_to(x: Tensor, axis: Communicator) -> Tensor:
     """Enter a region where each rank uses the replicated x in its own way: x itself; the gradients are summed."""
     return _apply(x, axis, _alias, partial(_all_reduce, axis=axis))
 
 
-def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+def reduce_from(x: Tensor, axis: Communicator) -> Tensor:
     """Leave such a region: the sum of all ranks' x, replicated; its gradient goes to every rank."""
     return _apply(x, axis, partial(_all_reduce, axis=axis), _alias)
 
 
-def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def gather(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     """All ranks' x, concatenated along dim, for ranks that use it in their own ways: the gradients are summed, then
     split.
 
@@ -50,18 +50,18 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return _apply(x, axis, partial(_all_gather, axis=axis, dim=dim), partial(_reduce_scatter, axis=axis, dim=dim))
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     """This rank's part along dim of the sum of all ranks' x. axis.size divides the dim."""
     return _apply(x, axis, partial(_reduce_scatter, axis=axis, dim=dim), partial(_all_gather, axis=axis, dim=dim))
 
 
-def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     """This rank's part along dim of the replicated x; the gradient is gathered. axis.size divides the dim."""
     return _apply(x, axis, partial(_take_part, axis=axis, dim=dim), partial(_all_gather, axis=axis, dim=dim))
 
 
 def all_to_all(
-    x: Tensor, axis: Axis, in_splits: Sequence[int] | None = None, out_splits: Sequence[int] | None = None
+    x: Tensor, axis: Communicator, in_splits: Sequence[int] | None = None, out_splits: Sequence[int] | None = None
 ) -> Tensor:
     """Rank r's part s of x becomes rank s's part r: tokens to their experts' ranks, and back with swapped splits.
 
@@ -72,7 +72,7 @@ def all_to_all(
     return _apply(x, axis, there, back)
 
 
-def shift(x: Tensor, axis: Axis, by: int) -> Tensor:
+def shift(x: Tensor, axis: Communicator, by: int) -> Tensor:
     """The x of the rank `by` places before this one, around the ring. x: one shape on all ranks."""
     return _apply(x, axis, partial(_shift, axis=axis, by=by), partial(_shift, axis=axis, by=-by))
 
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
         return _Linear.apply(gradient, adjoint, forward_map), None, None
 
 
-def _apply(x: Tensor, axis: Axis, forward_map: Map, adjoint: Map) -> Tensor:
+def _apply(x: Tensor, axis: Communicator, forward_map: Map, adjoint: Map) -> Tensor:
     return x if axis.size == 1 else _communicate(x, forward_map, adjoint)
 
 
@@ -107,20 +107,20 @@ def _alias(x: Tensor) -> Tensor:
     return x.detach()
 
 
-def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
+def _all_reduce(x: Tensor, axis: Communicator) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(out, axis)
     return out
 
 
-def _all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _all_gather(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     dim %= x.ndim
     gathered = x.new_empty(axis.size, *x.shape)
     collectives.all_gather(gathered, x.contiguous(), axis)
     return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _reduce_scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     dim %= x.ndim
     parts = _parts(x, axis, dim).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])
@@ -128,13 +128,13 @@ def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return out
 
 
-def _take_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _take_part(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     """A copy, so that the whole of x can be freed."""
     dim %= x.ndim
     return _parts(x, axis, dim).select(dim, axis.rank).clone(memory_format=torch.contiguous_format)
 
 
-def _parts(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _parts(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     """x with dim split in two: [..., axis.size, part, ...]."""
     assert x.shape[dim] % axis.size == 0, (
         f"{axis.size} ranks of {axis.name} do not divide dim {dim} of {tuple(x.shape)}"
@@ -142,14 +142,16 @@ def _parts(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.unflatten(dim, (axis.size, -1))
 
 
-def _all_to_all(x: Tensor, axis: Axis, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None) -> Tensor:
+def _all_to_all(
+    x: Tensor, axis: Communicator, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None
+) -> Tensor:
     rows = x.shape[0] if out_splits is None else sum(out_splits)
     out = x.new_empty(rows, *x.shape[1:])
     collectives.all_to_all(out, x.contiguous(), axis, out_splits, in_splits)
     return out
 
 
-def _shift(x: Tensor, axis: Axis, by: int) -> Tensor:
+def _shift(x: Tensor, axis: Communicator, by: int) -> Tensor:
     if by % axis.size == 0:
         return _alias(x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

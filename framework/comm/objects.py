@@ -18,8 +18,8 @@ from torch import Tensor
 
 from framework.comm.agreement import check_agreement
 from framework.comm.collectives import all_reduce
+from framework.comm.communicator import Communicator
 from framework.errors import EXIT_USER, MeshwrightError
-from framework.mesh.axis import Axis
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 OBJECTS_TAG = 4
 
 
-def tell(work: Callable[[], T], axis: Axis) -> T:
+def tell(work: Callable[[], T], axis: Communicator) -> T:
     """The result of `work`, which the axis's rank 0 alone does; all ranks get it, or its MeshwrightError. Collective.
 
     The result must be picklable. Bytes: its size, sent by rank 0 to each of the others (a broadcast).
@@ -35,7 +35,7 @@ def tell(work: Callable[[], T], axis: Axis) -> T:
     return _tell_from(0, work, axis)
 
 
-def share_errors(work: Callable[[], T], axis: Axis) -> T:
+def share_errors(work: Callable[[], T], axis: Communicator) -> T:
     """This rank's own result of `work`, which every rank of the axis does; where it is a MeshwrightError on one, that error
     is raised on all of them. Collective: one integer is reduced, and an error broadcast.
 
@@ -56,7 +56,7 @@ def share_errors(work: Callable[[], T], axis: Axis) -> T:
     return result  # type: ignore[return-value]  # no rank has failed
 
 
-def gather_to_first(obj: Any, axis: Axis) -> list[Any]:
+def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
     """On the axis's rank 0 every rank's picklable object, in the axis's order; on the others an empty list. Collective.
 
     Bytes: this rank's object, sent once (rank 0 receives them all), and its size. `dist.gather_object` would tell every size to
@@ -83,7 +83,7 @@ def gather_to_first(obj: Any, axis: Axis) -> list[Any]:
     return [obj, *(pickle.loads(place.numpy().data) for place in places)]
 
 
-def deal(work: Callable[[], Sequence[T]], axis: Axis) -> T:
+def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
     """This rank's item of the result of `work`, which the axis's rank 0 alone does; or its MeshwrightError, on all. Collective.
 
     Bytes: each rank's item, sent to it alone by rank 0, and its size.
@@ -117,7 +117,7 @@ def deal(work: Callable[[], Sequence[T]], axis: Axis) -> T:
     return items[0]
 
 
-def _tell_from(source: int, work: Callable[[], T], axis: Axis) -> T:
+def _tell_from(source: int, work: Callable[[], T], axis: Communicator) -> T:
     outcome: T | MeshwrightError | None = None
     if axis.rank == source:
         try:
@@ -135,7 +135,7 @@ def _tell_from(source: int, work: Callable[[], T], axis: Axis) -> T:
     return outcome  # type: ignore[return-value]  # what `work` has returned on the source
 
 
-def _share_first_error(work: Callable[[], T], axis: Axis) -> T | None:
+def _share_first_error(work: Callable[[], T], axis: Communicator) -> T | None:
     """On rank 0 the result of `work`; None on the others. Its error is raised on all."""
     result: T | None = None
 

@@ -12,21 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.algorithms import Pending, copy, to_host
-from framework.mesh.axis import Axis
+from framework.comm.communicator import Communicator
 
 
-def start_send(x: Tensor, axis: Axis, to: int) -> Pending:
+def start_send(x: Tensor, axis: Communicator, to: int) -> Pending:
     """Start sending x to the rank at index `to`."""
     return exchange([(x, to)], [], axis)
 
 
-def start_receive(x: Tensor, axis: Axis, source: int) -> Pending:
+def start_receive(x: Tensor, axis: Communicator, source: int) -> Pending:
     """Start receiving into x from the rank at index `source`, which sends as many elements of the same dtype."""
     return exchange([], [(x, source)], axis)
 
 
 @torch.compiler.disable
-def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
+def exchange(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
+) -> Pending:
     """Start (tensor, to) sends and (tensor, source) receives as one batch.
 
     Operations that depend on one another around a circle of ranks belong in one batch: NCCL runs separate ones in
@@ -38,7 +40,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
 
 @torch.compiler.disable
 def exchange_apart(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
 ) -> tuple[Pending, Pending]:
     """As `exchange`, with one Pending for what is sent and one for what is received. NCCL tells of a batch as a whole: there
     either waits for both."""
@@ -57,7 +59,7 @@ class _Started:
     finish: Callable[[], None]
 
 
-def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> _Started:
+def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator) -> _Started:
     """Of the tensors themselves, or of host copies where the axis is staged: a receive then ends with the copy back."""
     for x, peer in (*sends, *receives):
         assert x.is_contiguous(), f"shape {tuple(x.shape)} with strides {x.stride()} is not contiguous"

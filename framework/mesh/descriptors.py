@@ -22,7 +22,7 @@ def count_sockets(topology: Topology, rank: int, is_lazy: bool) -> int:
     if is_lazy:
         # A listener; of a barrier's and a broadcast's tree 2 log2 n pairs; rank 0's gathers need them all.
         return own + 1 + (world - 1 if rank == 0 else min(world - 1, 2 * ceil(log2(world))))
-    groups = {ranks for ranks in topology.groups(rank).values() if len(ranks) > 1}
+    groups = {axis.ranks for axis in topology.axes(rank).values() if axis.size > 1}
     return own + sum(len(ranks) for ranks in groups)  # n-1 pairs and a listener each
 
 

@@ -16,6 +16,7 @@ axis, derived ones included, is a (size, stride) pair over this number:
 from dataclasses import dataclass
 
 from framework.errors import TopologyError
+from framework.mesh.axis import Axis
 
 AXIS_NAMES = ("world", "pp", "batch", "dp", "cp", "tp", "ep", "expert_batch", "shard", "replica", "kv")
 
@@ -85,9 +86,10 @@ class Topology:
         pipeline = self.ranks("pp", rank)
         return (pipeline[0], pipeline[-1]) if len(pipeline) > 1 and rank in (pipeline[0], pipeline[-1]) else (rank,)
 
-    def groups(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The ranks of each axis as `rank` sees it, and `ends`."""
-        return {name: self.ranks(name, rank) for name in AXIS_NAMES} | {"ends": self.ends(rank)}
+    def axes(self, rank: int) -> dict[str, Axis]:
+        """Every axis as `rank` sees it, and `ends`."""
+        members = {name: self.ranks(name, rank) for name in AXIS_NAMES} | {"ends": self.ends(rank)}
+        return {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in members.items()}
 
     def _size_stride(self, axis: str) -> tuple[int, int]:
         batch = self.dp * self.cp

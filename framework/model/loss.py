@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.comm.collectives import all_reduce
-from framework.mesh.axis import Axis
+from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 
 IGNORE = -100
@@ -52,7 +52,7 @@ class TokenLoss:
     writes the logits' gradient over the logits: they are gone then.
     """
 
-    axis: Axis
+    axis: Communicator
     vocabulary: int
     chunk_tokens: int | None = None
 
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
     """The sum over tokens. logits: [N, V_r]; labels: [N] of the whole vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis, chunk: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Communicator, chunk: int) -> Tensor:
         wide_dtype = torch.promote_types(logits.dtype, torch.float32)
         places, is_mine = _places(labels, start, logits.shape[-1])
         maxima, sums, targets = logits.new_empty(3, len(labels), dtype=wide_dtype)

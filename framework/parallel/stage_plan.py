@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from framework.mesh.axis import Axis
+from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import TokenLayout
 from framework.model.load_balancing import LoadBalancingLoss
 from framework.model.stage import StageBounds, own_units
@@ -24,7 +24,7 @@ class StagePlan:
     """
 
     recipe: Recipe
-    axes: Mapping[str, Axis]
+    axes: Mapping[str, Communicator]
     bounds: StageBounds
     tokens: TokenLayout
     units: tuple[Unit, ...]

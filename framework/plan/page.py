@@ -39,7 +39,7 @@ def plan_command(recipe: Recipe, schedule_to: Path | None = None) -> int:
 
 def describe_plan(plan: Plan) -> Iterator[str]:
     """The page, in lines. Of ranks that differ in other coordinates than `pp` it shows the first."""
-    ranks = plan.topology.groups(0)["pp"]
+    ranks = plan.topology.ranks("pp", 0)
     by_rank = [plan.of_rank(rank).buffers for rank in ranks]
     active = f"{plan.size.active:,} of them active for a token"
     yield f"model         {plan.config.model_type}, {plan.size.total:,} parameters, {active}"

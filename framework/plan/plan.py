@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
@@ -81,15 +82,15 @@ class Plan:
     def of_rank(self, rank: int) -> "RankPlan":
         """What the rank will hold: its stages, laid out on meta. Laid out once; axes have no process groups."""
         if rank not in self._ranks:
-            self._ranks[rank] = self.lay_out(rank, axes_of(self.topology, rank), self.device)
+            self._ranks[rank] = self.lay_out(rank, unconnected(self.topology, rank), self.device)
         return self._ranks[rank]
 
-    def lay_out(self, rank: int, axes: Mapping[str, Axis], device: torch.device) -> "RankPlan":
+    def lay_out(self, rank: int, axes: Mapping[str, Communicator], device: torch.device) -> "RankPlan":
         """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
         ranks = self.pipeline.rank_of_stage
         if ranks[0] == ranks[-1]:  # what embedding and head share is on one rank
-            axes = {**axes, "ends": Axis("ends", 1, 0)}
-        tokens = make_token_layout(self.recipe, axes["tp"])
+            axes = {**axes, "ends": Communicator(Axis("ends", 1, 0))}
+        tokens = make_token_layout(self.recipe, axes["tp"].axis)
         own = [bounds for bounds in self.pipeline.cuts if self.pipeline.rank_of_stage[bounds.index] == axes["pp"].rank]
         stages = [lay_out_stage(self._copy(bounds), self._stage(bounds, axes, tokens, device)) for bounds in own]
         return RankPlan(rank, tuple(stages), tokens)
@@ -106,7 +107,7 @@ class Plan:
         return copy_stage(self.whole, self.units, bounds, self.returns_tuple)
 
     def _stage(
-        self, bounds: StageBounds, axes: Mapping[str, Axis], tokens: TokenLayout, device: torch.device
+        self, bounds: StageBounds, axes: Mapping[str, Communicator], tokens: TokenLayout, device: torch.device
     ) -> StagePlan:
         return StagePlan(
             recipe=self.recipe,
@@ -188,10 +189,9 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     )
 
 
-def axes_of(topology: Topology, rank: int) -> dict[str, Axis]:
+def unconnected(topology: Topology, rank: int) -> dict[str, Communicator]:
     """The axes as a rank will see them, before anyone is connected."""
-    groups = topology.groups(rank).items()
-    return {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in groups}
+    return {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
 
 
 def make_token_layout(recipe: Recipe, tp: Axis) -> TokenLayout:

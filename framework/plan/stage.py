@@ -38,7 +38,7 @@ def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
 
 
 def _seed_mask(plan: StagePlan) -> int:
-    return mask_of(plan.axes["tp"], differs=plan.tokens.is_sharded)
+    return mask_of(plan.axes["tp"].axis, differs=plan.tokens.is_sharded)
 
 
 def _find_routers(model: PreTrainedModel, plan: StagePlan) -> Routers | None:

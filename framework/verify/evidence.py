@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from framework.comm.collectives import all_gather, gather_objects
-from framework.mesh.axis import Axis
+from framework.comm.communicator import Communicator
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta
 from framework.model.loss import IGNORE
@@ -73,7 +73,7 @@ def perturb(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     return (values.double().cpu() * (1 + u * torch.finfo(dtype).eps)).to(values)
 
 
-def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Axis) -> dict[str, Tensor]:
+def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Communicator) -> dict[str, Tensor]:
     """Full tensors, on the CPU of every rank, from what each rank owns of them (flat, in interval order): box arithmetic only.
     They travel in fp64, which holds any other dtype's numbers."""
     own = torch.cat([flat.detach().double() for _, flat in parts.values()])

@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from framework.comm import algorithms, collectives
+from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.mesh.axis import Axis
 from framework.mesh.topology import Topology
 
 Algorithm = Callable[[], None]
 
 
-def forms_of(axis: Axis, num_bytes: int) -> dict[str, Algorithm]:
+def forms_of(axis: Communicator, num_bytes: int) -> dict[str, Algorithm]:
     """What is timed, by column title, on a full tensor of so many bytes."""
     numel = num_bytes // 4 // axis.size * axis.size
     full, other, part = torch.ones(numel), torch.ones(numel), torch.ones(numel // axis.size)

@@ -58,9 +58,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from framework.comm.algorithms import Pending
+from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
 from framework.data.loader import Microbatch
-from framework.mesh.axis import Axis
 from framework.parallel.zero import gradients, parameters
 from framework.recipe.schema import Zero
 
@@ -191,7 +191,7 @@ class WatchedPending(Pending):
 
 
 def shown(start: Callable[..., Pending]) -> Callable[..., Pending]:
-    def started(out: Tensor, x: Tensor, axis: Axis, label: str, *args: Any) -> Pending:
+    def started(out: Tensor, x: Tensor, axis: Communicator, label: str, *args: Any) -> Pending:
         pending = start(out, x, axis, label, *args)
         if axis.size == 1:
             return pending

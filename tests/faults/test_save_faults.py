@@ -15,13 +15,14 @@ from framework.checkpoint.commit import COMMIT_POINTS, list_checkpoints
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
+from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import CheckpointError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 
-ALONE = Axis("world", 1, 0)
+ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 70_000
 
 

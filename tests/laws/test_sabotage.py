@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.collectives import Pending, Reduction, all_reduce
-from framework.mesh.axis import Axis
+from framework.comm.communicator import Communicator
 from framework.model import materialize, stage
 from framework.model.initial import Program
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
@@ -49,7 +49,7 @@ Sabotage = Callable[[], Any]
 def count_tokens_of_the_rank() -> Any:
     """The number of loss tokens is not summed over ranks."""
 
-    def without_counts(x: Tensor, axis: Axis, op: Reduction = "sum") -> None:
+    def without_counts(x: Tensor, axis: Communicator, op: Reduction = "sum") -> None:
         if x.dtype != torch.int64:
             all_reduce(x, axis, op)
 
@@ -104,7 +104,7 @@ def send_no_gradients() -> Any:
 def scatter_without_adding() -> Any:
     """A shard is made of its rank's own gradients."""
 
-    def keep_own(part: Tensor, full: Tensor, axis: Axis, label: str, reduce_dtype: torch.dtype) -> Pending:
+    def keep_own(part: Tensor, full: Tensor, axis: Communicator, label: str, reduce_dtype: torch.dtype) -> Pending:
         part.copy_(full.view(axis.size, -1)[axis.rank])
         return Pending()
 
@@ -122,7 +122,7 @@ def count_replicas_in_the_norm() -> Any:
 def count_the_norm_of_the_rank() -> Any:
     """Norms are not summed over the world."""
 
-    def without_sums(x: Tensor, axis: Axis, op: Reduction = "sum") -> None:
+    def without_sums(x: Tensor, axis: Communicator, op: Reduction = "sum") -> None:
         if x.dtype == torch.int64:
             all_reduce(x, axis, op)
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.comm.collectives import all_reduce
+from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta, choose_experts
@@ -82,7 +82,7 @@ def compare_cases(rank: int, world: int, rendezvous: str, cases: Sequence[Tensor
     return worst
 
 
-def compare_case(case: TensorCase, tp: Axis, kv: Axis) -> float:
+def compare_case(case: TensorCase, tp: Communicator, kv: Communicator) -> float:
     """The worst relative error of the loss and of all gradients, in fp64."""
     torch.manual_seed(3)
     whole = build_whole(case.config)
@@ -141,7 +141,7 @@ def balance(model: PreTrainedModel, output: Any) -> Tensor | float:
 
 
 def build_split(
-    case: TensorCase, whole: PreTrainedModel, tp: Axis, kv: Axis
+    case: TensorCase, whole: PreTrainedModel, tp: Communicator, kv: Communicator
 ) -> tuple[PreTrainedModel, dict[str, Layout]]:
     """The split model with the whole one's weights and buffers."""
     model = build_meta(case.config)
@@ -168,7 +168,9 @@ def split_vocabulary(model: PreTrainedModel, layouts: Mapping[str, Layout]) -> i
     return layouts[f"{name}.weight"].shape[0]
 
 
-def gather_gradients(model: nn.Module, layouts: Mapping[str, Layout], tp: Axis, kv: Axis) -> dict[str, Tensor]:
+def gather_gradients(
+    model: nn.Module, layouts: Mapping[str, Layout], tp: Communicator, kv: Communicator
+) -> dict[str, Tensor]:
     """Law 1 and boxes alone: sum over the partial axes, then every rank contributes what it owns."""
     gradients = {}
     for name, parameter in model.named_parameters():

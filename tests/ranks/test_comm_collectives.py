@@ -200,7 +200,7 @@ def reduce_on_every_axis(rank, world, rendezvous, degrees):
         x = torch.tensor([rank])
         collectives.all_reduce(x, mesh.axis(name))
         sums[name] = x.item()
-    groups = {id(axis.group) for axis in mesh.axes.values() if axis.group is not None}
+    groups = {id(group) for axis in mesh.axes.values() for group in axis.groups}
     mesh.close()
     return sums, len(groups)
 

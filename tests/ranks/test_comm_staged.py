@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from framework.comm import collectives, p2p
+from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.comm.duals import shift
 from framework.mesh.topology import Topology
@@ -21,7 +22,9 @@ ODD = 1001
 
 def staged(mesh):
     """The same mesh, as if its groups carried tensors of the CPU only and its tensors were elsewhere."""
-    return replace(mesh, axes={name: replace(axis, staged=True) for name, axis in mesh.axes.items()})
+    return replace(
+        mesh, axes={name: Communicator(axis.axis, *axis.groups, staged=True) for name, axis in mesh.axes.items()}
+    )
 
 
 def operate(axis):

@@ -156,9 +156,7 @@ def find_timeouts(rank: int, world: int, rendezvous: str) -> list[float]:
     store = dist.FileStore(rendezvous.removeprefix("file://"), world)
     wiring = Wiring(world="gloo", axes="gloo", scatter="gloo", is_lazy=True)
     axes = join_axes(Topology(dp=2, tp=2, shard=2), rank, wiring, store, timedelta(seconds=1234))
-    groups = {
-        id(group): group for axis in axes.values() for group in (axis.group, axis.scatter_group) if group is not None
-    }
+    groups = {id(group): group for axis in axes.values() for group in axis.groups}
     assert axes["shard"].scatter_group is not axes["shard"].group
     found = [group._get_backend(CPU).options._timeout.total_seconds() for group in groups.values()]
     dist.barrier()
@@ -281,7 +279,7 @@ def join_and_count(rank: int, world: int, path: str, is_lazy: bool, found: Any) 
     topology = Topology(dp=world // 4, tp=2, pp=2, shard=world // 4)
     axes = join_axes(topology, rank, wiring, recorder, timedelta(seconds=60))
     num_opened = count_open_sockets() - before
-    num_groups = len({id(group) for axis in axes.values() for group in (axis.group, axis.scatter_group) if group})
+    num_groups = len({id(group) for axis in axes.values() for group in axis.groups})
     asked = {operation: len(recorder.keys(operation)) for operation in ("set", "add", "get", "wait")}
     found.put((rank, num_opened, num_groups, asked, count_sockets(topology, rank, is_lazy)))
     found.close()

@@ -234,7 +234,7 @@ def test_a_pipeline_keeps_and_sends_what_was_planned(pool: RankPool) -> None:
     by_rank = pool.run(4, observe_pipelines, case)
     for label, recipe in PIPELINES.items():
         plan = make_plan(recipe, case.config)
-        for rank in plan.topology.groups(0)["pp"]:
+        for rank in plan.topology.ranks("pp", 0):
             kept, sent = by_rank[rank][label]
             assert sent == plan.traffic(rank)["pp"], (label, rank)
             planned = plan.memory(rank).held["activations"]

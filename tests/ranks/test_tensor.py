@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from framework.comm.collectives import gather_objects
+from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import ModelError, TopologyError
 from framework.mesh.axis import Axis
@@ -32,7 +33,7 @@ from tests.ranks.tensor_parity import CPU, ROWS, TOKENS, TensorCase, build_split
 TOLERANCE = 1e-9
 # A broken rule must show far beyond the tolerance, not at its edge.
 VISIBLE = 1e-4
-ALONE = Axis("kv", 1, 0)
+ALONE = Communicator(Axis("kv", 1, 0))
 # Stock code that has no fp64: xglm puts fp64's lowest number into an fp32 tensor.
 WITHOUT_FP64 = ("xglm",)
 # Where the tiny configuration's heads do not divide by 4.
@@ -135,7 +136,7 @@ def add_row_bias_on_every_rank() -> Any:
 def look_up_without_scale() -> Any:
     """The rows alone, as a plain embedding has them."""
 
-    def look_up(whole: Any, start: int, stop: int, axis: Axis, ids: Tensor) -> Tensor:
+    def look_up(whole: Any, start: int, stop: int, axis: Communicator, ids: Tensor) -> Tensor:
         return layers_look_up(partial(nn.Embedding.forward, whole.__self__), start, stop, axis, ids)
 
     layers_look_up = layers._look_up
@@ -146,7 +147,9 @@ def count_copies_once_in_the_norm() -> Any:
     """The norm over all heads forgets that several ranks hold the same key-value heads."""
     whole = layers.SplitRMSNorm.__init__
 
-    def init(norm: Any, weight: Any, eps: float, num_features: int, copies: int, before: bool, axis: Axis) -> None:
+    def init(
+        norm: Any, weight: Any, eps: float, num_features: int, copies: int, before: bool, axis: Communicator
+    ) -> None:
         whole(norm, weight, eps, num_features, 1, before, axis)
 
     return patch.object(layers.SplitRMSNorm, "__init__", init)
@@ -238,7 +241,7 @@ def draw_dropout(rank: int, world: int, rendezvous: str) -> tuple[Any, ...]:
     return plain[0], plain[1], plain[2], again[2]
 
 
-def drop(tp: Axis, sequence: bool, checkpoints: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+def drop(tp: Communicator, sequence: bool, checkpoints: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     case = TensorCase(
         family("gpt2"), tp.size, sequence, dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
     )
@@ -262,7 +265,7 @@ def drop(tp: Axis, sequence: bool, checkpoints: bool) -> tuple[tuple[Tensor, ...
 
 
 def test_what_no_rule_knows_is_refused_by_name() -> None:
-    axis = Axis("tp", 2, 0)
+    axis = Communicator(Axis("tp", 2, 0))
     config = build_config(family("stablelm"), qk_layernorm=True)
     with pytest.raises(ModelError, match=r"(?s)layers.\*.self_attn.q_layernorm.norms.\* .*model.tp_plan"):
         split_over_tp(build_meta(config), axis, ALONE, False)
@@ -272,19 +275,19 @@ def test_norms_of_what_is_still_in_parts_are_refused() -> None:
     """A.X-K1 normalises the output of its mixture of experts inside it, where each rank has a part of the sum."""
     config = shrink(CONFIG_MAPPING["axk1"]())
     with pytest.raises(ModelError, match=r"mlp.post_mlp_layernorm \(AXK1RMSNorm"):
-        split_over_tp(build_meta(config), Axis("tp", 2, 0), ALONE, False)
+        split_over_tp(build_meta(config), Communicator(Axis("tp", 2, 0)), ALONE, False)
 
 
 def test_encoders_that_name_their_layers_alike_are_refused() -> None:
     config = shrink(CONFIG_MAPPING["bert"]())
     with pytest.raises(ModelError, match=r"intermediate.dense .*taken for row, without a column beside it"):
-        split_over_tp(build_meta(config), Axis("tp", 2, 0), ALONE, False)
+        split_over_tp(build_meta(config), Communicator(Axis("tp", 2, 0)), ALONE, False)
 
 
 def test_degrees_that_heads_do_not_divide_by_are_refused_with_those_that_do() -> None:
     for name, tp, legal in (("llama", 3, r"\[1, 2, 4\]"), ("falcon", 2, r"\[1, 7\]"), ("diffllama", 4, r"\[1, 2\]")):
         with pytest.raises(TopologyError, match=rf"parallel.tp={tp} does not divide.*use parallel.tp in {legal}"):
-            split_over_tp(build_meta(build_config(family(name))), Axis("tp", tp, 0), ALONE, False)
+            split_over_tp(build_meta(build_config(family(name))), Communicator(Axis("tp", tp, 0)), ALONE, False)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +299,7 @@ def test_degrees_that_heads_do_not_divide_by_are_refused_with_those_that_do() ->
 )
 def test_plans_of_the_user_that_mean_nothing_are_refused(plan: dict[str, str], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        split_over_tp(build_meta(build_config(family("llama"))), Axis("tp", 2, 0), ALONE, False, plan)
+        split_over_tp(build_meta(build_config(family("llama"))), Communicator(Axis("tp", 2, 0)), ALONE, False, plan)
 
 
 def test_one_rank_changes_nothing() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import Pending
+from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.comm.p2p import exchange
-from framework.mesh.axis import Axis
 from framework.mesh.topology import Topology
 from framework.parallel.tensor import async_tp
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
@@ -44,7 +44,9 @@ def test_products_in_pieces_equal_whole(pool: RankPool) -> None:
 def send_late() -> AbstractContextManager[Any]:
     """What is received is not a number until it is waited for."""
 
-    def late(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
+    def late(
+        sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
+    ) -> Pending:
         (place, source), *others = receives
         assert not others
         received = torch.empty_like(place)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from framework.build import build
+from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
@@ -87,7 +88,7 @@ def tables_model() -> tuple[int, dict[str, Layout], list[Unit]]:
 
 
 def allocated(
-    units: list[Unit], layouts: dict[str, Layout], compute: str, zero: Zero, axes: dict[str, Axis]
+    units: list[Unit], layouts: dict[str, Layout], compute: str, zero: Zero, axes: dict[str, Communicator]
 ) -> list[UnitBuffer]:
     dtypes, groups = dict.fromkeys(layouts, DTYPES[compute]), dict.fromkeys(layouts, "all")
     buffers = plan_buffers(units, layouts, groups, dtypes, torch.float32, lifetimes_of(zero), axes)
@@ -105,7 +106,10 @@ def test_bytes_per_rank_are_the_tables(compute: str, stage: int, accumulate: str
     zero = Zero(stage=stage, accumulate=accumulate)  # type: ignore[arg-type]
     num_parameters, layouts, units = tables_model()
     for rank in (0, n - 1):
-        axes = {"shard": Axis("shard", n, rank, tuple(range(n))), "replica": Axis("replica", 1, 0)}
+        axes = {
+            "shard": Communicator(Axis("shard", n, rank, tuple(range(n)))),
+            "replica": Communicator(Axis("replica", 1, 0)),
+        }
         found = measure_held(allocated(units, layouts, compute, zero, axes))
         expected = expect_held(num_parameters, compute, zero, n)
         for quantity in ("parameters", "gradients", "master", "optimizer"):
@@ -119,8 +123,8 @@ def test_replicas_that_divide_the_update_divide_master_and_optimizer_state(stage
     zero = Zero(stage=stage, shard_within=n, optimizer_within="all")
     num_parameters, layouts, units = tables_model()
     for rank in range(replicas):
-        replica = Axis("replica", replicas, rank, tuple(range(0, n * replicas, n)))
-        axes = {"shard": Axis("shard", n, n - 1, tuple(range(n))), "replica": replica}
+        replica = Communicator(Axis("replica", replicas, rank, tuple(range(0, n * replicas, n))))
+        axes = {"shard": Communicator(Axis("shard", n, n - 1, tuple(range(n)))), "replica": replica}
         found = measure_held(allocated(units, layouts, "bf16", zero, axes))
         expected = expect_held(num_parameters, "bf16", zero, n)
         assert found.parameters == pytest.approx(expected.parameters, rel=0.02)

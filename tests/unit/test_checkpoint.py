@@ -20,11 +20,12 @@ from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
 from framework.checkpoint.pieces import file_name
 from framework.checkpoint.save import _raise_disagreement, save_checkpoint, write_duty, write_index
+from framework.comm.communicator import Communicator
 from framework.errors import CheckpointError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard
 
-ALONE = Axis("world", 1, 0)
+ALONE = Communicator(Axis("world", 1, 0))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
 

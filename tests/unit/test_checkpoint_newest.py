@@ -13,11 +13,12 @@ from framework.checkpoint.commit import explain, find_newest, list_checkpoints, 
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
+from framework.comm.communicator import Communicator
 from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, StorageError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 
-ALONE = Axis("world", 1, 0)
+ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 5_000
 
 

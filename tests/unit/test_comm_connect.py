@@ -26,8 +26,8 @@ def test_one_rank_needs_no_launcher_and_no_process_group():
     mesh = connect(Topology(), CPU)
     assert not dist.is_initialized()
     assert mesh.rank == 0
-    assert {(name, axis.size, axis.rank, axis.ranks, axis.group) for name, axis in mesh.axes.items()} == {
-        (name, 1, 0, (0,), None) for name in (*AXIS_NAMES, "ends")
+    assert {(name, axis.size, axis.rank, axis.ranks, axis.groups) for name, axis in mesh.axes.items()} == {
+        (name, 1, 0, (0,), ()) for name in (*AXIS_NAMES, "ends")
     }
     mesh.close()
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.model.materialize import set_parameter
@@ -18,7 +19,10 @@ IDS = torch.tensor([[1, 5, 5, 0], [7, 1, 5, 3]])
 
 def place_of(table: nn.Embedding, master: torch.dtype) -> GradView:
     """The table's parameter moves into a buffer of one rank."""
-    values, axes = table.weight.detach().clone(), {name: Axis(name, 1, 0) for name in ("shard", "replica")}
+    values, axes = (
+        table.weight.detach().clone(),
+        {name: Communicator(Axis(name, 1, 0)) for name in ("shard", "replica")},
+    )
     layouts = {"weight": Layout(tuple(values.shape))}
     units = [Unit("embedding", ("",), ("weight",))]
     dtypes = {"weight": values.dtype}

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
+from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError
 from framework.mesh.axis import Axis
 from framework.model.load import build_meta
@@ -20,7 +21,7 @@ def held(family: Family) -> str:
     """Whether two tensor-parallel ranks share the family's weights, or why it is refused."""
     config = build_config(family, **CHANGES.get(family.name, {}))
     copies = ranks_per_kv_head(config, DEGREE)
-    tp, kv = Axis("tp", DEGREE, 0, (0, 1)), Axis("kv", copies, 0, tuple(range(copies)))
+    tp, kv = Communicator(Axis("tp", DEGREE, 0, (0, 1))), Communicator(Axis("kv", copies, 0, tuple(range(copies))))
     try:
         layouts = split_over_tp(build_meta(config), tp, kv, sequence=True).values()
     except MeshwrightError as error:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from framework.comm.algorithms import Pending
+from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange_apart
-from framework.mesh.axis import Axis
 from framework.model.load_balancing import sums_dtype
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind
 from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered, Message
@@ -74,7 +74,7 @@ class Links:
     """The messages of one step on this rank. Tensors that were sent are held until the receiver has used them: what comes back
     from it later says so, so nobody ever stands still for a send."""
 
-    def __init__(self, axis: Axis, lowered: Lowered, hidden: ActivationSpec, microbatch: tuple[int, int]):
+    def __init__(self, axis: Communicator, lowered: Lowered, hidden: ActivationSpec, microbatch: tuple[int, int]):
         """microbatch: sequences and their tokens, of which every microbatch has the same."""
         self._axis, self._lowered, self._hidden, self._microbatch = axis, lowered, hidden, microbatch
         self._arriving: dict[Action, tuple[Tensors, Pending]] = {}

@@ -21,15 +21,15 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
 from framework.comm.collectives import Pending
+from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
-from framework.mesh.axis import Axis
 from framework.model.matmul import matmul, matmul_into
 
 
 class AsyncGather:
     """All ranks' tokens on their way to this rank.  shard: [..., s, D], this rank's; length: of the whole, padding taken away."""
 
-    def __init__(self, shard: Tensor, length: int, axis: Axis) -> None:
+    def __init__(self, shard: Tensor, length: int, axis: Communicator) -> None:
         self.axis, self.length = axis, length
         self.rows = shard.shape[-2]
         self.shape = (*shard.shape[:-2], length, shard.shape[-1])
@@ -99,7 +99,7 @@ def _whole(value: Any) -> Any:
     return value.arrival.whole() if isinstance(value, AsyncGatherTensor) else value
 
 
-def matmul_reduce_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, axis: Communicator) -> Tensor:
     """This rank's tokens of sum_r X_r W_r^T.  x: [..., S, K_r] -> [..., s, N], s = S over the ranks, rounded up. Not
     differentiable."""
     length = x.shape[-2]
@@ -125,6 +125,6 @@ def rows_of(rank: int, rows: int, length: int) -> tuple[int, int]:
     return min(rank * rows, length), min((rank + 1) * rows, length)
 
 
-def peers(axis: Axis) -> Iterator[tuple[int, int]]:
+def peers(axis: Communicator) -> Iterator[tuple[int, int]]:
     """(send to, receive from) at distance 1, 2, ..., in the order in which all ranks start their exchanges."""
     return (((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size))

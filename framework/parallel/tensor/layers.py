@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.comm import collectives, duals
-from framework.mesh.axis import Axis
+from framework.comm.communicator import Communicator
 from framework.model.matmul import matmul
 from framework.parallel.tensor.async_tp import AsyncGatherTensor
 from framework.parallel.tensor.regions import Region
@@ -75,7 +75,7 @@ class ColumnLinear(SplitLinear):
         bias: nn.Parameter | None,
         is_transposed: bool,
         region: Region,
-        kv: Axis,
+        kv: Communicator,
         copied: int = 0,
     ) -> None:
         super().__init__(weight, bias, is_transposed, region)
@@ -183,7 +183,13 @@ class SplitRMSNorm(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, eps: float, num_features: int, copies: int, weight_before_cast: bool, axis: Axis
+        self,
+        weight: nn.Parameter,
+        eps: float,
+        num_features: int,
+        copies: int,
+        weight_before_cast: bool,
+        axis: Communicator,
     ) -> None:
         super().__init__()
         self.weight = weight
@@ -200,7 +206,7 @@ class SplitRMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-def look_up_locally(embedding: nn.Embedding, start: int, stop: int, axis: Axis) -> None:
+def look_up_locally(embedding: nn.Embedding, start: int, stop: int, axis: Communicator) -> None:
     """Make an embedding that holds rows [start, stop) of the vocabulary give what the whole one gives.
 
     Ids of other ranks' rows give zeros, and the ranks' results are summed. The model's own forward does the lookup, so
@@ -212,7 +218,7 @@ def look_up_locally(embedding: nn.Embedding, start: int, stop: int, axis: Axis) 
     embedding.forward = partial(_look_up, embedding.forward, start, stop, axis)  # type: ignore[method-assign]
 
 
-def _look_up(whole: Any, start: int, stop: int, axis: Axis, ids: Tensor) -> Tensor:
+def _look_up(whole: Any, start: int, stop: int, axis: Communicator, ids: Tensor) -> Tensor:
     elsewhere = (ids < start) | (ids >= stop)
     rows = whole((ids - start).masked_fill(elsewhere, 0))
     return duals.reduce_from(rows.masked_fill(elsewhere.unsqueeze(-1), 0), axis)

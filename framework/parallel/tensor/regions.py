@@ -20,8 +20,8 @@ from torch import Tensor
 
 from framework.comm import collectives, duals
 from framework.comm.collectives import Pending
+from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.model.matmul import matmul
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor, matmul_reduce_scatter
 from framework.parallel.tensor.rng import RngStreams, torch_generator
@@ -38,7 +38,7 @@ class TokenShard:
     a model they are the first of its layers, and the final norm or the end of the model.
     """
 
-    def __init__(self, axis: Axis, draws: RngStreams | None = None) -> None:
+    def __init__(self, axis: Communicator, draws: RngStreams | None = None) -> None:
         self.axis, self.draws = axis, draws
         self.length = 0
         self.is_sharded = False
@@ -144,7 +144,7 @@ class Region:
 
     def __init__(
         self,
-        axis: Axis,
+        axis: Communicator,
         tokens: TokenShard | None,
         regathers: bool = False,
         name: str = "",

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.comm.communicator import Communicator
 from framework.errors import ModelError, TopologyError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, part
 from framework.model.units import FINAL_NORMS, find_layers, find_units
 from framework.parallel.tensor.find_regions import RegionPlan, make_plan
@@ -38,8 +38,8 @@ NO_PLAN: Mapping[str, str] = MappingProxyType({})
 
 def split_over_tp(
     model: PreTrainedModel,
-    tp: Axis,
-    kv: Axis,
+    tp: Communicator,
+    kv: Communicator,
     sequence: bool,
     user_plan: Mapping[str, str] = NO_PLAN,
     regathers: bool = False,
@@ -58,7 +58,7 @@ def split_over_tp(
     if tp.size == 1:
         return {name: Layout(tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)}
     regions = make_plan(model, user_plan)
-    draws = RngStreams(tp, outside_differs=sequence) if uses_rng_in_training(model.config) else None
+    draws = RngStreams(tp.axis, outside_differs=sequence) if uses_rng_in_training(model.config) else None
     surgery = _Surgery(model, tp, kv, TokenShard(tp, draws) if sequence else None, draws, regathers, overlaps)
     for region in regions:
         surgery.split_region(region)
@@ -72,8 +72,8 @@ class _Surgery:
     """The model under the knife. `local`: by identity of the model's parameters, this rank's; `layouts`: by name."""
 
     model: PreTrainedModel
-    tp: Axis
-    kv: Axis
+    tp: Communicator
+    kv: Communicator
     tokens: TokenShard | None
     draws: RngStreams | None
     regathers: bool
@@ -100,7 +100,7 @@ class _Surgery:
         attentions = {name.rpartition(".")[0] for name, role in plan.roles.items() if role.form not in ("", "pair")}
         counts = self._count_heads(plan) if attentions else NO_HEADS
         for name in attentions:
-            divide_numbers(self.model.get_submodule(name), counts, self.tp)
+            divide_numbers(self.model.get_submodule(name), counts, self.tp.axis)
             self._split_own_parameters(name, counts)
         for name, role in plan.roles.items():
             self._split_module(name, role, counts, region, leaves=not plan.is_block)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.comm.collectives import all_reduce
+from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, part
@@ -103,10 +104,10 @@ class UnitBuffer:
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
         lifetimes: Lifetimes,
-        shard_axis: Axis,
-        update_axis: Axis,
-        replica_axes: Sequence[Axis],
-        partial_axes: Sequence[Axis],
+        shard_axis: Communicator,
+        update_axis: Communicator,
+        replica_axes: Sequence[Communicator],
+        partial_axes: Sequence[Communicator],
         pool: "BufferPool",
     ):
         self.unit, self.slots = unit, slots
@@ -226,9 +227,9 @@ class UnitBuffer:
                 runs.append((runs.pop()[0] if runs and runs[-1][1] == start else start, stop))
         return [values[start - self.start : stop - self.start] for start, stop in runs]
 
-    def _reading_axis(self) -> Axis:
+    def _reading_axis(self) -> Communicator:
         """Who divides the reading of what all of them own; of size 1 where each owns something else."""
-        return next((axis for axis in self.replica_axes if axis.name == "replica"), Axis("replica", 1, 0))
+        return next((each for each in self.replica_axes if each.name == "replica"), Communicator(Axis("replica", 1, 0)))
 
     def _read_part(self) -> tuple[int, int]:
         axis = self._reading_axis()
@@ -327,7 +328,7 @@ def plan_buffers(
     compute_dtypes: Mapping[str, torch.dtype],
     master_dtype: torch.dtype,
     lifetimes: Lifetimes,
-    axes: Mapping[str, Axis],
+    axes: Mapping[str, Communicator],
 ) -> list[UnitBuffer]:
     """Buffers in order of computation. layouts: of each parameter before ZeRO, which shards over `shard` and replicates over
     `replica`, or divides the update over it; groups: optimizer group by parameter name, FROZEN if it is not trained. Within a
@@ -348,7 +349,7 @@ def plan_buffers(
                 end = slots[-1].stop
             dtype, _, replicated, summed = kind
             divides = lifetimes.divides_updates and groups[names[0]] != FROZEN
-            update_axis = axes["replica"] if divides else Axis("update", 1, 0)
+            update_axis = axes["replica"] if divides else Communicator(Axis("update", 1, 0))
             outer = () if divides else ("replica",)
             replicas, partials = ([axes[name] for name in (*outer, *names)] for names in (replicated, summed))
             buffers.append(

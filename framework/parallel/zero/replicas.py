@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import all_reduce
+from framework.comm.communicator import Communicator
 from framework.errors import DriftError
-from framework.mesh.axis import Axis
 from framework.parallel.zero.buffers import UnitBuffer
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,7 +22,7 @@ def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
 
     Sums each parameter's bits as whole numbers and compares the sums: one all-reduce over each axis, of 16 bytes per parameter.
     """
-    sums: dict[Axis, dict[str, Tensor]] = {}
+    sums: dict[Communicator, dict[str, Tensor]] = {}
     for buffer in buffers:
         for axis in (axis for axis in buffer.replica_axes if axis.size > 1):
             for slot in buffer.slots:
@@ -39,7 +39,7 @@ def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
     return found
 
 
-def check_replicas(buffers: Sequence[UnitBuffer], world: Axis, step: int) -> None:
+def check_replicas(buffers: Sequence[UnitBuffer], world: Communicator, step: int) -> None:
     """DriftError on all ranks if some of them hold different values of one parameter that they own alike."""
     drifted = find_drift(buffers)
     count = torch.full((), len(drifted), device=buffers[0].master.device)

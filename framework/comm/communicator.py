@@ -1,0 +1,106 @@
+"""Communicator: what carries messages along one axis of the mesh, and the Traffic that this rank has sent there."""
+
+from typing import Any
+
+from torch import Tensor
+
+from framework.mesh.axis import Axis
+
+
+class Traffic:
+    """What one rank has sent along one axis since the start, by operation: calls and bytes.
+
+    `comm/` records and nobody resets: a step's traffic is a difference. Bytes are what this rank sends to the others
+    by the operation's bandwidth-optimal algorithm (2 (n-1)/n of the tensor for an all-reduce of n ranks), so that
+    volumes compare with theory and with a link's bandwidth.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+        self.bytes: dict[str, int] = {}
+
+    def record(self, operation: str, num_bytes: int) -> None:
+        """One more call of `operation`, which sends `num_bytes`."""
+        self.calls[operation] = self.calls.get(operation, 0) + 1
+        self.bytes[operation] = self.bytes.get(operation, 0) + num_bytes
+
+
+class Communicator:
+    """An axis with its process groups, this rank's Traffic along it, and buffers to receive into.
+
+    An axis of size 1 has no group, and every collective over it returns its input. A larger one without a group is
+    *unconnected*: plans are made with it (sizes, ranks, bytes), and a collective over it is an AssertionError.
+
+    group: a torch process group over the axis's ranks, in their order. scatter_group: a second one for reduce-scatters, where
+    operations of one group queue behind each other (NCCL). check_s: debug mode, see `agreement`. staged: the groups carry
+    tensors of the CPU only, and those of a GPU go through host memory.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        group: Any = None,
+        scatter_group: Any = None,
+        *,
+        check_s: float | None = None,
+        staged: bool = False,
+    ):
+        self.axis, self.check_s, self.staged = axis, check_s, staged
+        self.traffic = Traffic()
+        self._group, self._scatter_group = group, scatter_group
+        self._buffers: list[Tensor] = []
+
+    @property
+    def name(self) -> str:
+        """Name of the axis."""
+        return self.axis.name
+
+    @property
+    def size(self) -> int:
+        """Number of ranks along the axis."""
+        return self.axis.size
+
+    @property
+    def rank(self) -> int:
+        """Index of this process along the axis."""
+        return self.axis.rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """World ranks of the axis, in order."""
+        return self.axis.ranks
+
+    @property
+    def group(self) -> Any:
+        """The torch process group. AssertionError where there is none."""
+        assert self._group is not None, (
+            f"the communicator of axis {self.name} ({self.size} ranks) is unconnected: it has no process group to send through"
+        )
+        return self._group
+
+    @property
+    def scatter_group(self) -> Any:
+        """The process group for reduce-scatters: one of their own where operations of `group` queue, else `group`."""
+        return self.group if self._scatter_group is None else self._scatter_group
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """The process groups that there are: none, `group`, or `group` and `scatter_group`."""
+        return tuple(group for group in (self._group, self._scatter_group) if group is not None)
+
+    def take_buffer(self, numel: int, like: Tensor) -> Tensor:
+        """A flat tensor of at least `numel` elements, of the dtype of `like` and on its device, that no operation uses.
+
+        On CPUs a large new tensor costs a page fault every 4 KiB: half as much again as receiving into it. So a buffer that an
+        earlier operation gave back is taken if it is large enough; if none is, one of them goes and a new one takes its place.
+        """
+        for index, buffer in enumerate(self._buffers):
+            if buffer.numel() >= numel and buffer.dtype == like.dtype:
+                return self._buffers.pop(index)
+        if self._buffers:
+            self._buffers.pop()
+        return like.new_empty(numel)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let later operations use a buffer that `take_buffer` gave. Nobody may read or write it after this."""
+        self._buffers.append(buffer)

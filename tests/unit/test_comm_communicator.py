@@ -1,0 +1,71 @@
+"""Communicator: an axis is a value; one without a process group plans and does not send; receive buffers are used again."""
+
+import pytest
+import torch
+
+from framework.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from framework.comm.communicator import Communicator
+from framework.comm.objects import deal, gather_to_first, tell
+from framework.comm.p2p import start_send
+from framework.mesh.axis import Axis
+
+UNCONNECTED = Communicator(Axis("tp", 2, 0))
+
+OPERATIONS = {
+    "all_reduce": lambda: all_reduce(torch.ones(2), UNCONNECTED),
+    "all_gather": lambda: all_gather(torch.ones(4), torch.ones(2), UNCONNECTED),
+    "reduce_scatter": lambda: reduce_scatter(torch.ones(2), torch.ones(4), UNCONNECTED),
+    "broadcast": lambda: broadcast(torch.ones(2), UNCONNECTED),
+    "barrier": lambda: barrier(UNCONNECTED),
+    "send": lambda: start_send(torch.ones(2), UNCONNECTED, 1),
+    "tell": lambda: tell(lambda: 1, UNCONNECTED),
+    "gather_to_first": lambda: gather_to_first(1, UNCONNECTED),
+    "deal": lambda: deal(lambda: [1, 2], UNCONNECTED),
+}
+
+
+def test_axes_of_equal_numbers_are_equal() -> None:
+    assert Axis("tp", 2, 0, (0, 1)) == Axis("tp", 2, 0, (0, 1))
+    assert {Axis("tp", 2, 0): 1}[Axis("tp", 2, 0)] == 1
+    assert Axis("tp", 2, 0) != Axis("tp", 2, 1)
+
+
+def test_a_communicator_has_the_numbers_of_its_axis_and_no_group_until_connected() -> None:
+    axis = Axis("dp", 4, 1, (0, 2, 4, 6))
+    communicator = Communicator(axis)
+    assert (communicator.name, communicator.size, communicator.rank, communicator.ranks) == ("dp", 4, 1, (0, 2, 4, 6))
+    assert communicator.axis is axis
+    assert communicator.groups == ()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_unconnected_communicator_refuses_to_send(name: str) -> None:
+    with pytest.raises(AssertionError, match=r"communicator of axis tp \(2 ranks\) is unconnected"):
+        OPERATIONS[name]()
+
+
+def test_axes_of_one_rank_need_no_group() -> None:
+    alone = Communicator(Axis("tp", 1, 0))
+    x = torch.arange(3.0)
+    all_reduce(x, alone)
+    all_gather(out := torch.empty(3), x, alone)
+    assert out.tolist() == x.tolist() == [0.0, 1.0, 2.0]
+    assert alone.traffic.calls == {}
+
+
+def test_reduce_scatters_have_the_group_of_the_others_unless_they_have_their_own() -> None:
+    axis = Axis("shard", 2, 0)
+    assert Communicator(axis, "group").scatter_group == "group"
+    assert Communicator(axis, "group", "second").scatter_group == "second"
+    assert Communicator(axis, "group", "second").groups == ("group", "second")
+
+
+def test_a_buffer_given_back_is_taken_again_where_it_fits() -> None:
+    communicator, like = Communicator(Axis("dp", 2, 0)), torch.empty(0)
+    first = communicator.take_buffer(8, like)
+    assert communicator.take_buffer(8, like) is not first  # it is in use
+    communicator.give_back(first)
+    assert communicator.take_buffer(4, like) is first
+    communicator.give_back(first)
+    assert communicator.take_buffer(4, like.double()).dtype == torch.float64  # and `first` has gone for it
+    assert communicator.take_buffer(8, like) is not first
