@@ -49,7 +49,7 @@ class Mesh:
     axes: dict[str, Communicator]
 
     def axis(self, name: str) -> Communicator:
-        """The axis of that name: one of `topology.AXIS_NAMES`, or `ends`."""
+        """The axis of that name: one of `topology.AXIS_NAMES`."""
         if name not in self.axes:
             raise TopologyError(f"no axis {name!r}: the axes are {', '.join(AXIS_NAMES)}")
         return self.axes[name]

@@ -2,7 +2,7 @@
 
 rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index: tensor-parallel neighbours, who talk most, are
 adjacent ranks (one node); pipeline stages, who talk least, are farthest apart. Because dp and cp are adjacent, every
-axis, derived ones included, is a (size, stride) pair over this number:
+axis but `embedding`, derived ones included, is a (size, stride) pair over this number:
 
     world         all ranks
     batch         dp x cp: who shares dense gradients and the ZeRO shards of dense parameters
@@ -11,6 +11,8 @@ axis, derived ones included, is a (size, stride) pair over this number:
     shard         the inner part of `batch`: who holds the ZeRO shards of the same dense parameters
     replica       what is left of `batch` after shard: who holds equal shards
     kv            the inner part of `tp`: who holds the same key-value heads, where these are fewer than tp ranks
+    embedding     of a pipeline the ranks with the first and the last stage: who shares what the embedding and the head share.
+                  One rank where both stages are on it; of size 1 for the ranks between
 """
 
 from dataclasses import dataclass
@@ -18,12 +20,16 @@ from dataclasses import dataclass
 from framework.errors import TopologyError
 from framework.mesh.axis import Axis
 
-AXIS_NAMES = ("world", "pp", "batch", "dp", "cp", "tp", "ep", "expert_batch", "shard", "replica", "kv")
+AXIS_NAMES = ("world", "pp", "batch", "dp", "cp", "tp", "ep", "expert_batch", "shard", "replica", "kv", "embedding")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The degrees of the parallelisms. Raises TopologyError when they cannot form a mesh."""
+    """The degrees of the parallelisms. Raises TopologyError when they cannot form a mesh.
+
+    embedding_ranks: the positions along `pp` of the first and of the last stage; None: the first rank and the last. Schedules
+    that go through the ranks and back (zbv, dualpipe_v) have both stages on one rank.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -32,6 +38,7 @@ class Topology:
     ep: int = 1
     shard: int = 1
     kv: int = 1
+    embedding_ranks: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "cp", "tp", "ep"):
@@ -52,6 +59,10 @@ class Topology:
 
         if self.kv < 1 or self.tp % self.kv:
             raise TopologyError(f"{self.kv} ranks per key-value head do not divide parallel.tp={self.tp}")
+        if not all(0 <= position < self.pp for position in self._embedding_positions):
+            raise TopologyError(
+                f"stages at {self.embedding_ranks} are not in a pipeline of parallel.pp={self.pp} ranks"
+            )
 
     @property
     def world(self) -> int:
@@ -59,37 +70,39 @@ class Topology:
         return self.pp * self.dp * self.cp * self.tp
 
     def size(self, axis: str) -> int:
-        """Number of ranks along an axis."""
-        return self._size_stride(axis)[0]
+        """Number of ranks along an axis; of `embedding`, of those that have more than themselves on it."""
+        return len(self._embedding_positions) if axis == "embedding" else self._size_stride(axis)[0]
 
     def index(self, axis: str, rank: int) -> int:
         """The position of a rank along an axis."""
+        if axis == "embedding":
+            return self._share_embedding(rank).index(rank)
         size, stride = self._size_stride(axis)
         self._check_rank(rank)
         return rank // stride % size
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The position of a rank along every axis."""
-        return {axis: self.index(axis, rank) for axis in AXIS_NAMES}
-
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axis` only, `rank` among them, in the axis's order."""
+        if axis == "embedding":
+            return self._share_embedding(rank)
         size, stride = self._size_stride(axis)
         first = rank - self.index(axis, rank) * stride
         return tuple(range(first, first + size * stride, stride))
 
-    def ends(self, rank: int) -> tuple[int, ...]:
-        """The first and the last rank of the pipeline that `rank` is in, if it is one of them and not both; else itself.
-
-        They share what the embedding and the head share. It is no axis: ranks between them have no part in it.
-        """
-        pipeline = self.ranks("pp", rank)
-        return (pipeline[0], pipeline[-1]) if len(pipeline) > 1 and rank in (pipeline[0], pipeline[-1]) else (rank,)
-
     def axes(self, rank: int) -> dict[str, Axis]:
-        """Every axis as `rank` sees it, and `ends`."""
-        members = {name: self.ranks(name, rank) for name in AXIS_NAMES} | {"ends": self.ends(rank)}
+        """Every axis as `rank` sees it."""
+        members = {name: self.ranks(name, rank) for name in AXIS_NAMES}
         return {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in members.items()}
+
+    @property
+    def _embedding_positions(self) -> tuple[int, ...]:
+        """Positions along `pp` of the first and the last stage, each once, in order."""
+        return tuple(sorted(set(self.embedding_ranks or (0, self.pp - 1))))
+
+    def _share_embedding(self, rank: int) -> tuple[int, ...]:
+        pipeline = self.ranks("pp", rank)
+        holders = tuple(pipeline[position] for position in self._embedding_positions)
+        return holders if rank in holders else (rank,)
 
     def _size_stride(self, axis: str) -> tuple[int, int]:
         batch = self.dp * self.cp

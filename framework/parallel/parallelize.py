@@ -72,8 +72,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 
 
 def _share(layout: Layout) -> Layout:
-    axis = "ends"
-    return replace(layout, replicated=(*layout.replicated, axis), partial=(*layout.partial, axis))
+    return replace(layout, replicated=(*layout.replicated, "embedding"), partial=(*layout.partial, "embedding"))
 
 
 def parallelize(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:

@@ -7,6 +7,7 @@ It owns no memory and sends no byte; its model is on meta. What differs between 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -24,6 +25,8 @@ from framework.model.stage import StageBounds, copy_stage, find_layer_outputs
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
+from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
+from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.buffers import UnitBuffer
@@ -31,7 +34,8 @@ from framework.plan.memory import Memory, measure_memory
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import target_device
 from framework.plan.traffic import measure_traffic
-from framework.recipe.derive import Derived, derive
+from framework.recipe import schema
+from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
 
 
@@ -87,9 +91,6 @@ class Plan:
 
     def lay_out(self, rank: int, axes: Mapping[str, Communicator], device: torch.device) -> "RankPlan":
         """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
-        ranks = self.pipeline.rank_of_stage
-        if ranks[0] == ranks[-1]:  # what embedding and head share is on one rank
-            axes = {**axes, "ends": Communicator(Axis("ends", 1, 0))}
         tokens = make_token_layout(self.recipe, axes["tp"].axis)
         own = [bounds for bounds in self.pipeline.cuts if self.pipeline.rank_of_stage[bounds.index] == axes["pp"].rank]
         stages = [lay_out_stage(self._copy(bounds), self._stage(bounds, axes, tokens, device)) for bounds in own]
@@ -186,7 +187,17 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
         ep=derived.ep,
         kv=ranks_per_kv_head(config, derived.tp),
         shard=1 if recipe.zero.stage == 0 else within or batch,
+        embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
     )
+
+
+def _find_embedding_ranks(settings: schema.Pipeline, derived: Derived) -> tuple[int, int]:
+    """Ranks of the pipeline with the first and the last stage: one rank twice where the schedule goes there and back."""
+    if settings.table is not None:
+        ranks = read_table(Path(settings.table), derived.pp, derived.accumulation).rank_of_stage
+    else:
+        ranks = rank_of_stage(derived.pp, count_virtual_stages(settings), SCHEDULES[settings.schedule].is_v)
+    return ranks[0], ranks[-1]
 
 
 def unconnected(topology: Topology, rank: int) -> dict[str, Communicator]:

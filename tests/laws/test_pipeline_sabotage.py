@@ -49,7 +49,7 @@ def forget_the_other_end() -> AbstractContextManager[Any]:
     allocate = UnitBuffer.allocate
 
     def alone(buffer: UnitBuffer, *args: Any) -> None:
-        buffer.partial_axes = tuple(axis for axis in buffer.partial_axes if axis.name != "ends")
+        buffer.partial_axes = tuple(axis for axis in buffer.partial_axes if axis.name != "embedding")
         allocate(buffer, *args)
 
     return patch.object(UnitBuffer, "allocate", alone)

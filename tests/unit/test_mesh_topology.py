@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import TopologyError
+from framework.mesh.axis import Axis
 from framework.mesh.topology import AXIS_NAMES, Topology, shards_within_node
 
 
@@ -12,14 +13,17 @@ from framework.mesh.topology import AXIS_NAMES, Topology, shards_within_node
 def topologies(draw):
     pp, dp, cp, tp = (draw(st.integers(1, 4)) for _ in range(4))
     ep = draw(st.sampled_from([d for d in range(1, dp * cp + 1) if dp * cp % d == 0]))
-    return Topology(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+    stages = draw(st.none() | st.tuples(st.integers(0, pp - 1), st.integers(0, pp - 1)))
+    return Topology(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, embedding_ranks=stages)
 
 
 @given(topologies(), st.sampled_from(AXIS_NAMES))
 def test_groups_of_an_axis_partition_the_world(topology, axis):
     groups = {topology.ranks(axis, rank) for rank in range(topology.world)}
     assert sorted(rank for group in groups for rank in group) == list(range(topology.world))
-    assert {len(group) for group in groups} == {topology.size(axis)}
+    # Of a pipeline's ranks only those with the first and the last stage share an embedding.
+    others = {1} if axis == "embedding" and topology.pp > topology.size(axis) else set()
+    assert {len(group) for group in groups} == {topology.size(axis)} | others
 
 
 @given(topologies(), st.sampled_from(AXIS_NAMES))
@@ -31,14 +35,14 @@ def test_index_is_the_position_in_the_group(topology, axis):
 @given(topologies())
 def test_coordinates_identify_a_rank(topology):
     for independent in (("pp", "dp", "cp", "tp"), ("pp", "expert_batch", "ep", "tp"), ("pp", "batch", "tp")):
-        seen = {tuple(topology.coordinates(rank)[axis] for axis in independent) for rank in range(topology.world)}
+        seen = {tuple(topology.index(axis, rank) for axis in independent) for rank in range(topology.world)}
         assert len(seen) == topology.world
 
 
 @given(topologies())
 def test_batch_is_dp_times_cp_and_also_ep_times_expert_batch(topology):
     for rank in range(topology.world):
-        at = topology.coordinates(rank)
+        at = {axis: topology.index(axis, rank) for axis in ("batch", "dp", "cp", "ep", "expert_batch")}
         assert at["batch"] == at["dp"] * topology.cp + at["cp"]
         assert at["batch"] == at["expert_batch"] * topology.ep + at["ep"]
         assert set(topology.ranks("ep", rank)) <= set(topology.ranks("batch", rank))
@@ -56,7 +60,30 @@ def test_numbering_has_tp_innermost_and_pp_outermost():
     assert topology.ranks("expert_batch", 5) == (1, 5)
 
 
-@pytest.mark.parametrize("degrees", [{"dp": 0}, {"tp": -1}, {"dp": 2, "ep": 4}, {"dp": 3, "cp": 2, "ep": 4}])
+def test_the_embedding_axis_joins_the_first_and_the_last_stage_of_each_pipeline():
+    topology = Topology(pp=3, dp=2)
+    assert [topology.ranks("embedding", rank) for rank in range(6)] == [(0, 4), (1, 5), (2,), (3,), (0, 4), (1, 5)]
+    assert [topology.index("embedding", rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
+    assert topology.size("embedding") == 2
+    assert topology.axes(5)["embedding"] == Axis("embedding", 2, 1, (1, 5))
+
+
+@pytest.mark.parametrize("stages", [(0, 0), (1, 1)])
+def test_an_embedding_and_a_head_on_one_rank_have_nobody_to_share_with(stages):
+    topology = Topology(pp=2, dp=2, embedding_ranks=stages)
+    assert [topology.ranks("embedding", rank) for rank in range(4)] == [(0,), (1,), (2,), (3,)]
+    assert topology.size("embedding") == 1
+
+
+def test_stages_may_lie_anywhere_in_the_pipeline():
+    topology = Topology(pp=4, embedding_ranks=(3, 1))
+    assert [topology.ranks("embedding", rank) for rank in range(4)] == [(0,), (1, 3), (2,), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"dp": 0}, {"tp": -1}, {"dp": 2, "ep": 4}, {"dp": 3, "cp": 2, "ep": 4}, {"pp": 2, "embedding_ranks": (0, 2)}],
+)
 def test_degrees_that_form_no_mesh_are_errors(degrees):
     with pytest.raises(TopologyError):
         Topology(**degrees)
@@ -71,7 +98,7 @@ def test_unknown_axis_and_rank_outside_the_world_are_errors():
     with pytest.raises(TopologyError, match="axes are"):
         Topology().ranks("sp", 0)
     with pytest.raises(TopologyError, match="outside the world of 2"):
-        Topology(dp=2).coordinates(2)
+        Topology(dp=2).index("dp", 2)
 
 
 @pytest.mark.parametrize(
