@@ -443,9 +443,9 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
     prepare(recipe, progress=False)
     run = RunDirectory.create(folder / "runs", None, f"world{world}")
     save_recipe(replace(recipe, run=replace(recipe.run, id=run.id)), run.recipe)
-    wiring = connect.wire("cuda", is_debug=False)
+    backends = connect.choose_backends("cuda", is_debug=False)
     for phase in ("start", "resume"):
-        distributed = Distributed(world, counts, wiring.is_lazy)
+        distributed = Distributed(world, counts, backends.is_lazy)
         failures: list[BaseException] = []
         with ExitStack() as stack:
             for room in (agreement, collectives, connect, algorithms, objects, p2p):
@@ -458,7 +458,9 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
             stack.enter_context(patch.object(connect, "_set_pg_timeout", lambda *_: None))
             stack.enter_context(patch.object(connect, "_new_process_group_helper", distributed.make_in_store))
             stack.enter_context(patch.object(connect, "_world", SimpleNamespace(pg_group_ranks={})))
-            stack.enter_context(patch.object(connect, "wire", lambda _device, is_debug, _backend=None: wiring))
+            stack.enter_context(
+                patch.object(connect, "choose_backends", lambda _device, is_debug, _backend=None: backends)
+            )
             stack.enter_context(
                 patch.object(build, "StopRequest", lambda: nullcontext(SimpleNamespace(requested=False)))
             )

@@ -66,7 +66,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Wiring:
+class Backends:
     """What carries messages between ranks: torch's names of backends for the world's group and for those of other axes.
 
     scatter: that of a second group over `shard`, for its reduce-scatters; None where operations do not queue.
@@ -81,7 +81,7 @@ class Wiring:
     is_staged: bool = False
 
 
-def wire(device_type: str, is_debug: bool, backend: Backend | None = None) -> Wiring:
+def choose_backends(device_type: str, is_debug: bool, backend: Backend | None = None) -> Backends:
     """On GPUs gloo carries only words and small sums, over the world: a few pairs of it, where all pairs of thousands of ranks
     would exceed a process's descriptors, and every rank would read every other's address from the store. On CPUs it carries
     tensors between every two ranks of an axis; connected at once, a rank whose peer has died hears of it at once.
@@ -89,9 +89,9 @@ def wire(device_type: str, is_debug: bool, backend: Backend | None = None) -> Wi
     is_debug: ranks exchange words over every axis (`comm/agreement.py`). backend: as for `connect`.
     """
     if (backend or ("nccl" if device_type == "cuda" else "gloo")) == "gloo":
-        return Wiring(world="gloo", axes="gloo", is_staged=device_type == "cuda")
+        return Backends(world="gloo", axes="gloo", is_staged=device_type == "cuda")
     both = "cpu:gloo,cuda:nccl"
-    return Wiring(world=both, axes=both if is_debug else "nccl", scatter="nccl", is_lazy=True)
+    return Backends(world=both, axes=both if is_debug else "nccl", scatter="nccl", is_lazy=True)
 
 
 def connect(
@@ -118,14 +118,14 @@ def connect(
     rank = _agree_on_rank(topology, rendezvous, rank)
     axes = {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
     if topology.world > 1:
-        timeout, wiring = timedelta(seconds=timeout_s), wire(device.type, check_s is not None, backend)
-        allow_descriptors(count_sockets(topology, rank, wiring.is_lazy))
+        timeout, backends = timedelta(seconds=timeout_s), choose_backends(device.type, check_s is not None, backend)
+        allow_descriptors(count_sockets(topology, rank, backends.is_lazy))
         store = _open_store(rendezvous or "env://", rank, topology.world, timeout)
         if fingerprint is not None:
             compare_fingerprints(dist.PrefixStore("fingerprint", store), fingerprint, rank, topology.world, timeout)
-        axes = join_axes(topology, rank, wiring, store, timeout, check_s)
-        if "nccl" in wiring.world:
-            _start_communicators(axes.values(), device)
+        axes = join_axes(topology, rank, backends, store, timeout, check_s)
+        if "nccl" in backends.world:
+            _start_nccl(axes.values(), device)
     return Mesh(topology, rank, device, axes)
 
 
@@ -184,7 +184,7 @@ def compare_fingerprints(store: dist.Store, mine: Mapping[str, str], rank: int, 
 def join_axes(
     topology: Topology,
     rank: int,
-    wiring: Wiring,
+    backends: Backends,
     store: dist.Store,
     timeout: timedelta,
     check_s: float | None = None,
@@ -202,7 +202,7 @@ def join_axes(
         create = _create_subgroup if groups else _create_world  # `world` is the first axis
         build = partial(create, f"{name} {ranks[0]}", ranks, rank, backend, timedelta(seconds=connect_s))
         attempts = dist.PrefixStore(f"{name} {ranks[0]}", store)
-        with _gloo_connects_lazily(wiring.is_lazy):
+        with _gloo_connects_lazily(backends.is_lazy):
             group = persist(build, attempts, len(ranks), timeout, connect_s)
         _set_pg_timeout(timeout, group)
         return group
@@ -210,15 +210,15 @@ def join_axes(
     axes = topology.axes(rank)
     for axis in axes.values():
         if axis.size > 1 and axis.ranks not in groups:
-            groups[axis.ranks] = join(axis.name, axis.ranks, wiring.axes if groups else wiring.world)
+            groups[axis.ranks] = join(axis.name, axis.ranks, backends.axes if groups else backends.world)
     scatter_groups: dict[str, Any] = {}
-    if wiring.scatter is not None and axes["shard"].size > 1:
+    if backends.scatter is not None and axes["shard"].size > 1:
         # NCCL runs the operations of one communicator in turn: in backward a gather, which computation waits for, would queue
         # behind a reduction, which nobody waits for.
-        scatter_groups["shard"] = join("scatter", axes["shard"].ranks, wiring.scatter)
+        scatter_groups["shard"] = join("scatter", axes["shard"].ranks, backends.scatter)
     return {
         name: Communicator(
-            axis, groups.get(axis.ranks), scatter_groups.get(name), check_s=check_s, staged=wiring.is_staged
+            axis, groups.get(axis.ranks), scatter_groups.get(name), check_s=check_s, staged=backends.is_staged
         )
         for name, axis in axes.items()
     }
@@ -292,7 +292,7 @@ def persist(
 
 def _greet(group: Any) -> None:
     """First words over gloo, where the group has it. Lazy pairs of a barrier (2 log2 n of a rank's n-1, all of up to 5 ranks')
-    are connected now, where failure means another attempt. NCCL is started later, in `_start_communicators`."""
+    are connected now, where failure means another attempt. NCCL is started later, in `_start_nccl`."""
     if torch.device("cpu") in group._device_types:
         dist.barrier(group=group)
 
@@ -337,7 +337,7 @@ def _decide(store: dist.Store, place: str, decision: str) -> None:
         store.set(place, decision)
 
 
-def _start_communicators(axes: Iterable[Communicator], device: torch.device) -> None:
+def _start_nccl(axes: Iterable[Communicator], device: torch.device) -> None:
     """Make NCCL build each communicator now, in one order: built lazily inside a point-to-point call it would wait for
     ranks that take no part in that call."""
     for group in dict.fromkeys(group for axis in axes for group in axis.groups):

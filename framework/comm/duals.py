@@ -12,7 +12,6 @@ gradient of A's input:
     reduce_scatter  independent  independent  part r of sum_s x_s                  gather
     scatter         replicated   independent  part r of x                          all x_s, concatenated (replicated)
     all_to_all      independent  independent  part r of every x_s                  all_to_all with swapped splits
-    shift           independent  independent  x_(r - by)                           shift by -by
 
 A gradient has the kind of its tensor: that of a replicated tensor is the same on all ranks.
 """
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from framework.comm import collectives
 from framework.comm.communicator import Communicator
-from framework.comm.p2p import exchange
 
 Map = Callable[[Tensor], Tensor]
 
@@ -70,11 +68,6 @@ def all_to_all(
     there = partial(_all_to_all, axis=axis, in_splits=in_splits, out_splits=out_splits)
     back = partial(_all_to_all, axis=axis, in_splits=out_splits, out_splits=in_splits)
     return _apply(x, axis, there, back)
-
-
-def shift(x: Tensor, axis: Communicator, by: int) -> Tensor:
-    """The x of the rank `by` places before this one, around the ring. x: one shape on all ranks."""
-    return _apply(x, axis, partial(_shift, axis=axis, by=by), partial(_shift, axis=axis, by=-by))
 
 
 class _Linear(torch.autograd.Function):
@@ -148,13 +141,4 @@ def _all_to_all(
     rows = x.shape[0] if out_splits is None else sum(out_splits)
     out = x.new_empty(rows, *x.shape[1:])
     collectives.all_to_all(out, x.contiguous(), axis, out_splits, in_splits)
-    return out
-
-
-def _shift(x: Tensor, axis: Communicator, by: int) -> Tensor:
-    if by % axis.size == 0:
-        return _alias(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
-    exchange([(x.contiguous(), to)], [(out, source)], axis).wait()
     return out

@@ -21,8 +21,6 @@ PAIRS = {
     "scatter sums": (("reduce_scatter", (1,)), ("gather", (1,)), "independent", "independent"),
     "scatter": (("scatter", (1,)), None, "replicated", "independent"),
     "all-to-all": (("all_to_all", ()), ("all_to_all", ()), "independent", "independent"),
-    "shift": (("shift", (1,)), ("shift", (-1,)), "independent", "independent"),
-    "shift around": (("shift", (5,)), ("shift", (-5,)), "independent", "independent"),
 }
 
 
@@ -101,10 +99,8 @@ def compare_with_definition(rank, world, rendezvous):
         assert torch.allclose(duals.reduce_scatter(x, axis, dim), total.chunk(world, dim)[rank], rtol=0, atol=1e-14)
         assert torch.equal(duals.scatter(xs[0], axis, dim), xs[0].chunk(world, dim)[rank])
     assert torch.equal(duals.all_to_all(x, axis), torch.cat([s.chunk(world)[rank] for s in xs]))
-    assert torch.equal(duals.shift(x, axis, 1), xs[(rank - 1) % world])
     transposed = x.transpose(0, 1)
     assert torch.equal(duals.gather(transposed, axis, 0), torch.cat([s.transpose(0, 1) for s in xs]))
-    assert torch.equal(duals.shift(transposed, axis, 1), xs[(rank - 1) % world].transpose(0, 1))
     mesh.close()
 
 
@@ -163,7 +159,6 @@ def test_results_may_be_changed_in_place(pool, world):
         ("scatter sums", lambda x, n: {"reduce_scatter": (1, (n - 1) * x // n), "all_gather": (1, (n - 1) * x // n)}),
         ("scatter", lambda x, n: {"all_gather": (1, (n - 1) * x // n)}),
         ("all-to-all", lambda x, n: {"all_to_all": (2, 2 * (n - 1) * x // n)}),
-        ("shift", lambda x, n: {"send": (2, 2 * x)}),
     ],
 )
 def test_forward_and_backward_send_what_theory_says(pool, world, name, expected):

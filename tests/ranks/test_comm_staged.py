@@ -8,7 +8,6 @@ import torch
 from framework.comm import collectives, p2p
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.comm.duals import shift
 from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Zero
@@ -50,9 +49,10 @@ def operate(axis):
     collectives.all_to_all(results["all_to_all"], x, axis)
     results["broadcast"] = x.clone()
     collectives.broadcast(results["broadcast"], axis, source=axis.size - 1)
-    results["shift"] = shift(x, axis, 1)
-    results["apart"] = torch.empty_like(x)
     peers = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    results["exchange"] = torch.empty_like(x)
+    p2p.exchange([(x, peers[0])], [(results["exchange"], peers[1])], axis).wait()
+    results["apart"] = torch.empty_like(x)
     for pending in p2p.exchange_apart([(x, peers[0])], [(results["apart"], peers[1])], axis):
         pending.wait()
     return results

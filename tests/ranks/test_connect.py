@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from framework.build import build
 from framework.comm import connect as connecting
-from framework.comm.connect import CONNECT_ATTEMPTS, Wiring, connect, join_axes, persist
+from framework.comm.connect import CONNECT_ATTEMPTS, Backends, connect, join_axes, persist
 from framework.errors import ConnectionFailed, RanksDiffer
 from framework.mesh.descriptors import count_sockets
 from framework.mesh.topology import Topology
@@ -154,8 +154,8 @@ def test_alike_ranks_connect_and_a_rank_0_that_differs_is_told_by_all_others(poo
 def find_timeouts(rank: int, world: int, rendezvous: str) -> list[float]:
     """Body: the timeout of every group of a rank, that for reduce-scatters too; gloo stands in for NCCL."""
     store = dist.FileStore(rendezvous.removeprefix("file://"), world)
-    wiring = Wiring(world="gloo", axes="gloo", scatter="gloo", is_lazy=True)
-    axes = join_axes(Topology(dp=2, tp=2, shard=2), rank, wiring, store, timedelta(seconds=1234))
+    backends = Backends(world="gloo", axes="gloo", scatter="gloo", is_lazy=True)
+    axes = join_axes(Topology(dp=2, tp=2, shard=2), rank, backends, store, timedelta(seconds=1234))
     groups = {id(group): group for axis in axes.values() for group in axis.groups}
     assert axes["shard"].scatter_group is not axes["shard"].group
     found = [group._get_backend(CPU).options._timeout.total_seconds() for group in groups.values()]
@@ -175,8 +175,8 @@ def reconnect_a_subgroup(rank: int, world: int, rendezvous: str) -> tuple[list[s
     # Rank 1 sets its address in the world's group first, then that in the first subgroup. Meetings are set by the last to come.
     store = AddressRecorder(file, fail_set=1 if rank == 1 else None)
     try:
-        wiring = Wiring(world="gloo", axes="gloo")
-        axes = join_axes(Topology(dp=2, tp=2), rank, wiring, store, timedelta(seconds=30))
+        backends = Backends(world="gloo", axes="gloo")
+        axes = join_axes(Topology(dp=2, tp=2), rank, backends, store, timedelta(seconds=30))
         x = torch.tensor(float(rank))
         dist.all_reduce(x, group=axes["batch"].group)
         dist.barrier()
@@ -275,9 +275,9 @@ def join_and_count(rank: int, world: int, path: str, is_lazy: bool, found: Any) 
 
     recorder = Recorder(dist.FileStore(path, world))
     before = count_open_sockets()
-    wiring = Wiring(world="gloo", axes="fake", scatter="fake", is_lazy=is_lazy)
+    backends = Backends(world="gloo", axes="fake", scatter="fake", is_lazy=is_lazy)
     topology = Topology(dp=world // 4, tp=2, pp=2, shard=world // 4)
-    axes = join_axes(topology, rank, wiring, recorder, timedelta(seconds=60))
+    axes = join_axes(topology, rank, backends, recorder, timedelta(seconds=60))
     num_opened = count_open_sockets() - before
     num_groups = len({id(group) for axis in axes.values() for group in axis.groups})
     asked = {operation: len(recorder.keys(operation)) for operation in ("set", "add", "get", "wait")}
