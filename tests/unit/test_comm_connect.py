@@ -27,7 +27,7 @@ def test_one_rank_needs_no_launcher_and_no_process_group():
     assert not dist.is_initialized()
     assert mesh.rank == 0
     assert {(name, axis.size, axis.rank, axis.ranks, axis.groups) for name, axis in mesh.axes.items()} == {
-        (name, 1, 0, (0,), ()) for name in (*AXIS_NAMES, "ends")
+        (name, 1, 0, (0,), ()) for name in AXIS_NAMES
     }
     mesh.close()
 
@@ -76,3 +76,27 @@ def test_hsdp_shards_within_the_recipes_nodes_and_refuses_others_before_anyone_c
     else:
         with pytest.raises(TopologyError, match=r"zero\.shard_within=node needs equally many ranks on every node"):
             check_nodes(recipe)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "embedding"),
+    [
+        ("1f1b", (0, 1)),
+        ("interleaved", (0, 1)),
+        ("zbv", (0,)),
+        ("dualpipe_v", (0,)),
+        ("0F0,0B0\n1F0,1B0\n", (0, 1)),
+        ("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n", (0,)),
+        ("1F0,2F0,2B0,1B0\n0F0,3F0,3B0,0B0\n", (0,)),
+        ("1F0,1B0\n0F0,0B0\n", (0, 1)),
+    ],
+)
+def test_the_schedule_says_which_ranks_share_an_embedding(tmp_path, schedule, embedding):
+    """One that goes through the ranks and back has the first and the last stage on one, a table on whichever it likes."""
+    words = [f"pipeline.schedule={schedule}", "batch.sequences_per_step=4"]
+    if "\n" in schedule:
+        table = tmp_path / "mine.csv"
+        table.write_text(schedule)
+        words = [f"pipeline.table={table}", "batch.sequences_per_step=1"]
+    recipe = compose(["parallel.pp=2", "launch.ranks=2", "batch.sequences_per_microbatch=1", *words]).require()
+    assert make_topology(recipe, LlamaConfig()).ranks("embedding", 0) == embedding
