@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from framework.comm.connect import Mesh
+from framework.mesh.token_layout import TokenLayout
 from framework.model.hub import find_folder
 from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_with_ties, set_parameter
@@ -17,10 +18,11 @@ from framework.optim.groups import GroupAssignment
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.attach import attach
 from framework.parallel.pipeline.execute import ActivationSpec
-from framework.parallel.zero.buffers import Span, UnitBuffer
+from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
-from framework.plan.plan import Plan, RankPlan
+from framework.parallel.zero.plan_buffers import Span
+from framework.plan.plan import Plan
 from framework.plan.stage import PlannedStage
 from framework.train.stage import Stage
 from framework.train.step import Run
@@ -32,34 +34,33 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False) -> Run:
     resumes: leave the parameters' values to a checkpoint that is loaded next.
     """
     own = plan.lay_out(mesh.rank, mesh.axes, mesh.device)
-    materialize(plan, own, mesh.device, resumes)
+    materialized = [(stage, materialize(plan, stage, mesh.device, resumes)) for stage in own.stages]
+    for stage in own.stages:
+        _materialize_buffers(plan, stage, mesh.device)
     waits = ExposedCommunication(mesh.device)
-    stages = {stage.plan.bounds.index: attach_stage(stage, waits) for stage in own.stages}
-    return assemble(plan, own, mesh, stages, waits)
+    stages = {stage.plan.bounds.index: attach_stage(stage, buffers, waits) for stage, buffers in materialized}
+    return assemble(plan, own.tokens, mesh, stages, waits)
 
 
-def materialize(plan: Plan, own: RankPlan, device: torch.device, resumes: bool) -> None:
-    """Memory and values of a rank's parameters: seeded, or read from `model.weights`, or none yet if a checkpoint follows.
+def materialize(plan: Plan, stage: PlannedStage, device: torch.device, resumes: bool) -> list[UnitBuffer]:
+    """Memory and values of a stage's parameters: seeded, or read from `model.weights`, or none yet if a checkpoint follows.
 
     One unit at a time, so that drawing needs no more memory than a unit's. Initialisers and files know whole modules only, so
     `plan.whole` is asked, which nobody has laid out or cut.
     """
-    recipe = plan.recipe
-    draws = recipe.model.weights is None and not resumes
-    for stage in own.stages:
-        for unit in stage.units:
-            programs = initialize_with_ties(plan.whole, plan.units, unit, recipe.train.seed, draws)
-            for buffer in (buffer for buffer in stage.buffers if buffer.unit == unit.name):
-                buffer.allocate(device)
-                initialize_parameters(buffer, programs)
-        if recipe.model.weights is not None and not resumes:
-            load_pretrained(plan.whole, stage.buffers, find_folder(recipe.model.weights, recipe.model.revision))
-        for buffer in stage.buffers:
-            buffer.copy_master_to_params()
-            for name, parameter in buffer.parameters.items():
-                set_parameter(stage.model.model, stage.ties[name], parameter)
-    for stage in own.stages:
-        _materialize_buffers(plan, stage, device)
+    model, seed, buffers = plan.recipe.model, plan.recipe.train.seed, make_buffers(stage.buffers)
+    for unit in stage.units:
+        programs = initialize_with_ties(plan.whole, plan.units, unit, seed, model.weights is None and not resumes)
+        for buffer in (buffer for buffer in buffers if buffer.plan.unit == unit.name):
+            buffer.allocate(device)
+            initialize_parameters(buffer, programs)
+    if model.weights is not None and not resumes:
+        load_pretrained(plan.whole, buffers, find_folder(model.weights, model.revision))
+    for buffer in buffers:
+        buffer.copy_master_to_params()
+        for name, parameter in buffer.parameters.items():
+            set_parameter(stage.model.model, stage.ties[name], parameter)
+    return buffers
 
 
 def _materialize_buffers(plan: Plan, stage: PlannedStage, device: torch.device) -> None:
@@ -70,16 +71,17 @@ def _materialize_buffers(plan: Plan, stage: PlannedStage, device: torch.device) 
             module._buffers[name] = known.get(f"{path}.{name}" if path else name, tensor).to(device)
 
 
-def attach_stage(stage: PlannedStage, waits: ExposedCommunication) -> Stage:
+def attach_stage(stage: PlannedStage, buffers: list[UnitBuffer], waits: ExposedCommunication) -> Stage:
     """The stage with what unshards its parameters and reduces its gradients."""
-    attached = attach(stage.model.model, stage.plan, stage.ties, stage.buffers, waits)
-    return Stage(stage.model, stage.buffers, attached.parameters, attached.gradients, attached.hooks)
+    attached = attach(stage.model.model, stage.plan, stage.ties, buffers, waits)
+    return Stage(stage.model, buffers, attached.parameters, attached.gradients, attached.hooks)
 
 
-def assemble(plan: Plan, own: RankPlan, mesh: Mesh, stages: dict[int, Stage], waits: ExposedCommunication) -> Run:
+def assemble(plan: Plan, tokens: TokenLayout, mesh: Mesh, stages: dict[int, Stage], waits: ExposedCommunication) -> Run:
     """What a rank trains with: its stages, one optimizer over all of them, and the facts that a step asks for."""
     settings = {each.key: each for each in plan.groups}
-    spans = [(buffer, span) for buffer in own.buffers if buffer.is_trained for span in buffer.spans]
+    buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
+    spans = [(buffer, span) for buffer in buffers if buffer.plan.is_trained for span in buffer.plan.spans]
     flat = [_flat(buffer, span, settings[span.group]) for buffer, span in spans]
     # A rank whose stages are frozen counts updates as the others do.
     nothing = FlatSpan(torch.zeros(0, device=mesh.device), torch.zeros(0, device=mesh.device), 1.0, 0.0)
@@ -89,11 +91,11 @@ def assemble(plan: Plan, own: RankPlan, mesh: Mesh, stages: dict[int, Stage], wa
         pipeline=plan.pipeline,
         optimizer=FlatOptimizer(recipe.optim, flat or [nothing]),
         spans=spans,
-        copies=_find_copies(own.buffers),
+        copies=_find_copies(buffers),
         numbers={each.parameter: number for number, each in enumerate(plan.groups)},
         hidden=ActivationSpec(
             plan.config.get_text_config().hidden_size,
-            own.tokens.num_parts,
+            tokens.num_parts,
             0 if balance is None else balance.num_sums,
             plan.compute_dtype,
             mesh.device,
@@ -107,7 +109,7 @@ def assemble(plan: Plan, own: RankPlan, mesh: Mesh, stages: dict[int, Stage], wa
 
 
 def _flat(buffer: UnitBuffer, span: Span, assignment: GroupAssignment) -> FlatSpan:
-    where = slice(span.start - buffer.start, span.stop - buffer.start)
+    where = slice(span.start - buffer.plan.start, span.stop - buffer.plan.start)
     return FlatSpan(buffer.master[where], buffer.reduced[where], assignment.lr_ratio, assignment.weight_decay)
 
 
@@ -116,7 +118,7 @@ def _find_copies(buffers: Sequence[UnitBuffer]) -> list[tuple[UnitBuffer, UnitBu
     known: dict[str, UnitBuffer] = {}
     copies = []
     for buffer in buffers:
-        first = known.setdefault(buffer.slots[0].name, buffer)
+        first = known.setdefault(buffer.plan.slots[0].name, buffer)
         if first is not buffer:
             buffer.is_copy = True
             copies.append((first, buffer))

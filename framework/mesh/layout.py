@@ -43,6 +43,12 @@ class Layout:
     `replicated`: axes along which every rank holds the same elements. `partial`: axes over which the gradient is a
     sum of the ranks' parts, still to be reduced. `interval`: the [start, stop) of the row-major flattened *local*
     tensor that this rank owns, None for all of it; the owners' intervals partition the local tensor.
+
+    ZeRO divides the local tensor among ranks that compute with all of it on different data: `shard_axis` names who holds
+    the parts of its buffer, `replica_axis` who holds equal parts. They are a pair: together, all ranks that share the
+    parameter's data-parallel gradient, which is partial over both without `partial` saying so. `replicated` and `partial`
+    are what tensor parallelism and ties add to that. A dense parameter says "shard", "replica"; an expert, whose gradient
+    fewer ranks share, "expert_shard", "expert_replica". Empty: not laid out by ZeRO.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +56,8 @@ class Layout:
     replicated: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     interval: tuple[int, int] | None = None
+    shard_axis: str = ""
+    replica_axis: str = ""
 
     def __post_init__(self) -> None:
         numel_local = self.numel_local

@@ -42,7 +42,7 @@ def attach(
     write_gradients_directly(model, grad_views, compiled)
     write_embedding_gradients(model, grad_views, compiled)
     gradients = GradientSync(buffers, waits, DTYPES[plan.recipe.precision.reduce])
-    by_unit = [[buffer for buffer in buffers if buffer.unit == unit.name] for unit in plan.own_units]
+    by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]
     parameters = ParameterSync(by_unit, waits)
     hooks = UnitHooks(model, plan.own_units, ties, parameters, gradients, plan.recipe.zero.prefetch_units)
     return Attached(parameters, gradients, hooks)

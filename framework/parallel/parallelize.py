@@ -22,6 +22,7 @@ from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.compilation import compile_layers
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import split_over_tp
+from framework.parallel.zero.plan_buffers import shard_over_batch
 
 Layouts = Mapping[str, Layout]
 Transform = Callable[[PreTrainedModel, Layouts, StagePlan], Layouts]
@@ -57,8 +58,13 @@ def tensor(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts
     )
 
 
-def shard_over_batch(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
-    return {name: replace(each, interval=None) if each.replicated else each for name, each in layouts.items()}
+def name_zero_axes(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    """Say over which axes ZeRO shards and replicates what no transform has said that of: all of dp x cp.
+
+    Buffers divide among replicas what each of them counts, so an interval is left to what is shared in part only.
+    """
+    counted = {name: replace(each, interval=None) if each.replicated else each for name, each in layouts.items()}
+    return shard_over_batch(counted)
 
 
 TRANSFORMS: tuple[Transform, ...] = (
@@ -67,7 +73,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
     compile_layers,  # of the layers as they are computed ...
     checkpoint_layers,  # ... and around it: backward runs a layer again as forward ran it, whatever breaks its graph
-    shard_over_batch,  # last: ZeRO divides what all else has left to this rank
+    name_zero_axes,  # last: ZeRO divides what all else has left to this rank
 )
 
 

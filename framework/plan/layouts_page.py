@@ -4,13 +4,13 @@ import re
 from collections.abc import Sequence
 
 from framework.mesh.layout import Layout
-from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.plan_buffers import BufferPlan
 
 # Layers that hold the same are one line.
 LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
-def describe_layouts(buffers: Sequence[UnitBuffer]) -> str:
+def describe_layouts(buffers: Sequence[BufferPlan]) -> str:
     """One line per kind of parameter: name with * for the layer's number, global and local shape, and how it is held."""
     rows: dict[str, tuple[str, str, str]] = {}
     for slot in (slot for buffer in buffers for slot in buffer.slots):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.simulate import peak_live
-from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import stage_activations
 
 if TYPE_CHECKING:
@@ -39,36 +39,36 @@ def measure_memory(plan: Plan, rank: int) -> Memory:
     return Memory(held | {"activations": peak_live(schedule, kept)[place] + recomputed}, peak_live(schedule)[place])
 
 
-def bytes_held(buffers: Sequence[UnitBuffer], states: Sequence[str]) -> dict[str, int]:
+def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str]) -> dict[str, int]:
     """What lives for the whole run, by kind, and the most that gathered parameters and unreduced gradients add to it.
 
     The table of `parallel/zero/lifetimes.py` in bytes, padding included.
     """
     total = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
-        lifetimes, compute, master = buffer.lifetimes, buffer.compute_dtype.itemsize, buffer.master_dtype.itemsize
+        lifetimes, compute, master = buffer.lifetimes, buffer.dtypes.compute.itemsize, buffer.dtypes.master.itemsize
         resident = buffer.numel_padded if lifetimes.resident_parameters else buffer.numel_part
         total["parameters"] += resident * compute
         if buffer.is_trained:
             kept = buffer.numel_padded if lifetimes.keeps_gradients else buffer.numel_part
             total["gradients"] += kept * master
-            total["master"] += buffer.numel_owned * master if buffer.compute_dtype != buffer.master_dtype else 0
+            total["master"] += buffer.numel_owned * master if buffer.dtypes.compute != buffer.dtypes.master else 0
             total["optimizer"] += buffer.numel_owned * master * len(states)
     total["gathered"] = _largest_gathered(buffers)
     return total
 
 
-def _largest_gathered(buffers: Sequence[UnitBuffer]) -> int:
+def _largest_gathered(buffers: Sequence[BufferPlan]) -> int:
     """Two units' full parameters beside the larger of embedding and head, and three units' full gradients, where these come
     and go: one in use, one ahead; one being written, two under way."""
     parameters: dict[str, int] = {}
     gradients: dict[str, int] = {}
     for buffer in buffers:
         if not buffer.lifetimes.resident_parameters:
-            full = buffer.numel_padded * buffer.compute_dtype.itemsize
+            full = buffer.numel_padded * buffer.dtypes.compute.itemsize
             parameters[buffer.unit] = parameters.get(buffer.unit, 0) + full
         if buffer.is_trained and not buffer.lifetimes.keeps_gradients:
-            full = buffer.numel_padded * buffer.master_dtype.itemsize
+            full = buffer.numel_padded * buffer.dtypes.master.itemsize
             gradients[buffer.unit] = gradients.get(buffer.unit, 0) + full
     layers = sorted((num for unit, num in parameters.items() if unit.startswith("layers.")), reverse=True)
     ends = [num for unit, num in parameters.items() if not unit.startswith("layers.")]

@@ -13,7 +13,7 @@ from framework.parallel.pipeline.draw import save_picture
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import simulate
 from framework.parallel.pipeline.table import write_table
-from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES, bytes_sent_per_layer, layer_activations, layer_widths
 from framework.plan.layouts_page import describe_layouts
 from framework.plan.memory import Memory
@@ -122,14 +122,14 @@ def _table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         yield f"  {numbers:<8}" + "  ".join(row[title].rjust(width) for title, width in widths.items())
 
 
-def _describe_units(units: Sequence[Unit], by_rank: Sequence[Sequence[UnitBuffer]]) -> str:
+def _describe_units(units: Sequence[Unit], by_rank: Sequence[Sequence[BufferPlan]]) -> str:
     """One line per run of equal units: a rank's parameters, and what of them is trained in which dtype."""
     rows: list[tuple[str, int, str]] = []
     for unit in units:
         found = ([buffer for buffer in buffers if buffer.unit == unit.name] for buffers in by_rank)
         own = next(filter(None, found), [])
         kinds = ", ".join(
-            f"{buffer.numel:,} {str(buffer.compute_dtype).removeprefix('torch.')}{'' if buffer.is_trained else ' frozen'}"
+            f"{buffer.numel:,} {str(buffer.dtypes.compute).removeprefix('torch.')}{'' if buffer.is_trained else ' frozen'}"
             for buffer in own
         )
         rows.append((unit.name, sum(buffer.numel for buffer in own), kinds or "none"))

@@ -29,7 +29,7 @@ from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
-from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.memory import Memory, measure_memory
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import target_device
@@ -135,8 +135,8 @@ class RankPlan:
     tokens: TokenLayout
 
     @property
-    def buffers(self) -> list[UnitBuffer]:
-        """The unit buffers of all stages, in order."""
+    def buffers(self) -> list[BufferPlan]:
+        """The unit buffers of all stages, in order, without memory."""
         return [buffer for stage in self.stages for buffer in stage.buffers]
 
     @property

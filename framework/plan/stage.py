@@ -11,8 +11,8 @@ from framework.model.units import Unit
 from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import mask_of
-from framework.parallel.zero.buffers import FROZEN, UnitBuffer, plan_buffers
 from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PlannedStage:
     model: StageModel
     units: tuple[Unit, ...]
     ties: Mapping[str, tuple[str, ...]]
-    buffers: list[UnitBuffer]
+    buffers: list[BufferPlan]
 
 
 def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:

@@ -9,7 +9,7 @@ import torch
 
 from framework.model.precision import DTYPES
 from framework.parallel.pipeline.lower import SENDS
-from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import bytes_sent_per_layer, hidden_bytes
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     }
 
 
-def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, reduce_dtype: torch.dtype) -> dict[str, int]:
+def bytes_sent(buffers: Sequence[BufferPlan], accumulation: int, reduce_dtype: torch.dtype) -> dict[str, int]:
     """Bytes that a rank sends in a step for parameters and gradients, by the forms that docs/zero.md states.
 
     With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a released unit is used again,
@@ -39,14 +39,14 @@ def bytes_sent(buffers: Sequence[UnitBuffer], accumulation: int, reduce_dtype: t
     """
     gathers = reductions = replicas = 0
     for buffer in buffers:
-        n, lifetimes = buffer.shard_axis.size, buffer.lifetimes
+        n, lifetimes = buffer.axes.shard.size, buffer.lifetimes
         uses = 1 if lifetimes.keeps_parameters else accumulation * (2 if buffer.unit.startswith("layers.") else 1)
-        gathers += (n - 1) * buffer.numel_part * buffer.compute_dtype.itemsize * uses
+        gathers += (n - 1) * buffer.numel_part * buffer.dtypes.compute.itemsize * uses
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
             reductions += (n - 1) * buffer.numel_part * reduce_dtype.itemsize * times
-            gathers += (buffer.update_axis.size - 1) * buffer.numel_owned * buffer.compute_dtype.itemsize
-            replicas += (buffer.update_axis.size - 1) * buffer.numel_owned * reduce_dtype.itemsize
-            for axis in buffer.partial_axes:
+            gathers += (buffer.axes.update.size - 1) * buffer.numel_owned * buffer.dtypes.compute.itemsize
+            replicas += (buffer.axes.update.size - 1) * buffer.numel_owned * reduce_dtype.itemsize
+            for axis in buffer.axes.partial:
                 replicas += 2 * (axis.size - 1) * buffer.numel_owned * reduce_dtype.itemsize // axis.size
     return {"gathers": gathers, "reductions to shards": reductions, "to replicas": replicas}

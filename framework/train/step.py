@@ -20,8 +20,9 @@ from framework.optim.optimizers import FlatOptimizer, Missed
 from framework.parallel.pipeline.execute import ActivationSpec, Links, Tensors, execute
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
-from framework.parallel.zero.buffers import GradView, Slot, Span, UnitBuffer
+from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.plan_buffers import Slot, Span
 from framework.train.stage import Compute, Stage, StageOfStep
 from framework.train.validation import Validation
 

@@ -34,11 +34,11 @@ def main() -> None:
 
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, used = time.perf_counter(), time.process_time()
-    materialize(plan, own, torch.device("cpu"), resumes=False)
+    by_stage = [materialize(plan, stage, torch.device("cpu"), resumes=False) for stage in own.stages]
     wall, used = time.perf_counter() - wall, time.process_time() - used
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
 
-    held_gb = sum(buffer.master.nbytes for buffer in own.buffers) / 1e9
+    held_gb = sum(buffer.master.nbytes for buffers in by_stage for buffer in buffers) / 1e9
     print(
         f"{', '.join(unit.name for stage in own.stages for unit in stage.units)}: {held_gb:.2f} GB of this rank's own"
     )

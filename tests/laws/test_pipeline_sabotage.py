@@ -49,7 +49,8 @@ def forget_the_other_end() -> AbstractContextManager[Any]:
     allocate = UnitBuffer.allocate
 
     def alone(buffer: UnitBuffer, *args: Any) -> None:
-        buffer.partial_axes = tuple(axis for axis in buffer.partial_axes if axis.name != "embedding")
+        partial = tuple(axis for axis in buffer.plan.axes.partial if axis.name != "embedding")
+        buffer.plan = replace(buffer.plan, axes=replace(buffer.plan.axes, partial=partial))
         allocate(buffer, *args)
 
     return patch.object(UnitBuffer, "allocate", alone)

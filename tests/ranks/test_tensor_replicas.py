@@ -32,7 +32,9 @@ def forget_tp() -> Any:
     """Gradients are not summed over tp: law 1 without its line."""
 
     def without(sync: GradientSync, buffer: Any) -> Any:
-        with patch.object(buffer, "partial_axes", tuple(axis for axis in buffer.partial_axes if axis.name != "tp")):
+        partial = tuple(axis for axis in buffer.plan.axes.partial if axis.name != "tp")
+        plan = replace(buffer.plan, axes=replace(buffer.plan.axes, partial=partial))
+        with patch.object(buffer, "plan", plan):
             yield from whole(sync, buffer)
 
     whole = GradientSync._sum_replicas

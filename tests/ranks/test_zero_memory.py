@@ -16,9 +16,10 @@ from framework.mesh.layout import Layout
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
-from framework.parallel.zero.buffers import UnitBuffer, plan_buffers
+from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
 from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Optim, Recipe, Zero
 from framework.train.step import Run, train_step
@@ -51,9 +52,9 @@ def measure_held(buffers: list[UnitBuffer]) -> Held:
     gradients = count_bytes(each for buffer in buffers for each in (buffer.gradient, buffer.reduced))
     master = count_bytes(buffer.master for buffer in buffers)
     slices = [
-        (buffer, slice(span.start - buffer.start, span.stop - buffer.start))
+        (buffer, slice(span.start - buffer.plan.start, span.stop - buffer.plan.start))
         for buffer in buffers
-        for span in buffer.spans
+        for span in buffer.plan.spans
     ]
     spans = [FlatSpan(buffer.master[where], buffer.reduced[where], 1.0, 0.0) for buffer, where in slices]
     optimizer = FlatOptimizer(Optim(name="adamw"), spans)
@@ -91,7 +92,8 @@ def allocated(
     units: list[Unit], layouts: dict[str, Layout], compute: str, zero: Zero, axes: dict[str, Communicator]
 ) -> list[UnitBuffer]:
     dtypes, groups = dict.fromkeys(layouts, DTYPES[compute]), dict.fromkeys(layouts, "all")
-    buffers = plan_buffers(units, layouts, groups, dtypes, torch.float32, lifetimes_of(zero), axes)
+    plans = plan_buffers(units, shard_over_batch(layouts), groups, dtypes, torch.float32, lifetimes_of(zero), axes)
+    buffers = make_buffers(plans)
     for buffer in buffers:
         buffer.allocate(CPU)
     return buffers
@@ -134,7 +136,7 @@ def test_replicas_that_divide_the_update_divide_master_and_optimizer_state(stage
 
 
 def full_bytes(buffer: UnitBuffer) -> int:
-    return buffer.numel_padded * buffer.full.element_size()
+    return buffer.plan.numel_padded * buffer.full.element_size()
 
 
 def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[int, int]]:

@@ -9,9 +9,10 @@ from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.model.materialize import set_parameter
 from framework.model.units import Unit
-from framework.parallel.zero.buffers import GradView, plan_buffers
+from framework.parallel.zero.buffers import GradView, make_buffers
 from framework.parallel.zero.embedding_gradient import write_embedding_gradients
 from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
 from framework.recipe.schema import Zero
 
 IDS = torch.tensor([[1, 5, 5, 0], [7, 1, 5, 3]])
@@ -23,10 +24,11 @@ def place_of(table: nn.Embedding, master: torch.dtype) -> GradView:
         table.weight.detach().clone(),
         {name: Communicator(Axis(name, 1, 0)) for name in ("shard", "replica")},
     )
-    layouts = {"weight": Layout(tuple(values.shape))}
+    layouts = shard_over_batch({"weight": Layout(tuple(values.shape))})
     units = [Unit("embedding", ("",), ("weight",))]
     dtypes = {"weight": values.dtype}
-    (buffer,) = plan_buffers(units, layouts, {"weight": "all"}, dtypes, master, lifetimes_of(Zero(stage=0)), axes)
+    plans = plan_buffers(units, layouts, {"weight": "all"}, dtypes, master, lifetimes_of(Zero(stage=0)), axes)
+    (buffer,) = make_buffers(plans)
     buffer.allocate(torch.device("cpu"))
     set_parameter(table, ("weight",), buffer.parameters["weight"])
     table.weight.data.copy_(values)

@@ -14,47 +14,21 @@ buffer share their compute dtype, the axes over which they are replicated and th
 are all trained or all frozen; these have neither master nor gradient.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from framework.comm.collectives import all_reduce
-from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
-from framework.mesh.axis import Axis
-from framework.mesh.layout import Layout, part
+from framework.mesh.layout import Layout, Run
 from framework.model.matmul import accumulate_matmul
-from framework.model.units import Unit
-from framework.parallel.zero.lifetimes import Lifetimes
-
-FROZEN = ""
+from framework.parallel.zero.plan_buffers import BufferPlan, Slot
 
 # Calls that bring a unit's gradients to their grad_views, by the unit's name.
 Deferred = dict[str, list[Callable[[], None]]]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A parameter's place: elements [start, stop) of its buffer. `layout`: of the local tensor before ZeRO, its interval what
-    this rank counts of what others hold in part; `group`: its optimizer group, FROZEN for none."""
-
-    name: str
-    layout: Layout
-    start: int
-    stop: int
-    group: str
-
-
-@dataclass(frozen=True)
-class Span:
-    """Elements [start, stop) of a buffer that are one optimizer group's and in this rank's part."""
-
-    group: str
-    start: int
-    stop: int
 
 
 # A buffer serves a need of at least half its size: embedding and head share one, a shard never takes a whole unit's.
@@ -90,38 +64,13 @@ class BufferPool:
 
 
 class UnitBuffer:
-    """The parameters of one unit that share a lifetime, a dtype and their axes.
+    """The memory of one unit's parameters that share a lifetime, a dtype and their axes, as `plan` says. None until `allocate`.
 
-    Plans without memory; `allocate` owns it. shard_axis: who holds the parts; update_axis: who divides the update of a part, of
-    size 1 where each holder makes all of it; replica_axes: who owns the same; partial_axes: those of them over which the
-    gradient is a sum still to be made. Elements [start, stop) are owned.
+    pool: of the stage, whose units take turns with their full gradients.
     """
 
-    def __init__(
-        self,
-        unit: str,
-        slots: tuple[Slot, ...],
-        compute_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-        lifetimes: Lifetimes,
-        shard_axis: Communicator,
-        update_axis: Communicator,
-        replica_axes: Sequence[Communicator],
-        partial_axes: Sequence[Communicator],
-        pool: "BufferPool",
-    ):
-        self.unit, self.slots = unit, slots
-        self.is_trained = slots[0].group != FROZEN
-        self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
-        self.lifetimes, self.shard_axis, self.update_axis = lifetimes, shard_axis, update_axis
-        self.replica_axes, self.partial_axes = tuple(replica_axes), tuple(partial_axes)
-        self.numel = slots[-1].stop
-        self.numel_owned = -(-self.numel // (shard_axis.size * update_axis.size))
-        self.numel_part = self.numel_owned * update_axis.size
-        self.numel_padded = self.numel_part * shard_axis.size
-        self.start = shard_axis.rank * self.numel_part + update_axis.rank * self.numel_owned
-        self.stop = self.start + self.numel_owned
-        self.pool = pool
+    def __init__(self, plan: BufferPlan, pool: BufferPool):
+        self.plan, self.pool = plan, pool
         self.parameters: dict[str, nn.Parameter] = {}
         self.grad_views: dict[str, GradView] = {}
         self.is_copy = False  # of a buffer of another stage on this rank, which counts its elements
@@ -129,52 +78,55 @@ class UnitBuffer:
         self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = torch.empty(0)
 
     @property
-    def spans(self) -> list[Span]:
-        """What this rank owns of each optimizer group, without empty ones."""
-        bounds: dict[str, tuple[int, int]] = {}
-        for slot in self.slots:
-            bounds[slot.group] = (bounds.get(slot.group, (slot.start, 0))[0], slot.stop)
-        clipped = [Span(group, max(low, self.start), min(high, self.stop)) for group, (low, high) in bounds.items()]
-        return [span for span in clipped if span.start < span.stop]
+    def unit(self) -> str:
+        return self.plan.unit
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.plan.slots
+
+    @property
+    def is_trained(self) -> bool:
+        return self.plan.is_trained
 
     def allocate(self, device: torch.device) -> None:
         """All memory that lives from now on. Values are set in `master`; `copy_master_to_params` and an unshard bring them to
         `full`."""
         # Released below where it does not stay: pages of a CPU that nobody touches take neither memory nor time.
-        make = torch.zeros if self.lifetimes.resident_parameters else torch.empty
-        self.full = make(self.numel_padded, dtype=self.compute_dtype, device=device)
-        part_start = self.shard_axis.rank * self.numel_part
-        mine = self.full[part_start : part_start + self.numel_part]
-        self.shard = mine if self.lifetimes.resident_parameters else torch.zeros_like(mine)
+        make = torch.zeros if self.plan.lifetimes.resident_parameters else torch.empty
+        self.full = make(self.plan.numel_padded, dtype=self.plan.dtypes.compute, device=device)
+        part_start = self.plan.part_start
+        mine = self.full[part_start : part_start + self.plan.numel_part]
+        self.shard = mine if self.plan.lifetimes.resident_parameters else torch.zeros_like(mine)
         for slot in self.slots:
             view = self.full[slot.start : slot.stop].view(slot.layout.shape_local)
             self.parameters[slot.name] = nn.Parameter(view, requires_grad=self.is_trained)
-        if not self.lifetimes.resident_parameters:
+        if not self.plan.lifetimes.resident_parameters:
             self.full.untyped_storage().resize_(0)
         if not self.is_trained:
             self.master = self.shard
             return
-        same = self.compute_dtype == self.master_dtype
+        same = self.plan.dtypes.compute == self.plan.dtypes.master
         self.master = (
-            self.owned(self.shard) if same else torch.zeros_like(self.owned(self.shard), dtype=self.master_dtype)
+            self.owned(self.shard) if same else torch.zeros_like(self.owned(self.shard), dtype=self.plan.dtypes.master)
         )
-        if self.lifetimes.keeps_gradients:
-            self.gradient = torch.zeros(self.numel_padded, dtype=self.master_dtype, device=device)
-            self.summed = self.gradient[part_start : part_start + self.numel_part]
+        if self.plan.lifetimes.keeps_gradients:
+            self.gradient = torch.zeros(self.plan.numel_padded, dtype=self.plan.dtypes.master, device=device)
+            self.summed = self.gradient[part_start : part_start + self.plan.numel_part]
         else:
-            self.summed = torch.zeros(self.numel_part, dtype=self.master_dtype, device=device)
+            self.summed = torch.zeros(self.plan.numel_part, dtype=self.plan.dtypes.master, device=device)
         self.reduced = self.owned(self.summed)
         self.grad_views = {slot.name: GradView(self, slot) for slot in self.slots}
 
     def owned(self, part: Tensor) -> Tensor:
         """What this rank owns of a tensor over its part: a view."""
-        first = self.update_axis.rank * self.numel_owned
-        return part[first : first + self.numel_owned]
+        first = self.plan.axes.update.rank * self.plan.numel_owned
+        return part[first : first + self.plan.numel_owned]
 
     def open_gradient(self) -> None:
         """Have memory for the full gradient, of any content: every place is written or zeroed before it is read."""
         if not self.gradient.numel():
-            self.gradient = self.pool.take(self.numel_padded, self.master_dtype, self.full.device)
+            self.gradient = self.pool.take(self.plan.numel_padded, self.plan.dtypes.master, self.full.device)
 
     def close_gradient(self) -> Tensor:
         """Take the full gradient out, for a reduction that reads it; the next one is written afresh. Whoever took it gives
@@ -182,13 +134,13 @@ class UnitBuffer:
         taken = self.gradient
         for place in self.grad_views.values():
             place.is_written = False
-        if not self.lifetimes.keeps_gradients:
+        if not self.plan.lifetimes.keeps_gradients:
             self.gradient = taken[:0]
         return taken
 
     def copy_master_to_params(self) -> None:
         """Cast the updated master to the compute dtype, once a step; nothing to do where they are the same memory."""
-        if self.is_trained and self.compute_dtype != self.master_dtype:
+        if self.is_trained and self.plan.dtypes.compute != self.plan.dtypes.master:
             self.owned(self.shard).copy_(self.master)
 
     def held(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
@@ -196,65 +148,38 @@ class UnitBuffer:
 
         values: a tensor over what is owned, or over a span of it that begins at element `origin` of the buffer.
         """
-        return self._cut(slot, values, origin, self.start, self.stop)
+        return self._cut(slot, values, origin, (self.plan.start, self.plan.stop))
 
     def counted(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
         """Of `held`, what this rank and no other counts in a norm and writes to a checkpoint."""
-        return self._cut(slot, values, origin, *self._counted(slot))
+        return self._cut(slot, values, origin, (0, 0) if self.is_copy else self.plan.counted_bounds(slot))
 
     def read(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
-        """Of `held`, this rank's share among those of `replica` who own the same: what it reads for all of them."""
-        return self._cut(slot, values, origin, *self._read_part())
+        """Of `held`, this rank's share among those of `axes.reading`, who own the same: what it reads for all of them."""
+        return self._cut(slot, values, origin, self.plan.read_bounds)
 
     def share_read(self, values: Tensor, origin: int | None = None) -> None:
-        """Complete a tensor over what is owned, or a span of it as for `held`, of which each rank of `replica` has its share.
+        """Complete a tensor over what is owned, or a span of it as for `held`, of which each rank of `axes.reading` has a share.
 
-        Collective over `replica`: an all-reduce of the tensor's bytes. The others' parts are zero, and a sum of whole numbers
-        keeps every bit, of NaN and of -0.0, too.
+        Collective over `axes.reading`: an all-reduce of the tensor's bytes. The others' parts are zero, and a sum of whole
+        numbers keeps every bit, of NaN and of -0.0, too.
         """
-        first = self.start if origin is None else origin
-        low, high = (min(max(bound - first, 0), values.numel()) for bound in self._read_part())
+        first = self.plan.start if origin is None else origin
+        low, high = (min(max(bound - first, 0), values.numel()) for bound in self.plan.read_bounds)
         values[:low].zero_()
         values[high:].zero_()
         if values.numel():
-            all_reduce(values.view(torch.uint8), self._reading_axis(), label=f"read {self.unit}")
+            all_reduce(values.view(torch.uint8), self.plan.axes.reading, label=f"read {self.unit}")
 
     def counted_elements(self, values: Tensor) -> list[Tensor]:
         """All that this rank counts, of a tensor over what it owns; padding is nobody's."""
-        runs: list[tuple[int, int]] = []
-        for start, stop in (self._counted(slot) for slot in self.slots):
-            if start < stop:
-                runs.append((runs.pop()[0] if runs and runs[-1][1] == start else start, stop))
-        return [values[start - self.start : stop - self.start] for start, stop in runs]
+        first = self.plan.start
+        return [] if self.is_copy else [values[low - first : high - first] for low, high in self.plan.counted_runs]
 
-    def _reading_axis(self) -> Communicator:
-        """Who divides the reading of what all of them own; of size 1 where each owns something else."""
-        return next((each for each in self.replica_axes if each.name == "replica"), Communicator(Axis("replica", 1, 0)))
-
-    def _read_part(self) -> tuple[int, int]:
-        axis = self._reading_axis()
-        low, high = part(self.numel_owned, axis.rank, axis.size)
-        return self.start + low, self.start + high
-
-    def _counted(self, slot: Slot) -> tuple[int, int]:
-        """Of the slot, elements of the buffer: what its layout gives to this rank, in the part that the replicas do."""
-        low, high = self._counted_part()
-        first, last = slot.layout.interval or (0, slot.layout.numel_local)
-        return max(self.start + low, slot.start + first), min(self.start + high, slot.start + last)
-
-    def _counted_part(self) -> tuple[int, int]:
-        """Those who own the same divide it evenly: whoever holds an element, one of them counts it."""
-        if self.is_copy:
-            return 0, 0
-        index, count = 0, 1
-        for axis in self.replica_axes:
-            index, count = index * axis.size + axis.rank, count * axis.size
-        return part(self.numel_owned, index, count)
-
-    def _cut(self, slot: Slot, values: Tensor, origin: int | None, start: int, stop: int) -> tuple[Layout, Tensor]:
-        origin = self.start if origin is None else origin
-        low = min(max(start, slot.start), slot.stop)
-        high = max(min(stop, slot.stop), low)
+    def _cut(self, slot: Slot, values: Tensor, origin: int | None, bounds: Run) -> tuple[Layout, Tensor]:
+        origin = self.plan.start if origin is None else origin
+        low = min(max(bounds[0], slot.start), slot.stop)
+        high = max(min(bounds[1], slot.stop), low)
         layout = replace(slot.layout, interval=(low - slot.start, high - slot.start))
         return layout, values[low - origin : high - origin] if low < high else values[:0]
 
@@ -321,49 +246,7 @@ class GradView:
         return self.view, is_first
 
 
-def plan_buffers(
-    units: Iterable[Unit],
-    layouts: Mapping[str, Layout],
-    groups: Mapping[str, str],
-    compute_dtypes: Mapping[str, torch.dtype],
-    master_dtype: torch.dtype,
-    lifetimes: Lifetimes,
-    axes: Mapping[str, Communicator],
-) -> list[UnitBuffer]:
-    """Buffers in order of computation. layouts: of each parameter before ZeRO, which shards over `shard` and replicates over
-    `replica`, or divides the update over it; groups: optimizer group by parameter name, FROZEN if it is not trained. Within a
-    buffer, groups keep the order in which they first appear in `groups`."""
-    order = {group: index for index, group in enumerate(dict.fromkeys(groups.values()))}
+def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:
+    """The buffers of one stage, which share a pool; without memory until each is allocated."""
     pool = BufferPool()
-    buffers = []
-    for unit in units:
-        kinds = {
-            name: (compute_dtypes[name], groups[name] == FROZEN, layouts[name].replicated, layouts[name].partial)
-            for name in unit.parameters
-        }
-        for kind in dict.fromkeys(kinds.values()):
-            names = [name for name in unit.parameters if kinds[name] == kind]
-            slots, end = [], 0
-            for name in sorted(names, key=lambda name: order[groups[name]]):
-                slots.append(Slot(name, layouts[name], end, end + layouts[name].numel_local, groups[name]))
-                end = slots[-1].stop
-            dtype, _, replicated, summed = kind
-            divides = lifetimes.divides_updates and groups[names[0]] != FROZEN
-            update_axis = axes["replica"] if divides else Communicator(Axis("update", 1, 0))
-            outer = () if divides else ("replica",)
-            replicas, partials = ([axes[name] for name in (*outer, *names)] for names in (replicated, summed))
-            buffers.append(
-                UnitBuffer(
-                    unit.name,
-                    tuple(slots),
-                    dtype,
-                    master_dtype,
-                    lifetimes,
-                    axes["shard"],
-                    update_axis,
-                    replicas,
-                    partials,
-                    pool,
-                )
-            )
-    return buffers
+    return [UnitBuffer(plan, pool) for plan in plans]

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from framework.comm.algorithms import Pending
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
-from framework.parallel.zero.buffers import Deferred, GradView, Slot, UnitBuffer
+from framework.parallel.zero.buffers import Deferred, GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.plan_buffers import Slot
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
 # long as the backward of a unit and a half before anyone waits.
@@ -107,7 +108,7 @@ class GradientSync:
             return
         for buffer in self._of_unit.get(unit, ()):
             buffer.is_complete = True
-            if self._is_last or not buffer.lifetimes.keeps_gradients:
+            if self._is_last or not buffer.plan.lifetimes.keeps_gradients:
                 self._reduce(buffer)
 
     def finish(self) -> None:
@@ -127,9 +128,11 @@ class GradientSync:
         summed = buffer.summed
         part = summed if is_first else buffer.pool.take(summed.numel(), summed.dtype, summed.device)
         full = buffer.close_gradient()
-        pending = start_reduce_scatter(part, full, buffer.shard_axis, f"gradient of {buffer.unit}", self.reduce_dtype)
+        pending = start_reduce_scatter(
+            part, full, buffer.plan.axes.shard, f"gradient of {buffer.unit}", self.reduce_dtype
+        )
         self._reductions.append(Reduction(buffer, pending, full, part))
-        while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or buffer.shard_axis.size == 1):
+        while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or buffer.plan.axes.shard.size == 1):
             self._wait_for_oldest()
 
     def wait_for_reductions(self) -> None:
@@ -145,7 +148,7 @@ class GradientSync:
         if reduction.part is not buffer.summed:
             buffer.summed.add_(reduction.part)
             buffer.pool.give_back(reduction.part)
-        if not buffer.lifetimes.keeps_gradients:
+        if not buffer.plan.lifetimes.keeps_gradients:
             buffer.pool.give_back(reduction.full)
         if self._is_last and (pending := next(rest := self._sum_replicas(buffer), None)):
             self._sums.append((pending, rest))
@@ -153,8 +156,8 @@ class GradientSync:
     def _sum_replicas(self, buffer: UnitBuffer) -> Iterator[Pending]:
         """What a part still has to be summed over, one after the other."""
         label = f"gradient of {buffer.unit}"
-        yield start_reduce_scatter(buffer.reduced, buffer.summed, buffer.update_axis, label, self.reduce_dtype)
-        for axis in buffer.partial_axes:
+        yield start_reduce_scatter(buffer.reduced, buffer.summed, buffer.plan.axes.update, label, self.reduce_dtype)
+        for axis in buffer.plan.axes.partial:
             yield start_all_reduce(buffer.reduced, axis, label=label, reduce_dtype=self.reduce_dtype)
 
 

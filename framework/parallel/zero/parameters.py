@@ -31,7 +31,7 @@ class ParameterSync:
         if index not in self.unsharded:
             self._renew_parts()
             self.unsharded.add(index)
-            if not all(buffer.lifetimes.keeps_parameters for buffer in self.units[index]):
+            if not all(buffer.plan.lifetimes.keeps_parameters for buffer in self.units[index]):
                 self.transient.add(index)
             self.waits.wait(self._renewals.pop(index, ()))
             self._pending[index] = [_start_unshard(buffer) for buffer in self.units[index]]
@@ -47,7 +47,7 @@ class ParameterSync:
         self.unsharded.remove(index)
         self.transient.discard(index)
         for buffer in self.units[index]:
-            if not buffer.lifetimes.resident_parameters:
+            if not buffer.plan.lifetimes.resident_parameters:
                 buffer.full.untyped_storage().resize_(0)
 
     def reshard_transient(self) -> None:
@@ -71,15 +71,17 @@ class ParameterSync:
 
 def _start_renewal(buffer: UnitBuffer) -> Pending:
     part = _unversioned(buffer.shard)
-    return start_all_gather(part, buffer.owned(part), buffer.update_axis, f"updated part of {buffer.unit}")
+    return start_all_gather(part, buffer.owned(part), buffer.plan.axes.update, f"updated part of {buffer.unit}")
 
 
 def _start_unshard(buffer: UnitBuffer) -> Pending:
     storage = buffer.full.untyped_storage()
-    num_bytes = buffer.numel_padded * buffer.full.element_size()
+    num_bytes = buffer.plan.numel_padded * buffer.full.element_size()
     if storage.nbytes() < num_bytes:
         storage.resize_(num_bytes)
-    return start_all_gather(_unversioned(buffer.full), buffer.shard, buffer.shard_axis, f"parameters of {buffer.unit}")
+    return start_all_gather(
+        _unversioned(buffer.full), buffer.shard, buffer.plan.axes.shard, f"parameters of {buffer.unit}"
+    )
 
 
 def _unversioned(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
     """
     sums: dict[Communicator, dict[str, Tensor]] = {}
     for buffer in buffers:
-        for axis in (axis for axis in buffer.replica_axes if axis.size > 1):
+        for axis in (axis for axis in buffer.plan.axes.replicas if axis.size > 1):
             for slot in buffer.slots:
                 held = buffer.held(slot, buffer.master)[1]
                 sums.setdefault(axis, {})[slot.name] = held.view(BITS[held.itemsize]).sum(dtype=torch.int64)

@@ -1,0 +1,236 @@
+"""Unit buffers before they have memory: which parameters share a flat tensor, and which of its elements are whose.
+
+    full  [ group A | group B | pad ]     one element after the other; n equal parts, n = size of the shard axis
+            ^ part of shard rank 0 ^ part of shard rank 1 ...
+            ^ a part is what one rank owns, or, where replicas divide the update, an equal interval of it for each of them
+
+All numbers here follow from layouts, axes and dtypes, so they can be had for any rank of any mesh on a laptop.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from framework.comm.communicator import Communicator
+from framework.errors import LayoutError
+from framework.mesh.axis import Axis
+from framework.mesh.layout import Layout, Run, part
+from framework.model.units import Unit
+from framework.parallel.zero.lifetimes import Lifetimes
+
+# The optimizer group of parameters that no optimizer updates.
+FROZEN = ""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's elements [start, stop) of its buffer. `layout`: of the local tensor before ZeRO divides the buffer; its
+    interval is what this rank counts of elements that others hold, too. `group`: its optimizer group, FROZEN for none."""
+
+    name: str
+    layout: Layout
+    start: int
+    stop: int
+    group: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a buffer that this rank owns and that are in one optimizer group."""
+
+    group: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BufferDtypes:
+    """Dtypes of a buffer. compute: of the parameters that forward and backward read; master: of what the optimizer updates, of
+    gradients and their sums."""
+
+    compute: torch.dtype
+    master: torch.dtype
+
+
+@dataclass(frozen=True)
+class BufferAxes:
+    """Axes of a buffer as one rank sees them.
+
+    shard: the ranks that hold its parts. update: the ranks that divide the update of one part, of size 1 where each holder makes
+    all of it. replicas: over which every rank owns the same elements, outermost first. partial: those over which the gradient is
+    still a sum to be made after the reduce-scatters over shard and update. reading: the ranks that divide the reading of what
+    all of them own, of size 1 where each owns something else.
+    """
+
+    shard: Communicator
+    update: Communicator
+    replicas: tuple[Communicator, ...]
+    partial: tuple[Communicator, ...]
+    reading: Communicator
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """A unit buffer without memory: its parameters, and what this rank holds, owns and counts of their elements.
+
+    slots: at least one, side by side from element 0. A rank *holds* a part, *owns* elements [start, stop) of it and *counts*
+    those of them that no other rank counts.
+    """
+
+    unit: str
+    slots: tuple[Slot, ...]
+    dtypes: BufferDtypes
+    lifetimes: Lifetimes
+    axes: BufferAxes
+
+    @property
+    def is_trained(self) -> bool:
+        return self.slots[0].group != FROZEN
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of parameters, without padding."""
+        return self.slots[-1].stop
+
+    @cached_property
+    def numel_owned(self) -> int:
+        """Elements that one rank owns, padding included: equal on all ranks."""
+        return -(-self.numel // (self.axes.shard.size * self.axes.update.size))
+
+    @cached_property
+    def numel_part(self) -> int:
+        """Elements of one part, padding included."""
+        return self.numel_owned * self.axes.update.size
+
+    @cached_property
+    def numel_padded(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.numel_part * self.axes.shard.size
+
+    @cached_property
+    def part_start(self) -> int:
+        """The first element of this rank's part."""
+        return self.axes.shard.rank * self.numel_part
+
+    @cached_property
+    def start(self) -> int:
+        """The first element that this rank owns."""
+        return self.part_start + self.axes.update.rank * self.numel_owned
+
+    @cached_property
+    def stop(self) -> int:
+        """After the last element that this rank owns."""
+        return self.start + self.numel_owned
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """What this rank owns of each optimizer group, without empty ones."""
+        bounds: dict[str, Run] = {}
+        for slot in self.slots:
+            bounds[slot.group] = (bounds.get(slot.group, (slot.start, 0))[0], slot.stop)
+        clipped = [Span(group, max(low, self.start), min(high, self.stop)) for group, (low, high) in bounds.items()]
+        return tuple(span for span in clipped if span.start < span.stop)
+
+    @cached_property
+    def read_bounds(self) -> Run:
+        """Elements of the buffer that this rank reads from a checkpoint for all ranks of `axes.reading`."""
+        low, high = part(self.numel_owned, self.axes.reading.rank, self.axes.reading.size)
+        return self.start + low, self.start + high
+
+    @cached_property
+    def counted_runs(self) -> tuple[Run, ...]:
+        """All elements of the buffer that this rank counts, in order, adjacent ones in one run; padding is nobody's."""
+        runs: list[Run] = []
+        for start, stop in (self.counted_bounds(slot) for slot in self.slots):
+            if start < stop:
+                runs.append((runs.pop()[0] if runs and runs[-1][1] == start else start, stop))
+        return tuple(runs)
+
+    def counted_bounds(self, slot: Slot) -> Run:
+        """Elements of the slot that this rank and no other counts: what its layout gives to this rank, within this rank's share
+        among those who own the same. stop <= start if there are none."""
+        low, high = self._counted_share
+        first, last = slot.layout.interval or (0, slot.layout.numel_local)
+        return max(self.start + low, slot.start + first), min(self.start + high, slot.start + last)
+
+    @cached_property
+    def _counted_share(self) -> Run:
+        """Those who own the same divide it evenly: whoever holds an element, one of them counts it."""
+        index, count = 0, 1
+        for axis in self.axes.replicas:
+            index, count = index * axis.size + axis.rank, count * axis.size
+        return part(self.numel_owned, index, count)
+
+
+def shard_over_batch(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """The layouts with the ZeRO axes of dense parameters: every rank of dp x cp computes with all of them, so their buffers are
+    sharded over `shard` and replicated over `replica`. Layouts that name a shard axis already keep theirs."""
+    return {
+        name: layout if layout.shard_axis else replace(layout, shard_axis="shard", replica_axis="replica")
+        for name, layout in layouts.items()
+    }
+
+
+def plan_buffers(
+    units: Iterable[Unit],
+    layouts: Mapping[str, Layout],
+    groups: Mapping[str, str],
+    compute_dtypes: Mapping[str, torch.dtype],
+    master_dtype: torch.dtype,
+    lifetimes: Lifetimes,
+    axes: Mapping[str, Communicator],
+) -> list[BufferPlan]:
+    """Buffers of all parameters, in order of computation.
+
+    layouts, groups, compute_dtypes: by parameter name. layouts: with the names of their ZeRO axes; groups: the optimizer group,
+    FROZEN if it is not trained. axes: by name, all that layouts name. Within a buffer, groups keep the order in which they first
+    appear in `groups`. Raises LayoutError for a layout without ZeRO axes.
+    """
+    order = {group: index for index, group in enumerate(dict.fromkeys(groups.values()))}
+    plans = []
+    for unit in units:
+        kinds = {name: _Kind.of(layouts[name], compute_dtypes[name], groups[name]) for name in unit.parameters}
+        for kind in dict.fromkeys(kinds.values()):
+            names = [name for name in unit.parameters if kinds[name] == kind]
+            slots = _lay_side_by_side(sorted(names, key=lambda name: order[groups[name]]), layouts, groups)
+            dtypes = BufferDtypes(kind.dtype, master_dtype)
+            plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lifetimes, kind.axes(axes, lifetimes)))
+    return plans
+
+
+def _lay_side_by_side(names: Iterable[str], layouts: Mapping[str, Layout], groups: Mapping[str, str]) -> Iterator[Slot]:
+    end = 0
+    for name in names:
+        start, end = end, end + layouts[name].numel_local
+        yield Slot(name, layouts[name], start, end, groups[name])
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What parameters of one buffer have in common, because one flat tensor has one dtype and one collective one axis."""
+
+    dtype: torch.dtype
+    is_frozen: bool
+    shard_axis: str
+    replica_axis: str
+    replicated: tuple[str, ...]
+    partial: tuple[str, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, dtype: torch.dtype, group: str) -> "_Kind":
+        if not (layout.shard_axis and layout.replica_axis):
+            raise LayoutError(
+                f"{layout} names no shard and replica axis: `shard_over_batch` or a transform before it has to"
+            )
+        return cls(dtype, group == FROZEN, layout.shard_axis, layout.replica_axis, layout.replicated, layout.partial)
+
+    def axes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> BufferAxes:
+        """The axes of such a buffer. Where replicas divide the update each owns something else: they are no replicas of what is
+        owned, and nothing is left to sum over them. Frozen parameters have no update to divide."""
+        shard, replica, nobody_else = axes[self.shard_axis], axes[self.replica_axis], Communicator(Axis("update", 1, 0))
+        replicated, partial = (tuple(axes[name] for name in names) for names in (self.replicated, self.partial))
+        if lifetimes.divides_updates and not self.is_frozen:
+            return BufferAxes(shard, replica, replicated, partial, reading=nobody_else)
+        return BufferAxes(shard, nobody_else, (replica, *replicated), (replica, *partial), reading=replica)
