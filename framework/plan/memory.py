@@ -46,14 +46,10 @@ def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str]) -> dict[str
     """
     total = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
-        lifetimes, compute, master = buffer.lifetimes, buffer.dtypes.compute.itemsize, buffer.dtypes.master.itemsize
-        resident = buffer.numel_padded if lifetimes.resident_parameters else buffer.numel_part
-        total["parameters"] += resident * compute
-        if buffer.is_trained:
-            kept = buffer.numel_padded if lifetimes.keeps_gradients else buffer.numel_part
-            total["gradients"] += kept * master
-            total["master"] += buffer.numel_owned * master if buffer.dtypes.compute != buffer.dtypes.master else 0
-            total["optimizer"] += buffer.numel_owned * master * len(states)
+        held = buffer.held_bytes(len(states))
+        total["optimizer"] += held.pop("moments")
+        for kind, num_bytes in held.items():
+            total[kind] += num_bytes
     total["gathered"] = _largest_gathered(buffers)
     return total
 
@@ -64,12 +60,8 @@ def _largest_gathered(buffers: Sequence[BufferPlan]) -> int:
     parameters: dict[str, int] = {}
     gradients: dict[str, int] = {}
     for buffer in buffers:
-        if not buffer.lifetimes.resident_parameters:
-            full = buffer.numel_padded * buffer.dtypes.compute.itemsize
-            parameters[buffer.unit] = parameters.get(buffer.unit, 0) + full
-        if buffer.is_trained and not buffer.lifetimes.keeps_gradients:
-            full = buffer.numel_padded * buffer.dtypes.master.itemsize
-            gradients[buffer.unit] = gradients.get(buffer.unit, 0) + full
+        parameters[buffer.unit] = parameters.get(buffer.unit, 0) + buffer.unsharded_bytes
+        gradients[buffer.unit] = gradients.get(buffer.unit, 0) + buffer.unreduced_bytes
     layers = sorted((num for unit, num in parameters.items() if unit.startswith("layers.")), reverse=True)
     ends = [num for unit, num in parameters.items() if not unit.startswith("layers.")]
     return sum(layers[:2]) + max(ends, default=0) + sum(sorted(gradients.values(), reverse=True)[:3])

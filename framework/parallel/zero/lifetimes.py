@@ -1,4 +1,4 @@
-"""ZeRO as a table of lifetimes (Rajbhandari et al. 2020): which memory of a unit lives how long, nothing else.
+"""ZeRO as a table (Rajbhandari et al. 2020, section 5): which memory of a unit lives how long, and where; nothing else.
 
     stage | full parameters            | full gradients        | optimizer state and master
     0     | always                     | the whole step        | full
@@ -7,31 +7,65 @@
     3     | one unit's forward, again  | one unit's backward   | shard
           | its backward               |                       |
 
-Stage 0 needs no algorithm of its own: it shards over one rank and has all ranks as replicas.
+Stage 0 needs no algorithm of its own: it shards over one rank and has all ranks as replicas. Stage 3 is what FSDP (Zhao et al.
+2023, section 3.2) calls full sharding; HSDP is any stage with fewer shards than ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
 
+from framework.errors import LayoutError
 from framework.recipe.schema import Zero
+
+
+class Home(Enum):
+    """The memory in which a state lives between its uses."""
+
+    DEVICE = "device"
+    HOST = "host"  # pinned memory of the CPU
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Homes:
+    """The home of each state of a unit: the table's last column.
+
+    parameters: shards, or full parameters where these are resident. gradients: the sums that the optimizer reads. moments: the
+    optimizer's state. activations: what forward keeps for backward.
+    """
+
+    parameters: Home = Home.DEVICE
+    gradients: Home = Home.DEVICE
+    master: Home = Home.DEVICE
+    moments: Home = Home.DEVICE
+    activations: Home = Home.DEVICE
+
+    def check_built(self) -> None:
+        """Raises LayoutError for a home that memory can be planned for, but that nothing brings a state to yet."""
+        away = [
+            f"{each.name} on {home.value}" for each in fields(self) if (home := getattr(self, each.name)) != Home.DEVICE
+        ]
+        if away:
+            raise LayoutError(f"{', '.join(away)}: offload is not built yet, every state has to live on the device")
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """Answers of the table, with the recipe's choices.
+    """One row of the table, with the recipe's choices.
 
     keeps_gradients: the full gradients of all units live for the whole step and are reduced once, in its last backward;
     else a unit's gradients are reduced into the shard after every backward of the unit.
-    keeps_parameters: a unit's gathered parameters live until the optimizer's update; else until their use is over.
+    keeps_parameters: a unit's unsharded parameters live until the optimizer's update; else until their use is over.
     resident_parameters: their memory is never given back, so an update goes into it in place.
-    divides_updates: ranks that hold the same part divide its optimizer state and its update, and gather the updated part.
-    prefetch_units: units gathered ahead of the one in use, in forward and in backward.
+    divides_updates: ranks that hold the same part divide its optimizer state and its update, and all-gather the updated part.
+    homes: where each state lives between its uses.
     """
 
     keeps_gradients: bool
     keeps_parameters: bool
     resident_parameters: bool
     divides_updates: bool
-    prefetch_units: int
+    homes: Homes = Homes()
 
 
 def lifetimes_of(zero: Zero) -> Lifetimes:
@@ -41,5 +75,4 @@ def lifetimes_of(zero: Zero) -> Lifetimes:
         keeps_parameters=zero.stage < 3 or zero.keep_gathered,
         resident_parameters=zero.stage < 3,
         divides_updates=zero.optimizer_within == "all",
-        prefetch_units=zero.prefetch_units,
     )

@@ -18,7 +18,7 @@ from framework.errors import LayoutError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Run, part
 from framework.model.units import Unit
-from framework.parallel.zero.lifetimes import Lifetimes
+from framework.parallel.zero.lifetimes import Home, Lifetimes
 
 # The optimizer group of parameters that no optimizer updates.
 FROZEN = ""
@@ -34,6 +34,15 @@ class Slot:
     start: int
     stop: int
     group: str
+
+
+@dataclass(frozen=True)
+class SlotInterval:
+    """Elements [start, stop) of a buffer that are one slot's and, say, owned by this rank; `layout` has them as its interval."""
+
+    layout: Layout
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -140,20 +149,64 @@ class BufferPlan:
         return self.start + low, self.start + high
 
     @cached_property
+    def held(self) -> dict[str, SlotInterval]:
+        """What this rank owns of each parameter, by name."""
+        return {slot.name: _clip(slot, (self.start, self.stop)) for slot in self.slots}
+
+    @cached_property
+    def counted(self) -> dict[str, SlotInterval]:
+        """Of `held`, what this rank and no other counts: what the parameter's layout gives to this rank, within this rank's
+        share among those who own the same."""
+        low, high = self._counted_share
+        counted = {}
+        for slot in self.slots:
+            first, last = slot.layout.interval or (0, slot.layout.numel_local)
+            counted[slot.name] = _clip(slot, (max(low, slot.start + first), min(high, slot.start + last)))
+        return counted
+
+    @cached_property
+    def read(self) -> dict[str, SlotInterval]:
+        """Of `held`, what this rank reads from a checkpoint for all ranks of `axes.reading`."""
+        return {slot.name: _clip(slot, self.read_bounds) for slot in self.slots}
+
+    @cached_property
     def counted_runs(self) -> tuple[Run, ...]:
-        """All elements of the buffer that this rank counts, in order, adjacent ones in one run; padding is nobody's."""
+        """All elements of the buffer that this rank counts, in order, adjacent ones in one run; padding is nobody's.
+
+        Computed once: the gradient norm asks in every step."""
         runs: list[Run] = []
-        for start, stop in (self.counted_bounds(slot) for slot in self.slots):
-            if start < stop:
-                runs.append((runs.pop()[0] if runs and runs[-1][1] == start else start, stop))
+        for each in self.counted.values():
+            if each.start < each.stop:
+                runs.append((runs.pop()[0] if runs and runs[-1][1] == each.start else each.start, each.stop))
         return tuple(runs)
 
-    def counted_bounds(self, slot: Slot) -> Run:
-        """Elements of the slot that this rank and no other counts: what its layout gives to this rank, within this rank's share
-        among those who own the same. stop <= start if there are none."""
-        low, high = self._counted_share
-        first, last = slot.layout.interval or (0, slot.layout.numel_local)
-        return max(self.start + low, slot.start + first), min(self.start + high, slot.start + last)
+    def held_bytes(self, num_moments: int, home: Home = Home.DEVICE) -> dict[str, int]:
+        """Bytes that live at `home` for the whole run, padding included: parameters, gradients, master and moments, of which the
+        optimizer has `num_moments` for each element. A master in the compute dtype is the parameters' own memory."""
+        compute, master = self.dtypes.compute.itemsize, self.dtypes.master.itemsize
+        trained, homes = int(self.is_trained), self.lifetimes.homes
+        resident = self.numel_padded if self.lifetimes.resident_parameters else self.numel_part
+        kept = self.numel_padded if self.lifetimes.keeps_gradients else self.numel_part
+        has_master = self.dtypes.compute != self.dtypes.master
+        held = {
+            "parameters": (homes.parameters, resident * compute),
+            "gradients": (homes.gradients, kept * master * trained),
+            "master": (homes.master, self.numel_owned * master * trained * has_master),
+            "moments": (homes.moments, self.numel_owned * master * trained * num_moments),
+        }
+        return {state: num_bytes if lives_at == home else 0 for state, (lives_at, num_bytes) in held.items()}
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes that come and go with the full parameters; 0 where they are resident."""
+        return 0 if self.lifetimes.resident_parameters else self.numel_padded * self.dtypes.compute.itemsize
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """Bytes that come and go with the full gradient; 0 where it lives for the whole step."""
+        if self.lifetimes.keeps_gradients or not self.is_trained:
+            return 0
+        return self.numel_padded * self.dtypes.master.itemsize
 
     @cached_property
     def _counted_share(self) -> Run:
@@ -161,7 +214,15 @@ class BufferPlan:
         index, count = 0, 1
         for axis in self.axes.replicas:
             index, count = index * axis.size + axis.rank, count * axis.size
-        return part(self.numel_owned, index, count)
+        low, high = part(self.numel_owned, index, count)
+        return self.start + low, self.start + high
+
+
+def _clip(slot: Slot, bounds: Run) -> SlotInterval:
+    """The slot's elements within `bounds`; none where these lie elsewhere or end before they start."""
+    low = min(max(bounds[0], slot.start), slot.stop)
+    high = max(min(bounds[1], slot.stop), low)
+    return SlotInterval(replace(slot.layout, interval=(low - slot.start, high - slot.start)), low, high)
 
 
 def shard_over_batch(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
