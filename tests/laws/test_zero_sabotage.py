@@ -78,14 +78,14 @@ def use_a_unit_without_waiting() -> AbstractContextManager[Any]:
     return patch.object(ParameterSync, "unshard", ParameterSync.start_unshard)
 
 
-def forget_a_gather_under_way() -> AbstractContextManager[Any]:
-    """The handle of one unit, gathered ahead, is dropped."""
+def forget_an_unshard_under_way() -> AbstractContextManager[Any]:
+    """The handle of one unit, unsharded ahead, is dropped."""
     start_unshard = ParameterSync.start_unshard
 
     def forgetful(sync: ParameterSync, index: int) -> None:
         start_unshard(sync, index)
         if index == 2:
-            sync._pending[index] = []
+            sync._unshards[index] = []
 
     return patch.object(ParameterSync, "start_unshard", forgetful)
 
@@ -93,36 +93,36 @@ def forget_a_gather_under_way() -> AbstractContextManager[Any]:
 def update_before_reductions_end() -> AbstractContextManager[Any]:
     """The optimizer reads gradients that are on their way."""
 
-    def settle_none(sync: GradientSync) -> None:
+    def wait_for_none(sync: GradientSync) -> None:
         sync._reductions.clear()
 
-    return patch.object(GradientSync, "wait_for_reductions", settle_none)
+    return patch.object(GradientSync, "wait_for_reductions", wait_for_none)
 
 
 def update_before_replicas_agree() -> AbstractContextManager[Any]:
     """Within HSDP: the sum over replicas is not waited for."""
     wait = ExposedCommunication.wait
 
-    def wait_for_one(waits: ExposedCommunication, operations: Any) -> None:
-        wait(waits, operations if len(operations) < 2 else ())
+    def wait_for_one(exposed: ExposedCommunication, operations: Any) -> None:
+        wait(exposed, operations if len(operations) < 2 else ())
 
     return patch.object(ExposedCommunication, "wait", wait_for_one)
 
 
 def leave_parts_as_replicas_updated_them() -> AbstractContextManager[Any]:
     """Each replica reads the old values of what the others have updated."""
-    return patch.object(ParameterSync, "_renew_parts", lambda sync: None)
+    return patch.object(ParameterSync, "_start_part_updates", lambda sync: None)
 
 
-def gather_before_parts_are_renewed() -> AbstractContextManager[Any]:
-    """A unit is gathered while replicas' updates are on their way."""
-    renew_parts = ParameterSync._renew_parts
+def unshard_before_parts_are_updated() -> AbstractContextManager[Any]:
+    """A unit is unsharded while replicas' updates are on their way."""
+    start_part_updates = ParameterSync._start_part_updates
 
     def hasty(sync: ParameterSync) -> None:
-        renew_parts(sync)
-        sync._renewals = {}
+        start_part_updates(sync)
+        sync._part_updates = {}
 
-    return patch.object(ParameterSync, "_renew_parts", hasty)
+    return patch.object(ParameterSync, "_start_part_updates", hasty)
 
 
 # --- order
@@ -140,19 +140,19 @@ def reduce_one_unit_early() -> AbstractContextManager[Any]:
     return patch.object(UnitOrder, "_reduce", lambda order, index: reduce(order, max(index - 1, 0)))
 
 
-def release_what_is_in_use() -> AbstractContextManager[Any]:
-    """A unit is given back before it has been read."""
-    use = ParameterSync.unshard
+def reshard_what_is_in_use() -> AbstractContextManager[Any]:
+    """A unit is resharded before it has been read."""
+    unshard = ParameterSync.unshard
 
     def hasty(sync: ParameterSync, index: int) -> None:
-        use(sync, index)
+        unshard(sync, index)
         sync.reshard(index)
 
     return patch.object(ParameterSync, "unshard", hasty)
 
 
 def keep_old_parameters() -> AbstractContextManager[Any]:
-    """What was gathered before an update is read after it."""
+    """What was unsharded before an update is read after it."""
     return patch.object(ParameterSync, "update", lambda sync: None)
 
 
@@ -170,8 +170,8 @@ def leave_unwritten_gradients() -> AbstractContextManager[Any]:
     whole_reduce = GradientSync._reduce
 
     def reduce(sync: GradientSync, buffer: UnitBuffer) -> None:
-        for place in buffer.grad_views.values():
-            place.is_written = True
+        for grad_view in buffer.grad_views.values():
+            grad_view.is_written = True
         whole_reduce(sync, buffer)
 
     return patch.object(GradientSync, "_reduce", reduce)
@@ -210,15 +210,15 @@ DIVIDED = Zero(stage=3, shard_within=2, optimizer_within="all")
 SABOTAGES = (
     (use_a_unit_without_waiting, case(STAGE_1), "loss"),
     (use_a_unit_without_waiting, case(STAGE_3), "loss"),
-    (forget_a_gather_under_way, case(STAGE_3), "loss"),
+    (forget_an_unshard_under_way, case(STAGE_3), "loss"),
     (update_before_reductions_end, case(STAGE_2), "gradient, step 1"),
     (update_before_replicas_agree, case(HSDP, 4), "gradient, step 1"),
     (update_before_replicas_agree, case(DIVIDED, 4), "gradient, step 1"),
     (leave_parts_as_replicas_updated_them, case(DIVIDED, 4), "loss"),
-    (gather_before_parts_are_renewed, case(DIVIDED, 4), "loss"),
+    (unshard_before_parts_are_updated, case(DIVIDED, 4), "loss"),
     (reduce_one_microbatch_early, case(STAGE_1), "gradient, step 1"),
     (reduce_one_unit_early, case(STAGE_2), None),
-    (release_what_is_in_use, case(STAGE_3), None),
+    (reshard_what_is_in_use, case(STAGE_3), None),
     (keep_old_parameters, case(STAGE_2), "loss"),
     (count_the_padding, case(STAGE_2), "gradient norm"),
     (leave_unwritten_gradients, spare_case(STAGE_2), "gradient, step 1"),

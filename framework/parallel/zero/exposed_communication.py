@@ -10,7 +10,8 @@ from framework.comm.algorithms import Pending
 
 
 class ExposedWait:
-    """One wait. On CUDA its ends are events of the stream that waited, and both must have passed when `seconds` is asked."""
+    """One interval of exposed communication. On CUDA its ends are events of the stream that waited, and both must have passed
+    when `seconds` is asked: else it raises, because asking must not make the host wait."""
 
     def __init__(self, before: Any, after: Any):
         self._before, self._after = before, after
@@ -28,23 +29,26 @@ class ExposedCommunication:
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
         self._device, self._clock = device, clock
-        self._stalls: list[ExposedWait] = []
+        self._exposed: list[ExposedWait] = []
 
     def wait(self, operations: Collection[Pending]) -> None:
         """Return when the results of all may be used; on CUDA, by what is put on the current stream next."""
         before = self._mark()
-        while operations:  # what follows from an operation is started before that from the next one is waited for
+        # Round by round: what follows from an operation is started before the next one is waited for, so that second halves
+        # of several operations are under way together.
+        while operations:
             operations = [operation for operation in operations if operation.advance()]
-        self._stalls.append(ExposedWait(before, self._mark()))
+        self._exposed.append(ExposedWait(before, self._mark()))
 
     def take(self) -> list[ExposedWait]:
         """The waits since the last call."""
-        taken, self._stalls = self._stalls, []
-        return taken
+        waits, self._exposed = self._exposed, []
+        return waits
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return self._clock()
+        # An event and not the host's clock: the host only enqueues the wait, the stream is what stands still.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

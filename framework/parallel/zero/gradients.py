@@ -1,9 +1,14 @@
-"""Gradients: collected in their unit's buffer, reduced unit by unit while backward goes on.
+"""Gradients: collected in their unit's main gradient, reduced unit by unit while backward goes on.
 
-Each parameter's gradient of a microbatch is written (first) or added (later) to the unit's flat gradient in the master
+Each parameter's gradient of a microbatch is written (first) or added (later) to the unit's main gradient in the master
 dtype. When backward has left a unit, its gradient is reduce-scattered over the shard axis, and after the step's last backward
 this rank's part is reduce-scattered over the update axis and all-reduced over the axes over which it is partial: law 1, with
 nothing else to know.
+
+    n shards, m ranks of another axis, P bytes of a unit's gradient in `reduce_dtype`; this rank sends
+    reduce-scatter over shard      (n-1)/n P, after each backward of the unit or once a step (stages 0 and 1)
+    reduce-scatter over update     (m-1)/m P/n, once a step
+    all-reduce over a partial axis 2 (m-1)/m P/n, once a step
 """
 
 from collections import deque
@@ -22,7 +27,7 @@ from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
-# long as the backward of a unit and a half before anyone waits.
+# long as the backward of a unit and a half before anyone waits. FSDP2 allows one unless told otherwise.
 REDUCTIONS_IN_FLIGHT = 2
 
 
@@ -37,124 +42,140 @@ class Reduction:
 
 
 class GradientSync:
-    """Follows a step: start_step, then for each microbatch start_backward, (gradients arrive), reduce of each unit from the
-    last to the first, then finish. A backward may come in two halves: start_input_backward, end_input_backward, and at any
-    time later backward_weights. reduce_dtype: the dtype in which ranks send; sums are in that of the buffers."""
+    """The main gradients of one stage through a step: start_step, then for each microbatch start_backward, (gradients arrive),
+    reduce of each unit from the last to the first, then finish.
 
-    def __init__(self, buffers: Sequence[UnitBuffer], waits: ExposedCommunication, reduce_dtype: torch.dtype):
+    A backward may come in two halves: start_input_backward, end_input_backward, and at any time later backward_weights.
+    reduce_dtype: the dtype in which ranks send; sums are in that of the buffers. exposed: what waits for collectives.
+    grad_views: every trained parameter, in an order that is equal on all ranks.
+    """
+
+    def __init__(self, buffers: Sequence[UnitBuffer], exposed: ExposedCommunication, reduce_dtype: torch.dtype):
         self.reduce_dtype = reduce_dtype
         self.buffers = [buffer for buffer in reversed(buffers) if buffer.is_trained]
-        self.waits = waits
+        self.grad_views: list[tuple[UnitBuffer, Slot, GradView]] = [
+            (buffer, slot, buffer.grad_views[slot.name]) for buffer in self.buffers for slot in buffer.slots
+        ]
+        self._exposed = exposed
         self._of_unit: dict[str, list[UnitBuffer]] = {}
         for buffer in self.buffers:
             self._of_unit.setdefault(buffer.unit, []).append(buffer)
-        self._is_last = False
+        self._is_last_backward = False
         self._deferred: Deferred | None = None
         self._has_reduced: set[UnitBuffer] = set()
         self._reductions: deque[Reduction] = deque()
-        self._sums: list[tuple[Pending, Iterator[Pending]]] = []  # over replicas: under way, and what follows
-        for _, _, place in self.grad_views:
-            # Weak: Python's collector does not see what autograd's hooks hold. A circle through one would keep the run for
+        self._replica_sums: list[
+            tuple[Pending, Iterator[Pending]]
+        ] = []  # what is under way of each, and what follows it
+        for _, _, grad_view in self.grad_views:
+            # Weak: Python's collector does not see what autograd's hooks hold. A cycle through one would keep the run for
             # ever, with its memory and the threads of its process groups.
-            place.parameter.register_post_accumulate_grad_hook(partial(_collect, ref(place)))
-
-    @property
-    def grad_views(self) -> list[tuple[UnitBuffer, Slot, GradView]]:
-        """Every trained parameter, in an order that is equal on all ranks."""
-        return [(buffer, slot, buffer.grad_views[slot.name]) for buffer in self.buffers for slot in buffer.slots]
+            grad_view.parameter.register_post_accumulate_grad_hook(partial(_collect, ref(grad_view)))
 
     def start_step(self) -> None:
         """Forget the former step's gradients."""
-        for _, _, place in self.grad_views:
-            place.is_written = place.is_reached = False
+        for _, _, grad_view in self.grad_views:
+            grad_view.is_written = grad_view.is_reached = False
         self._has_reduced = set()
 
     def start_backward(self, is_last: bool) -> None:
-        """Announce the backward of a microbatch, and whether it is the step's last.
-
-        What the former backward still had under way has had a whole forward's time; its memory is needed again.
-        """
+        """Announce the backward of a microbatch, and whether it is the step's last."""
+        # What the former backward has left under way has had a whole forward's time, and its memory is needed again. The wait
+        # comes before the flag: a reduction of the former backward is not the unit's last, so no sum over replicas may follow.
         self.wait_for_reductions()
-        self._is_last = is_last
+        self._is_last_backward = is_last
         for buffer in self.buffers:
             buffer.is_complete = False
 
     def start_input_backward(self) -> None:
         """Announce a backward that computes the gradients of activations and leaves those of weights for later."""
         self._deferred = {}
-        for _, _, place in self.grad_views:
-            place.deferred = self._deferred
+        for _, _, grad_view in self.grad_views:
+            grad_view.deferred = self._deferred
 
     def end_input_backward(self) -> Deferred:
-        """What it has left: the factors of the linear layers' products, and such gradients as came with it anyway."""
+        """The calls that it has left: with the factors of linear layers' matmuls, and such gradients as came with it anyway."""
         deferred, self._deferred = self._deferred, None
         assert deferred is not None, "no input backward was started"
-        for _, _, place in self.grad_views:
-            place.deferred = None
+        for _, _, grad_view in self.grad_views:
+            grad_view.deferred = None
         return deferred
 
     @torch.no_grad()
     def backward_weights(self, deferred: Deferred, is_last: bool) -> None:
-        """The rest of that backward: each unit's gradients, from the last unit to the first, and its reduction."""
+        """Compute the rest of that backward: each unit's gradients, from the last unit to the first, and its reduction."""
         self.start_backward(is_last)
         for unit in self._of_unit:
-            for bring in deferred.pop(unit, ()):
-                bring()
+            # Popped, so that a unit's activations and output gradients are freed before the next unit's are used.
+            for add in deferred.pop(unit, ()):
+                add()
             self.reduce(unit)
 
     def reduce(self, unit: str) -> None:
-        """Backward has left the unit: what did not get a gradient will get none in this microbatch."""
+        """Backward has left the unit: what did not get a gradient will get none in this microbatch. Starts its reduction."""
         if self._deferred is not None:
-            return
+            return  # its weight gradients are still to come
         for buffer in self._of_unit.get(unit, ()):
             buffer.is_complete = True
-            if self._is_last or not buffer.plan.lifetimes.keeps_gradients:
+            if self._is_last_backward or not buffer.plan.lifetimes.keeps_gradients:
                 self._reduce(buffer)
 
     def finish(self) -> None:
-        """Wait until `reduced` holds the sum over all microbatches and ranks."""
+        """Wait until `reduced` of every buffer holds the sum over all microbatches and ranks."""
         self.wait_for_reductions()
-        while self._sums:
-            self.waits.wait([pending for pending, _ in self._sums])
-            self._sums = [(pending, rest) for _, rest in self._sums if (pending := next(rest, None))]
+        while self._replica_sums:
+            # All units' sums over one axis are waited for together, then all are sent over the next: one after the other
+            # would leave the network idle while each unit's answer comes back.
+            self._exposed.wait([pending for pending, _ in self._replica_sums])
+            self._replica_sums = [
+                (pending, rest) for _, rest in self._replica_sums if (pending := next(rest, None)) is not None
+            ]
+
+    def wait_for_reductions(self) -> None:
+        """Wait for the reductions under way, and give their memory back."""
+        while self._reductions:
+            self._wait_for_oldest_reduction()
 
     def _reduce(self, buffer: UnitBuffer) -> None:
         buffer.open_gradient()
-        for place in buffer.grad_views.values():
-            if not place.is_written:
-                place.view.zero_()
+        for grad_view in buffer.grad_views.values():
+            if not grad_view.is_written:
+                # Pooled memory holds another unit's gradient. This rank takes part even if nothing here was written: others'
+                # data may have reached the parameter, and they wait in the same collective.
+                grad_view.view.zero_()
+        # The padding needs no zeros: nobody counts it, the optimizer never sees it, and it cannot reach another element.
         is_first = buffer not in self._has_reduced
         self._has_reduced.add(buffer)
         summed = buffer.summed
+        # A later microbatch's sum must not overwrite the former ones': it lands in a scratch and is added when it is there.
         part = summed if is_first else buffer.pool.take(summed.numel(), summed.dtype, summed.device)
         full = buffer.close_gradient()
-        pending = start_reduce_scatter(
-            part, full, buffer.plan.axes.shard, f"gradient of {buffer.unit}", self.reduce_dtype
-        )
+        shard = buffer.plan.axes.shard
+        pending = start_reduce_scatter(part, full, shard, f"gradient of {buffer.unit}", self.reduce_dtype)
         self._reductions.append(Reduction(buffer, pending, full, part))
-        while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or buffer.plan.axes.shard.size == 1):
-            self._wait_for_oldest()
+        # With one shard there is nothing to wait for, so its memory goes back to the pool at once.
+        while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or shard.size == 1):
+            self._wait_for_oldest_reduction()
 
-    def wait_for_reductions(self) -> None:
-        """Wait until the reductions under way have ended, and give their memory back."""
-        while self._reductions:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        """Wait for the oldest reduction; its part is then complete for this microbatch."""
+    def _wait_for_oldest_reduction(self) -> None:
+        """Wait for the oldest reduction; its part is then complete for this microbatch. Oldest first on all ranks: what a wait
+        starts next, they must start in one order."""
         reduction = self._reductions.popleft()
         buffer = reduction.buffer
-        self.waits.wait([reduction.pending])
+        self._exposed.wait([reduction.pending])
+        # Only now: until the wait the communication stream, or the peer that reads from this rank, uses both.
         if reduction.part is not buffer.summed:
             buffer.summed.add_(reduction.part)
             buffer.pool.give_back(reduction.part)
         if not buffer.plan.lifetimes.keeps_gradients:
             buffer.pool.give_back(reduction.full)
-        if self._is_last and (pending := next(rest := self._sum_replicas(buffer), None)):
-            self._sums.append((pending, rest))
+        # Once a step and not for each microbatch: a sum over replicas of a sum over microbatches, and 1/k of the bytes.
+        if self._is_last_backward and (pending := next(rest := self._sum_replicas(buffer), None)) is not None:
+            self._replica_sums.append((pending, rest))
 
     def _sum_replicas(self, buffer: UnitBuffer) -> Iterator[Pending]:
-        """What a part still has to be summed over, one after the other."""
+        """The sums that a part still needs, [numel_part] to [numel_owned], one after the other: each reads what the one before
+        has written, so it may be started only when that has been waited for."""
         label = f"gradient of {buffer.unit}"
         yield start_reduce_scatter(buffer.reduced, buffer.summed, buffer.plan.axes.update, label, self.reduce_dtype)
         for axis in buffer.plan.axes.partial:
@@ -163,7 +184,8 @@ class GradientSync:
 
 def _collect(weak: ref[GradView], parameter: Tensor) -> None:
     """Take over what autograd has accumulated in a backward."""
-    place, gradient = weak(), parameter.grad
+    grad_view, gradient = weak(), parameter.grad
+    # Else autograd would add the next microbatch's in the compute dtype, and keep a second copy of every gradient.
     parameter.grad = None
-    assert place is not None and gradient is not None, tuple(parameter.shape)  # noqa: PT018
-    place.add(gradient)
+    assert grad_view is not None and gradient is not None, tuple(parameter.shape)  # noqa: PT018
+    grad_view.add(gradient)

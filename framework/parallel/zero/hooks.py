@@ -14,7 +14,8 @@ from framework.parallel.zero.parameters import ParameterSync
 
 
 class UnitHooks:
-    """Hooks on the modules through which each unit is entered: a layer as a whole, elsewhere each holder of a parameter."""
+    """Hooks on each unit's entry modules, through which its parameters are read: a layer as a whole, elsewhere each module that
+    holds a parameter. ties: all names of each parameter in the model."""
 
     def __init__(
         self,
@@ -26,10 +27,10 @@ class UnitHooks:
         prefetch_units: int,
     ):
         self.parameters = parameters
-        doors = [_doors(unit, units, ties) for unit in units]
-        self._uses = _foresee(model, units, ties, doors)
+        entry_modules = [_find_entry_modules(unit, units, ties) for unit in units]
+        self._uses = _find_uses(model, units, ties, entry_modules)
         self.order = UnitOrder(self._uses, parameters, gradients, prefetch_units)
-        for index, positions in enumerate(doors):
+        for index, positions in enumerate(entry_modules):
             for name, position in positions.items():
                 module = model.get_submodule(name)
                 module.register_forward_pre_hook(partial(self._before_forward, index, position))
@@ -45,12 +46,16 @@ class UnitHooks:
         self.order.start_forward()
 
     def _before_forward(self, index: int, position: int, module: nn.Module, args: Any) -> None:
+        # First the collectives of all units up to here, in the order of all ranks; only then this unit's, which has been
+        # started among them unless the model comes back to a unit that it has left.
         self.order.enter_forward(position)
         self.parameters.unshard(index)
 
     def _after_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        # On the outputs and not as a backward hook of the module: torch's wraps inputs in a function of autograd, which forbids
+        # changes in place that some models make. The gradient of an output comes before anything of the module runs backward.
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in _find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, index, self.order.position))
 
@@ -64,7 +69,7 @@ class UnitHooks:
             self.parameters.unshard(index)
 
 
-def _doors(unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+def _find_entry_modules(unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """The modules through which the unit's parameters are read, each with the position of the unit that it stands in: a
     later one if the parameter is tied."""
     holders = {alias.rpartition(".")[0] for name in unit.parameters for alias in ties[name]}
@@ -73,26 +78,31 @@ def _doors(unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]
     return {holder: next(i for i, other in enumerate(units) if holder in other.modules) for holder in sorted(holders)}
 
 
-def _foresee(
-    model: nn.Module, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], doors: Sequence[Mapping[str, int]]
+def _find_uses(
+    model: nn.Module,
+    units: Sequence[Unit],
+    ties: Mapping[str, tuple[str, ...]],
+    entry_modules: Sequence[Mapping[str, int]],
 ) -> list[UnitUse]:
     uses = []
+    # Autograd goes no further back than the first trained parameter: below it a backward never comes, and an unshard for it
+    # would be bytes for nothing.
     is_above_trained = False
     for index, unit in enumerate(units):
         is_above_trained |= any(model.get_parameter(ties[name][0]).requires_grad for name in unit.parameters)
-        is_embedding = all(isinstance(model.get_submodule(name), nn.Embedding) for name in doors[index])
-        is_kept = any(position > index for position in doors[index].values())
+        is_embedding = all(isinstance(model.get_submodule(name), nn.Embedding) for name in entry_modules[index])
+        is_kept = any(position > index for position in entry_modules[index].values())
         uses.append(UnitUse(unit.name, is_kept, is_above_trained and not is_embedding))
     return uses
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _find_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a module's output: itself, or in tuples, lists, dicts and model outputs."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _tensors(each)
+            yield from _find_tensors(each)
     elif isinstance(value, (tuple, list)):
         for each in value:
-            yield from _tensors(each)
+            yield from _find_tensors(each)

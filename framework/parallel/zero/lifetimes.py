@@ -45,6 +45,7 @@ class Homes:
         away = [
             f"{each.name} on {home.value}" for each in fields(self) if (home := getattr(self, each.name)) != Home.DEVICE
         ]
+        # Here and not in the constructor: a plan may ask how many bytes a home would save before anything can bring them there.
         if away:
             raise LayoutError(f"{', '.join(away)}: offload is not built yet, every state has to live on the device")
 
@@ -71,7 +72,9 @@ class Lifetimes:
 def lifetimes_of(zero: Zero) -> Lifetimes:
     """The row of the table for the recipe's stage."""
     return Lifetimes(
+        # "local": over k microbatches one reduction instead of k, for the memory of full gradients.
         keeps_gradients=zero.stage < 2 or zero.accumulate == "local",
+        # Not the same as resident: kept parameters of stage 3 give their memory back before the update, others never do.
         keeps_parameters=zero.stage < 3 or zero.keep_gathered,
         resident_parameters=zero.stage < 3,
         divides_updates=zero.optimizer_within == "all",

@@ -1,4 +1,5 @@
-"""Values of unit buffers: drawn, or read from a folder of pretrained weights. A rank draws and reads the boxes that it holds."""
+"""Initial values of unit buffers: drawn, or read from a folder of pretrained weights. A rank draws and reads the boxes that it
+owns, so no rank ever has a whole unit in memory for it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from framework.parallel.zero.buffers import UnitBuffer
 
 
 def initialize_parameters(buffer: UnitBuffer, programs: Mapping[str, Program]) -> None:
-    """Draw what the buffer's master holds of those of its parameters that are among `programs`, where the master lives."""
+    """Draw the buffer's master, of those of its parameters that are among `programs`, where the master lives."""
     for slot in buffer.slots:
         if slot.name in programs:
             layout, held = buffer.held(slot, buffer.master)
@@ -23,17 +24,19 @@ def initialize_parameters(buffer: UnitBuffer, programs: Mapping[str, Program]) -
 
 
 def load_pretrained(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
-    """Read the buffers' parameters, and the persistent buffers of `stock`: only the boxes that this rank holds. Every element
-    must be found."""
-    grad_views = {slot.name: _places(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
+    """Read the buffers' masters, and the persistent buffers of `stock`: only the boxes that this rank owns. Raises what
+    `read_weights` raises where an element is not found."""
+    views = {slot.name: _view_boxes(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
     for name, tensor in persistent_buffers(stock).items():
-        grad_views[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
-    wanted = {name: list(boxes) for name, boxes in grad_views.items() if boxes}
+        views[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
+    wanted = {name: list(boxes) for name, boxes in views.items() if boxes}
     for name, box, values in read_weights(folder, stock, wanted):
-        grad_views[name][box].copy_(values.flatten())
+        # Into the master and not the parameter: a file in fp32 keeps its bits where forward reads bf16.
+        views[name][box].copy_(values.flatten())
 
 
-def _places(layout: Layout, held: Tensor) -> dict[Box, Tensor]:
+def _view_boxes(layout: Layout, held: Tensor) -> dict[Box, Tensor]:
     """The flat piece of `held` that is each box of its layout."""
     boxes = layout.boxes()
+    # Boxes come in the order of the interval's elements, so their pieces lie one after the other.
     return dict(zip(boxes, held.split([box.numel for box in boxes]), strict=True)) if boxes else {}

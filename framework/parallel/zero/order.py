@@ -1,15 +1,14 @@
-"""The order in which units are gathered, released and reduced: a function of positions alone, equal on all ranks.
+"""The order in which units are unsharded, resharded and reduced: a function of positions alone, equal on all ranks.
 
 A rank tells where its computation is. From there everything follows, also for units that this rank's computation left out
-(a layer that is skipped for its data): they are gathered, released and reduced in their turn, because other ranks may not
-have left them out, and collectives of different units must never meet.
+(a layer that is skipped for its data): they are unsharded, resharded and reduced in their turn, because other ranks may not
+have left them out, and collectives of different units must never meet. DeepSpeed records a trace of modules instead and drops it
+when data takes another path; ranks whose traces differ hang.
 
-    forward enters unit p     those behind it are released, p and the next ones are gathered
-    forward ends              all units have been entered; without a backward to come all are released
-    backward enters unit p    those behind it (p+1, ...) are released, p and the ones before it are gathered, p+1 is reduced
+    forward enters unit p     those behind it are resharded, p and the next ones are unsharded
+    forward ends              all units have been entered; without a backward to come all are resharded
+    backward enters unit p    those behind it (p+1, ...) are resharded, p and the ones before it are unsharded, p+1 is reduced
     backward ends             all units have been entered and left
-
-Gathers are started before the reduction: backward waits for a gather, nobody waits for a reduction.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,13 +32,14 @@ class UnitUse:
 
 
 class UnitOrder:
-    """Positions of forward and of backward, and what they have set off. prefetch_units: units gathered ahead."""
+    """Positions of forward and of backward, and what they have set off. prefetch_units: units unsharded ahead of the one in use,
+    in forward and in backward (Zhao et al. 2023, section 3.3)."""
 
     def __init__(
         self, uses: Sequence[UnitUse], parameters: ParameterSync, gradients: GradientSync, prefetch_units: int
     ):
         self._uses, self._parameters, self._gradients = uses, parameters, gradients
-        self._depth = prefetch_units
+        self._prefetch_units = prefetch_units
         self._last = len(uses) - 1
         self._forward = -1
         self._backward = len(uses)
@@ -55,17 +55,21 @@ class UnitOrder:
 
     def enter_forward(self, position: int) -> None:
         """The computation is in unit `position` or was there before."""
+        # One unit at a time, also over those that this rank skipped: ranks that did not skip them start the same collectives
+        # in the same order.
         while self._forward < position:
+            # Before the unshard: its memory may be taken from what is resharded, which is what bounds the peak.
             self._reshard(
                 each for each in self._parameters.transient if each <= self._forward and not self._uses[each].is_kept
             )
             self._forward += 1
-            for each in range(self._forward, min(self._forward + self._depth, self._last) + 1):
+            for each in range(self._forward, min(self._forward + self._prefetch_units, self._last) + 1):
                 self._parameters.start_unshard(each)
 
     def end_forward(self, has_backward: bool) -> None:
         """The forward is over."""
         self.enter_forward(self._last)
+        # The last unit stays for a backward: it is the first that backward reads, at once.
         if not has_backward:
             self._reshard(self._parameters.transient)
 
@@ -74,20 +78,23 @@ class UnitOrder:
         while self._backward > position:
             self._backward -= 1
             self._reshard(each for each in self._parameters.transient if each > self._backward)
-            for each in range(self._backward, max(self._backward - self._depth, 0) - 1, -1):
+            for each in range(self._backward, max(self._backward - self._prefetch_units, 0) - 1, -1):
                 if self._uses[each].is_read_in_backward:
                     self._parameters.start_unshard(each)
+            # After the unshards: backward waits for these within a unit's time, nobody waits for a reduction so soon, and on one
+            # communicator what is started first is sent first.
             self._reduce(self._backward + 1)
 
     def end_backward(self) -> None:
         """The backward is over."""
         self.enter_backward(0)
         self._reshard(self._parameters.transient)
+        # Not before: gradients of the first unit may arrive until autograd has returned.
         self._reduce(0)
         self._backward = self._last + 1
 
     def _reshard(self, indices: Iterable[int]) -> None:
-        for index in list(indices):
+        for index in list(indices):  # a copy: resharding takes the unit out of `transient`
             self._parameters.reshard(index)
 
     def _reduce(self, index: int) -> None:

@@ -1,8 +1,9 @@
-"""Parameters: gathered unit by unit just before their use, and given back when the use is over.
+"""Parameters: unsharded unit by unit just before their use, and resharded when the use is over.
 
 A unit's parameters are views of one flat tensor for the whole run, and autograd keeps some of these views for backward. So
-the memory of a released unit goes back by shrinking the tensor's storage to nothing, and comes again in place (the idea of
-torch's FSDP): every view stays true. The gather lands in the tensor itself; nothing is copied out.
+the memory of a resharded unit goes back by shrinking the tensor's storage to nothing, and comes again in place (as in FSDP,
+Zhao et al. 2023): every view stays true. The all-gather lands in the tensor itself; nothing is copied out, where
+FSDP2 gathers a group of parameters into one tensor and copies each of them out of it.
 """
 
 from collections.abc import Sequence
@@ -16,75 +17,90 @@ from framework.parallel.zero.exposed_communication import ExposedCommunication
 
 
 class ParameterSync:
-    """gathered: units that are there or on their way. transient: those of them whose lifetime ends with their use."""
+    """The full parameters of one stage's units, which are named by their index.
 
-    def __init__(self, units: Sequence[Sequence[UnitBuffer]], waits: ExposedCommunication):
-        self.units, self.waits = units, waits
+    unsharded: units that are there or on their way. transient: those of them whose lifetime ends with their use.
+    """
+
+    def __init__(self, units: Sequence[Sequence[UnitBuffer]], exposed: ExposedCommunication):
+        self.units = units
         self.unsharded: set[int] = set()
         self.transient: set[int] = set()
-        self._pending: dict[int, list[Pending]] = {}
-        self._are_parts_old = True  # where replicas divide the update, each has renewed only what it owns
-        self._renewals: dict[int, list[Pending]] = {}
+        self._exposed = exposed
+        self._unshards: dict[int, list[Pending]] = {}
+        self._has_old_parts = True  # where replicas divide the update, each has updated only what it owns
+        self._part_updates: dict[int, list[Pending]] = {}
 
     def start_unshard(self, index: int) -> None:
-        """Start to gather a unit that is not there and not on its way."""
-        if index not in self.unsharded:
-            self._renew_parts()
-            self.unsharded.add(index)
-            if not all(buffer.plan.lifetimes.keeps_parameters for buffer in self.units[index]):
-                self.transient.add(index)
-            self.waits.wait(self._renewals.pop(index, ()))
-            self._pending[index] = [_start_unshard(buffer) for buffer in self.units[index]]
+        """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis."""
+        if index in self.unsharded:
+            return
+        self._start_part_updates()
+        self.unsharded.add(index)
+        if not all(buffer.plan.lifetimes.keeps_parameters for buffer in self.units[index]):
+            self.transient.add(index)
+        # The other ranks of the shard axis read this rank's part: what its replicas have updated must have arrived in it.
+        self._exposed.wait(self._part_updates.pop(index, ()))
+        self._unshards[index] = [_start_unshard(buffer) for buffer in self.units[index]]
 
     def unshard(self, index: int) -> None:
         """Return when the unit's parameters can be read."""
         self.start_unshard(index)
-        self.waits.wait(self._pending.pop(index, ()))
+        self._exposed.wait(self._unshards.pop(index, ()))
 
     def reshard(self, index: int) -> None:
-        """Give a gathered unit's memory back."""
-        self.waits.wait(self._pending.pop(index, ()))
+        """Give an unsharded unit's memory back, where it is not resident."""
+        # A unit that was prefetched and never used may still be on its way: the all-gather must not write into freed memory.
+        self._exposed.wait(self._unshards.pop(index, ()))
         self.unsharded.remove(index)
         self.transient.discard(index)
         for buffer in self.units[index]:
             if not buffer.plan.lifetimes.resident_parameters:
+                # Safe on CUDA while kernels that read it still run: the allocator gives a block that was freed on the
+                # compute stream to later work of that stream only, and the next all-gather waits for that stream.
                 buffer.full.untyped_storage().resize_(0)
 
     def reshard_transient(self) -> None:
-        """Give back what is gathered for one use at a time."""
+        """Give back what is unsharded for one use at a time."""
         for index in list(self.transient):
             self.reshard(index)
 
-    def _renew_parts(self) -> None:
-        """At the first gather after an update start to bring each rank's part together, of all units in their order. In place,
-        so it takes no memory; a unit's own gather waits for it."""
-        if self._are_parts_old:
-            self._are_parts_old = False
-            self._renewals = {index: [_start_renewal(each) for each in unit] for index, unit in enumerate(self.units)}
-
     def update(self) -> None:
-        """What ranks own has changed: what was gathered is old."""
-        self._are_parts_old = True
+        """What ranks own is about to change: what was unsharded is old. Also where memory is resident, so that the next use
+        unshards again."""
+        self._has_old_parts = True
         for index in list(self.unsharded):
             self.reshard(index)
 
+    def _start_part_updates(self) -> None:
+        """At the first unshard after an update, start to bring each rank's part together over the update axis, of all units in
+        their order. In place, so it takes no memory; a unit's own unshard waits for its own part alone."""
+        if self._has_old_parts:
+            self._has_old_parts = False
+            self._part_updates = {
+                index: [_start_part_update(buffer) for buffer in unit] for index, unit in enumerate(self.units)
+            }
 
-def _start_renewal(buffer: UnitBuffer) -> Pending:
+
+def _start_part_update(buffer: UnitBuffer) -> Pending:
+    """All-gather over the update axis: [numel_owned] of each rank into [numel_part], in place."""
     part = _unversioned(buffer.shard)
     return start_all_gather(part, buffer.owned(part), buffer.plan.axes.update, f"updated part of {buffer.unit}")
 
 
 def _start_unshard(buffer: UnitBuffer) -> Pending:
+    """All-gather over the shard axis: [numel_part] of each rank into [numel_padded]; in place where memory is resident."""
     storage = buffer.full.untyped_storage()
     num_bytes = buffer.plan.numel_padded * buffer.full.element_size()
     if storage.nbytes() < num_bytes:
-        storage.resize_(num_bytes)
+        storage.resize_(num_bytes)  # of any content: the all-gather writes all of it
     return start_all_gather(
         _unversioned(buffer.full), buffer.shard, buffer.plan.axes.shard, f"parameters of {buffer.unit}"
     )
 
 
 def _unversioned(tensor: Tensor) -> Tensor:
-    """The same memory with a version counter of its own: autograd must not take a gather for a change of the values that it
-    keeps for backward, because they are the same values as before."""
+    """The same memory with a version counter of its own. Autograd compares versions to find out whether a tensor that it keeps
+    for backward has been changed; the unshard before backward brings the very values that forward has read, so it must not
+    count as a change."""
     return tensor.data

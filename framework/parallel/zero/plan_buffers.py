@@ -106,6 +106,8 @@ class BufferPlan:
     @cached_property
     def numel_owned(self) -> int:
         """Elements that one rank owns, padding included: equal on all ranks."""
+        # Rounded up: collectives need equal parts, so the last ranks own some padding, or nothing else in a small buffer.
+        # FSDP2 pads every parameter's dim 0 instead, which leaves whole ranks empty where a norm has fewer rows than ranks.
         return -(-self.numel // (self.axes.shard.size * self.axes.update.size))
 
     @cached_property
@@ -136,6 +138,7 @@ class BufferPlan:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """What this rank owns of each optimizer group, without empty ones."""
+        # One span for a group, because its slots lie side by side: the optimizer is one fused call on each.
         bounds: dict[str, Run] = {}
         for slot in self.slots:
             bounds[slot.group] = (bounds.get(slot.group, (slot.start, 0))[0], slot.stop)
@@ -187,6 +190,7 @@ class BufferPlan:
         trained, homes = int(self.is_trained), self.lifetimes.homes
         resident = self.numel_padded if self.lifetimes.resident_parameters else self.numel_part
         kept = self.numel_padded if self.lifetimes.keeps_gradients else self.numel_part
+        # Else `master` is a view of `shard`, and the optimizer writes into what forward reads.
         has_master = self.dtypes.compute != self.dtypes.master
         held = {
             "parameters": (homes.parameters, resident * compute),
@@ -211,6 +215,8 @@ class BufferPlan:
     @cached_property
     def _counted_share(self) -> Run:
         """Those who own the same divide it evenly: whoever holds an element, one of them counts it."""
+        # Divided, not counted by all and then divided by their number: that would need to know how many own each element, and
+        # would round. So ranks also share the writing of a checkpoint.
         index, count = 0, 1
         for axis in self.axes.replicas:
             index, count = index * axis.size + axis.rank, count * axis.size
@@ -220,6 +226,7 @@ class BufferPlan:
 
 def _clip(slot: Slot, bounds: Run) -> SlotInterval:
     """The slot's elements within `bounds`; none where these lie elsewhere or end before they start."""
+    # Kept within the slot even if empty: the interval of a layout that owns nothing still lies inside its local tensor.
     low = min(max(bounds[0], slot.start), slot.stop)
     high = max(min(bounds[1], slot.stop), low)
     return SlotInterval(replace(slot.layout, interval=(low - slot.start, high - slot.start)), low, high)
@@ -228,6 +235,7 @@ def _clip(slot: Slot, bounds: Run) -> SlotInterval:
 def shard_over_batch(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     """The layouts with the ZeRO axes of dense parameters: every rank of dp x cp computes with all of them, so their buffers are
     sharded over `shard` and replicated over `replica`. Layouts that name a shard axis already keep theirs."""
+    # Both axes also where they have size 1 (stage 0 shards over one rank): then no stage needs an algorithm of its own.
     return {
         name: layout if layout.shard_axis else replace(layout, shard_axis="shard", replica_axis="replica")
         for name, layout in layouts.items()
@@ -249,6 +257,8 @@ def plan_buffers(
     FROZEN if it is not trained. axes: by name, all that layouts name. Within a buffer, groups keep the order in which they first
     appear in `groups`. Raises LayoutError for a layout without ZeRO axes.
     """
+    # Orders of first appearance and never of a set, whose order differs between processes: a buffer is one collective, and
+    # every rank has to find the same element at the same place of it.
     order = {group: index for index, group in enumerate(dict.fromkeys(groups.values()))}
     plans = []
     for unit in units:
@@ -290,8 +300,10 @@ class _Kind:
     def axes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> BufferAxes:
         """The axes of such a buffer. Where replicas divide the update each owns something else: they are no replicas of what is
         owned, and nothing is left to sum over them. Frozen parameters have no update to divide."""
+        # Size 1 is the identity: the reduce-scatter over it is a copy onto itself, and no rank sends a byte.
         shard, replica, nobody_else = axes[self.shard_axis], axes[self.replica_axis], Communicator(Axis("update", 1, 0))
         replicated, partial = (tuple(axes[name] for name in names) for names in (self.replicated, self.partial))
         if lifetimes.divides_updates and not self.is_frozen:
+            # No replica left to read for, either: each reads what it alone owns.
             return BufferAxes(shard, replica, replicated, partial, reading=nobody_else)
         return BufferAxes(shard, nobody_else, (replica, *replicated), (replica, *partial), reading=replica)

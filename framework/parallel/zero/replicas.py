@@ -14,24 +14,29 @@ from framework.comm.communicator import Communicator
 from framework.errors import DriftError
 from framework.parallel.zero.buffers import UnitBuffer
 
+# Whole numbers of a value's size: bits compare where numbers would not, NaN with NaN and 0.0 with -0.0.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
-    """Parameters of which ranks hold different values that should be equal, as `name over axis`; alike on the ranks of that axis.
+    """Parameters of which ranks hold different values that should be equal, as `name over axis`: the same list on all ranks of
+    that axis.
 
-    Sums each parameter's bits as whole numbers and compares the sums: one all-reduce over each axis, of 16 bytes per parameter.
+    Sums each parameter's bits as whole numbers and compares the sums. Collective over each replica axis: an all-reduce of 16
+    bytes per parameter.
     """
     sums: dict[Communicator, dict[str, Tensor]] = {}
     for buffer in buffers:
         for axis in (axis for axis in buffer.plan.axes.replicas if axis.size > 1):
             for slot in buffer.slots:
+                # The master and not what forward reads: a drift below bf16's precision would show there only after many steps.
                 held = buffer.held(slot, buffer.master)[1]
                 sums.setdefault(axis, {})[slot.name] = held.view(BITS[held.itemsize]).sum(dtype=torch.int64)
     found = []
     # In one order on all ranks: stages of a pipeline may meet the axes in different ones.
     for axis, by_name in sorted(sums.items(), key=lambda each: each[0].name):
         mine = torch.stack(list(by_name.values()))
+        # The largest and the smallest sum in one message: the smallest is the largest of the negated. They differ if any two do.
         largest = torch.cat([mine, -mine])
         all_reduce(largest, axis, "max", "bits of replicas")
         differs = (largest[: len(mine)] != -largest[len(mine) :]).tolist()
@@ -40,7 +45,8 @@ def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
 
 
 def check_replicas(buffers: Sequence[UnitBuffer], world: Communicator, step: int) -> None:
-    """DriftError on all ranks if some of them hold different values of one parameter that they own alike."""
+    """Raises DriftError on all ranks if some of them hold different values of one parameter that they own alike. Collective over
+    `world`: one number, so that ranks that saw nothing stop with the others instead of waiting for them in the next step."""
     drifted = find_drift(buffers)
     count = torch.full((), len(drifted), device=buffers[0].master.device)
     all_reduce(count, world)
