@@ -1,7 +1,7 @@
 """Bytes that a rank holds are those of the table in docs/zero.md, and what comes and goes stays under its stated peak."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 from framework.build import build
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
+from framework.errors import LayoutError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta
@@ -18,7 +19,7 @@ from framework.model.units import Unit, find_units
 from framework.optim.optimizers import FlatOptimizer, FlatSpan
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
-from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.parallel.zero.lifetimes import Home, Homes, lifetimes_of
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Optim, Recipe, Zero
@@ -133,6 +134,39 @@ def test_replicas_that_divide_the_update_divide_master_and_optimizer_state(stage
         assert found.gradients == pytest.approx(expected.gradients, rel=0.02)
         assert found.master == pytest.approx(expected.master / replicas, rel=0.02)
         assert found.optimizer == pytest.approx(expected.optimizer / replicas, rel=0.02)
+
+
+def test_a_home_is_counted_where_it_is_and_refused_until_it_is_built() -> None:
+    _, layouts, units = tables_model()
+    axes = {"shard": Axis("shard", 2, 0, (0, 1)), "replica": Axis("replica", 1, 0)}
+    dtypes, groups = dict.fromkeys(layouts, torch.bfloat16), dict.fromkeys(layouts, "all")
+    lifetimes = replace(lifetimes_of(Zero(stage=3)), homes=Homes(moments=Home.HOST, master=Home.DISK))
+    plan = plan_buffers(units, shard_over_batch(layouts), groups, dtypes, torch.float32, lifetimes, axes)[0]
+    held = {home: {state: num for state, num in plan.held_bytes(2, home).items() if num} for home in Home}
+    owned = plan.numel_owned
+    assert held[Home.HOST] == {"moments": 8 * owned}
+    assert held[Home.DISK] == {"master": 4 * owned}
+    assert held[Home.DEVICE] == {"parameters": 2 * owned, "gradients": 4 * owned}
+    with pytest.raises(LayoutError, match="master on disk, moments on host: offload is not built yet"):
+        make_buffers([plan])[0].allocate(CPU)
+
+
+def test_parameters_with_zero_axes_of_their_own_get_a_buffer_of_their_own() -> None:
+    axes = {name: Axis(name, size, 0, tuple(range(size))) for name, size in (("shard", 4), ("replica", 1))}
+    axes |= {name: Axis(name, 2, 0, (0, 1)) for name in ("expert_shard", "expert_replica")}
+    expert = Layout((6,), shard_axis="expert_shard", replica_axis="expert_replica")
+    layouts = shard_over_batch({"norm": Layout((6,)), "experts": expert})
+    units = [Unit("layers.0", ("layers.0",), tuple(layouts))]
+    dtypes, groups = dict.fromkeys(layouts, torch.float32), dict.fromkeys(layouts, "all")
+    for zero, replicas in ((Zero(stage=2), ["expert_replica"]), (Zero(stage=2, optimizer_within="all"), [])):
+        dense, experts = plan_buffers(units, layouts, groups, dtypes, torch.float32, lifetimes_of(zero), axes)
+        assert [dense.axes.shard.name, experts.axes.shard.name] == ["shard", "expert_shard"]
+        assert [axis.name for axis in experts.axes.replicas] == replicas
+        assert [dense.numel_part, experts.numel_part] == [2, 3 if replicas else 4]
+    with pytest.raises(LayoutError, match="names no shard and replica axis"):
+        plan_buffers(
+            units, {**layouts, "norm": Layout((6,))}, groups, dtypes, torch.float32, lifetimes_of(Zero()), axes
+        )
 
 
 def full_bytes(buffer: UnitBuffer) -> int:

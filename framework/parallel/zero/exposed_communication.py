@@ -1,4 +1,4 @@
-"""Exposed communication: how long computation stood still for collectives that it did not hide."""
+"""Exposed communication: how long computation was idle for collectives that it did not hide."""
 
 import time
 from collections.abc import Callable, Collection
@@ -48,7 +48,7 @@ class ExposedCommunication:
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return self._clock()
-        # An event and not the host's clock: the host only enqueues the wait, the stream is what stands still.
+        # An event and not the host's clock: the host only enqueues the wait, the stream is what is idle.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
