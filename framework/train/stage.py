@@ -8,7 +8,7 @@ from torch.autograd.graph import GradientEdge
 
 from framework.model.stage import StageModel
 from framework.parallel.pipeline.execute import Tensors
-from framework.parallel.zero.buffers import Deferred, UnitBuffer
+from framework.parallel.zero.buffers import DeferredGradients, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.parameters import ParameterSync
@@ -55,12 +55,12 @@ class StageOfStep:
         self.stage.gradients.start_backward(is_last)
         self._backward(outputs, gradients)
 
-    def backward_input(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> Deferred:
+    def backward_input(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> DeferredGradients:
         self.stage.gradients.start_input_backward()
         self._backward(outputs, gradients)
         return self.stage.gradients.end_input_backward()
 
-    def backward_weights(self, left: Deferred, is_last: bool) -> None:
+    def backward_weights(self, left: DeferredGradients, is_last: bool) -> None:
         self.stage.gradients.backward_weights(left, is_last)
 
     def unshard(self, is_forward: bool) -> None:

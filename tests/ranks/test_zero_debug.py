@@ -22,7 +22,7 @@ DIVIDED = Zero(stage=2, shard_within=2, optimizer_within="all")
 
 
 def skip_a_gather(run: Run) -> None:
-    """As if the unit's gather had been forgotten."""
+    """As if the unit's unshard had been forgotten."""
     start_unshard = run.stages[0].parameters.start_unshard
 
     def forgetful(index: int) -> None:

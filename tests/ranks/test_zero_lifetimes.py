@@ -1,4 +1,4 @@
-"""When units are gathered, released and reduced changes nothing: not by choice, not by what a model does, not over time."""
+"""When units are unsharded, resharded and reduced changes nothing: not by choice, not by what a model does, not over time."""
 
 import gc
 from dataclasses import replace

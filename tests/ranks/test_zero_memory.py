@@ -174,7 +174,7 @@ def full_bytes(buffer: UnitBuffer) -> int:
 
 
 def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[int, int]]:
-    """Body: for each layout the most bytes of gathered parameters that a step ever has, and of full gradients."""
+    """Body: for each layout the most bytes of unsharded parameters that a step ever has, and of full gradients."""
     found = {}
     mesh = connect(topology_of(next(iter(case.layouts.values())), case.config), CPU, rendezvous, rank)
     for label, recipe in case.layouts.items():
@@ -185,7 +185,7 @@ def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[st
 
 
 def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
-    """Gathering alone adds to gathered parameters; a pool never gives memory back, so its size is its peak."""
+    """Unsharding alone adds to full parameters; a pool never gives memory back, so its size is its peak."""
     peak = 0
     start_unshard = run.stages[0].parameters.start_unshard
 
@@ -201,7 +201,7 @@ def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_gathered_parameters_and_full_gradients_stay_under_their_peaks(pool: RankPool, tied: bool) -> None:
+def test_unsharded_parameters_and_full_gradients_stay_under_their_peaks(pool: RankPool, tied: bool) -> None:
     """Gathered at stage 3: the layer in use, one ahead and the larger of embedding and head. Full gradients from stage 2 on:
     the layer that backward fills, those under way, embedding and head, which share memory if they are of like size; and over
     several microbatches, parts of them to be added."""
@@ -218,8 +218,8 @@ def test_gathered_parameters_and_full_gradients_stay_under_their_peaks(pool: Ran
     }
     layer, ends = sizes["layers.0"], (sizes["embedding"], sizes["head"])
     for found in pool.run(world, measure_peaks, case):
-        for label, (gathered, gradients) in found.items():
+        for label, (parameters, gradients) in found.items():
             full = (1 + REDUCTIONS_IN_FLIGHT) * layer + (sum(ends) if tied else max(ends))
             assert 0 < gradients <= full + (full // world if "3 microbatches" in label else 0), label
             if "stage 3" in label:
-                assert layer < gathered <= 2 * layer + max(ends), label
+                assert layer < parameters <= 2 * layer + max(ends), label

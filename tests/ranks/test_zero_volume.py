@@ -1,8 +1,8 @@
 """Bytes that a rank sends in a step are those of theory, to the byte: docs/zero.md has the forms.
 
-n ranks share a unit of P padded elements, of c bytes in the compute dtype and r in the reduce dtype. One gather sends
+n ranks share a unit of P padded elements, of c bytes in the compute dtype and r in the reduce dtype. One unshard sends
 (n-1)/n c P, one reduce-scatter (n-1)/n r P, and the all-reduce among m replicas 2 (m-1)/m r P/n; where replicas divide the
-update, a reduce-scatter (m-1)/m r P/n and a gather (m-1)/m c P/n among them. What differs is how often.
+update, a reduce-scatter (m-1)/m r P/n and an all-gather (m-1)/m c P/n among them. What differs is how often.
 """
 
 from dataclasses import replace
@@ -51,7 +51,7 @@ def measure_volume(rank: int, world: int, rendezvous: str, case: Case) -> dict[s
     return found
 
 
-def count_gathers(unit: Unit, zero: Zero, microbatches: int, frozen: bool) -> int:
+def count_unshards(unit: Unit, zero: Zero, microbatches: int, frozen: bool) -> int:
     """Of one unit in one step. Layers are read in forward and in backward; the head in one stretch; an embedding in forward
     only, or, tied to the head, from forward to backward."""
     if zero.stage == 0:
@@ -83,7 +83,7 @@ def expect_volume(case: Case, recipe: Recipe, frozen_units: tuple[str, ...] = ()
         pieces = m if divides and not frozen else 1
         owned = -(-numel // (n * pieces))
         part = owned * pieces
-        shard["all_gather"] += count_gathers(unit, zero, microbatches, frozen) * (n - 1) * part * compute_bytes
+        shard["all_gather"] += count_unshards(unit, zero, microbatches, frozen) * (n - 1) * part * compute_bytes
         shard["reduce_scatter"] += count_reductions(zero, microbatches, frozen) * (n - 1) * part * reduce_bytes
         if divides and not frozen:
             replica["reduce_scatter"] += (m - 1) * owned * reduce_bytes

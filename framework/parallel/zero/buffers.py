@@ -27,7 +27,7 @@ from framework.model.matmul import accumulate_matmul
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot, SlotInterval
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
-Deferred = dict[str, list[Callable[[], None]]]
+DeferredGradients = dict[str, list[Callable[[], None]]]
 
 # A pooled tensor serves a need of at least half its size: embedding and head, which are about as large, share one, but a shard
 # never takes a whole unit's memory, which the next unit would then have to allocate anew.
@@ -211,7 +211,7 @@ class GradView:
     def __init__(self, buffer: UnitBuffer, slot: Slot):
         self.parameter = buffer.parameters[slot.name]
         self.is_written = self.is_reached = False
-        self.deferred: Deferred | None = None
+        self.deferred: DeferredGradients | None = None
         self._buffer, self._slot = buffer, slot
 
     @property

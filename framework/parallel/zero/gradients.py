@@ -22,7 +22,7 @@ from torch import Tensor
 
 from framework.comm.algorithms import Pending
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
-from framework.parallel.zero.buffers import Deferred, GradView, UnitBuffer
+from framework.parallel.zero.buffers import DeferredGradients, GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
 
@@ -61,7 +61,7 @@ class GradientSync:
         for buffer in self.buffers:
             self._of_unit.setdefault(buffer.unit, []).append(buffer)
         self._is_last_backward = False
-        self._deferred: Deferred | None = None
+        self._deferred: DeferredGradients | None = None
         self._has_reduced: set[UnitBuffer] = set()
         self._reductions: deque[Reduction] = deque()
         self._replica_sums: list[
@@ -93,7 +93,7 @@ class GradientSync:
         for _, _, grad_view in self.grad_views:
             grad_view.deferred = self._deferred
 
-    def end_input_backward(self) -> Deferred:
+    def end_input_backward(self) -> DeferredGradients:
         """The calls that it has left: with the factors of linear layers' matmuls, and such gradients as came with it anyway."""
         deferred, self._deferred = self._deferred, None
         assert deferred is not None, "no input backward was started"
@@ -102,7 +102,7 @@ class GradientSync:
         return deferred
 
     @torch.no_grad()
-    def backward_weights(self, deferred: Deferred, is_last: bool) -> None:
+    def backward_weights(self, deferred: DeferredGradients, is_last: bool) -> None:
         """Compute the rest of that backward: each unit's gradients, from the last unit to the first, and its reduction."""
         self.start_backward(is_last)
         for unit in self._of_unit:
