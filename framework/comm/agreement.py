@@ -1,8 +1,9 @@
 """A debug mode: before a collective starts, its ranks tell each other what they are about to start.
 
-Ranks that start collectives in different orders hang, or worse, exchange each other's data. With `Communicator.check_s` set, each
-sends the others a line of words first and waits so many seconds for theirs: another line, or none, is an error on the spot
-that says who was about to do what. It costs a round of messages for each collective and hides nothing under compute.
+Ranks that start collectives in different orders hang, or worse, exchange each other's data. With `Communicator.check_s` set,
+each sends the others one line that describes the operation and waits up to `check_s` seconds for theirs. Another line, or none,
+is an OrderError on the spot that says who was about to do what. It costs a round of messages for each collective and hides
+nothing under compute.
 """
 
 from datetime import timedelta
@@ -15,15 +16,20 @@ from torch import Tensor
 from framework.comm.communicator import Communicator
 from framework.errors import OrderError
 
+# Lines have one size, so that a rank can post its receives before it knows what the others will say. A longer line is cut: the
+# operation and the label come first, and these are what differs.
 WORDS_BYTES = 256
-# Apart from the tags of `collectives`; these messages are on the CPU, so over gloo on every device.
+# Apart from the tags of `algorithms` and `objects`: a line must not be taken for a part of a collective that is under way. Lines
+# are tensors of the CPU, so over gloo on every device.
 WORDS_TAG = 3
 
 
 def check_agreement(axis: Communicator, operation: str, label: str, x: Tensor | None) -> None:
-    """Return when all ranks of the axis are about to start this operation on equal tensors. Else OrderError.
+    """Return when all ranks of the axis are about to start this operation on equal tensors; at once without debug mode.
 
-    label: what it is of, such as a unit. x: None where ranks' tensors may differ.
+    label: what the operation is for, such as a unit's name. x: any shape and dtype, of which dtype and number of elements are
+    compared, and which is not read; None where ranks' tensors may differ. Sends WORDS_BYTES to each other rank. Raises
+    OrderError when a rank is about to start something else, or has started nothing for `check_s` seconds.
     """
     if axis.check_s is None:
         return
@@ -32,6 +38,7 @@ def check_agreement(axis: Communicator, operation: str, label: str, x: Tensor | 
     others = _exchange(axis, mine)
     silent = [rank for rank, words in others.items() if words is None]
     different = {rank: words for rank, words in others.items() if words not in (mine, None)}
+    # A rank that says something else is the cause, a silent one often only waits for it on another axis: so it is named first.
     if different:
         told = "; ".join(f"rank {rank} {words}" for rank, words in different.items())
         raise OrderError(
@@ -51,6 +58,7 @@ def _exchange(axis: Communicator, words: str) -> dict[int, str | None]:
     encoded = words.encode()[:WORDS_BYTES]
     mine[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     received = {peer: torch.zeros(WORDS_BYTES, dtype=torch.uint8) for peer in range(axis.size) if peer != axis.rank}
+    # Messages between pairs and not an all-gather: a collective would fail as a whole, and not say who is missing.
     arriving: dict[int, Any] = {
         peer: dist.irecv(place, group=axis.group, group_src=peer, tag=WORDS_TAG) for peer, place in received.items()
     }
@@ -58,10 +66,13 @@ def _exchange(axis: Communicator, words: str) -> dict[int, str | None]:
     found: dict[int, str | None] = {}
     for peer, work in arriving.items():
         try:
+            # A deadline of its own: that of the group is half an hour.
             work.wait(timedelta(seconds=axis.check_s or 0.0))
+            # The cut at WORDS_BYTES may be inside a character.
             found[axis.ranks[peer]] = bytes(received[peer].tolist()).rstrip(b"\0").decode(errors="replace")
         except RuntimeError:  # gloo's, for a timeout and for a peer that has ended
             found[axis.ranks[peer]] = None
+    # A send to a rank that never receives would wait for the group's timeout, in place of the error that names that rank.
     if None not in found.values():
         for work in leaving:
             work.wait()

@@ -4,6 +4,9 @@
 size was found at which its own one wins: scripts/bench/collectives.py from 64 KiB to 64 MiB, 2 and 4 ranks
 (docs/benchmarks.md). Where GPUs are shared by ranks there is no NCCL; gloo has no messages between GPUs and few collectives, so
 there every operation is that of the CPU on host copies (`on_host`).
+
+Below, n is the size of the axis. Every algorithm starts and returns a Pending; its tensors are contiguous and on the devices
+that the axis's group carries.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from framework.comm.communicator import Communicator
 
-# torch 2.13 renamed the single-tensor forms and warns at the old names; 2.11 has only the old ones.
+# torch 2.13 renamed the collectives of a single tensor and warns at the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -47,6 +50,7 @@ class Pending:
     @torch.compiler.disable
     def advance(self) -> bool:
         """Wait for what has been started, and start what follows from it. False if nothing does: then this is the end."""
+        # Taken out first, so that a second wait finds nothing to do: `finish` gives buffers back, which may be done only once.
         works, finish = self._works, self._finish
         self._works, self._finish = (), None
         for work in works:
@@ -64,25 +68,30 @@ class Pending:
 
 
 def on_host(start: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor, axis: Communicator) -> Pending:
-    """Start an operation of x whose result is `out`: of both as they are, or of host copies where the axis is staged. Then `out`
-    is filled when it is waited for, and a wait is the CPU's too."""
+    """Start an operation of x whose result is `out`: on both as they are, or on host copies where the axis is staged.
+
+    out, x: shapes and dtypes as `start` wants them; one tensor for an operation in place. Staged, x is read before this
+    returns, `out` is written when it is waited for, and that wait is the CPU's too.
+    """
     if not axis.staged:
         return start(out, x)
     host_x = to_host(x)
+    # What works in place reads `out`, so one copy must be both.
     host_out = host_x if out is x else torch.empty(out.shape, dtype=out.dtype)
     return then(start(host_out, host_x), lambda: copy(out, host_out))
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy on the CPU, also of what is there."""
+    """A copy of x on the CPU, of its shape and dtype; a copy also if x is there. Waits for the device."""
     return x.to("cpu", copy=True)
 
 
 def then(pending: Pending, finish: Callable[[], None]) -> Pending:
-    """`pending`, with what is left to do behind its last part."""
+    """`pending`, followed by `finish` once its last part has ended."""
 
     def proceed() -> Pending | None:
         follows = pending._finish() if pending._finish is not None else None
+        # A part that starts another one is not the last: `finish` moves behind that.
         if follows is not None:
             return then(follows, finish)
         finish()
@@ -93,19 +102,19 @@ def then(pending: Pending, finish: Callable[[], None]) -> Pending:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to make a collective, and why it is taken."""
+    """One way to make a collective: (out, x, axis) -> Pending, and why it is taken."""
 
     start: Callable[[Tensor, Tensor, Communicator], Pending]
     reason: str
 
 
 def gather_by_tensor(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
-    """The backend's all-gather."""
+    """The backend's all-gather. x: any shape; out: n times its elements, its dtype, ranks' x one after another."""
     return Pending([_all_gather_single(out.view(-1), x.view(-1), group=axis.group, async_op=True)], [out, x])
 
 
 def gather_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
-    """Send x to every peer and receive each peer's part where it belongs."""
+    """All-gather: send x to every peer and receive each peer's x where it belongs. Tensors as for `gather_by_tensor`."""
     parts = out.view(axis.size, -1)
     copy(parts[axis.rank], x)
     works = []
@@ -116,15 +125,17 @@ def gather_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
 
 
 def scatter_by_tensor(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
-    """The backend's reduce-scatter, over the axis's own group for it."""
-    group = axis.scatter_group
-    return Pending([_reduce_scatter_single(out.view(-1), x.view(-1), group=group, async_op=True)], [out, x])
+    """The backend's reduce-scatter, over `scatter_group`. out: any shape; x: n times its elements, its dtype."""
+    return Pending(
+        [_reduce_scatter_single(out.view(-1), x.view(-1), group=axis.scatter_group, async_op=True)], [out, x]
+    )
 
 
 def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
-    """Send every peer its part of x; when the peers' parts have come, add them to this rank's own.
+    """Reduce-scatter: send every peer its part of x; when the peers' parts have come, add them to this rank's own.
 
-    The sum goes in the order of ranks, so that an element's result does not depend on which rank's part it is in.
+    The sum goes in the order of ranks, so that an element's result does not depend on which rank's part it is in. Tensors as
+    for `scatter_by_tensor`; needs n - 1 parts of memory besides, which the axis keeps for the next one.
     """
     parts = x.view(axis.size, -1)
     buffer = axis.take_buffer((axis.size - 1) * out.numel(), x)
@@ -138,6 +149,7 @@ def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
             # Not into `out`, which may be this rank's own part, still to be added; received[0] has been added.
             total = torch.add(total, term, out=received[0])
         torch.add(total, terms[-1], out=out.view(-1))
+        # Only now: an operation that starts before this wait must receive into other memory.
         axis.give_back(buffer)
 
     return Pending(works, [x], add)
@@ -156,7 +168,10 @@ ALGORITHMS = {
 
 
 def scatter_rounded(out: Tensor, x: Tensor, axis: Communicator, reduce_dtype: torch.dtype) -> Pending:
-    """Round x to reduce_dtype, give every rank its part, and add the parts in out's dtype in the order of ranks."""
+    """Reduce-scatter of x rounded to reduce_dtype; parts are added in out's dtype, in the order of ranks.
+
+    out: any shape; x: n times its elements, its dtype. Sends (n-1)/n of x in reduce_dtype.
+    """
     exchange = _RoundedExchange(x, axis, reduce_dtype)
 
     def add() -> None:
@@ -167,13 +182,18 @@ def scatter_rounded(out: Tensor, x: Tensor, axis: Communicator, reduce_dtype: to
 
 
 def sum_rounded(x: Tensor, axis: Communicator, reduce_dtype: torch.dtype) -> Pending:
-    """x becomes the sum of all ranks' x: every rank adds up one part, and all gather the sums, rounded too."""
+    """All-reduce of x, in place: every rank adds up one part as in `scatter_rounded`, and all gather the sums, rounded too.
+
+    x: any shape and floating dtype. Sends 2 (n-1)/n of x in reduce_dtype; the second half starts in the wait.
+    """
     exchange = _RoundedExchange(x, axis, reduce_dtype)
 
     def gather() -> Pending:
         mine = exchange.sent[axis.rank]
         own = x.view(-1)[axis.rank * mine.numel() : (axis.rank + 1) * mine.numel()]
         exchange.add_up(own)
+        # Through the rounded buffer, this rank's own sum too: else it alone would keep the unrounded bits of its part, and
+        # replicas would drift apart.
         mine[: own.numel()] = own
         gathered = ALGORITHMS[x.device.type, "all_gather"].start(exchange.sent, mine, axis)
         return Pending(gathered._works, gathered._tensors, take_over)
@@ -196,18 +216,19 @@ class _RoundedExchange:
         self.sent, self.received = self._buffer[: 2 * numel].view(2, axis.size, -1)
         flat = self.sent.view(-1)
         flat[: x.numel()] = x.view(-1)
+        # Nobody adds the padding up, but it is sent: reused memory would send what an earlier operation has left.
         flat[x.numel() :] = 0
         self.works: list[Any]
         if x.is_cuda:
-            group = axis.scatter_group
-            self.works = [dist.all_to_all_single(self.received, self.sent, group=group, async_op=True)]
+            # One launch for all parts. NCCL would add in reduce_dtype; exchanged, parts are added in x's dtype below.
+            self.works = [dist.all_to_all_single(self.received, self.sent, group=axis.scatter_group, async_op=True)]
         else:
             self.received[axis.rank] = self.sent[axis.rank]
             peers = [part for rank, part in enumerate(self.received) if rank != axis.rank]
             self.works = _exchange_parts(peers, self.sent, axis)
 
     def add_up(self, out: Tensor) -> None:
-        """out, of at most a part, becomes the sum of what was received, in the order of ranks."""
+        """out, of at most a part's elements, becomes the sum of what was received, in out's dtype and in the order of ranks."""
         first, *others = (part[: out.numel()] for part in self.received)
         out.copy_(first)
         for term in others:
@@ -219,7 +240,7 @@ class _RoundedExchange:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copy unless both are the same memory."""
+    """Copy source into target, of as many elements and the same dtype, unless both start at the same memory."""
     if target.data_ptr() != source.data_ptr():
         target.view(-1).copy_(source.view(-1))
 
@@ -236,4 +257,5 @@ def _exchange_parts(received: Sequence[Tensor], parts: Tensor, axis: Communicato
 
 def _peers(axis: Communicator) -> list[tuple[int, int]]:
     """(send to, receive from) at distance 1, 2, ...: at each distance every rank sends one message and receives one."""
+    # In the order of ranks instead, all would send to rank 0 first, and its link would carry n - 1 messages while others idle.
     return [((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size)]

@@ -1,4 +1,4 @@
-"""Collectives over an axis. A blocking one is its `start_` form and a wait. Size 1 is the identity and sends nothing.
+"""Collectives over an axis. A blocking one is its `start_` function and a wait. Size 1 is the identity and sends nothing.
 
 Every call is recorded in `axis.traffic` with the bytes that this rank sends by the operation's bandwidth-optimal
 algorithm, for n ranks and a full tensor of F bytes:
@@ -10,10 +10,11 @@ A sum may travel in a reduce_dtype narrower than its tensors, as bf16 between fp
 rank's own too, and added in the tensors' dtype in the order of ranks, so that no result depends on who adds; an all-reduce
 gathers these sums rounded once more. F counts in reduce_dtype.
 
-Tensors are contiguous. `forms` says how each operation is made on which backend. All ranks get bitwise equal results from an
+Tensors are contiguous, of any shape and of one dtype in a call; one that is not contiguous, or whose size does not fit, is an
+AssertionError. `algorithms` says how each operation is made on which backend. All ranks get bitwise equal results from an
 all-reduce. Ranks issue the operations of one axis in the same order; waits may come in any order, but for all-reduces over a
-narrower reduce_dtype, which have a second half to start. `label` names what a collective is of, for the debug mode that compares
-ranks' orders (`agreement`).
+narrower reduce_dtype, which have a second half to start. `label` names what a collective is for, such as a unit, in the debug
+mode that compares ranks' orders (`agreement`): there OrderError is raised.
 
 `torch.compiler.disable` stands on whatever starts something, here and in `p2p`, and on the wait: a compiled layer calls them as
 they are. Traced, they would be guarded on what they count, and recompiled in every step. It costs 1 us a call.
@@ -38,7 +39,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 def all_reduce(x: Tensor, axis: Communicator, op: Reduction = "sum", label: str = "") -> None:
-    """x becomes the reduction of all ranks' x, in place."""
+    """x becomes the reduction of all ranks' x over the axis, in place. x: one shape and dtype on all ranks."""
     start_all_reduce(x, axis, op, label).wait()
 
 
@@ -46,14 +47,19 @@ def all_reduce(x: Tensor, axis: Communicator, op: Reduction = "sum", label: str 
 def start_all_reduce(
     x: Tensor, axis: Communicator, op: Reduction = "sum", label: str = "", reduce_dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start `all_reduce`; a sum in a dtype of its own, if one is given."""
+    """Start `all_reduce`. reduce_dtype: what a sum travels in, x's dtype if None.
+
+    x: any shape, in place; it belongs to the operation until the wait. Bytes: 2 (n-1)/n of x in reduce_dtype.
+    """
     if axis.size == 1:
         return Pending()
     reduce_dtype = reduce_dtype or x.dtype
+    # Checked here, so that all backends and algorithms refuse the same tensors, before anything is recorded or sent.
     _check(x)
     check_agreement(axis, "all_reduce", label, x)
     axis.traffic.record("all_reduce", 2 * (axis.size - 1) * x.numel() * reduce_dtype.itemsize // axis.size)
     if reduce_dtype != x.dtype:
+        # Of rounded numbers a maximum would be one that no rank has.
         assert op == "sum", f"{op} in {reduce_dtype}"
         return on_host(lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
     return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis)
@@ -63,16 +69,17 @@ def all_gather(out: Tensor, x: Tensor, axis: Communicator) -> None:
     """out = [x of rank 0, x of rank 1, ...], flattened. `x` may be this rank's part of `out` itself: then nothing is
     copied.
 
-    All ranks' x have one size; out has axis.size times as many elements.
+    x: one size and dtype on all ranks of the axis; out: axis.size times as many elements of that dtype, of any shape.
     """
     start_all_gather(out, x, axis).wait()
 
 
 @torch.compiler.disable
 def start_all_gather(out: Tensor, x: Tensor, axis: Communicator, label: str = "") -> Pending:
-    """Start `all_gather`."""
+    """Start `all_gather`. Bytes: (n-1) x, or (n-1)/n of out."""
     _check(out, x, ratio=axis.size)
     if axis.size == 1:
+        # The caller reads `out`, which usually is x's memory already.
         copy(out, x)
         return Pending()
     check_agreement(axis, "all_gather", label, x)
@@ -83,7 +90,8 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Communicator, label: str = ""
 def reduce_scatter(out: Tensor, x: Tensor, axis: Communicator) -> None:
     """out = this rank's part of the sum of all ranks' x, whose flattened parts are [part 0, part 1, ...] of equal size.
 
-    `out` may be this rank's part of `x` itself.
+    x: one shape and dtype on all ranks of the axis; out: 1/axis.size of its elements, that dtype, any shape. `out` may be this
+    rank's part of `x` itself.
     """
     start_reduce_scatter(out, x, axis).wait()
 
@@ -92,7 +100,7 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Communicator) -> None:
 def start_reduce_scatter(
     out: Tensor, x: Tensor, axis: Communicator, label: str = "", reduce_dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start `reduce_scatter`, in a dtype of its own if one is given."""
+    """Start `reduce_scatter`. reduce_dtype: what travels, x's dtype if None. Bytes: (n-1)/n of x in reduce_dtype."""
     _check(x, out, ratio=axis.size)
     if axis.size == 1:
         copy(out, x)
@@ -114,7 +122,8 @@ def all_to_all(
 ) -> None:
     """Rank r's part s of x becomes rank s's part r of out.
 
-    Splits are the numbers of rows (dim 0) of each part, None for equal parts; they may be 0.
+    x: [sum(in_splits), ...], out: [sum(out_splits), ...], of one dtype. Splits are the numbers of rows (dim 0) of each part, None
+    for equal parts; they may be 0. Rank r's in_splits[s] is rank s's out_splits[r]: ranks know them, nothing is exchanged for it.
     """
     start_all_to_all(out, x, axis, out_splits, in_splits).wait()
 
@@ -127,12 +136,13 @@ def start_all_to_all(
     out_splits: Sequence[int] | None = None,
     in_splits: Sequence[int] | None = None,
 ) -> Pending:
-    """Start `all_to_all`."""
+    """Start `all_to_all`. Bytes: the rows meant for others."""
     _check(x)
     _check(out)
     if axis.size == 1:
         copy(out, x)
         return Pending()
+    # Without x: uneven splits give ranks tensors of different sizes.
     check_agreement(axis, "all_to_all", "", None)
     rows_kept = in_splits[axis.rank] if in_splits is not None else x.shape[0] // axis.size
     axis.traffic.record("all_to_all", (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize)
@@ -147,11 +157,12 @@ def start_all_to_all(
 
 @torch.compiler.disable
 def broadcast(x: Tensor, axis: Communicator, source: int = 0) -> None:
-    """x becomes the x of the rank at index `source` of the axis, in place."""
+    """x becomes the x of the rank at index `source` of the axis, in place. x: one shape and dtype on all ranks."""
     if axis.size == 1:
         return
     _check(x)
     check_agreement(axis, "broadcast", "", x)
+    # A tree's inner ranks forward what they get; whom the backend lets forward is its affair, and the source is charged for all.
     axis.traffic.record("broadcast", x.nbytes if axis.rank == source else 0)
 
     def start(x: Tensor, _: Tensor) -> Pending:
@@ -166,6 +177,7 @@ def barrier(axis: Communicator) -> None:
     if axis.size == 1:
         return
     check_agreement(axis, "barrier", "", None)
+    # No bytes, but a call: ranks wait in it, so it counts among what a step communicates.
     axis.traffic.record("barrier", 0)
     dist.barrier(group=axis.group)
 
@@ -176,18 +188,22 @@ def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:
 
 @torch.compiler.disable
 def gather_objects(obj: Any, axis: Communicator) -> list[Any]:
-    """Every rank's picklable object, in the axis's order. For words and small numbers, not for tensors."""
+    """Every rank's picklable object, in the axis's order. For a few words and numbers, not for tensors.
+
+    Bytes: this rank's object to each other rank. The axis must carry tensors of the CPU.
+    """
     if axis.size == 1:
         return [obj]
     check_agreement(axis, "gather_objects", "", None)
     axis.traffic.record("gather_objects", (axis.size - 1) * len(pickle.dumps(obj)))
+    # Sizes differ between ranks, and torch pads every object to the largest: hence only for few words.
     gathered = [None] * axis.size
     dist.all_gather_object(gathered, obj, group=axis.group)
     return gathered
 
 
 def _check(full: Tensor, part: Tensor | None = None, ratio: int = 1) -> None:
-    """Contiguous, and full = ratio parts."""
+    """AssertionError unless the tensors are contiguous, and full is as large as `ratio` parts of its dtype."""
     assert full.is_contiguous(), f"shape {tuple(full.shape)} with strides {full.stride()} is not contiguous"
     if part is not None:
         _check(part)

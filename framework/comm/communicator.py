@@ -48,6 +48,7 @@ class Communicator:
         self.axis, self.check_s, self.staged = axis, check_s, staged
         self.traffic = Traffic()
         self._group, self._scatter_group = group, scatter_group
+        # Idle only: an operation under way holds its buffer itself, so two at once never receive into one memory.
         self._buffers: list[Tensor] = []
 
     @property
@@ -73,6 +74,7 @@ class Communicator:
     @property
     def group(self) -> Any:
         """The torch process group. AssertionError where there is none."""
+        # Not None to torch: it would take the world's group, and the sum would be over ranks that have no part in it.
         assert self._group is not None, (
             f"the communicator of axis {self.name} ({self.size} ranks) is unconnected: it has no process group to send through"
         )
@@ -94,9 +96,11 @@ class Communicator:
         On CPUs a large new tensor costs a page fault every 4 KiB: half as much again as receiving into it. So a buffer that an
         earlier operation gave back is taken if it is large enough; if none is, one of them goes and a new one takes its place.
         """
+        # The first that fits will do: no more are idle than operations were ever under way at once, which is two or three.
         for index, buffer in enumerate(self._buffers):
             if buffer.numel() >= numel and buffer.dtype == like.dtype:
                 return self._buffers.pop(index)
+        # Else sizes that grow would leave every smaller buffer behind for the rest of the run.
         if self._buffers:
             self._buffers.pop()
         return like.new_empty(numel)

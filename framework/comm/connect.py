@@ -1,4 +1,10 @@
-"""Connect: from a Topology to a Mesh whose axes have process groups."""
+"""Connect: from a Topology to a Mesh whose axes have process groups; and what the launcher's environment says of this rank.
+
+store     ranks meet there: over TCP in rank 0's process, or in a file
+compare   fingerprints, before anything is made that would have to be closed
+world     the first group; then one for each other distinct set of ranks that this rank is in
+start     NCCL, group by group, in one order on all ranks
+"""
 
 import json
 import os
@@ -60,6 +66,7 @@ class Mesh:
         The barrier keeps a fast rank from closing connections that a slow one still uses: without it gloo aborts at
         times.
         """
+        # destroy_process_group without a group is an error, and a world of one rank has none.
         if self.topology.world > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -82,7 +89,9 @@ class Backends:
 
 
 def choose_backends(device_type: str, is_debug: bool, backend: Backend | None = None) -> Backends:
-    """On GPUs gloo carries only words and small sums, over the world: a few pairs of it, where all pairs of thousands of ranks
+    """NCCL for tensors of GPUs, gloo for all else.
+
+    On GPUs gloo carries only words and small sums, over the world: a few pairs of it, where all pairs of thousands of ranks
     would exceed a process's descriptors, and every rank would read every other's address from the store. On CPUs it carries
     tensors between every two ranks of an axis; connected at once, a rank whose peer has died hears of it at once.
 
@@ -90,6 +99,7 @@ def choose_backends(device_type: str, is_debug: bool, backend: Backend | None = 
     """
     if (backend or ("nccl" if device_type == "cuda" else "gloo")) == "gloo":
         return Backends(world="gloo", axes="gloo", is_staged=device_type == "cuda")
+    # One group of two backends: torch takes that of a tensor's device, so objects go over gloo beside NCCL.
     both = "cpu:gloo,cuda:nccl"
     return Backends(world=both, axes=both if is_debug else "nccl", scatter="nccl", is_lazy=True)
 
@@ -113,12 +123,14 @@ def connect(
     be equal on all ranks, compared before any group is made. Raises TopologyError when the world has not the topology's size,
     ConnectionFailed when a rank does not come within `timeout_s`, RanksDiffer on all ranks when fingerprints differ.
     """
+    # Before any group: NCCL and `torch.zeros(device="cuda")` take the current device, which is the first GPU in every process.
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
     axes = {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
     if topology.world > 1:
         timeout, backends = timedelta(seconds=timeout_s), choose_backends(device.type, check_s is not None, backend)
+        # First, because a process that runs out of descriptors while it connects leaves the others waiting.
         allow_descriptors(count_sockets(topology, rank, backends.is_lazy))
         store = _open_store(rendezvous or "env://", rank, topology.world, timeout)
         if fingerprint is not None:
@@ -131,6 +143,7 @@ def connect(
 
 def _agree_on_rank(topology: Topology, rendezvous: str | None, rank: int | None) -> int:
     """This process's rank, once the launcher's world is seen to be the topology's."""
+    # A rendezvous is for tests, benchmarks and `verify`, which start their ranks themselves: no launcher has numbered these.
     if rendezvous is not None:
         if rank is None:
             raise TopologyError(f"rendezvous={rendezvous} needs an explicit rank")
@@ -165,12 +178,14 @@ def compare_fingerprints(store: dist.Store, mine: Mapping[str, str], rank: int, 
     if rank == 0:
         store.set("first", json.dumps(dict(mine)))
     _meet(store, "arrived", world, timeout)
+    # The meeting is over, so rank 0's is there: `get` of a key that is not would wait for it.
     difference = describe_difference(mine, json.loads(store.get("first")))
     if difference:
         number = store.add("number that differ", 1)
         if number <= DIFFERENCES_SHOWN:
             store.set(f"differs {number}", f"rank {rank} on {platform.node()}: {difference}")
 
+    # The last rank to come counts for all: each then reads one verdict, and not what thousands have to say.
     def conclude() -> str:
         count = store.add("number that differ", 0)
         shown = [store.get(f"differs {number + 1}").decode() for number in range(min(count, DIFFERENCES_SHOWN))]
@@ -192,9 +207,9 @@ def join_axes(
     """This rank's axes by name, with process groups: one for each distinct set of more than one rank. Collective.
 
     A rank creates only its own groups, so that thousands of ranks do not create each other's. Members of a group agree
-    on whether an earlier axis had the same ranks, and all go through the axes in one order: nobody waits in a circle.
+    on whether an earlier axis had the same ranks, and all go through the axes in one order: nobody waits in a cycle.
     """
-
+    # Two axes over the same ranks share a group: each would cost threads, sockets and, over NCCL, memory on the GPU.
     groups: dict[tuple[int, ...], Any] = {}
 
     def join(name: str, ranks: tuple[int, ...], backend: str) -> Any:
@@ -204,6 +219,7 @@ def join_axes(
         attempts = dist.PrefixStore(f"{name} {ranks[0]}", store)
         with _gloo_connects_lazily(backends.is_lazy):
             group = persist(build, attempts, len(ranks), timeout, connect_s)
+        # Made with a short timeout, so that a hang while connecting is tried again; collectives wait for slow ranks far longer.
         _set_pg_timeout(timeout, group)
         return group
 
@@ -270,12 +286,14 @@ def persist(
     them anew if on one it has not. Collective. Raises ConnectionFailed when a rank does not come within `timeout`, or when
     the last attempt fails. connect_s: how long the slowest may take once all have come."""
     for number in range(CONNECT_ATTEMPTS):
+        # A store of its own for each attempt: what a failed one has left there would be taken for the other ranks' addresses.
         attempt = dist.PrefixStore(str(number), store)
         _meet(attempt, "arrived", num_ranks, timeout)
         group, reason = None, None
         try:
             group = create(attempt)
             _greet(group)
+            # A rank whose own group is made may not go on by itself: another may have failed, and would start anew alone.
             _meet(attempt, "connected", num_ranks, timedelta(seconds=connect_s))
             return group
         except (RuntimeError, ConnectionFailed) as error:
@@ -293,6 +311,7 @@ def persist(
 def _greet(group: Any) -> None:
     """First words over gloo, where the group has it. Lazy pairs of a barrier (2 log2 n of a rank's n-1, all of up to 5 ranks')
     are connected now, where failure means another attempt. NCCL is started later, in `_start_nccl`."""
+    # Only asked of gloo: a barrier over NCCL would start it here, inside of an attempt that may be thrown away.
     if torch.device("cpu") in group._device_types:
         dist.barrier(group=group)
 
@@ -305,6 +324,7 @@ def _meet(
     The first that has waited for `timeout` gives up for all: else a rank that comes at that moment would go on alone.
     """
     try:
+        # `add` is atomic: exactly one rank is the last to come.
         if store.add(f"{place} number", 1) == num_ranks:
             _decide(store, place, MET + conclude())
         if not _is_there(store, place, timeout):
@@ -332,7 +352,8 @@ def _is_there(store: dist.Store, key: str, timeout: timedelta) -> bool:
 
 
 def _decide(store: dist.Store, place: str, decision: str) -> None:
-    """How the meeting at the place ends, for all ranks, unless another one has decided that."""
+    """Settle how the meeting at the place ends, for all ranks, unless another one has done so."""
+    # Between two that decide at one moment, the last to come and one that gives up, the counter chooses.
     if store.add(f"{place} decided", 1) == 1:
         store.set(place, decision)
 
@@ -372,11 +393,13 @@ def _gpu_index(local_rank: int, count: int, is_bound: bool) -> int:
 
 def local_rank() -> int:
     """This process's number among the ranks of its machine, as the launcher says; 0 without a launcher."""
+    # torchrun's variable first: under `srun torchrun` SLURM's numbers are those of the agents, not of the ranks.
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 
 def num_nodes() -> int:
     """Machines of this run, as the launcher says; where it does not, as many as nodes like this one make."""
+    # Unknown to a launcher that sets RANK and WORLD_SIZE only: then nodes are taken to be alike.
     alike = int(os.environ.get("WORLD_SIZE", "1")) // ranks_per_node()
     return int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_NODES", alike)))
 

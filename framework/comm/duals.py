@@ -30,12 +30,18 @@ Map = Callable[[Tensor], Tensor]
 
 
 def copy_to(x: Tensor, axis: Communicator) -> Tensor:
-    """Enter a region where each rank uses the replicated x in its own way: x itself; the gradients are summed."""
+    """Enter a region where each rank uses the replicated x in its own way: x itself; the gradients are summed.
+
+    x: any shape and floating dtype, the same on all ranks of the axis. Backward: an all-reduce of x's size.
+    """
     return _apply(x, axis, _alias, partial(_all_reduce, axis=axis))
 
 
 def reduce_from(x: Tensor, axis: Communicator) -> Tensor:
-    """Leave such a region: the sum of all ranks' x, replicated; its gradient goes to every rank."""
+    """Leave such a region: the sum of all ranks' x, replicated; its gradient goes to every rank.
+
+    x: one shape on all ranks of the axis, any floating dtype; the result has both. Forward: an all-reduce of x's size.
+    """
     return _apply(x, axis, partial(_all_reduce, axis=axis), _alias)
 
 
@@ -43,18 +49,27 @@ def gather(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     """All ranks' x, concatenated along dim, for ranks that use it in their own ways: the gradients are summed, then
     split.
 
-    x: one shape on all ranks.
+    x: [..., part, ...] of one shape on all ranks of the axis -> [..., axis.size * part, ...]. Forward: an all-gather, backward a
+    reduce-scatter, each of the result's size.
     """
     return _apply(x, axis, partial(_all_gather, axis=axis, dim=dim), partial(_reduce_scatter, axis=axis, dim=dim))
 
 
 def reduce_scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
-    """This rank's part along dim of the sum of all ranks' x. axis.size divides the dim."""
+    """This rank's part along dim of the sum of all ranks' x.
+
+    x: [..., axis.size * part, ...] of one shape on all ranks -> [..., part, ...]. Forward: a reduce-scatter, backward an
+    all-gather, each of x's size. Raises AssertionError when axis.size does not divide the dim.
+    """
     return _apply(x, axis, partial(_reduce_scatter, axis=axis, dim=dim), partial(_all_gather, axis=axis, dim=dim))
 
 
 def scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
-    """This rank's part along dim of the replicated x; the gradient is gathered. axis.size divides the dim."""
+    """This rank's part along dim of the replicated x; the gradient is gathered.
+
+    x: [..., axis.size * part, ...], the same on all ranks -> [..., part, ...]. Forward sends nothing, backward
+    is an all-gather of x's size. Raises AssertionError when axis.size does not divide the dim.
+    """
     return _apply(x, axis, partial(_take_part, axis=axis, dim=dim), partial(_all_gather, axis=axis, dim=dim))
 
 
@@ -63,7 +78,8 @@ def all_to_all(
 ) -> Tensor:
     """Rank r's part s of x becomes rank s's part r: tokens to their experts' ranks, and back with swapped splits.
 
-    x: [sum(in_splits), ...] -> [sum(out_splits), ...]; the splits are rows per rank, None for equal parts.
+    x: [sum(in_splits), ...] -> [sum(out_splits), ...]; the splits are rows per rank, None for equal parts. Forward and backward:
+    an all-to-all of the rows that are meant for others.
     """
     there = partial(_all_to_all, axis=axis, in_splits=in_splits, out_splits=out_splits)
     back = partial(_all_to_all, axis=axis, in_splits=out_splits, out_splits=in_splits)
@@ -76,6 +92,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_map: Map, adjoint: Map) -> Tensor:
+        # Only the maps are kept, no tensor: a linear map's gradient does not depend on its input.
         ctx.maps = forward_map, adjoint
         return forward_map(x)
 
@@ -86,6 +103,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _apply(x: Tensor, axis: Communicator, forward_map: Map, adjoint: Map) -> Tensor:
+    # One rank gets x itself and no node in the graph: a layer that is not split is compiled and differentiated as if stock.
     return x if axis.size == 1 else _communicate(x, forward_map, adjoint)
 
 
@@ -101,6 +119,7 @@ def _alias(x: Tensor) -> Tensor:
 
 
 def _all_reduce(x: Tensor, axis: Communicator) -> Tensor:
+    # Summed in a copy: x is an activation that the caller may still need, or a gradient that autograd adds others to.
     out = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(out, axis)
     return out
@@ -108,6 +127,7 @@ def _all_reduce(x: Tensor, axis: Communicator) -> Tensor:
 
 def _all_gather(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     dim %= x.ndim
+    # Ranks' x arrive one after another, which is concatenation along dim 0; another dim takes a copy here, in `flatten`.
     gathered = x.new_empty(axis.size, *x.shape)
     collectives.all_gather(gathered, x.contiguous(), axis)
     return gathered.movedim(0, dim).flatten(dim, dim + 1)
@@ -115,6 +135,7 @@ def _all_gather(x: Tensor, axis: Communicator, dim: int) -> Tensor:
 
 def _reduce_scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     dim %= x.ndim
+    # The collective divides memory evenly: parts along another dim than 0 are made contiguous first.
     parts = _parts(x, axis, dim).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])
     collectives.reduce_scatter(out, parts, axis)
@@ -122,7 +143,7 @@ def _reduce_scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
 
 
 def _take_part(x: Tensor, axis: Communicator, dim: int) -> Tensor:
-    """A copy, so that the whole of x can be freed."""
+    """This rank's part, as a copy, so that the whole of x can be freed."""
     dim %= x.ndim
     return _parts(x, axis, dim).select(dim, axis.rank).clone(memory_format=torch.contiguous_format)
 

@@ -18,6 +18,7 @@ def snapshot(mesh: Mesh) -> Reading:
 
 def difference(after: Reading, before: Reading) -> Reading:
     """What was carried between two snapshots; operations and axes without a call are left out."""
+    # Counters only grow, and an operation may appear between the readings: what is missing before counts as 0.
     changed: Reading = {}
     for axis, operations in after.items():
         for operation, (calls, num_bytes) in operations.items():

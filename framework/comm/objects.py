@@ -23,14 +23,14 @@ from framework.errors import EXIT_USER, MeshwrightError
 
 T = TypeVar("T")
 
-# Apart from the tags of `forms` and `agreement`.
+# Apart from the tags of `algorithms` and `agreement`.
 OBJECTS_TAG = 4
 
 
 def tell(work: Callable[[], T], axis: Communicator) -> T:
     """The result of `work`, which the axis's rank 0 alone does; all ranks get it, or its MeshwrightError. Collective.
 
-    The result must be picklable. Bytes: its size, sent by rank 0 to each of the others (a broadcast).
+    A broadcast: the result must be picklable. Bytes: its pickle, sent by rank 0 to each of the others.
     """
     return _tell_from(0, work, axis)
 
@@ -48,6 +48,7 @@ def share_errors(work: Callable[[], T], axis: Communicator) -> T:
         result = work()
     except MeshwrightError as error:
         failure = error
+    # One number that orders errors by kind and then by rank, so that a single minimum finds the first and who has it.
     urgency = 2 if failure is None else int(failure.exit_code != EXIT_USER)
     first = torch.tensor(urgency * axis.size + axis.rank)
     all_reduce(first, axis, "min", label="share_errors")
@@ -66,6 +67,7 @@ def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
         return [obj]
     check_agreement(axis, "gather_to_first", "", None)
     mine = _to_bytes(obj)
+    # Sizes first: rank 0 receives into memory of exactly each object's size, of which one may be thousands of times another.
     size = torch.tensor([len(mine)])
     sizes = [torch.zeros_like(size) for _ in range(axis.size)] if axis.rank == 0 else None
     dist.gather(size, sizes, group=axis.group, group_dst=0)
@@ -75,6 +77,7 @@ def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
         return []
     axis.traffic.record("gather_to_first", 0)
     places = [torch.empty(int(each), dtype=torch.uint8) for each in sizes[1:]]
+    # All at once: in turn, one slow rank would hold up the receives of those that are done.
     arriving: list[Any] = [
         dist.irecv(place, group=axis.group, group_src=rank, tag=OBJECTS_TAG) for rank, place in enumerate(places, 1)
     ]
@@ -86,7 +89,8 @@ def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
 def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
     """This rank's item of the result of `work`, which the axis's rank 0 alone does; or its MeshwrightError, on all. Collective.
 
-    Bytes: each rank's item, sent to it alone by rank 0, and its size.
+    A scatter: `work` returns one picklable item for each rank, in the axis's order, else AssertionError. Bytes: each rank's item,
+    sent to it alone by rank 0, and its size.
     """
     items: Sequence[T] = ()
 
@@ -96,6 +100,8 @@ def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
         assert len(items) == axis.size, (len(items), axis.size)
         return [_to_bytes(item) for item in items[1:]]
 
+    # The outcome before the items: a rank that waits for an item would not hear of an error in making it. What is pickled does
+    # not travel here, `_share_first_error` tells None.
     packed = _share_first_error(pack, axis)
     if axis.size == 1:
         return items[0]
@@ -118,6 +124,7 @@ def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
 
 
 def _tell_from(source: int, work: Callable[[], T], axis: Communicator) -> T:
+    # Errors that are not ours end rank 0 with its own traceback, and the others by their group's timeout or the launcher.
     outcome: T | MeshwrightError | None = None
     if axis.rank == source:
         try:
@@ -127,6 +134,7 @@ def _tell_from(source: int, work: Callable[[], T], axis: Communicator) -> T:
     if axis.size > 1:
         check_agreement(axis, "tell", "", None)
         axis.traffic.record("tell", len(pickle.dumps(outcome)) if axis.rank == source else 0)
+        # torch pickles once more; what is counted above is the same bytes.
         told = [outcome]
         dist.broadcast_object_list(told, group=axis.group, group_src=source)
         outcome = told[0]
@@ -148,6 +156,7 @@ def _share_first_error(work: Callable[[], T], axis: Communicator) -> T | None:
 
 
 def _to_bytes(obj: Any) -> Tensor:
+    # A bytearray, because torch warns of tensors over memory that cannot be written to.
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 

@@ -1,4 +1,7 @@
-"""Point-to-point messages along an axis, by index in the axis. Started, never blocking: wait on the Pending.
+"""Point-to-point messages along an axis, between ranks named by their index in it. Started, never blocking: wait on the Pending.
+
+Tensors are contiguous, of any shape and dtype; sender and receiver agree on both beforehand, since no shape is sent. Every
+message is as many bytes as its tensor.
 
 Between two ranks messages of one direction match in the order in which they are started. Every send is recorded in
 `axis.traffic`; a receive is not, the sender has it. There is no neighbour on an axis of size 1, so nothing to send.
@@ -16,12 +19,12 @@ from framework.comm.communicator import Communicator
 
 
 def start_send(x: Tensor, axis: Communicator, to: int) -> Pending:
-    """Start sending x to the rank at index `to`."""
+    """Start sending x, of any shape and dtype, to the rank at index `to` of the axis: x.nbytes bytes."""
     return exchange([(x, to)], [], axis)
 
 
 def start_receive(x: Tensor, axis: Communicator, source: int) -> Pending:
-    """Start receiving into x from the rank at index `source`, which sends as many elements of the same dtype."""
+    """Start receiving into x, of any shape, from the rank at index `source`, which sends as many elements of the same dtype."""
     return exchange([], [(x, source)], axis)
 
 
@@ -29,10 +32,11 @@ def start_receive(x: Tensor, axis: Communicator, source: int) -> Pending:
 def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
 ) -> Pending:
-    """Start (tensor, to) sends and (tensor, source) receives as one batch.
+    """Start (tensor, to) sends and (tensor, source) receives over the axis as one batch.
 
-    Operations that depend on one another around a circle of ranks belong in one batch: NCCL runs separate ones in
-    turn, and two ranks that both send first would wait for each other.
+    Operations that depend on one another around a cycle of ranks belong in one batch: NCCL runs separate ones in
+    turn, and two ranks that both send first would wait for each other. Raises AssertionError for a tensor that is not contiguous
+    and for a peer that the axis does not have.
     """
     started = _start(sends, receives, axis)
     return Pending([*started.received, *started.sent], [x for x, _ in (*sends, *receives)], started.finish)
@@ -42,8 +46,8 @@ def exchange(
 def exchange_apart(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
 ) -> tuple[Pending, Pending]:
-    """As `exchange`, with one Pending for what is sent and one for what is received. NCCL tells of a batch as a whole: there
-    either waits for both."""
+    """An `exchange` with two Pendings, for what is sent and for what is received: the received may be used while the sent is
+    still under way. NCCL tells of a batch as a whole: there either waits for both."""
     started = _start(sends, receives, axis)
     tensors = [x for x, _ in sends], [x for x, _ in receives]
     return Pending(started.sent, tensors[0]), Pending(started.received, tensors[1], started.finish)
@@ -60,9 +64,11 @@ class _Started:
 
 
 def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator) -> _Started:
-    """Of the tensors themselves, or of host copies where the axis is staged: a receive then ends with the copy back."""
+    """Start the messages of the tensors themselves, or of host copies where the axis is staged: a receive then ends with the
+    copy back."""
     for x, peer in (*sends, *receives):
         assert x.is_contiguous(), f"shape {tuple(x.shape)} with strides {x.stride()} is not contiguous"
+        # A rank that sends to itself would wait for a receive that it has not started yet.
         assert 0 <= peer < axis.size and peer != axis.rank, f"no peer {peer} of rank {axis.rank} on {axis}"  # noqa: PT018
     for x, _ in sends:
         axis.traffic.record("send", x.nbytes)
@@ -70,17 +76,20 @@ def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor,
     if axis.staged:
         leaving = [to_host(x) for x in leaving]
         arriving = [torch.empty(x.shape, dtype=x.dtype) for x in arriving]
+    # Receives first, for the slicing below; within each kind the caller's order, which is how messages of one pair match.
     operations = [
         dist.P2POp(call, x, group=axis.group, group_peer=peer)
         for call, tensors, messages in ((dist.irecv, arriving, receives), (dist.isend, leaving, sends))
         for x, (_, peer) in zip(tensors, messages, strict=True)
     ]
+    # torch refuses an empty batch; a rank at an end of the pipeline may have nothing to exchange.
     works = dist.batch_isend_irecv(operations) if operations else []
 
     def finish() -> None:
         for (x, _), came in zip(receives, arriving, strict=True):
             copy(x, came)
 
+    # NCCL coalesces a batch into one work; gloo returns one for each operation.
     are_apart = len(works) == len(operations)
     received = works[: len(receives)] if are_apart else works
     return _Started(works[len(receives) :] if are_apart else works, received, finish)
