@@ -79,7 +79,7 @@ class LazyFiles:
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePosition:
     """Where one tensor lies: `offset` bytes into the file `path`."""
 
     path: Path
@@ -91,7 +91,7 @@ class Place:
             file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def plan_files(folder: Path, tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, Place]:
+def plan_files(folder: Path, tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, FilePosition]:
     """Create the files that will hold `tensors` (meta), in full size but without content: where each tensor goes.
 
     More than one file comes with an index. Raises ModelError if the disk has too little room.
@@ -108,7 +108,7 @@ def plan_files(folder: Path, tensors: Mapping[str, Tensor], max_file_bytes: int)
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_file_bytes,
     )
-    places: dict[str, Place] = {}
+    places: dict[str, FilePosition] = {}
     for file, keys in split.filename_to_tensors.items():
         places |= _create_file(folder / file, {key: tensors[key] for key in keys})
     if split.is_sharded:
@@ -117,7 +117,7 @@ def plan_files(folder: Path, tensors: Mapping[str, Tensor], max_file_bytes: int)
     return places
 
 
-def _create_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Place]:
+def _create_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, FilePosition]:
     """A safetensors file without its content: the header's length as uint64, the header in JSON, the data without gaps.
 
     safetensors itself writes a file only from tensors that are all in memory. Wide dtypes come first and the header is
@@ -134,4 +134,4 @@ def _create_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Place]:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(first + end)
-    return {key: Place(path, first + header[key]["data_offsets"][0]) for key in tensors}
+    return {key: FilePosition(path, first + header[key]["data_offsets"][0]) for key in tensors}

@@ -60,33 +60,33 @@ class StageBounds:
 
 def split_stages(layers: Sequence[int]) -> list[StageBounds]:
     """The stages whose numbers of layers these are."""
-    bounds = [sum(layers[:index]) for index in range(len(layers) + 1)]
-    return [StageBounds(index, len(layers), start, stop) for index, (start, stop) in enumerate(pairwise(bounds))]
+    edges = [sum(layers[:index]) for index in range(len(layers) + 1)]
+    return [StageBounds(index, len(layers), start, stop) for index, (start, stop) in enumerate(pairwise(edges))]
 
 
-def own_units(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: StageBounds) -> list[Unit]:
+def own_units(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], bounds: StageBounds) -> list[Unit]:
     """The units of which the stage computes anything, in order: those without an own layer have no parameter.
 
     A parameter that is tied to a unit of another stage is in both stages, under one name.
     """
-    kept = [unit for unit in units if cut.owns(unit) or not unit.is_layer]
-    return [replace(unit, parameters=_own_parameters(unit, units, ties, cut)) for unit in kept]
+    kept = [unit for unit in units if bounds.owns(unit) or not unit.is_layer]
+    return [replace(unit, parameters=_own_parameters(unit, units, ties, bounds)) for unit in kept]
 
 
 def _own_parameters(
-    unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: StageBounds
+    unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], bounds: StageBounds
 ) -> tuple[str, ...]:
-    if not cut.owns(unit):
+    if not bounds.owns(unit):
         return ()
-    elsewhere = [name for other in units if not cut.owns(other) for name in other.parameters]
+    elsewhere = [name for other in units if not bounds.owns(other) for name in other.parameters]
     tied = [name for name in elsewhere if any(_holder(alias) in unit.modules for alias in ties[name])]
     return (*unit.parameters, *tied)
 
 
-def find_shared(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], cut: StageBounds) -> set[str]:
+def find_shared(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], bounds: StageBounds) -> set[str]:
     """The stage's parameters that another stage has as well."""
-    elsewhere = {module for unit in units if not cut.owns(unit) for module in unit.modules}
-    own = {name for unit in own_units(units, ties, cut) for name in unit.parameters}
+    elsewhere = {module for unit in units if not bounds.owns(unit) for module in unit.modules}
+    own = {name for unit in own_units(units, ties, bounds) for name in unit.parameters}
     return {name for name in own if any(_holder(alias) in elsewhere for alias in ties[name])}
 
 
@@ -129,22 +129,22 @@ class StageModel:
         self,
         model: PreTrainedModel,
         units: Sequence[Unit],
-        cut: StageBounds,
+        bounds: StageBounds,
         seed_mask: int = 0,
         routers: Routers | None = None,
     ):
-        self.model, self.cut, self.routers = model, cut, routers
+        self.model, self.bounds, self.routers = model, bounds, routers
         self._received: Tensor | None = None
         self._leaving: Tensor | None = None
         self._seed: tuple[int | str, ...] | None = None
         self._shape = torch.Size()
-        layers = [unit.root for unit in units if unit.is_layer and cut.owns(unit)]
+        layers = [unit.root for unit in units if unit.is_layer and bounds.owns(unit)]
         for unit in units:
-            if unit.is_layer and cut.owns(unit):
+            if unit.is_layer and bounds.owns(unit):
                 model.get_submodule(unit.root).register_forward_pre_hook(partial(self._reseed, unit.name, seed_mask))
-        if not cut.is_first:
+        if not bounds.is_first:
             model.get_submodule(layers[0]).register_forward_pre_hook(self._inject, with_kwargs=True)
-        if not cut.is_last:
+        if not bounds.is_last:
             model.get_submodule(layers[-1]).register_forward_hook(self._take)
             behind = _following_layer(layers[-1])
             model.get_submodule(behind).register_forward_pre_hook(self._blank, with_kwargs=True)
@@ -167,7 +167,7 @@ class StageModel:
         output = self.model(**inputs)
         leaving, self._received, self._leaving = self._leaving, None, None
         sums = () if self.routers is None else (self.routers.end(*received[1:]),)
-        return output if self.cut.is_last else leaving, *sums
+        return output if self.bounds.is_last else leaving, *sums
 
     def _reseed(self, unit: str, mask: int, *_: Any) -> None:
         if self._seed is not None:
@@ -313,11 +313,11 @@ def _run_in_parts(
     tokens: Tensor,
 ) -> Tensor:
     hidden: tuple[Any, ...] = ()
-    for cut in split_stages((1, num_layers - 1)):
+    for bounds in split_stages((1, num_layers - 1)):
         part = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         part.load_state_dict(whole.state_dict())
-        hollow_out(part, units, cut, returns_tuple, torch.float32)
-        hidden = StageModel(part, units, cut)(hidden, input_ids=tokens)
+        hollow_out(part, units, bounds, returns_tuple, torch.float32)
+        hidden = StageModel(part, units, bounds)(hidden, input_ids=tokens)
     return hidden[0].logits
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from framework.errors import ModelError
 from framework.mesh.box import Box
 from framework.model.conversions import Assembly, assemble, dropped_on_save, kept_dtype, match_keys, to_checkpoint
-from framework.model.safetensors_files import LazyFiles, Place, plan_files
+from framework.model.safetensors_files import FilePosition, LazyFiles, plan_files
 
 # Names shown per kind of difference: an error stays on one screen even when not one of 40,000 experts' keys matches.
 SHOWN = 20
@@ -206,7 +206,7 @@ def _refuse_quantized(folder: Path) -> None:
         )
 
 
-def _write_places(places: Mapping[str, Place], tensors: Mapping[str, Tensor]) -> set[str]:
+def _write_places(places: Mapping[str, FilePosition], tensors: Mapping[str, Tensor]) -> set[str]:
     for key, tensor in tensors.items():
         places[key].write(tensor)
     return set(tensors)

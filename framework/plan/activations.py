@@ -89,7 +89,7 @@ def stage_activations(plan: Plan) -> tuple[list[int], int]:
     """Bytes that a rank keeps of one microbatch for the backward of each stage, and those that it has beside them while a
     checkpointed layer is computed again. An estimate where layers have a form without a formula."""
     layer, head = layer_activations(plan), _head_activations(plan)
-    kept = [layer * (bounds.stop - bounds.start) + head * bounds.is_last for bounds in plan.pipeline.cuts]
+    kept = [layer * (bounds.stop - bounds.start) + head * bounds.is_last for bounds in plan.pipeline.stages]
     is_checkpointed = plan.recipe.memory.activation_checkpointing == "full"
     return kept, _all_activations(plan) if is_checkpointed else 0
 

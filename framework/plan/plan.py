@@ -92,7 +92,9 @@ class Plan:
     def lay_out(self, rank: int, axes: Mapping[str, Communicator], device: torch.device) -> "RankPlan":
         """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
         tokens = make_token_layout(self.recipe, axes["tp"].axis)
-        own = [bounds for bounds in self.pipeline.cuts if self.pipeline.rank_of_stage[bounds.index] == axes["pp"].rank]
+        own = [
+            bounds for bounds in self.pipeline.stages if self.pipeline.rank_of_stage[bounds.index] == axes["pp"].rank
+        ]
         stages = [lay_out_stage(self._copy(bounds), self._stage(bounds, axes, tokens, device)) for bounds in own]
         return RankPlan(rank, tuple(stages), tokens)
 
@@ -168,7 +170,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         tied_names(whole),
         tuple(_group(recipe, whole, units)),
         pipeline,
-        len(pipeline.cuts) > 1 and find_layer_outputs(config),
+        len(pipeline.stages) > 1 and find_layer_outputs(config),
         load_balancing,
     )
 

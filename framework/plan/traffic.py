@@ -20,7 +20,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     """The rank's bytes: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden states over `tp` and
     `pp`."""
     accumulation, place = plan.derived.accumulation, plan.topology.index("pp", rank)
-    own = [bounds for bounds in plan.pipeline.cuts if plan.pipeline.rank_of_stage[bounds.index] == place]
+    own = [bounds for bounds in plan.pipeline.stages if plan.pipeline.rank_of_stage[bounds.index] == place]
     messages = sum(action.kind in SENDS for action in plan.pipeline.lowered(accumulation).ranks[place])
     sent = bytes_sent(plan.of_rank(rank).buffers, accumulation, DTYPES[plan.recipe.precision.reduce])
     return sent | {

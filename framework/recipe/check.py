@@ -139,9 +139,7 @@ def _bubbles(recipe: Recipe) -> Iterator[Problem]:
     if fills == "none":
         return
     if recipe.parallel.pp == 1:
-        yield Problem(
-            key, fills, "one stage never stands still: there are no bubbles with parallel.pp=1", f"{key}=none"
-        )
+        yield Problem(key, fills, "one stage is never idle: there are no bubbles with parallel.pp=1", f"{key}=none")
     elif recipe.train.validate_every_steps is None:
         message = "there is no validation: train.validate_every_steps=null"
         yield Problem(key, fills, message, f"{key}=none; or train.validate_every_steps=100")

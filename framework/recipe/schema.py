@@ -117,7 +117,7 @@ class Pipeline:
     layers: list[int] | None = key("layers of each stage; null: by cost, the embedding's and the head's included", None)
     table: str | None = key("a CSV file with a schedule of your own: one line a rank, cells such as 0F0, 0B0", None)
     fill_bubbles: Literal["none", "validation"] = key(
-        "what runs where ranks of a pipeline stand still: validation runs in the step after the one that it is of",
+        "what runs where ranks of a pipeline are idle: validation runs in the step after the one that it is of",
         "none",
     )
 

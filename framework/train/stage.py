@@ -71,7 +71,7 @@ class StageOfStep:
     def reshard(self) -> None:
         self.stage.parameters.reshard_transient()
 
-    def reduce(self) -> None:
+    def wait_reduce(self) -> None:
         self.stage.gradients.wait_for_reductions()
 
     def _backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:

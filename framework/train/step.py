@@ -85,7 +85,7 @@ def train_step(
     def compute(stage: Stage, index: int, received: Tensors) -> Tensors:
         seed = (run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank)
         outputs = _forward(stage.model, received, inputs[index], seed)
-        is_last = stage.model.cut.is_last
+        is_last = stage.model.bounds.is_last
         return (_loss(run, stage, outputs, inputs[index], num_tokens, num_microbatches),) if is_last else outputs
 
     for stage in run.stages.values():
@@ -164,7 +164,7 @@ def _learn_nothing(stage: Stage, index: int, received: Tensors) -> Tensors:
 def _evaluate(run: Run, inputs: Sequence[Microbatch], stage: Stage, index: int, received: Tensors) -> Tensors:
     """On the last stage the sum of the losses of the microbatch's tokens."""
     outputs = _forward(stage.model, received, inputs[index], None)
-    if not stage.model.cut.is_last:
+    if not stage.model.bounds.is_last:
         return outputs
     one = torch.ones((), dtype=torch.int64, device=run.mesh.device)
     return (run.loss(outputs[0].logits, inputs[index].labels, one),)

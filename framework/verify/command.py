@@ -20,7 +20,7 @@ from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Model, Precision, Recipe
 from framework.verify.compare import TOLERANCES, Row, compare, exceeds, render
 from framework.verify.evidence import Evidence
-from framework.verify.left_out import Change, describe, find_changes, find_config_changes
+from framework.verify.left_out import ChangedValue, describe, find_changes, find_config_changes
 from framework.verify.options import Options
 from framework.verify.rank import RankFailed, choose_rank_device, compute_exactly
 from framework.verify.rounding import NUM_REFERENCES, find_bounds, find_loose, judge
@@ -37,7 +37,7 @@ class Plan:
     """What is run, and what of the user's recipe is not."""
 
     sides: Sides
-    changes: list[Change]
+    changes: list[ChangedValue]
     num_parameters: int
 
 
@@ -186,10 +186,12 @@ def _count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _load(model: Model, model_config: Path | None) -> tuple[PretrainedConfig, list[Change]]:
+def _load(model: Model, model_config: Path | None) -> tuple[PretrainedConfig, list[ChangedValue]]:
     """The full-size config. Pretrained weights are never downloaded; of a local folder only the config is read."""
     if model_config is not None:
-        return load_config_file(model_config), [Change("model", model.family, str(model_config), "--model-config")]
+        return load_config_file(model_config), [
+            ChangedValue("model", model.family, str(model_config), "--model-config")
+        ]
     if model.weights is None or Path(model.weights).is_dir():
         return load_config(model), []
     return load_config(replace(model, weights=None)), []

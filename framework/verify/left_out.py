@@ -34,7 +34,7 @@ WIDTH = 118
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedValue:
     """One key of the recipe, or of model.config, that is run with another value. reason: "" for a size."""
 
     key: str
@@ -46,40 +46,42 @@ class Change:
         return f"{self.key} {_brief(self.before)} -> {_brief(self.after)}" + (f": {self.reason}" if self.reason else "")
 
 
-def find_changes(recipe: Recipe, run: Recipe, reasons: Mapping[str, str]) -> list[Change]:
+def find_changes(recipe: Recipe, run: Recipe, reasons: Mapping[str, str]) -> list[ChangedValue]:
     """Keys of the recipe that `run` has with another value. What a step does not read is no change."""
     before, after = (flatten(plain(asdict(_resolve(each)))) for each in (recipe, run))
     changes = []
     for key in (*before, *(after.keys() - before.keys())):
         if before.get(key) != after.get(key) and not re.fullmatch(NO_PART_OF_A_STEP, key):
             found = (word for word in reasons if key == word or key.startswith(f"{word}."))
-            changes.append(Change(key, before.get(key), after.get(key), reasons.get(next(found, ""), "")))
+            changes.append(ChangedValue(key, before.get(key), after.get(key), reasons.get(next(found, ""), "")))
     if recipe.data.pack == "documents":
-        changes.append(Change("data.pack", "documents", None, "each sequence is one document of random tokens"))
+        changes.append(ChangedValue("data.pack", "documents", None, "each sequence is one document of random tokens"))
     return changes
 
 
-def find_config_changes(original: PretrainedConfig, run: PretrainedConfig) -> list[Change]:
+def find_config_changes(original: PretrainedConfig, run: PretrainedConfig) -> list[ChangedValue]:
     """Values of the Hugging Face config that differ."""
     before, after = (flatten(plain(config.to_dict())) for config in (original, run))
     return [
-        Change(f"model.config.{key}", before.get(key), after.get(key), "drawn per microbatch" if _is_drawn(key) else "")
+        ChangedValue(
+            f"model.config.{key}", before.get(key), after.get(key), "drawn per microbatch" if _is_drawn(key) else ""
+        )
         for key in (*before, *(after.keys() - before.keys()))
         if before.get(key) != after.get(key) and key.partition(".")[0] not in NO_PART_OF_A_MODEL
     ]
 
 
-def find_drawn(config: PretrainedConfig) -> list[Change]:
+def find_drawn(config: PretrainedConfig) -> list[ChangedValue]:
     """Dropout and noise that are on: the oracle cannot repeat the layout's random numbers."""
     reason = "drawn per microbatch, which the oracle cannot repeat"
     return [
-        Change(f"model.config.{key}", value, 0.0, reason)
+        ChangedValue(f"model.config.{key}", value, 0.0, reason)
         for key, value in flatten(plain(config.to_dict())).items()
         if _is_drawn(key) and isinstance(value, float) and value > 0
     ]
 
 
-def describe(changes: list[Change], steps: int) -> str:
+def describe(changes: list[ChangedValue], steps: int) -> str:
     """Lines for the user: sizes in one paragraph, then each change that has a reason, then what is never run."""
     sizes = [change for change in changes if not change.reason]
     config = ", ".join(str(change).removeprefix("model.config.") for change in sizes if change.key.startswith("model."))

@@ -14,7 +14,7 @@ from framework.errors import RecipeError
 from framework.model.precision import DTYPES, compute_dtype
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
-from framework.verify.left_out import Change, find_changes, find_drawn
+from framework.verify.left_out import ChangedValue, find_changes, find_drawn
 from framework.verify.options import Options
 from framework.verify.small import CPU_ATTENTION, CPU_EXPERTS
 
@@ -49,22 +49,24 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, num_parameters: int, op
     return kept
 
 
-def _find_absent(recipe: Recipe, options: Options, dtype: str) -> list[Change]:
+def _find_absent(recipe: Recipe, options: Options, dtype: str) -> list[ChangedValue]:
     """What of the recipe a verification cannot do."""
     absent = []
     model = recipe.model
     if model.weights is not None:
-        absent.append(Change("model.weights", model.weights, None, "both sides start from seeded weights"))
+        absent.append(ChangedValue("model.weights", model.weights, None, "both sides start from seeded weights"))
     if recipe.data.pack == "documents":
-        absent.append(Change("data.pack", "documents", "concat", "random tokens have no documents"))
+        absent.append(ChangedValue("data.pack", "documents", "concat", "random tokens have no documents"))
     if recipe.zero.shard_within == "node":
-        absent.append(Change("zero.shard_within", "node", None, "all ranks are on this machine: state the degree"))
+        absent.append(
+            ChangedValue("zero.shard_within", "node", None, "all ranks are on this machine: state the degree")
+        )
     if options.device == "cpu" and model.attention not in CPU_ATTENTION:
-        absent.append(Change("model.attention", model.attention, "auto", "it needs --device cuda"))
+        absent.append(ChangedValue("model.attention", model.attention, "auto", "it needs --device cuda"))
     if options.device == "cpu" and model.experts not in CPU_EXPERTS:
-        absent.append(Change("model.experts", model.experts, "auto", "it needs --device cuda"))
+        absent.append(ChangedValue("model.experts", model.experts, "auto", "it needs --device cuda"))
     if recipe.precision.master == "fp64" and dtype != "fp64":
-        absent.append(Change("precision.master", "fp64", "fp32", f"the oracle's masters are fp32 beside {dtype}"))
+        absent.append(ChangedValue("precision.master", "fp64", "fp32", f"the oracle's masters are fp32 beside {dtype}"))
     return absent
 
 

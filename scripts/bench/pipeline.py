@@ -138,7 +138,7 @@ def choose_layers(setting: Setting, virtual_stages: int, is_v: bool, cut: str) -
     schedule: Any = "zbv" if is_v else "1f1b" if virtual_stages == 1 else "interleaved"
     pipeline = Pipeline(schedule=schedule, virtual_stages=virtual_stages)
     planned = plan_pipeline(pipeline, setting.pp, setting.case.accumulation, costs, Zero())
-    return [each.stop - each.start for each in planned.cuts]
+    return [each.stop - each.start for each in planned.stages]
 
 
 def cut_parts(setting: Setting, own: Sequence[int], layers: Sequence[int]) -> nn.ModuleList:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from framework.errors import ScheduleError
 from framework.parallel.pipeline import bubble_filling as filling
 from framework.parallel.pipeline.actions import Action, Kind, Schedule
-from framework.parallel.pipeline.bubble_filling import fill
+from framework.parallel.pipeline.bubble_filling import fill_bubbles
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
 from framework.parallel.pipeline.pipeline import forward_only
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
@@ -29,12 +29,12 @@ def test_filled_schedules_are_sound_and_take_no_longer(schedule: Schedule, data:
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
     backwards = [each * data.draw(st.sampled_from((1.0, 1.7))) for each in sizes]
     costs = Costs(sizes, backwards, sizes, data.draw(st.sampled_from((0.0, 0.5))))
-    filled = fill(schedule, costs)
+    filled = fill_bubbles(schedule, costs)
     validate(filled)
     assert without(filled, Kind.VALIDATION) == list(schedule.actions)
     assert simulate(filled, costs).length <= simulate(schedule, costs).length * LEAST_ROUNDING
     assert peak_live(filled) == peak_live(schedule)
-    fewer = fill(schedule, costs, min(filled.num_validation, 1))
+    fewer = fill_bubbles(schedule, costs, min(filled.num_validation, 1))
     assert fewer.num_validation == min(filled.num_validation, 1)
     lowered = lower(filled, costs, "microbatch", "microbatch").ranks
     assert_ends_even_if_messages_block(lowered, filled)
@@ -49,7 +49,7 @@ def test_filled_schedules_are_sound_and_take_no_longer(schedule: Schedule, data:
 def test_gpipes_bubbles_hold_two_for_each_rank_but_one(ranks: int) -> None:
     """While the last rank begins its backwards the first ones wait, and while the first ends them the last ones do."""
     for count in (1, 2, 7, 32):
-        filled = fill(make_schedule("gpipe", ranks, count), unit_costs(ranks))
+        filled = fill_bubbles(make_schedule("gpipe", ranks, count), unit_costs(ranks))
         assert filled.num_validation == 2 * (ranks - 1)
         timeline = simulate(filled, unit_costs(ranks))
         assert timeline.length == 3 * (count + ranks - 1)
@@ -57,7 +57,7 @@ def test_gpipes_bubbles_hold_two_for_each_rank_but_one(ranks: int) -> None:
 
 def test_the_bubbles_of_1f1b_hold_some_and_those_of_equal_split_backwards_none() -> None:
     rooms = {
-        name: fill(schedule, unit_costs(schedule.num_stages)).num_validation
+        name: fill_bubbles(schedule, unit_costs(schedule.num_stages)).num_validation
         for name, made in SCHEDULES.items()
         for schedule in [make_schedule(name, 4, 8, made.virtual_stages or 2)]
     }
@@ -74,7 +74,7 @@ def test_what_comes_before_a_backward_of_its_stage_does_not_keep_parameters() ->
 
 
 def test_a_missing_and_a_misnumbered_validation_are_named() -> None:
-    sound = fill(make_schedule("gpipe", 2, 2), unit_costs(2))
+    sound = fill_bubbles(make_schedule("gpipe", 2, 2), unit_costs(2))
     with pytest.raises(ScheduleError, match="stage 0 has nothing of validation microbatch 4"):
         validate(Schedule("mine", 2, sound.rank_of_stage, sound.actions, 3))
     with pytest.raises(ScheduleError, match=r"0V2, but there are .* microbatches 2 to 1"):
@@ -83,11 +83,11 @@ def test_a_missing_and_a_misnumbered_validation_are_named() -> None:
 
 
 def test_a_gap_that_is_none_makes_the_step_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sabotage: ranks are taken to stand still all the time."""
+    """Sabotage: ranks are taken to be idle all the time."""
 
     def find_gaps(rank: Sequence[Timed], end: float) -> filling.Gaps:
         return ((0.0, end),)
 
     schedule, costs = make_schedule("1f1b", 4, 8), unit_costs(4)
     monkeypatch.setattr(filling, "_find_gaps", find_gaps)
-    assert simulate(fill(schedule, costs), costs).length > simulate(schedule, costs).length
+    assert simulate(fill_bubbles(schedule, costs), costs).length > simulate(schedule, costs).length

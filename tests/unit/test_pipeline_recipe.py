@@ -66,7 +66,7 @@ def test_a_contradiction_is_named_with_its_key_and_a_way_out(overrides: list[str
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"])
 def test_every_schedule_is_chosen_by_its_name_alone(schedule: str) -> None:
     pipeline = pipeline_of(f"pipeline.schedule={schedule}")
-    assert len(pipeline.cuts) == (2 if schedule in ("gpipe", "1f1b", "zb_h1") else 4)
+    assert len(pipeline.stages) == (2 if schedule in ("gpipe", "1f1b", "zb_h1") else 4)
 
 
 def test_more_stages_than_layers_and_a_wrong_sum_of_layers_are_refused() -> None:
@@ -78,7 +78,7 @@ def test_more_stages_than_layers_and_a_wrong_sum_of_layers_are_refused() -> None
 
 def test_layers_can_be_given() -> None:
     pipeline = pipeline_of("model.config.num_hidden_layers=5", "pipeline.layers=[4,1]")
-    assert [(cut.start, cut.stop) for cut in pipeline.cuts] == [(0, 4), (4, 5)]
+    assert [(each.start, each.stop) for each in pipeline.stages] == [(0, 4), (4, 5)]
 
 
 def test_a_table_is_a_schedule_and_a_missing_or_waiting_one_is_refused(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_table_is_a_schedule_and_a_missing_or_waiting_one_is_refused(tmp_path:
     with pytest.raises(ScheduleError, match=r"pipeline.table=.*mine.csv cannot be read"):
         pipeline_of(f"pipeline.table={table}")
     table.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    assert len(pipeline_of(f"pipeline.table={table}", "batch.sequences_per_step=2").cuts) == 2
+    assert len(pipeline_of(f"pipeline.table={table}", "batch.sequences_per_step=2").stages) == 2
     table.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     with pytest.raises(ScheduleError, match=r"(?s)deadlocks: rank 0 waits before 0B0 for 1B0 of rank 1.*>>>"):
         pipeline_of(f"pipeline.table={table}", "batch.sequences_per_step=2")
@@ -97,7 +97,7 @@ def test_a_planned_schedule_is_written_as_a_table_that_is_read_again_and_as_a_pi
     save_schedule(tmp_path / "mine.csv", pipeline, 8)
     again = pipeline_of(f"pipeline.table={tmp_path}/mine.csv")
     assert again.make(8).actions == pipeline.make(8).actions
-    assert again.cuts == pipeline.cuts
+    assert again.stages == pipeline.stages
     save_schedule(tmp_path / "mine.svg", pipeline, 8)
     assert (tmp_path / "mine.svg").read_text().startswith("<?xml")
     with pytest.raises(RecipeError, match=r"--schedule-to .*mine.txt: end the name in .csv for a table, in .svg"):

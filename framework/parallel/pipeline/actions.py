@@ -77,7 +77,3 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         return len(self.actions)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in order of computation."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)

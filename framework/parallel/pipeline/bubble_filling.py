@@ -1,4 +1,4 @@
-"""Forward-only microbatches where the ranks of a schedule stand still (the idea of PipeFill, Arfeen et al. 2024).
+"""Forward-only microbatches where the ranks of a schedule are idle (the idea of PipeFill, Arfeen et al. 2024).
 
 A rank's gaps are known before anything runs: they lie between the simulated moments of its actions, until the last rank ends.
 Each microbatch goes stage by stage into the first gap that has room once it has come there, and only if it gets through all
@@ -17,14 +17,14 @@ Gaps = tuple[tuple[float, float], ...]
 ROUNDING = 1e-9
 
 
-def fill(schedule: Schedule, costs: Costs, most: int | None = None) -> Schedule:
+def fill_bubbles(schedule: Schedule, costs: Costs, most: int | None = None) -> Schedule:
     """The schedule with forward-only microbatches, numbered behind its own: as many as there is room for, or `most`."""
     timeline = simulate(schedule, costs)
     end = max((rank[-1].end for rank in timeline.ranks if rank), default=0.0)
     gaps = [_find_gaps(rank, end) for rank in timeline.ranks]
     lists = [list(rank) for rank in timeline.ranks]
     count = 0
-    while count != most and (found := _place(schedule.rank_of_stage, costs, gaps, end * ROUNDING)) is not None:
+    while count != most and (found := _find_room(schedule.rank_of_stage, costs, gaps, end * ROUNDING)) is not None:
         starts, gaps = found
         for stage, start in enumerate(starts):
             action = Action(stage, V, schedule.num_microbatches + count)
@@ -41,7 +41,7 @@ def _find_gaps(rank: Sequence[Timed], end: float) -> Gaps:
     return tuple((start, stop) for start, stop in zip([0.0, *ends], [*starts, end], strict=True) if stop > start)
 
 
-def _place(
+def _find_room(
     rank_of_stage: Sequence[int], costs: Costs, gaps: Sequence[Gaps], rounding: float
 ) -> tuple[list[float], list[Gaps]] | None:
     """When one more microbatch would start in each stage, and the gaps that are left; None if there is no room."""

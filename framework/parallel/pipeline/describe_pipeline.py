@@ -1,4 +1,4 @@
-"""A pipeline in words and numbers, before anything runs: the cut, the grid, what stands still; all schedules beside it."""
+"""A pipeline in words and numbers, before anything runs: the cut, the grid, the idle time; all schedules beside it."""
 
 from collections.abc import Iterator
 
@@ -19,9 +19,11 @@ def describe_pipeline(pipeline: Pipeline, num_microbatches: int) -> str:
         f" {num_microbatches} microbatches, bubble {timeline.bubble:.1%}",
         f"{'stage':<7}{'rank':<6}{'layers':<12}time of the slowest",
     ]
-    for cut, rank, cost in zip(pipeline.cuts, schedule.rank_of_stage, pipeline.costs.forward, strict=True):
-        ends = "".join([" + embedding"] * cut.is_first + [" + head"] * cut.is_last)
-        lines.append(f"{cut.index:<7}{rank:<6}{f'{cut.start} to {cut.stop - 1}':<12}{cost / slowest:.0%}{ends}")
+    for bounds, rank, cost in zip(pipeline.stages, schedule.rank_of_stage, pipeline.costs.forward, strict=True):
+        ends = "".join([" + embedding"] * bounds.is_first + [" + head"] * bounds.is_last)
+        lines.append(
+            f"{bounds.index:<7}{rank:<6}{f'{bounds.start} to {bounds.stop - 1}':<12}{cost / slowest:.0%}{ends}"
+        )
     lines += [
         "",
         draw_grid(schedule),
@@ -45,8 +47,8 @@ def _compare(pipeline: Pipeline, num_ranks: int, num_microbatches: int) -> Itera
     """Every schedule on as many ranks, with stages of equal cost: its bubble and its live microbatches."""
     yield f"{'schedule':<14}{'stages':<8}{'bubble':<9}live microbatches on each rank, in layers of a rank"
     total = sum(pipeline.costs.forward)
-    for name, form in SCHEDULES.items():
-        virtual = form.virtual_stages or 2
+    for name, spec in SCHEDULES.items():
+        virtual = spec.virtual_stages or 2
         try:
             schedule = make_schedule(name, num_ranks, num_microbatches, virtual)
         except ScheduleError as error:

@@ -25,7 +25,7 @@ from framework.parallel.pipeline.simulate import Timed
 Tensors = tuple[Tensor, ...]
 
 
-class Stage(Protocol):
+class StageActions(Protocol):
     """A part of the model, with one microbatch of a step at a time. What its forward returns goes to the next stage, or is on
     the last stage the microbatch's loss."""
 
@@ -47,7 +47,7 @@ class Stage(Protocol):
 
     def reshard(self) -> None: ...
 
-    def reduce(self) -> None: ...
+    def wait_reduce(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ActivationSpec:
 
 class Links:
     """The messages of one step on this rank. Tensors that were sent are held until the receiver has used them: what comes back
-    from it later says so, so nobody ever stands still for a send."""
+    from it later says so, so no rank is ever idle because of a send."""
 
     def __init__(self, axis: Communicator, lowered: Lowered, hidden: ActivationSpec, microbatch: tuple[int, int]):
         """microbatch: sequences and their tokens, of which every microbatch has the same."""
@@ -126,7 +126,7 @@ class Links:
 def execute(
     lowered: Lowered,
     rank: int,
-    stages: Mapping[int, Stage],
+    stages: Mapping[int, StageActions],
     links: Links,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[int, Tensor], list[Timed]]:
@@ -148,7 +148,7 @@ class _Step:
     """What is alive between the actions of a step. live: (inputs, outputs) of a microbatch by its F; left: for a later W;
     outputs: to be sent, by the send; local: for another stage of this rank, by the receive that it stands for."""
 
-    def __init__(self, lowered: Lowered, stages: Mapping[int, Stage], links: Links, clock: Callable[[], float]):
+    def __init__(self, lowered: Lowered, stages: Mapping[int, StageActions], links: Links, clock: Callable[[], float]):
         self._stages, self._links, self._clock = stages, links, clock
         self._last = lowered.num_stages - 1
         self._messages = lowered.messages
@@ -170,7 +170,7 @@ class _Step:
         self._do(action, self._stages[action.stage], arrived)
         return Timed(action, start, self._clock())
 
-    def _do(self, action: Action, stage: Stage, arrived: Tensors) -> None:
+    def _do(self, action: Action, stage: StageActions, arrived: Tensors) -> None:
         match action.kind:
             case Kind.FORWARD:
                 self._forward(action, stage, arrived)
@@ -186,9 +186,9 @@ class _Step:
             case Kind.RESHARD:
                 stage.reshard()
             case Kind.WAIT_REDUCE:
-                stage.reduce()
+                stage.wait_reduce()
 
-    def _forward(self, action: Action, stage: Stage, received: Tensors) -> None:
+    def _forward(self, action: Action, stage: StageActions, received: Tensors) -> None:
         for each in received:
             each.requires_grad_()
         outputs = stage.forward(action.microbatch, received)
@@ -202,7 +202,7 @@ class _Step:
         else:
             self._hand_on(action, Kind.SEND_ACTIVATION, tuple(each.detach() for each in outputs))
 
-    def _backward(self, action: Action, stage: Stage, gradients: Tensors) -> None:
+    def _backward(self, action: Action, stage: StageActions, gradients: Tensors) -> None:
         received, outputs = self.live.pop(action._replace(kind=Kind.FORWARD))
         trained = [edge for edge in outputs if edge is not None]
         gradients = tuple(each for each, edge in zip(gradients, outputs, strict=False) if edge is not None)

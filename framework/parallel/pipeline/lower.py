@@ -2,14 +2,14 @@
 
 Messages have one order over the whole pipeline, that of the simulated moments at which their contents are there, and every
 rank starts its sends and receives in this order. So ranks that talk to each other agree on the order of their messages, and
-even if a rank did one after another, and each only when both sides are ready, no circle of waits could close: a message
+even if a rank did one after another, and each only when both sides are ready, no cycle of waits could close: a message
 waits only for computations that wait for earlier messages.
 
     SEND      right after what it sends was computed
     RECV      some actions ahead of its use, so that data arrives while the rank computes
     UNSHARD   the stage's first units start to be gathered; the others follow, and go, as computation goes on
     RESHARD   what of the stage is still gathered is given back; not between a forward and the stage's backward right after
-    REDUCE    the sums of gradients that went on under a backward have ended; as late as its memory allows
+    WAIT_REDUCE  the sums of gradients that went on under a backward have ended; as late as its memory allows
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ FORWARDS = (F, V)
 # Actions between the start of a receive and its use. With 0 a rank would wait for each message's whole way.
 RECEIVE_AHEAD = 1
 
-Often = Literal["step", "microbatch"]
+Frequency = Literal["step", "microbatch"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Lowered:
         return sum(each.stage == stage and each.kind in (B, W) for actions in self.ranks for each in actions)
 
 
-def lower(schedule: Schedule, costs: Costs, unshard: Often = "step", reduce: Often = "step") -> Lowered:
+def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce: Frequency = "step") -> Lowered:
     """What each rank really does.
 
     unshard: a stage's parameters are gathered once and kept until the update, or for each forward and backward anew.
@@ -117,7 +117,9 @@ def _place_messages(rank: int, messages: list[Message]) -> Iterator[tuple[int, A
         yield slot, each.send if each.source == rank else each.receive
 
 
-def _place_lifetimes(actions: tuple[Action, ...], unshard: Often, reduce: Often) -> Iterator[tuple[int, Action]]:
+def _place_lifetimes(
+    actions: tuple[Action, ...], unshard: Frequency, reduce: Frequency
+) -> Iterator[tuple[int, Action]]:
     """(before which action, lifetime of ZeRO)."""
     reads = [index for index, action in enumerate(actions) if action.kind is not W]
     gathered: set[int] = set()

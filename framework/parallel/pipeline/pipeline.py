@@ -8,8 +8,8 @@ from pathlib import Path
 from framework.errors import RecipeError
 from framework.model.stage import StageBounds, split_stages
 from framework.parallel.pipeline.actions import Action, Kind, Schedule
-from framework.parallel.pipeline.bubble_filling import fill
-from framework.parallel.pipeline.lower import Lowered, Often, lower
+from framework.parallel.pipeline.bubble_filling import fill_bubbles
+from framework.parallel.pipeline.lower import Frequency, Lowered, lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
 from framework.parallel.pipeline.split import balance_ranks, split_by_cost
@@ -20,15 +20,15 @@ from framework.recipe.derive import count_virtual_stages
 
 @dataclass(frozen=True)
 class Pipeline:
-    """cuts: the stages; rank_of_stage: where each is. costs: of each stage. make: the schedule of so many microbatches.
+    """stages: the layers of each; rank_of_stage: where each is. costs: of each stage. make: the schedule of so many microbatches.
     unshard, reduce: see `lower`. known, rooms: what has been asked for before."""
 
-    cuts: tuple[StageBounds, ...]
+    stages: tuple[StageBounds, ...]
     rank_of_stage: tuple[int, ...]
     costs: Costs
     make: Callable[[int], Schedule]
-    unshard: Often = "step"
-    reduce: Often = "step"
+    unshard: Frequency = "step"
+    reduce: Frequency = "step"
     known: dict[tuple[int, int], Lowered] = field(default_factory=dict)
     rooms: dict[int, int] = field(default_factory=dict)
 
@@ -36,7 +36,7 @@ class Pipeline:
         """A training step's, with so many microbatches of validation in its bubbles, at most `room`; or of these alone."""
         if not num_microbatches:
             return forward_only(self.rank_of_stage, num_validation)
-        return fill(self.make(num_microbatches), self.costs, num_validation)
+        return fill_bubbles(self.make(num_microbatches), self.costs, num_validation)
 
     def simulated(self, num_microbatches: int, measured: Timeline) -> Timeline:
         """The schedule of a step that was measured, with the validation that ran in it."""
@@ -47,7 +47,7 @@ class Pipeline:
     def room(self, num_microbatches: int) -> int:
         """How many microbatches of validation the bubbles of a training step hold."""
         if num_microbatches not in self.rooms:
-            self.rooms[num_microbatches] = fill(self.make(num_microbatches), self.costs).num_validation
+            self.rooms[num_microbatches] = fill_bubbles(self.make(num_microbatches), self.costs).num_validation
         return self.rooms[num_microbatches]
 
     def lowered(self, num_microbatches: int, num_validation: int = 0) -> Lowered:
@@ -88,10 +88,10 @@ def plan_pipeline(
     layers = [cost for unit, cost in unit_costs.items() if unit.startswith("layers.")]
     ends = unit_costs.get("embedding", 0.0), unit_costs.get("head", 0.0)
     counts = _count_layers(settings, layers, ends, schedule.rank_of_stage)
-    cuts = tuple(split_stages(counts))
-    costs = [sum(layers[cut.start : cut.stop]) + ends[0] * cut.is_first + ends[1] * cut.is_last for cut in cuts]
+    stages = tuple(split_stages(counts))
+    costs = [sum(layers[each.start : each.stop]) + ends[0] * each.is_first + ends[1] * each.is_last for each in stages]
     return Pipeline(
-        cuts,
+        stages,
         schedule.rank_of_stage,
         Costs(costs, costs, costs),
         make,

@@ -169,7 +169,7 @@ def dualpipe_v(rank: int, num_ranks: int, num_microbatches: int, writer: Writer)
 
 
 @dataclass(frozen=True)
-class Form:
+class ScheduleSpec:
     """How a schedule is made. virtual_stages: those it can have, None for 2 and more."""
 
     write: Callable[[int, int, int, Writer], None]
@@ -178,12 +178,12 @@ class Form:
 
 
 SCHEDULES = {
-    "gpipe": Form(gpipe),
-    "1f1b": Form(one_forward_one_backward),
-    "interleaved": Form(interleaved, virtual_stages=None),
-    "zb_h1": Form(zb_h1),
-    "zbv": Form(zbv, virtual_stages=2, is_v=True),
-    "dualpipe_v": Form(dualpipe_v, virtual_stages=2, is_v=True),
+    "gpipe": ScheduleSpec(gpipe),
+    "1f1b": ScheduleSpec(one_forward_one_backward),
+    "interleaved": ScheduleSpec(interleaved, virtual_stages=None),
+    "zb_h1": ScheduleSpec(zb_h1),
+    "zbv": ScheduleSpec(zbv, virtual_stages=2, is_v=True),
+    "dualpipe_v": ScheduleSpec(dualpipe_v, virtual_stages=2, is_v=True),
 }
 
 

@@ -58,17 +58,9 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they stand still, 0 to 1."""
+        """Share of the ranks' time in which they are idle, 0 to 1."""
         busy = sum(each.end - each.start for rank in self.ranks for each in rank)
         return 1.0 - busy / (self.length * len(self.ranks)) if busy else 0.0
-
-    @property
-    def pause(self) -> float:
-        """As `bubble`, but of each rank's own time, from its first action to its last: a step that begins on the first rank
-        while the last still ends the one before has no more than this."""
-        own = sum(rank[-1].end - rank[0].start for rank in self.ranks if rank)
-        busy = sum(each.end - each.start for rank in self.ranks for each in rank)
-        return 1.0 - busy / own if own else 0.0
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -175,7 +167,7 @@ def needs(schedule: Schedule, action: Action) -> Action | None:
 
 
 def _explain_deadlock(schedule: Schedule, positions: Sequence[int]) -> str:
-    """The circle of ranks that wait for one another, and the whole grid with each rank's place in it."""
+    """The cycle of ranks that wait for one another, and the whole grid with each rank's place in it."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, (actions, position) in enumerate(zip(schedule.actions, positions, strict=True)):
         if position < len(actions):
@@ -187,11 +179,11 @@ def _explain_deadlock(schedule: Schedule, positions: Sequence[int]) -> str:
     while rank in waits and rank not in path:
         path.append(rank)
         rank = schedule.rank_of_stage[waits[rank][1].stage]
-    circle = path[path.index(rank) :] if rank in path else path
-    lines = [f"rank {each} waits before {waits[each][0]} for {waits[each][1]}" for each in circle]
+    cycle = path[path.index(rank) :] if rank in path else path
+    lines = [f"rank {each} waits before {waits[each][0]} for {waits[each][1]}" for each in cycle]
     lines = [
         f"{line} of rank {schedule.rank_of_stage[waits[each][1].stage]}"
-        for line, each in zip(lines, circle, strict=True)
+        for line, each in zip(lines, cycle, strict=True)
     ]
     grid = [
         f"  rank {each}: {' '.join(map(str, actions[:at]))} >>> {' '.join(map(str, actions[at:]))}"
