@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from framework.model.load import build_meta, load_config
-from framework.model.stage import PassThrough, StageBounds, StageModel, copy_stage, own_ties, own_units, split_stages
+from framework.model.stage import PassThrough, StageBounds, copy_stage, hollow_out, own_ties, own_units, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.recipe.compose import compose
 from tests.families import FAMILIES, Family, build_config, family
@@ -113,15 +113,15 @@ def test_what_is_set_on_a_copy_does_not_show_in_the_whole_model():
 
 
 def test_layers_that_are_not_there_may_be_hollowed_out_again():
-    """`StageModel` of a copy has the parameters that it has of a model cut from the whole."""
+    """A copy keeps the parameters that a model of its own keeps."""
     tiny = build_config(family("gemma2"))
     whole = build_meta(tiny)
     units, ties = find_units(whole), tied_names(whole)
     for bounds in STAGES:
         model = copy_stage(whole, units, bounds, False)
-        StageModel(model, units, bounds, False, torch.float32)
+        hollow_out(model, units, bounds, False, torch.float32)
         fresh = build_meta(tiny)
-        StageModel(fresh, units, bounds, False, torch.float32)
+        hollow_out(fresh, units, bounds, False, torch.float32)
         assert describe(model) == describe(fresh)
         own = {name for unit in own_units(units, ties, bounds) for name in unit.parameters}
         assert own == own_ties(model, ties).keys()

@@ -1,4 +1,4 @@
-"""What ranks do in a step, as data: lists of actions that can be printed, checked, simulated, drawn and executed."""
+"""Actions and schedules: what ranks do in a step, as data that can be printed, checked, simulated, drawn and executed."""
 
 import re
 from dataclasses import dataclass
@@ -9,9 +9,12 @@ from framework.errors import ScheduleError
 
 
 class Kind(Enum):
-    """F: forward of a microbatch; B: its whole backward, or in its stead I, the gradient of the stage's input, and some time
-    later W, the gradients of its weights. V: forward of a microbatch of validation, which has no backward. The rest is what
-    `lower` adds: messages and the lifetimes of ZeRO."""
+    """Kinds of actions.
+
+    F is the forward of a microbatch; B its whole backward; I and W its two halves, the gradient of the stage's input and, any
+    time later, the gradients of its weights; V the forward of a validation microbatch, which has no backward. `lower` adds the
+    others: messages and the lifetimes of ZeRO.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -26,7 +29,7 @@ class Kind(Enum):
     RESHARD = "RESHARD"
     WAIT_REDUCE = "WAIT_REDUCE"
 
-    # By identity, ten times as fast as by name: schedules are looked up a great deal.
+    # Enum hashes by name, in Python. Actions are keys of dictionaries everywhere, and by identity is ten times as fast.
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
@@ -38,7 +41,9 @@ COMPUTE = (*TRAINING, V)
 
 
 class Action(NamedTuple):
-    """A tuple, because an exhaustive test makes millions of them."""
+    """One thing that a rank does: `kind`, of a stage, for a microbatch. Printed as stage, kind, microbatch: 0F3."""
+
+    # A tuple and no dataclass: the exhaustive tests make millions of them.
 
     stage: int
     kind: Kind
@@ -52,7 +57,7 @@ ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in TRAINING)})(\d+)")
 
 
 def parse_action(text: str) -> Action:
-    """The action of training that `str` wrote. Raises ScheduleError for other text."""
+    """The training action of a text such as 0F3. Raises ScheduleError for other text."""
     found = ACTION.fullmatch(text.strip())
     if found is None:
         raise ScheduleError(f"{text.strip()!r} is no action: stage, F, B, I or W, and microbatch, such as 0F3")
@@ -61,8 +66,11 @@ def parse_action(text: str) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The compute actions of each rank, in order. rank_of_stage: where each stage's layers are; a rank may have several.
-    num_validation: microbatches of validation, numbered behind those of training."""
+    """The compute actions of each rank, in order.
+
+    rank_of_stage: the rank of each stage; a rank may have several (virtual stages). num_validation: the number of validation
+    microbatches, whose numbers come after those of training.
+    """
 
     name: str
     num_microbatches: int

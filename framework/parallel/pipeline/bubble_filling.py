@@ -1,8 +1,8 @@
 """Forward-only microbatches where the ranks of a schedule are idle (the idea of PipeFill, Arfeen et al. 2024).
 
-A rank's gaps are known before anything runs: they lie between the simulated moments of its actions, until the last rank ends.
-Each microbatch goes stage by stage into the first gap that has room once it has come there, and only if it gets through all
-stages. What was there before keeps its moments, so the step takes no longer. On the way it holds nothing but hidden states.
+A rank's gaps are known before anything runs: they are the times between its simulated actions, until the last rank ends. Each
+extra microbatch goes stage by stage into the first gap that has room after its arrival, and only if it gets through all stages.
+Training actions keep their times, so the step takes no longer. A forward-only microbatch holds nothing but hidden states.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from framework.parallel.pipeline.simulate import Costs, Timed, simulate
 
 Gaps = tuple[tuple[float, float], ...]
 
-# Relative to the step: the rounding of sums of costs.
+# Relative to the length of the step. Costs are floats and times their sums, so a gap of exactly one forward may be an ulp short.
 ROUNDING = 1e-9
 
 
 def fill_bubbles(schedule: Schedule, costs: Costs, most: int | None = None) -> Schedule:
-    """The schedule with forward-only microbatches, numbered behind its own: as many as there is room for, or `most`."""
+    """The schedule with forward-only microbatches, numbered after its own: as many as there is room for, or `most`."""
     timeline = simulate(schedule, costs)
     end = max((rank[-1].end for rank in timeline.ranks if rank), default=0.0)
     gaps = [_find_gaps(rank, end) for rank in timeline.ranks]
@@ -30,6 +30,7 @@ def fill_bubbles(schedule: Schedule, costs: Costs, most: int | None = None) -> S
             action = Action(stage, V, schedule.num_microbatches + count)
             lists[schedule.rank_of_stage[stage]].append(Timed(action, start, start + costs.of(V, stage)))
         count += 1
+    # By end as well: of two actions that start together one has cost 0, and goes first.
     ordered = (sorted(rank, key=lambda each: (each.start, each.end)) for rank in lists)
     return replace(
         schedule, actions=tuple(tuple(each.action for each in rank) for rank in ordered), num_validation=count
@@ -44,12 +45,14 @@ def _find_gaps(rank: Sequence[Timed], end: float) -> Gaps:
 def _find_room(
     rank_of_stage: Sequence[int], costs: Costs, gaps: Sequence[Gaps], rounding: float
 ) -> tuple[list[float], list[Gaps]] | None:
-    """When one more microbatch would start in each stage, and the gaps that are left; None if there is no room."""
+    """The times at which one more microbatch starts in each stage, and the gaps that are left; None if there is no room."""
+    # First fit. Gaps are tuples that are replaced, not changed: one that fails half way leaves nothing behind.
     left, starts, ready = list(gaps), [], 0.0
     for stage, rank in enumerate(rank_of_stage):
         if stage and rank_of_stage[stage - 1] != rank:
             ready += costs.message
         length = costs.of(V, stage)
+        # Earliest possible on each rank in turn: later would only take room from the stages after it.
         fits = (
             (at, max(low, ready))
             for at, (low, high) in enumerate(left[rank])

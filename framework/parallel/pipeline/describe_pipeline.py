@@ -1,4 +1,4 @@
-"""A pipeline in words and numbers, before anything runs: the cut, the grid, the idle time; all schedules beside it."""
+"""A printed description of a pipeline before anything runs: the split, the grid, the bubble, and all schedules compared."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from framework.parallel.pipeline.simulate import Costs, peak_live, simulate
 
 
 def describe_pipeline(pipeline: Pipeline, num_microbatches: int) -> str:
-    """Of a step of so many microbatches."""
+    """Lines about a step with `num_microbatches`: what `meshwright plan` prints of the pipeline."""
     schedule = pipeline.make(num_microbatches)
     timeline = simulate(schedule, pipeline.costs)
     slowest = max(pipeline.costs.forward) or 1.0
@@ -44,7 +44,7 @@ def describe_pipeline(pipeline: Pipeline, num_microbatches: int) -> str:
 
 
 def _compare(pipeline: Pipeline, num_ranks: int, num_microbatches: int) -> Iterator[str]:
-    """Every schedule on as many ranks, with stages of equal cost: its bubble and its live microbatches."""
+    """Lines that compare all schedules on as many ranks, with stages of equal cost: bubble and live microbatches."""
     yield f"{'schedule':<14}{'stages':<8}{'bubble':<9}live microbatches on each rank, in layers of a rank"
     total = sum(pipeline.costs.forward)
     for name, spec in SCHEDULES.items():
@@ -54,6 +54,7 @@ def _compare(pipeline: Pipeline, num_ranks: int, num_microbatches: int) -> Itera
         except ScheduleError as error:
             yield f"{name:<14}{num_ranks * virtual:<8}{error}"
             continue
+        # The same model for all: more stages are shorter ones, and a live microbatch of a shorter stage holds less.
         costs = [total / schedule.num_stages] * schedule.num_stages
         bubble = simulate(schedule, Costs(costs, costs, costs)).bubble
         live = " ".join(f"{count / virtual:g}" for count in peak_live(schedule))

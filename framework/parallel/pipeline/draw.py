@@ -18,8 +18,10 @@ COLORS = {
 
 
 def draw_grid(schedule: Schedule, width: int = 120) -> str:
-    """One line a rank, one cell a unit of time, F = I = W = 1; a whole backward takes two cells. With several stages on a rank
-    an action names its stage as well. StageBounds at `width` characters."""
+    """Text with a line for each rank and a cell for each unit of time, F = I = W = 1, so that a whole backward takes two cells.
+
+    Where ranks have several stages an action is printed with its stage. Lines end after `width` characters.
+    """
     timeline = simulate(schedule, unit_costs(schedule.num_stages))
     has_virtual = schedule.num_stages > schedule.num_ranks
     names = [
@@ -40,12 +42,15 @@ def draw_grid(schedule: Schedule, width: int = 120) -> str:
 
 
 def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) -> None:
-    """Timelines one above the other, by title, each on its own scale; the file's ending says SVG, PNG or PDF."""
+    """Draw timelines by title, one above the other, each on its own scale. The file's suffix chooses SVG, PNG or PDF."""
+    # A second to import, which no run should pay that draws nothing.
     from matplotlib.figure import Figure
 
+    # Figure, not pyplot: pyplot keeps figures alive in global state and looks for a display.
     figure = Figure(figsize=(14, (0.5 * num_ranks + 1.2) * len(timelines)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
     for panel, (title, timeline) in zip(axes, timelines.items(), strict=True):
+        # Measured times are of a clock with any origin.
         first = min((rank[0].start for rank in timeline.ranks if rank), default=0.0)
         for number, rank in enumerate(timeline.ranks):
             for each in rank:
@@ -54,7 +59,7 @@ def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) 
                     number, each.end - each.start, left=each.start - first, height=0.9, alpha=alpha, linewidth=0.4,
                     color=COLORS[each.action.kind], edgecolor="white",
                 )  # fmt: skip
-                if each.end - each.start > timeline.length / 80:
+                if each.end - each.start > timeline.length / 80:  # a number fits into the bar
                     middle = (each.start + each.end) / 2 - first
                     color = "white" if alpha == 1.0 else "black"
                     panel.text(
@@ -67,6 +72,7 @@ def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) 
         panel.spines[["top", "right"]].set_visible(False)
     actions = [each.action for timeline in timelines.values() for rank in timeline.ranks for each in rank]
     there = {action.kind for action in actions}
+    # The legend shows the kinds that occur. Bars of width 0 stand for them, since no drawn bar has the hue of a whole kind.
     handles = [
         axes[0].barh(0, 0, color=color, label=f"{kind.value} {kind.name.lower()}")
         for kind, color in COLORS.items()
@@ -79,20 +85,21 @@ def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) 
 
 
 def save_timeline(folder: Path, simulated: Timeline, measured: Timeline) -> None:
-    """timeline.json, the trace of what was measured, and timeline.png, both timelines."""
+    """Write timeline.json, a trace of the measured timeline, and timeline.png, both timelines."""
     save_trace(folder / "timeline.json", measured)
     pictures = {"simulated": simulated, "measured, in seconds": measured}
     save_picture(folder / "timeline.png", pictures, len(measured.ranks))
 
 
 def save_trace(path: Path, timeline: Timeline) -> None:
-    """A measured timeline, in seconds, as a Chrome trace (chrome://tracing, ui.perfetto.dev), one row a rank."""
+    """Write a measured timeline, in seconds, as a Chrome trace (chrome://tracing, ui.perfetto.dev) with a row for each rank."""
     first = min((rank[0].start for rank in timeline.ranks if rank), default=0.0)
     events = [
         {
             "name": str(each.action),
             "cat": each.action.kind.name.lower(),
             "ph": "X",
+            # The format counts in microseconds.
             "ts": (each.start - first) * 1e6,
             "dur": (each.end - each.start) * 1e6,
             "pid": 0,

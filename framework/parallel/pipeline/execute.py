@@ -1,7 +1,14 @@
-"""The one executor: interprets a rank's actions. Accumulation, whatever the number of microbatches, is its one-stage case.
+"""The executor: interprets one rank's list of actions. Gradient accumulation is its case of a single stage.
 
-Of a microbatch only the graph lives from its F to its B: what a stage computed is sent and forgotten, what it received is in
-the graph where backward needs it. Between stages on one rank a tensor changes hands without a message.
+Between the forward and the backward of a microbatch only the autograd graph lives. What a stage computed is sent and dropped;
+what it received is kept by the graph where backward needs it. Two stages on one rank hand tensors over without a message.
+
+Tensors between stages, [B, T, D] in compute dtype with T the tokens that this rank holds of each sequence:
+
+    forward    hidden states, from stage s to s + 1; with a load-balancing loss also the routers' statistics, [2E + 1]
+    backward   the gradients of the same tensors, from stage s + 1 to s
+
+Only the axis `pp` communicates here. What ZeRO and tensor parallelism send is inside the stages' own methods.
 """
 
 import time
@@ -26,28 +33,32 @@ Tensors = tuple[Tensor, ...]
 
 
 class StageActions(Protocol):
-    """A part of the model, with one microbatch of a step at a time. What its forward returns goes to the next stage, or is on
-    the last stage the microbatch's loss."""
+    """The methods that the executor calls on a stage: one for each kind of action that is not a message."""
 
-    def forward(self, microbatch: int, received: Tensors) -> Tensors: ...
+    def forward(self, microbatch: int, received: Tensors) -> Tensors:
+        """Tensors for the next stage, or on the last stage the microbatch's scalar loss. received: empty on the first stage."""
 
     def validate(self, microbatch: int, received: Tensors) -> Tensors:
-        """As `forward`, of a microbatch that nothing is learnt from."""
+        """The forward of a validation microbatch: called without autograd, draws no random numbers."""
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
-        """outputs: those below which something is trained, with their gradients; the loss has none. is_last: of this stage in
-        this step: its gradients are then complete."""
+        """The whole backward. outputs: edges of the outputs that require a gradient, with the gradients of those outputs; none
+        for the loss. is_last: whether this is the stage's last backward of the step, which completes its gradients."""
 
     def backward_input(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> Any:
-        """The gradient of the input; returns what `backward_weights` needs."""
+        """The gradient of the input alone; returns what `backward_weights` needs to finish the microbatch."""
 
-    def backward_weights(self, left: Any, is_last: bool) -> None: ...
+    def backward_weights(self, deferred: Any, is_last: bool) -> None:
+        """The weight gradients that `backward_input` left out."""
 
-    def unshard(self, is_forward: bool) -> None: ...
+    def unshard(self, is_forward: bool) -> None:
+        """Start to gather the parameters that the next forward, or backward, reads first."""
 
-    def reshard(self) -> None: ...
+    def reshard(self) -> None:
+        """Free the gathered parameters that the stage still holds."""
 
-    def wait_reduce(self) -> None: ...
+    def wait_reduce(self) -> None:
+        """Wait for the gradient reductions that have been started."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +82,25 @@ class ActivationSpec:
 
 
 class Links:
-    """The messages of one step on this rank. Tensors that were sent are held until the receiver has used them: what comes back
-    from it later says so, so no rank is ever idle because of a send."""
+    """The messages of one step on this rank, over the axis `pp`.
+
+    No rank waits for a send to complete. A sent tensor is held until a message from its receiver shows that it was used: if
+    what arrives was computed after the receiver had needed the tensor, then the send is over and its wait returns at once.
+    """
 
     def __init__(self, axis: Communicator, lowered: Lowered, hidden: ActivationSpec, microbatch: tuple[int, int]):
-        """microbatch: sequences and their tokens, of which every microbatch has the same."""
+        """microbatch: (sequences, tokens of each); all microbatches of a step have the same shape, so that receives can be
+        posted before anything is known of what arrives."""
         self._axis, self._lowered, self._hidden, self._microbatch = axis, lowered, hidden, microbatch
         self._arriving: dict[Action, tuple[Tensors, Pending]] = {}
         self._leaving: list[tuple[Message, Pending]] = []
 
     def start(self, actions: Sequence[Action], outputs: dict[Action, Tensors]) -> None:
-        """Start sends and receives that stand side by side. One batch has one receive: a batch may end as a whole only, and
-        what is needed first must not wait for what comes later."""
+        """Start sends and receives that are neighbours in the list of actions. `outputs` loses what is sent."""
         batch: list[Action] = []
         for action in actions:
+            # NCCL completes a batch as a whole. With two receives in one, the tensor that is needed first would wait for the
+            # one that is needed later, and the schedule would slip by a whole action.
             if action.kind in RECEIVES and any(each.kind in RECEIVES for each in batch):
                 self._start_batch(batch, outputs)
                 batch = []
@@ -92,6 +108,8 @@ class Links:
         self._start_batch(batch, outputs)
 
     def _start_batch(self, actions: Sequence[Action], outputs: dict[Action, Tensors]) -> None:
+        # Both sides list their messages in the order of `lower`, which is one order for the whole pipeline: the n-th send to
+        # a rank meets its n-th receive from here, with no tag to match them by.
         sends, receives = [], []
         places: dict[Action, Tensors] = {}
         for action in actions:
@@ -106,10 +124,12 @@ class Links:
         self._arriving |= {action: (place, received) for action, place in places.items()}
 
     def take(self, action: Action) -> Tensors:
-        """What a receive brought, once it is there."""
+        """The tensors of a receive; waits until they have arrived."""
         place, pending = self._arriving.pop(action)
         pending.wait()
         message = self._lowered.messages[action]
+        # This message left after the sender's action number `after`. Whatever the sender needed for an action up to that one
+        # it has received: these sends are complete, their wait costs nothing, and their tensors may go.
         used = [each for each in self._leaving if each[0].target == message.source and each[0].before <= message.after]
         for each in used:
             self._leaving.remove(each)
@@ -117,7 +137,7 @@ class Links:
         return place
 
     def finish(self) -> None:
-        """Wait for what is still under way."""
+        """Wait for the sends whose receiver has sent nothing back since: the step's last ones."""
         for _, pending in self._leaving:
             pending.wait()
         self._leaving = []
@@ -130,9 +150,14 @@ def execute(
     links: Links,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[int, Tensor], list[Timed]]:
-    """Run the rank's actions. Returns the losses by microbatch, detached, of the last stage only; and when what was done."""
+    """Run the rank's actions of one step.
+
+    stages: this rank's, by number. Returns the losses by microbatch, detached scalars, empty unless this rank has the last
+    stage; and the compute actions with the clock's times, which do not include waiting.
+    """
     step = _Step(lowered, stages, links, clock)
     timed = []
+    # Neighbouring messages start together: NCCL runs what is in one group at once, and one after another what is not.
     for are_messages, group in groupby(lowered.ranks[rank], lambda action: action.kind in SENDS + RECEIVES):
         actions = list(group)
         if are_messages:
@@ -140,13 +165,18 @@ def execute(
         else:
             timed += [step.run(action) for action in actions]
     links.finish()
+    # A schedule that passed `validate` leaves neither: this is a bug of `lower` or of the loops above.
     assert not step.live and not step.left, f"never ran backward: {sorted(map(str, step.live))}"  # noqa: PT018
     return step.losses, [each for each in timed if each.action.kind in COMPUTE]
 
 
 class _Step:
-    """What is alive between the actions of a step. live: (inputs, outputs) of a microbatch by its F; left: for a later W;
-    outputs: to be sent, by the send; local: for another stage of this rank, by the receive that it stands for."""
+    """The state between the actions of one step.
+
+    live: by F action, the microbatch's (inputs, outputs) until its backward. left: by W action, the weight gradients that its
+    I left out. outputs: by send action, the tensors to send. local: by receive action, the tensors that another stage of this
+    rank has handed over instead of sending them.
+    """
 
     def __init__(self, lowered: Lowered, stages: Mapping[int, StageActions], links: Links, clock: Callable[[], float]):
         self._stages, self._links, self._clock = stages, links, clock
@@ -160,7 +190,8 @@ class _Step:
         self.losses: dict[int, Tensor] = {}
 
     def run(self, action: Action) -> Timed:
-        """Wait for what the action needs, then do it; only the doing is timed."""
+        """Wait for what the action needs, then do it. The clock starts after the wait, so that a measured timeline shows idle
+        time as a gap, as the simulated one does."""
         arrived: Tensors = ()
         if action.kind in FORWARDS and action.stage > 0:
             arrived = self._take(action, Kind.RECEIVE_ACTIVATION)
@@ -190,13 +221,15 @@ class _Step:
 
     def _forward(self, action: Action, stage: StageActions, received: Tensors) -> None:
         for each in received:
-            each.requires_grad_()
+            each.requires_grad_()  # a leaf here: backward leaves in .grad what goes back to the stage before
         outputs = stage.forward(action.microbatch, received)
+        # Edges instead of outputs: the graph needs the node only, and the hidden states are freed as soon as they are sent.
+        # An output without a graph (everything below it is frozen) has no edge and gets no backward.
         self.live[action] = received, [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
         self._pass_on(action, outputs)
 
     def _pass_on(self, action: Action, outputs: Tensors) -> None:
-        """What a forward has computed: the loss is kept, hidden states go to the next stage."""
+        """Keep the loss, or hand hidden states to the next stage; detached, because no graph crosses a stage's border."""
         if action.stage == self._last:
             (self.losses[action.microbatch],) = (each.detach() for each in outputs)
         else:
@@ -204,6 +237,7 @@ class _Step:
 
     def _backward(self, action: Action, stage: StageActions, gradients: Tensors) -> None:
         received, outputs = self.live.pop(action._replace(kind=Kind.FORWARD))
+        # The next stage sends gradients of all outputs, of the frozen ones too; the loss on the last stage receives none.
         trained = [edge for edge in outputs if edge is not None]
         gradients = tuple(each for each, edge in zip(gradients, outputs, strict=False) if edge is not None)
         if action.kind is Kind.BACKWARD:
@@ -211,6 +245,7 @@ class _Step:
         else:
             self.left[action._replace(kind=Kind.WEIGHT)] = stage.backward_input(trained, gradients)
         if received:
+            # Whatever is frozen below: the stage before waits for this message and would deadlock without it.
             found = tuple(each.grad for each in received if each.grad is not None)
             assert len(found) == len(received), f"{action} gave its input no gradient"
             self._hand_on(action, Kind.SEND_GRADIENT, found)
@@ -220,9 +255,10 @@ class _Step:
         return self.local.pop(receive) if receive in self.local else self._links.take(receive)
 
     def _hand_on(self, action: Action, kind: Kind, tensors: Tensors) -> None:
-        """To another rank if there is a message for it, else to another stage of this one."""
+        """Pass tensors to the neighbouring stage: as a message, or directly where it is on this rank."""
         send = action._replace(kind=kind)
         if send in self._messages:
+            # Messages need contiguous memory, and the gradient of a hidden state may be a transposed view.
             self.outputs[send] = tuple(each.contiguous() for each in tensors)
         elif kind is Kind.SEND_ACTIVATION:
             self.local[Action(action.stage + 1, Kind.RECEIVE_ACTIVATION, action.microbatch)] = tensors
@@ -230,5 +266,6 @@ class _Step:
             self.local[Action(action.stage - 1, Kind.RECEIVE_GRADIENT, action.microbatch)] = tensors
 
     def _is_last_of(self, stage: int) -> bool:
+        # Counts B and W, not I: only weight gradients complete the accumulation, and no reduction may start before.
         self._rest[stage] -= 1
         return self._rest[stage] == 0

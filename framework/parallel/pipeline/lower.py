@@ -1,15 +1,15 @@
-"""From a schedule of computations to what each rank really does: messages, and the lifetimes of ZeRO, in their places.
+"""Lowering: from a schedule of compute actions to everything a rank does, with its messages and the lifetimes of ZeRO.
 
-Messages have one order over the whole pipeline, that of the simulated moments at which their contents are there, and every
-rank starts its sends and receives in this order. So ranks that talk to each other agree on the order of their messages, and
-even if a rank did one after another, and each only when both sides are ready, no cycle of waits could close: a message
-waits only for computations that wait for earlier messages.
+Messages have one order over the whole pipeline, the simulated times at which their contents are ready, and every rank starts
+its sends and receives in this order. Ranks that talk to each other therefore agree on the order of their messages. And there
+is no deadlock, even if a rank handled one message after another and each only when both sides are ready: a message waits only
+for computations that wait for earlier messages, so no cycle of waits can close.
 
-    SEND      right after what it sends was computed
-    RECV      some actions ahead of its use, so that data arrives while the rank computes
-    UNSHARD   the stage's first units start to be gathered; the others follow, and go, as computation goes on
-    RESHARD   what of the stage is still gathered is given back; not between a forward and the stage's backward right after
-    WAIT_REDUCE  the sums of gradients that went on under a backward have ended; as late as its memory allows
+    SEND          right after the action that computes the content
+    RECV          some actions ahead of its use, so that the data arrives while the rank computes
+    UNSHARD       starts to gather the stage's first units; hooks gather the others, and free them, as computation goes on
+    RESHARD       frees what is still gathered of the stage; left out between a forward and the same stage's backward after it
+    WAIT_REDUCE   waits for the gradient reductions that a backward has started, as late as the memory of gradients allows
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,8 @@ RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 FORWARDS = (F, V)
 
-# Actions between the start of a receive and its use. With 0 a rank would wait for each message's whole way.
+# Actions between the start of a receive and its use. With 0 a rank would wait for the whole transfer of each message; 1
+# is enough while a transfer is shorter than an action, and each more costs the memory of one more hidden state.
 RECEIVE_AHEAD = 1
 
 Frequency = Literal["step", "microbatch"]
@@ -32,8 +33,8 @@ Frequency = Literal["step", "microbatch"]
 
 @dataclass(frozen=True)
 class Message:
-    """What one stage's action hands to another rank's: sent after action number `after` of the rank `source`, needed by
-    number `before` of `target`."""
+    """A message between two ranks: sent by `source` after its compute action number `after`, needed by `target` before its
+    number `before`. time: the simulated time at which the content is ready. send, receive: the actions of the two sides."""
 
     time: float
     source: int
@@ -46,23 +47,25 @@ class Message:
 
 @dataclass(frozen=True)
 class Lowered:
-    """Each rank's actions with everything in its place, and the message of each send and receive."""
+    """The whole lists of actions, by rank, and the message of each send and receive."""
 
     ranks: tuple[tuple[Action, ...], ...]
     messages: dict[Action, Message]
     num_stages: int
 
     def count_backwards(self, stage: int) -> int:
-        """After how many actions the gradients of a stage are complete."""
+        """The number of actions that contribute weight gradients to a stage; after the last one they are complete."""
         return sum(each.stage == stage and each.kind in (B, W) for actions in self.ranks for each in actions)
 
 
 def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce: Frequency = "step") -> Lowered:
-    """What each rank really does.
+    """The schedule with messages and lifetimes.
 
-    unshard: a stage's parameters are gathered once and kept until the update, or for each forward and backward anew.
-    reduce: gradients are summed over ranks once, or after each microbatch's backward.
+    unshard: whether a stage's parameters are gathered once a step and kept until the update, or again for each forward and
+    backward. reduce: whether gradients are summed over ranks once a step, or after each microbatch's backward.
     """
+    # Rank and action break ties, so that all ranks, which sort for themselves, find the same order. Equal times do not depend
+    # on each other, so any order of them is free of deadlock.
     messages = sorted(list_messages(schedule, costs), key=lambda each: (each.time, each.source, each.after))
     lowered = []
     for rank, actions in enumerate(schedule.actions):
@@ -77,7 +80,8 @@ def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce:
 
 
 def list_messages(schedule: Schedule, costs: Costs) -> Iterator[Message]:
-    """Everything that goes from a rank to another one."""
+    """All messages between ranks, in no order. Stages on one rank exchange none."""
+    # Where each stage's forward and backward are. W has no message: its input stayed on the rank.
     places = {
         (stage, kind in FORWARDS, microbatch): (rank, index)
         for rank, actions in enumerate(schedule.actions)
@@ -104,13 +108,16 @@ def list_messages(schedule: Schedule, costs: Costs) -> Iterator[Message]:
 
 
 def _place_messages(rank: int, messages: list[Message]) -> Iterator[tuple[int, Action]]:
-    """(before which action, message) of a rank, in the order of messages."""
+    """Pairs (number of the compute action before which it starts, send or receive), in the order of the messages."""
     own = [each for each in messages if rank in (each.source, each.target)]
     slots = [each.after + 1 if each.source == rank else max(each.before - RECEIVE_AHEAD, 0) for each in own]
-    # A receive may not wait for its own time if a later message is to be started before.
+    # The one order of messages has to survive in each rank's list. Where a later message starts before an action that an
+    # earlier receive was put behind, the receive moves forward with it: receiving early costs memory, a different order
+    # than the peer's would pair the wrong messages.
     for index in range(len(own) - 2, -1, -1):
         if own[index].target == rank:
             slots[index] = min(slots[index], slots[index + 1])
+    # A send cannot move forward, since its content is not there: what comes after it in the order moves back instead.
     for index in range(1, len(own)):
         slots[index] = max(slots[index], slots[index - 1])
     for slot, each in zip(slots, own, strict=True):
@@ -120,7 +127,8 @@ def _place_messages(rank: int, messages: list[Message]) -> Iterator[tuple[int, A
 def _place_lifetimes(
     actions: tuple[Action, ...], unshard: Frequency, reduce: Frequency
 ) -> Iterator[tuple[int, Action]]:
-    """(before which action, lifetime of ZeRO)."""
+    """Pairs (number of the compute action before which it happens, UNSHARD, RESHARD or WAIT_REDUCE)."""
+    # W reads no parameters, only saved factors of the weights' gradients: its stage may be resharded.
     reads = [index for index, action in enumerate(actions) if action.kind is not W]
     gathered: set[int] = set()
     for at, after in zip(reads, [*reads[1:], None], strict=True):
@@ -128,7 +136,8 @@ def _place_lifetimes(
         if stage not in gathered:
             gathered.add(stage)
             yield at, Action(stage, Kind.UNSHARD, microbatch)
-        # What forward read last is what a backward of the same stage reads first.
+        # What a forward read last, a backward of the same stage reads first: a RESHARD between them would free it just to
+        # have it gathered again.
         turns = after is not None and kind is F and actions[after].kind in (B, I) and actions[after].stage == stage
         if unshard == "microbatch" and not turns:
             gathered.discard(stage)
@@ -136,6 +145,8 @@ def _place_lifetimes(
     pending: dict[int, Action] = {}
     for index, (stage, kind, microbatch) in enumerate(actions):
         if kind in (B, W):
+            # Reductions go on under whatever comes next. The stage's next weight gradients go into the buffers that they
+            # read, so that is how late the wait may be; once a step there is no next, and the wait is the step's end.
             if stage in pending and reduce == "microbatch":
                 yield index, pending.pop(stage)
             pending[stage] = Action(stage, Kind.WAIT_REDUCE, microbatch)

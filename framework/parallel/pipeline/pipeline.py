@@ -1,4 +1,4 @@
-"""A run's pipeline: where the model is cut, and what ranks do in a step of so many microbatches."""
+"""A run's pipeline: how layers are split into stages, and what ranks do in a step with a given number of microbatches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,11 @@ from framework.recipe.derive import count_virtual_stages
 
 @dataclass(frozen=True)
 class Pipeline:
-    """stages: the layers of each; rank_of_stage: where each is. costs: of each stage. make: the schedule of so many microbatches.
-    unshard, reduce: see `lower`. known, rooms: what has been asked for before."""
+    """The plan of a run's pipeline; equal on all ranks.
+
+    stages: the layers of each stage. rank_of_stage: the rank of each. costs: simulated times, in FLOPs. make: the schedule with
+    a given number of microbatches. unshard, reduce: how often, see `lower`. known, rooms: results computed before.
+    """
 
     stages: tuple[StageBounds, ...]
     rank_of_stage: tuple[int, ...]
@@ -33,25 +36,27 @@ class Pipeline:
     rooms: dict[int, int] = field(default_factory=dict)
 
     def schedule(self, num_microbatches: int, num_validation: int = 0) -> Schedule:
-        """A training step's, with so many microbatches of validation in its bubbles, at most `room`; or of these alone."""
+        """The schedule of a training step with `num_validation` microbatches, at most `room`, in its bubbles; with no training
+        microbatches, that of a validation alone."""
         if not num_microbatches:
             return forward_only(self.rank_of_stage, num_validation)
         return fill_bubbles(self.make(num_microbatches), self.costs, num_validation)
 
     def simulated(self, num_microbatches: int, measured: Timeline) -> Timeline:
-        """The schedule of a step that was measured, with the validation that ran in it."""
+        """The simulated timeline of the schedule that a measured step has run, validation in its bubbles included."""
         actions = (each.action for rank in measured.ranks for each in rank)
         validated = {action.microbatch for action in actions if action.kind is Kind.VALIDATION}
         return simulate(self.schedule(num_microbatches, len(validated)), self.costs)
 
     def room(self, num_microbatches: int) -> int:
-        """How many microbatches of validation the bubbles of a training step hold."""
+        """The number of validation microbatches that the bubbles of a training step hold."""
         if num_microbatches not in self.rooms:
             self.rooms[num_microbatches] = fill_bubbles(self.make(num_microbatches), self.costs).num_validation
         return self.rooms[num_microbatches]
 
     def lowered(self, num_microbatches: int, num_validation: int = 0) -> Lowered:
-        """What ranks do in that schedule."""
+        """The lowered schedule, computed once for each pair of numbers."""
+        # A run meets few pairs, and lowering a thousand microbatches takes longer than a small model's step.
         key = num_microbatches, num_validation
         if key not in self.known:
             self.known[key] = lower(self.schedule(*key), self.costs, self.unshard, self.reduce)
@@ -59,7 +64,8 @@ class Pipeline:
 
 
 def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """Every microbatch through all stages; microbatch m is in stage s at time m + s, and what is further on goes first."""
+    """The schedule of a validation alone: microbatch m is in stage s at time m + s."""
+    # Where a rank has two stages due at one time, the later stage goes first: its output is waited for, further on.
     times = range(num_microbatches + len(rank_of_stage) - 1)
     lists = [
         tuple(
@@ -76,8 +82,9 @@ def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Sched
 def plan_pipeline(
     settings: schema.Pipeline, num_ranks: int, num_microbatches: int, unit_costs: Mapping[str, float], zero: schema.Zero
 ) -> Pipeline:
-    """The pipeline of a recipe. unit_costs: forward time of each unit of the model, in any unit, in order of computation.
+    """The pipeline of a recipe; a pure function, so all ranks plan the same one.
 
+    unit_costs: forward time of each of the model's units, in any unit of time, in order of computation (`model.flops`).
     Raises RecipeError or ScheduleError where model, microbatches and stages do not fit.
     """
     if settings.table is not None:
@@ -89,12 +96,16 @@ def plan_pipeline(
     ends = unit_costs.get("embedding", 0.0), unit_costs.get("head", 0.0)
     counts = _count_layers(settings, layers, ends, schedule.rank_of_stage)
     stages = tuple(split_stages(counts))
+    # I and W each have as many matmuls as F, so one list of costs serves for all three. Messages count as free: their time is
+    # not known before the run, and `lower` starts them early enough to hide them.
     costs = [sum(layers[each.start : each.stop]) + ends[0] * each.is_first + ends[1] * each.is_last for each in stages]
     return Pipeline(
         stages,
         schedule.rank_of_stage,
         Costs(costs, costs, costs),
         make,
+        # Parameters that are not kept are gathered for each use. Gradients that accumulate as shards are reduced before those of
+        # the next microbatch come, which go into the same buffer.
         "microbatch" if zero.stage == 3 and not zero.keep_gathered else "step",
         "microbatch" if zero.stage >= 2 and zero.accumulate == "sharded" else "step",
     )

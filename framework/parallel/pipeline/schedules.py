@@ -1,11 +1,15 @@
 """Schedules: pure functions from (ranks, microbatches, virtual stages) to each rank's list of actions.
 
-P ranks, V stages on each, S = P V stages, M microbatches. Where stages lie:
+P ranks, V virtual stages on each, S = P V stages, M microbatches. The placement of stages:
 
     loop (interleaved)   stage s on rank s mod P
     V (zbv, dualpipe_v)  stage s on rank s, then back: stage P is on the last rank, stage 2P-1 on the first
 
-Microbatches of a stage go backward in their own order in all schedules, so gradients are summed in one order in all.
+F is a forward. B is a whole backward, which Qi et al. (2023) split into I, the gradient of the input (their B), and W, those
+of the weights (their W). In every schedule the microbatches of a stage go backward in the order of their numbers, so that
+gradients are summed in the same order.
+
+Each function writes the list of one rank and knows nothing of the others; `validate` proves that the lists fit together.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +21,8 @@ from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule,
 
 
 class Writer:
-    """One rank's list while it is written: each stage and kind counts its microbatches by itself."""
+    """One rank's list of actions while it is written. It counts microbatches for each stage and kind, so that a schedule says
+    only which stage and kind comes next."""
 
     def __init__(self, stages: tuple[int, ...], num_microbatches: int):
         self.actions: list[Action] = []
@@ -25,12 +30,13 @@ class Writer:
         self._next = {(stage, kind): 0 for stage in stages for kind in (F, I, W)}
 
     def write(self, chunk: int, *kinds: Kind) -> None:
-        """The next microbatch of the rank's `chunk`-th stage, in each kind. B is the next I and the next W in one."""
+        """Append the next microbatch of the rank's `chunk`-th stage, for each kind. B counts as the next I and the next W."""
         stage = self.stages[chunk]
         for kind in kinds:
             microbatch = self._next[stage, I if kind is B else kind]
             for each in (I, W) if kind is B else (kind,):
                 self._next[stage, each] += 1
+            # ZB-V is defined for 2P - 1 microbatches or more. Of fewer, those beyond M are counted and left out.
             if microbatch < self._num_microbatches:
                 self.actions.append(Action(stage, kind, microbatch))
 
@@ -51,9 +57,11 @@ def one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int, w
 
     At most P - rank microbatches are live. With one rank it is F0 B0 F1 B1 ...: gradient accumulation.
     """
+    # Warm-up: microbatch 0 passes P - 1 - rank stages after this one before its backward comes back here.
     ahead = min(num_ranks - 1 - rank, num_microbatches)
     for _ in range(ahead):
         writer.write(0, F)
+    # Steady state: each forward is followed by the backward of the oldest live microbatch, which frees its memory.
     for _ in range(num_microbatches - ahead):
         writer.write(0, F, B)
     for _ in range(ahead):
@@ -69,6 +77,8 @@ def interleaved(rank: int, num_ranks: int, num_microbatches: int, writer: Writer
     sizes = group_sizes(num_ranks, num_microbatches)
     forwards = [chunk for size in sizes for chunk in range(num_virtual) for _ in range(size)]
     backwards = [chunk for size in sizes for chunk in reversed(range(num_virtual)) for _ in range(size)]
+    # Warm-up: the first group has to get through all virtual stages but the last before its first backward; the factor 2 is
+    # the way to the last rank and back: so many more forwards fit in meanwhile.
     ahead = min((num_virtual - 1) * sizes[0] + 2 * (num_ranks - 1 - rank), len(forwards))
     for chunk in forwards[:ahead]:
         writer.write(chunk, F)
@@ -79,15 +89,18 @@ def interleaved(rank: int, num_ranks: int, num_microbatches: int, writer: Writer
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
-    """M in groups of at least P, larger ones first."""
+    """M divided into groups of at least P microbatches, larger groups first.
+
+    With fewer than P the first rank would come to its next virtual stage before the group is through the one before.
+    """
     num_groups = max(num_microbatches // num_ranks, 1)
     return [ceil((num_microbatches - group) / num_groups) for group in range(num_groups)]
 
 
 def zb_h1(rank: int, num_ranks: int, num_microbatches: int, writer: Writer) -> None:
-    """ZB-H1 (Qi et al. 2023, section 3.1): 1F1B whose weight gradients wait until they fill the bubble at the end.
+    """ZB-H1, zero bubble with the memory of 1F1B (Qi et al. 2023, section 3.1): weight gradients fill the bubble at the end.
 
-    Rank r is r weight gradients late, so its live microbatches are P, as on the first rank of 1F1B.
+    Rank r is r weight gradients late, so P microbatches are live on it, as on the first rank of 1F1B.
     """
     ahead = min(num_ranks - 1 - rank, num_microbatches)
     for _ in range(ahead):
@@ -104,12 +117,14 @@ def zb_h1(rank: int, num_ranks: int, num_microbatches: int, writer: Writer) -> N
 
 
 def zbv(rank: int, num_ranks: int, num_microbatches: int, writer: Writer) -> None:
-    """ZB-V (Qi et al. 2023, section 6): two stages a rank, in a V; with equal costs of F, I and W every rank computes
-    without a pause between its first action and its last. At most P microbatches are live on each rank.
+    """ZB-V (Qi et al. 2023, section 6): two stages on a rank, in a V. With equal costs of F, I and W no rank is idle between
+    its first action and its last. At most P microbatches are live on each rank.
 
     Written for 2P - 1 microbatches or more; of fewer, the actions of the missing ones are left out.
     """
     num_written = max(num_microbatches, 2 * num_ranks - 1)
+    # Warm-up: as many forwards as microbatch 0 passes stages on other ranks between this rank's two, on the way down the V and
+    # up again, and its own.
     for _ in range(2 * (num_ranks - rank) - 1):
         writer.write(0, F)
     for _ in range(rank):
@@ -117,11 +132,13 @@ def zbv(rank: int, num_ranks: int, num_microbatches: int, writer: Writer) -> Non
         writer.write(0, F)
     for _ in range(num_ranks - rank):
         writer.write(1, F, I, W)
+    # Steady state: F, I, W of one chunk, then of the other. Each takes 3 units, so the ranks stay in step.
     while writer.done(1, F) < num_written:
         if writer.done(0, F) < num_written:
             writer.write(0, F)
         writer.write(0, I, W)
         writer.write(1, F, I, W)
+    # Cool-down: from here on weight gradients wait. Other ranks wait for input gradients; W is for no one but this rank.
     for _ in range(rank):
         writer.write(0, I)
         writer.write(1, I)
@@ -133,17 +150,21 @@ def zbv(rank: int, num_ranks: int, num_microbatches: int, writer: Writer) -> Non
 
 
 def dualpipe_v(rank: int, num_ranks: int, num_microbatches: int, writer: Writer) -> None:
-    """DualPipeV (DeepSeek 2025): DualPipe folded into a V, so that no parameter is held twice. Forwards of one stage are
-    neighbours of backwards of the other, for their messages to be hidden. Needs 2P microbatches.
+    """DualPipeV (DeepSeek 2025): the DualPipe of DeepSeek-V3 (2024) folded into a V, so that no parameter is held twice.
+
+    The forward of one stage is next to a backward of the other, so that either hides the other's messages. Needs 2P microbatches.
     """
+    # The eight loops are the eight steps of the published schedule. behind: ranks between this one and the turn of the V.
     behind = num_ranks - 1 - rank
     for _ in range(2 * behind):
         writer.write(0, F)
     for _ in range(rank + 1):
         writer.write(0, F)
         writer.write(1, F)
+    # Backwards come back from the turn, split in I and W: the rank before needs the input gradient as early as possible.
     for _ in range(behind):
         writer.write(1, I, W, F)
+    # Steady state: F of one stage next to B of the other, in both directions.
     for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
         writer.write(0, F)
         writer.write(1, B, F)
@@ -151,7 +172,7 @@ def dualpipe_v(rank: int, num_ranks: int, num_microbatches: int, writer: Writer)
     for _ in range(behind):
         writer.write(1, B, F)
         writer.write(0, B)
-    # From the middle on weight gradients wait, to fill what is left of the bubble.
+    # From the middle of the cool-down on weight gradients wait, as in zero bubble, and fill what is left of the bubble.
     waiting: list[int] = []
     for number in range(2 * (rank + 1)):
         chunk = 1 - number % 2
@@ -170,7 +191,8 @@ def dualpipe_v(rank: int, num_ranks: int, num_microbatches: int, writer: Writer)
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """How a schedule is made. virtual_stages: those it can have, None for 2 and more."""
+    """A schedule by name: what writes a rank's list; virtual_stages: how many it has on a rank, None for any number from 2 on;
+    is_v: whether stages lie in a V, not in a loop."""
 
     write: Callable[[int, int, int, Writer], None]
     virtual_stages: int | None = 1
@@ -188,28 +210,28 @@ SCHEDULES = {
 
 
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The named schedule. Raises ScheduleError for numbers of stages and microbatches that it does not have."""
-    made = SCHEDULES[name]
-    legal = virtual_stages >= 2 if made.virtual_stages is None else virtual_stages == made.virtual_stages
+    """The named schedule. Raises ScheduleError for numbers of stages and microbatches that it does not support."""
+    spec = SCHEDULES[name]
+    legal = virtual_stages >= 2 if spec.virtual_stages is None else virtual_stages == spec.virtual_stages
     if not legal:
         raise ScheduleError(
-            f"{name} has {made.virtual_stages or '2 or more'} stages on each rank, not {virtual_stages}"
+            f"{name} has {spec.virtual_stages or '2 or more'} stages on each rank, not {virtual_stages}"
         )
     if name == "dualpipe_v" and num_microbatches < 2 * num_ranks:
         raise ScheduleError(
             f"dualpipe_v on {num_ranks} ranks needs {2 * num_ranks} microbatches or more, and there are {num_microbatches}"
         )
-    ranks = rank_of_stage(num_ranks, virtual_stages, made.is_v)
+    ranks = rank_of_stage(num_ranks, virtual_stages, spec.is_v)
     lists = []
     for rank in range(num_ranks):
         writer = Writer(tuple(stage for stage, owner in enumerate(ranks) if owner == rank), num_microbatches)
-        made.write(rank, num_ranks, num_microbatches, writer)
+        spec.write(rank, num_ranks, num_microbatches, writer)
         lists.append(tuple(writer.actions))
     return Schedule(name, num_microbatches, ranks, tuple(lists))
 
 
 def rank_of_stage(num_ranks: int, virtual_stages: int, is_v: bool) -> tuple[int, ...]:
-    """The rank of each stage, in a V or in a loop."""
+    """The rank of each stage, by number, in a V or in a loop."""
     there: Iterable[int] = range(num_ranks)
     if is_v:
         return (*there, *reversed(range(num_ranks)))

@@ -1,8 +1,8 @@
-"""When everything of a schedule would happen, what it would wait for, and how much of it would be live at once.
+"""Simulation: when each action of a schedule happens, what it waits for, and how many microbatches are live at once.
 
     F(s, m) needs F(s-1, m), V alike   B(s, m), I(s, m) need F(s, m) and B or I of (s+1, m)            W(s, m) needs I(s, m)
 
-A rank does its actions one after another, in their order; messages between ranks take `Costs.message`.
+A rank runs its actions one after another, in their order; a message between ranks takes `Costs.message`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule,
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one microbatch, in any one unit, by stage; `input` + `weight` is a whole backward."""
+    """Times of one microbatch, by stage, all in the same unit; `input` + `weight` is the time of a whole backward."""
 
     forward: Sequence[float]
     input: Sequence[float]
@@ -30,14 +30,14 @@ class Costs:
 
 
 def unit_costs(num_stages: int) -> Costs:
-    """F = I = W = 1, so B = 2: a backward makes two matrix products for each one of forward."""
+    """F = I = W = 1, so B = 2: a backward has two matmuls for each one of the forward. The papers count in these units."""
     ones = (1.0,) * num_stages
     return Costs(ones, ones, ones)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """An action and its time, in the unit of the costs, or in seconds where it was measured."""
+    """An action with its times: in the unit of the costs where it was simulated, in seconds where it was measured."""
 
     action: Action
     start: float
@@ -46,13 +46,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank does when."""
+    """The actions of each rank with their times."""
 
     ranks: tuple[tuple[Timed, ...], ...]
 
     @property
     def length(self) -> float:
-        """From the first start to the last end of all ranks."""
+        """Time from the first start to the last end of all ranks."""
         first = min((each.start for rank in self.ranks for each in rank), default=0.0)
         return max((each.end for rank in self.ranks for each in rank), default=0.0) - first
 
@@ -64,12 +64,17 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Every action as early as its rank and what it needs allow. Raises ScheduleError where ranks wait for one another."""
+    """The timeline in which every action starts as early as its rank and what it needs allow.
+
+    Raises ScheduleError with the cycle of waiting ranks if the schedule deadlocks.
+    """
     ends: dict[tuple[int, int], float] = {}  # of F, at [stage, microbatch]
     ends_back: dict[tuple[int, int], float] = {}  # of B and I
     last_stage, owners = schedule.num_stages - 1, schedule.rank_of_stage
     clocks = [0.0] * schedule.num_ranks
     done: list[list[Timed]] = [[] for _ in schedule.actions]
+    # Sweep over the ranks, each as far as it comes, until a sweep moves nobody: then all are done or the rest deadlocks. `needs`
+    # is written out here with two dictionaries, because tests run this loop over millions of actions.
     moved = True
     while moved:
         moved = False
@@ -88,7 +93,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 elif (stage, microbatch) in ends:
                     source, ended = stage + 1, ends_back.get((stage + 1, microbatch))
                 if ended is None:
-                    break
+                    break  # not simulated yet: this rank waits here until a later sweep
                 if source >= 0 and owners[source] != rank:
                     ended += costs.message
                 start = clock if clock > ended else ended
@@ -106,8 +111,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def validate(schedule: Schedule) -> Timeline:
-    """Each stage has every microbatch's F once and its B once, or its I and its W, and every validation's V once; on its own
-    rank; and all of it can be run in this order: so, with unit costs. Raises ScheduleError."""
+    """Check a schedule and return its timeline with unit costs. Raises ScheduleError that lists what is wrong.
+
+    A schedule is valid if each stage has, on its own rank, F and either B or I and W of every training microbatch once, and V of
+    every validation microbatch once; and if the ranks' orders fit together without deadlock.
+    """
     problems: list[str] = []
     seen: set[tuple[int, Kind, int]] = set()
     trained = range(schedule.num_microbatches)
@@ -133,6 +141,7 @@ def validate(schedule: Schedule) -> Timeline:
             if has not in ([True, True, False, False], [True, False, True, True]):
                 there = " ".join(kind.value for kind, is_there in zip((F, B, I, W), has, strict=True) if is_there)
                 problems.append(f"stage {stage} has {there or 'nothing'} of microbatch {microbatch}, not F B or F I W")
+    # Simulating an incomplete schedule would call it a deadlock. What is missing is the better message.
     if problems:
         more = f"\nand {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ScheduleError(f"schedule {schedule.name}: " + "\n".join(problems[:8]) + more)
@@ -140,13 +149,16 @@ def validate(schedule: Schedule) -> Timeline:
 
 
 def peak_live(schedule: Schedule, weights: Sequence[int] | None = None) -> list[int]:
-    """For each rank the most (stage, microbatch) pairs at once between their F and the end of their backward, W included.
-    weights: what a microbatch of each stage counts, 1 if None."""
+    """Largest number of live microbatches on each rank: those between their F and the end of their backward, W included.
+
+    weights: how much a live microbatch of each stage counts, such as its activations' bytes; None for 1.
+    """
     weights = (1,) * schedule.num_stages if weights is None else weights
     peaks = []
     for actions in schedule.actions:
         live = peak = 0
         for stage, kind, _ in actions:
+            # I frees nothing here: the factors of the weight gradients stay until W.
             live += weights[stage] * ((kind is F) - (kind is B or kind is W))
             peak = max(peak, live)
         peaks.append(peak)
@@ -154,7 +166,7 @@ def peak_live(schedule: Schedule, weights: Sequence[int] | None = None) -> list[
 
 
 def needs(schedule: Schedule, action: Action) -> Action | None:
-    """The action of another stage, or of this one, whose end `action` waits for; None for a first forward."""
+    """The action whose end `action` waits for, beside those before it on its own rank; None for a forward of stage 0."""
     stage, kind, microbatch = action
     if kind is F or kind is V:
         return Action(stage - 1, kind, microbatch) if stage else None
@@ -167,13 +179,16 @@ def needs(schedule: Schedule, action: Action) -> Action | None:
 
 
 def _explain_deadlock(schedule: Schedule, positions: Sequence[int]) -> str:
-    """The cycle of ranks that wait for one another, and the whole grid with each rank's place in it."""
+    """The cycle of ranks that wait for one another, and the whole grid with how far each rank has come."""
+    # By waiting rank: (the action it stands before, the action it needs).
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, (actions, position) in enumerate(zip(schedule.actions, positions, strict=True)):
         if position < len(actions):
+            # An action that stands before its own F waits for this rank itself, a cycle of one.
             own = actions[position]._replace(kind=F)
             needed = needs(schedule, actions[position])
             waits[rank] = actions[position], own if needed is None or own in actions[position + 1 :] else needed
+    # Follow the waits from any rank. They end in a cycle, or at a rank that is done and can give nothing any more.
     rank = next(iter(waits))
     path: list[int] = []
     while rank in waits and rank not in path:

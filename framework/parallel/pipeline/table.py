@@ -1,4 +1,4 @@
-"""A schedule as a CSV file: one line a rank, one cell an action, such as 0F0,0F1,0B0,0B1; empty cells say nothing."""
+"""Schedules as CSV files: a line for each rank, a cell for each action, such as 0F0,0F1,0B0,0B1. Empty cells are ignored."""
 
 import csv
 from pathlib import Path
@@ -9,13 +9,16 @@ from framework.parallel.pipeline.simulate import validate
 
 
 def write_table(path: Path, schedule: Schedule) -> None:
-    """The file that `read_table` reads."""
+    """Write the file that `read_table` reads."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(schedule.actions)
 
 
 def read_table(path: Path, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule of a file, checked to be whole and to end. Raises ScheduleError, with the file and the place in it."""
+    """The schedule of a file, checked to be complete and free of deadlock.
+
+    Raises ScheduleError that names the file, and the line where one is wrong.
+    """
     try:
         with path.open(newline="") as file:
             rows = [[cell for cell in row if cell.strip()] for row in csv.reader(file)]
@@ -32,6 +35,7 @@ def read_table(path: Path, num_ranks: int, num_microbatches: int) -> Schedule:
             lists.append(tuple(parse_action(cell) for cell in row))
         except ScheduleError as error:
             raise ScheduleError(f"{path}, line {line}: {error}") from None
+    # The table says which stages are where by itself: any placement may be tried, not only loop and V.
     owners = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
     missing = set(range(max(owners) + 1)) - set(owners)
     if missing or len(owners) % num_ranks:
