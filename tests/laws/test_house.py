@@ -1,0 +1,53 @@
+"""The house in numbers, by `scripts/measure_source.py`: short functions, few parameters, and the hard rooms explained."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_source.py"
+FRAMEWORK = Path(__file__).parents[2] / "framework"
+HARD_ROOMS = ("parallel/zero", "parallel/pipeline", "parallel/tensor", "comm")
+
+
+@pytest.fixture(scope="module")
+def source() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measure_source", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_functions_are_short(source: ModuleType) -> None:
+    found = source.measure(source.files_of(FRAMEWORK))
+    assert found.median_lines <= 8
+    assert found.p95_lines <= 26
+
+
+def test_no_function_of_parallel_takes_more_than_seven_parameters(source: ModuleType) -> None:
+    functions = source.measure(source.files_of(FRAMEWORK / "parallel")).functions
+    assert not [f"{each.path}:{each.line} {each.name}" for each in functions if each.num_parameters > 7]
+
+
+def test_the_spine_is_short() -> None:
+    assert len((FRAMEWORK / "build.py").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("room", HARD_ROOMS)
+def test_hard_code_says_why(room: str, source: ModuleType) -> None:
+    found = source.measure(source.files_of(FRAMEWORK / room))
+    assert found.comments_per_100 >= 8, f"{found.comment_lines} comment lines on {found.code_lines} lines of code"
+
+
+def test_what_is_measured_is_measured(source: ModuleType, tmp_path: Path) -> None:
+    """A docstring is neither code nor comment, a trailing comment is one, `self` is no parameter."""
+    text = '"""Doc."""\n\n# why\ndef f(self, a, *, b=1):\n    """Doc."""\n    x = a  # why, too\n\n    return x\n'
+    (tmp_path / "a.py").write_text(text)
+    found = source.measure([tmp_path / "a.py"])
+    (function,) = found.functions
+    assert (found.code_lines, found.comment_lines, function.lines, function.num_parameters) == (3, 2, 3, 2)
