@@ -94,8 +94,8 @@ def assemble(plan: Plan, tokens: TokenLayout, mesh: Mesh, stages: dict[int, Stag
         copies=_find_copies(buffers),
         numbers={each.parameter: number for number, each in enumerate(plan.groups)},
         hidden=ActivationSpec(
+            tokens,
             plan.config.get_text_config().hidden_size,
-            tokens.num_parts,
             0 if balance is None else balance.num_sums,
             plan.compute_dtype,
             mesh.device,

@@ -1,12 +1,19 @@
-"""The matrix product of a linear layer, in the fastest form that the device has."""
+"""The matmuls of a linear layer: one object per layer, `Matmul`, above the fastest kernel that the device has.
+
+    Y = X W^T + b        dX = dY W        dW += dY^T X        db = sum dY
+
+Shapes: [..., K] features in, [..., N] features out; W is [N, K], or [K, N] where a layer holds it transposed (GPT-2's Conv1D).
+Nothing here communicates: `parallel/tensor` and `parallel/zero` call it between their collectives.
+"""
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-# Below this many multiplications a product is too small for another kernel to matter.
+# Below this many multiplications a matmul is too small for another kernel to matter.
 SMALL_MATMUL = 2**20
 
 
@@ -16,16 +23,96 @@ def _is_intel() -> bool:
     return described.exists() and "GenuineIntel" in described.read_text()
 
 
-# torch's own fp32 product is MKL's, which takes its fast path on Intel's processors only.
+# torch's own fp32 matmul is MKL's, which takes its fast path on Intel's processors only.
 MKL_IS_FAST = _is_intel()
+
+
+class GradView(Protocol):
+    """The main gradient of one weight: a view of the buffer in which it is summed over microbatches."""
+
+    parameter: nn.Parameter
+
+    def add_matmul(self, left: Tensor, right: Tensor) -> None:
+        """Add left @ right^T.  left: [m, k]; right: [n, k]; any strides; the view: [m, n] of the master dtype."""
+
+
+class Matmul:
+    """The three matmuls of one linear layer, and where its weight's gradient goes.
+
+    The weight is looked up in the layer at the time of use, in forward and again in backward, so it may move in between. None of
+    the methods is differentiable: they are what autograd functions are made of.
+
+    This is where another kind of matmul belongs: a subclass per kind (fp8, int8, gradients that are added in fp32), with its
+    scales and the history that they follow from as its attributes. They live as long as the layer, and callers stay as they are.
+    """
+
+    def __init__(self, layer: nn.Module, is_transposed: bool) -> None:
+        """layer: has the `weight`, [N, K], or [K, N] if it `is_transposed`."""
+        self.layer, self.is_transposed = layer, is_transposed
+        self.grad_view: GradView | None = None
+        self.tick: Tensor | None = None
+
+    def write_gradient_to(self, grad_view: GradView) -> None:
+        """From now on `weight_gradient` adds to the main gradient, and autograd gets none."""
+        self.grad_view = grad_view
+        # One scalar for the whole run: a new one in each call would cost an allocation, and nothing reads its value.
+        self.tick = torch.zeros((), device=grad_view.parameter.device, requires_grad=True)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [N, K], out of autograd."""
+        weight = self.layer.weight.data
+        return weight.t() if self.is_transposed else weight  # type: ignore[operator, return-value]
+
+    @property
+    def graph_input(self) -> Tensor:
+        """What stands for the weight in autograd's graph: itself, or, where its gradient is written directly, a scalar that asks
+        for a gradient. With it backward runs even where nothing else does."""
+        return self.layer.weight if self.tick is None else self.tick  # type: ignore[return-value]
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Y = X W^T + b.  x: [..., K]; bias: [N]; returns [..., N] of x's dtype, in `out` if that is given."""
+        return matmul(x, self.matrix, bias) if out is None else matmul_into(out, x, self.matrix, bias)
+
+    def input_gradient(self, dy: Tensor, out: Tensor | None = None) -> Tensor:
+        """dX = dY W.  dy: [..., N]; returns [..., K], in `out` if that is given."""
+        matrix = self.matrix.t()
+        return matmul(dy, matrix) if out is None else matmul_into(out, dy, matrix)
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor | None:
+        """dW = dY^T X in the weight's orientation, summed over all leading dims.  x: [..., K]; dy: [..., N].
+
+        None where it has been added to the main gradient, in the master dtype, without a tensor between if the dtypes agree.
+        """
+        x_rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        left, right = (x_rows, dy_rows) if self.is_transposed else (dy_rows, x_rows)
+        if self.grad_view is None:
+            return torch.mm(left.t(), right)
+        self.grad_view.add_matmul(left.t(), right.t())
+        return None
+
+
+class MatmulLinear(nn.Linear):
+    """A linear layer of ours, whose forward goes through its `matmul`: who gives main gradients to layers gives one to that.
+
+    weight: [N, K], or [K, N] if it is_transposed; bias: [N].
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, is_transposed: bool) -> None:
+        outputs, inputs = weight.shape[::-1] if is_transposed else weight.shape
+        # On meta: the stock weight that the constructor makes is thrown away in the next line.
+        super().__init__(inputs, outputs, bias=False, device="meta")
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.matmul = Matmul(self, is_transposed)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b.  x: [..., K]; weight: [N, K], any strides; bias: [N]; y: [..., N]. Not differentiable.
 
-    torch sends fp32 products on CPUs to MKL, which runs at half speed or less on processors that are not Intel's: 110
+    torch sends fp32 matmuls on CPUs to MKL, which runs at half speed or less on processors that are not Intel's: 110
     against 235 GFLOP/s on one core of an AMD EPYC with AVX-512, 2026-11-21, scripts/bench/matmul.py. oneDNN's kernel, the
-    one that torch.compile emits, computes the same IEEE products. On a Xeon it is the slower one, by 30% for gradients of
+    one that torch.compile emits, computes the same IEEE sums. On a Xeon it is the slower one, by 30% for gradients of
     weights; other dtypes and devices have one good kernel already.
     """
     if _has_faster_kernel(x, weight):
@@ -33,33 +120,33 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def matmul_into(place: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """place = x W^T + b.  place: [..., N], rows of a larger tensor; the rest as in `matmul`.
+def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """out = x W^T + b.  out: [..., N], rows of a larger tensor; the rest as in `matmul`. Returns out.
 
-    In the place itself where torch's kernel makes the product and rows follow one another.
+    In place where torch's kernel computes it and rows follow one another.
     """
-    if not place.is_contiguous() or _has_faster_kernel(x, weight):
-        place.copy_(matmul(x, weight, bias))
-        return
-    rows, out = x.reshape(-1, x.shape[-1]), place.view(-1, place.shape[-1])
+    if not out.is_contiguous() or _has_faster_kernel(x, weight):
+        return out.copy_(matmul(x, weight, bias))
+    rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if bias is None:
-        torch.mm(rows, weight.t(), out=out)
+        torch.mm(rows, weight.t(), out=out_rows)
     else:
-        torch.addmm(bias, rows, weight.t(), out=out)
+        torch.addmm(bias, rows, weight.t(), out=out_rows)
+    return out
 
 
-def accumulate_matmul(place: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """place = left right^T if it is the first, else place += left right^T.  left: [M, K]; right: [N, K]; any strides.
+def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """view = left right^T if it is the first, else view += left right^T.  left: [M, K]; right: [N, K]; any strides.
 
-    In the place itself where torch's kernel makes the product, without a tensor between.
+    In place where torch's kernel computes it, without a tensor between.
     """
-    if left.dtype != place.dtype or _has_faster_kernel(left, right):
-        product = matmul(left, right)
-        place.copy_(product) if is_first else place.add_(product)
+    if left.dtype != view.dtype or _has_faster_kernel(left, right):
+        gradient = matmul(left, right)
+        view.copy_(gradient) if is_first else view.add_(gradient)
     elif is_first:
-        torch.mm(left, right.t(), out=place)
+        torch.mm(left, right.t(), out=view)
     else:
-        place.addmm_(left, right.t())
+        view.addmm_(left, right.t())
 
 
 def _has_faster_kernel(x: Tensor, weight: Tensor) -> bool:

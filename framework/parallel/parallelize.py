@@ -45,19 +45,6 @@ def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> L
     return {name: _share(layout) if name in shared else layout for name, layout in own.items()}
 
 
-def tensor(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
-    recipe, axes = plan.recipe, plan.axes
-    return split_over_tp(
-        model,
-        axes["tp"],
-        axes["kv"],
-        recipe.parallel.sequence,
-        recipe.model.tp_plan,
-        recipe.memory.gathered_inputs == "regather",
-        recipe.parallel.overlap == "always",
-    )
-
-
 def name_zero_axes(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
     """Say over which axes ZeRO shards and replicates what no transform has said that of: all of dp x cp.
 
@@ -69,7 +56,7 @@ def name_zero_axes(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) ->
 
 TRANSFORMS: tuple[Transform, ...] = (
     select_experts_kernel,  # first: what follows may replace the module that asks for it
-    tensor,  # weights of all that is here: vocabulary, layers, and the tokens between regions
+    split_over_tp,  # weights of all that is here: vocabulary, layers, and the tokens between regions
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
     compile_layers,  # of the layers as they are computed ...
     checkpoint_layers,  # ... and around it: backward runs a layer again as forward ran it, whatever breaks its graph

@@ -29,16 +29,12 @@ class PlannedStage:
 def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
     """Apply the transforms to a copy of the model on meta, and plan its buffers."""
     layouts = parallelize(model, whole_layouts(model), plan)
-    stage = StageModel(model, plan.own_units, plan.bounds, _seed_mask(plan), _find_routers(model, plan))
+    stage = StageModel(model, plan.own_units, plan.bounds, mask_of(plan.tokens), _find_routers(model, plan))
     groups = dict.fromkeys(layouts, FROZEN) | {name: key for name, key in plan.groups.items() if name in layouts}
     dtypes = find_compute_dtypes(model, plan)
     lifetimes = lifetimes_of(plan.recipe.zero)
     buffers = plan_buffers(plan.own_units, layouts, groups, dtypes, plan.master_dtype, lifetimes, plan.axes)
     return PlannedStage(plan, stage, plan.own_units, own_ties(model, plan.ties), buffers)
-
-
-def _seed_mask(plan: StagePlan) -> int:
-    return mask_of(plan.axes["tp"].axis, differs=plan.tokens.is_sharded)
 
 
 def _find_routers(model: PreTrainedModel, plan: StagePlan) -> Routers | None:

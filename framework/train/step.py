@@ -108,9 +108,8 @@ def _execute(
     """The losses of `inputs`, to learn from, and of `filling`, for validation, if this rank has the last stage; and when what
     was done."""
     axis, everything = run.mesh.axis("pp"), [*inputs, *filling]
-    sequences, tokens = everything[0].input_ids.shape
     lowered = run.pipeline.lowered(len(inputs), len(filling))
-    links = Links(axis, lowered, run.hidden, (sequences, tokens))
+    links = Links(axis, lowered, run.hidden)
     evaluate_one = partial(_evaluate, run, everything)
     stages = {number: StageOfStep(stage, compute, evaluate_one) for number, stage in run.stages.items()}
     losses, timed = execute(lowered, axis.rank, stages, links)

@@ -18,12 +18,17 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.mesh.layout import Layout
+from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta, choose_experts
 from framework.model.load_balancing import Routers, find_load_balancing_loss
 from framework.model.loss import IGNORE, TokenLoss, count_loss_tokens
 from framework.model.materialize import set_parameter
+from framework.model.stage import StageBounds
+from framework.model.units import find_units, tied_names
+from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
+from framework.recipe.schema import Memory, Model, Parallel, Recipe
 from framework.verify.compare import NOISE_SHARE
 from framework.verify.double import keep_double
 from tests.families import Family, build_config
@@ -146,7 +151,7 @@ def build_split(
     """The split model with the whole one's weights and buffers."""
     model = build_meta(case.config)
     choose_experts(model, "auto", torch.float64)
-    layouts = split_over_tp(model, tp, kv, case.sequence, regathers=case.regathers, overlaps=case.overlaps)
+    layouts = split(model, tp, kv, case.sequence, case.tokens, recipe_of(case.regathers, case.overlaps))
     weights = dict(whole.named_parameters(remove_duplicate=False))
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -160,6 +165,42 @@ def build_split(
         path, _, leaf = name.rpartition(".")
         modules[path]._buffers[leaf] = tensor.clone()
     return model.train(), layouts
+
+
+def recipe_of(regathers: bool = False, overlaps: bool = False, tp_plan: Mapping[str, str] | None = None) -> Recipe:
+    """What of a recipe tensor parallelism reads."""
+    return Recipe(
+        model=Model(tp_plan=dict(tp_plan or {})),
+        memory=Memory(gathered_inputs="regather" if regathers else "keep"),
+        parallel=Parallel(overlap="always" if overlaps else "never"),
+    )
+
+
+def split(
+    model: PreTrainedModel,
+    tp: Communicator,
+    kv: Communicator,
+    sequence: bool,
+    tokens: int = TOKENS,
+    recipe: Recipe | None = None,
+) -> dict[str, Layout]:
+    """A whole model on meta, in one stage, split over the axes."""
+    units = find_units(model)
+    num_layers = sum(unit.is_layer for unit in units)
+    plan = StagePlan(
+        recipe=recipe or recipe_of(),
+        axes={"tp": tp, "kv": kv},
+        bounds=StageBounds(0, 1, 0, num_layers),
+        tokens=TokenLayout(ROWS, tokens, tp.axis, sequence),
+        units=tuple(units),
+        ties=tied_names(model),
+        groups={},
+        compute_dtype=torch.float64,
+        master_dtype=torch.float64,
+        device=CPU,
+    )
+    whole = {name: Layout(tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)}
+    return split_over_tp(model, whole, plan)
 
 
 def split_vocabulary(model: PreTrainedModel, layouts: Mapping[str, Layout]) -> int:

@@ -17,6 +17,7 @@ from framework.build import build
 from framework.comm import collectives, p2p
 from framework.comm.algorithms import Pending
 from framework.comm.connect import connect
+from framework.parallel.tensor.borders import AsyncBorder, ShardedBorder
 from framework.parallel.tensor.layers import ColumnLinear
 from framework.plan.plan import make_plan
 from framework.plan.stage import PlannedStage
@@ -192,5 +193,5 @@ def test_only_always_communicates_under_products_even_on_gpus(word: str) -> None
     recipe = small_recipe("fp32", 2, parallel=Parallel(tp=2, overlap=word))  # type: ignore[arg-type]
     model = plan_on_gpus(recipe).model.model
     layer = model.get_submodule("model.layers.0")  # the head's border never does
-    overlaps = {module.region.overlaps for module in layer.modules() if isinstance(module, ColumnLinear)}
-    assert overlaps == {word == "always"}
+    borders = {type(module.region.border) for module in layer.modules() if isinstance(module, ColumnLinear)}
+    assert borders == {AsyncBorder if word == "always" else ShardedBorder}

@@ -18,6 +18,8 @@ import framework.build
 from framework.build import build
 from framework.comm.collectives import gather_objects
 from framework.comm.connect import connect
+from framework.mesh.axis import Axis
+from framework.mesh.token_layout import TokenLayout
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
@@ -75,7 +77,7 @@ def test_dropout_does_not_know_of_stages_that_hold_tokens(pool: RankPool) -> Non
 
 def seed_layers_alike() -> AbstractContextManager[Any]:
     """Sabotage: layers are seeded as if all ranks held the same tokens."""
-    return patch.object(framework.build, "mask_of", lambda axis, differs: 0)
+    return patch.object(framework.build, "mask_of", lambda tokens: 0)
 
 
 def find_seeds(
@@ -117,8 +119,9 @@ def test_streams_of_later_layers_differ_where_ranks_hold_other_tokens_and_heads(
 
 
 def test_a_message_has_one_ranks_part_of_the_tokens() -> None:
-    places = {parts: ActivationSpec(32, parts, 0, torch.float64, CPU).make_places(3, 9) for parts in (1, 2)}
-    assert {parts: [each.shape for each in found] for parts, found in places.items()} == {
-        1: [(3, 9, 32)],
-        2: [(3, 5, 32)],
+    layouts = {is_sharded: TokenLayout(3, 9, Axis("tp", 2, 0), is_sharded) for is_sharded in (False, True)}
+    buffers = {key: ActivationSpec(tokens, 32, 0, torch.float64, CPU).make_buffers() for key, tokens in layouts.items()}
+    assert {key: [each.shape for each in found] for key, found in buffers.items()} == {
+        False: [(3, 9, 32)],
+        True: [(3, 5, 32)],
     }

@@ -24,11 +24,21 @@ from framework.model.load import build_meta
 from framework.model.loss import TokenLoss
 from framework.model.shrink import shrink
 from framework.parallel.activation_checkpointing import checkpoint_activations
-from framework.parallel.tensor import layers, split_over_tp
+from framework.parallel.tensor import layers
 from framework.parallel.tensor.layers import RowLinear
 from tests.families import FAMILIES, Family, build_config, family
 from tests.ranks.pool import RankPool
-from tests.ranks.tensor_parity import CPU, ROWS, TOKENS, TensorCase, build_split, build_whole, compare_cases
+from tests.ranks.tensor_parity import (
+    CPU,
+    ROWS,
+    TOKENS,
+    TensorCase,
+    build_split,
+    build_whole,
+    compare_cases,
+    recipe_of,
+    split,
+)
 
 TOLERANCE = 1e-9
 # A broken rule must show far beyond the tolerance, not at its edge.
@@ -268,26 +278,26 @@ def test_what_no_rule_knows_is_refused_by_name() -> None:
     axis = Communicator(Axis("tp", 2, 0))
     config = build_config(family("stablelm"), qk_layernorm=True)
     with pytest.raises(ModelError, match=r"(?s)layers.\*.self_attn.q_layernorm.norms.\* .*model.tp_plan"):
-        split_over_tp(build_meta(config), axis, ALONE, False)
+        split(build_meta(config), axis, ALONE, False)
 
 
 def test_norms_of_what_is_still_in_parts_are_refused() -> None:
     """A.X-K1 normalises the output of its mixture of experts inside it, where each rank has a part of the sum."""
     config = shrink(CONFIG_MAPPING["axk1"]())
     with pytest.raises(ModelError, match=r"mlp.post_mlp_layernorm \(AXK1RMSNorm"):
-        split_over_tp(build_meta(config), Communicator(Axis("tp", 2, 0)), ALONE, False)
+        split(build_meta(config), Communicator(Axis("tp", 2, 0)), ALONE, False)
 
 
 def test_encoders_that_name_their_layers_alike_are_refused() -> None:
     config = shrink(CONFIG_MAPPING["bert"]())
     with pytest.raises(ModelError, match=r"intermediate.dense .*taken for row, without a column beside it"):
-        split_over_tp(build_meta(config), Communicator(Axis("tp", 2, 0)), ALONE, False)
+        split(build_meta(config), Communicator(Axis("tp", 2, 0)), ALONE, False)
 
 
 def test_degrees_that_heads_do_not_divide_by_are_refused_with_those_that_do() -> None:
     for name, tp, legal in (("llama", 3, r"\[1, 2, 4\]"), ("falcon", 2, r"\[1, 7\]"), ("diffllama", 4, r"\[1, 2\]")):
         with pytest.raises(TopologyError, match=rf"parallel.tp={tp} does not divide.*use parallel.tp in {legal}"):
-            split_over_tp(build_meta(build_config(family(name))), Communicator(Axis("tp", tp, 0)), ALONE, False)
+            split(build_meta(build_config(family(name))), Communicator(Axis("tp", tp, 0)), ALONE, False)
 
 
 @pytest.mark.parametrize(
@@ -299,13 +309,19 @@ def test_degrees_that_heads_do_not_divide_by_are_refused_with_those_that_do() ->
 )
 def test_plans_of_the_user_that_mean_nothing_are_refused(plan: dict[str, str], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        split_over_tp(build_meta(build_config(family("llama"))), Communicator(Axis("tp", 2, 0)), ALONE, False, plan)
+        split(
+            build_meta(build_config(family("llama"))),
+            Communicator(Axis("tp", 2, 0)),
+            ALONE,
+            False,
+            recipe=recipe_of(tp_plan=plan),
+        )
 
 
 def test_one_rank_changes_nothing() -> None:
     model = build_meta(build_config(family("gpt2")))
     modules = dict(model.named_modules())
-    layouts = split_over_tp(model, ALONE, ALONE, True)
+    layouts = split(model, ALONE, ALONE, True)
     assert dict(model.named_modules()) == modules
     assert {name: layout.shape for name, layout in layouts.items()} == {
         name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)

@@ -14,10 +14,13 @@ from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.comm.p2p import exchange
+from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.parallel.tensor import async_tp
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
-from framework.parallel.tensor.regions import Region, TokenShard
+from framework.parallel.tensor.borders import make_border
+from framework.parallel.tensor.regions import Region
+from framework.parallel.tensor.sharded_tokens import ShardedTokens
 from tests.families import family
 from tests.ranks.pool import RankPool
 from tests.ranks.tensor_parity import CPU, TensorCase
@@ -109,9 +112,9 @@ def read_arriving(rank: int, world: int, rendezvous: str) -> dict[str, bool]:
     found = {}
 
     def arrive() -> Any:
-        tokens = TokenShard(tp)
-        shard = tokens.scatter(expected.contiguous()).requires_grad_()
-        return shard, Region(tp, tokens, overlaps=True).enter(shard)
+        layout = TokenLayout(1, 4, tp.axis, is_sharded=True)
+        shard = ShardedTokens(layout, tp).scatter(expected.contiguous()).requires_grad_()
+        return shard, Region(make_border(layout, tp, overlaps=True)).enter(shard)
 
     with send_late():
         shard, x = arrive()

@@ -8,8 +8,9 @@ from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError
 from framework.mesh.axis import Axis
 from framework.model.load import build_meta
-from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
+from framework.parallel.tensor import ranks_per_kv_head
 from tests.families import FAMILIES, Family, build_config
+from tests.ranks.tensor_parity import split
 from tests.ranks.test_tensor import CHANGES
 
 README = Path(__file__).parents[2] / "README.md"
@@ -23,7 +24,7 @@ def held(family: Family) -> str:
     copies = ranks_per_kv_head(config, DEGREE)
     tp, kv = Communicator(Axis("tp", DEGREE, 0, (0, 1))), Communicator(Axis("kv", copies, 0, tuple(range(copies))))
     try:
-        layouts = split_over_tp(build_meta(config), tp, kv, sequence=True).values()
+        layouts = split(build_meta(config), tp, kv, sequence=True).values()
     except MeshwrightError as error:
         return f"refused: {str(error).splitlines()[0]}"
     whole, local = sum(prod(layout.shape) for layout in layouts), sum(layout.numel_local for layout in layouts)

@@ -8,10 +8,10 @@ from framework.errors import ModelError, TopologyError
 from framework.mesh.axis import Axis
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
-from framework.parallel.tensor import split_over_tp
 from framework.plan.page import plan_command
 from framework.recipe.compose import compose
 from tests.families import build_config, family
+from tests.ranks.tensor_parity import recipe_of, split
 
 ALONE = Communicator(Axis("kv", 1, 0))
 
@@ -65,17 +65,17 @@ def test_a_group_over_nodes_is_told_what_it_costs(capsys: pytest.CaptureFixture[
 
 def test_degrees_over_the_heads_are_refused_with_those_that_divide() -> None:
     with pytest.raises(TopologyError, match=r"parallel.tp=8 does not divide.*use parallel.tp in \[1, 2, 4\]"):
-        split_over_tp(build_meta(build_config(family("llama"))), Communicator(Axis("tp", 8, 0)), ALONE, sequence=True)
+        split(build_meta(build_config(family("llama"))), Communicator(Axis("tp", 8, 0)), ALONE, sequence=True)
 
 
 @pytest.mark.parametrize(("model_type", "names"), [("mamba", r"mixer.*in_proj"), ("rwkv", r"attention.*receptance")])
 def test_an_unknown_architecture_is_refused_by_its_modules(model_type: str, names: str) -> None:
     config = shrink(CONFIG_MAPPING[model_type]())
     with pytest.raises(ModelError, match=rf"(?s)no rule knows.*{names}.*model.tp_plan"):
-        split_over_tp(build_meta(config), Communicator(Axis("tp", 2, 0)), ALONE, sequence=True)
+        split(build_meta(config), Communicator(Axis("tp", 2, 0)), ALONE, sequence=True)
 
 
 def test_a_plan_that_names_a_missing_module_is_refused() -> None:
     model = build_meta(build_config(family("llama")))
     with pytest.raises(ModelError, match=r"model.tp_plan.\*.upward names no module of LlamaForCausalLM"):
-        split_over_tp(model, Communicator(Axis("tp", 2, 0)), ALONE, True, {"*.upward": "column"})
+        split(model, Communicator(Axis("tp", 2, 0)), ALONE, True, recipe=recipe_of(tp_plan={"*.upward": "column"}))

@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from framework.comm.algorithms import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange_apart
+from framework.mesh.token_layout import TokenLayout
 from framework.model.load_balancing import sums_dtype
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind
 from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered, Message
@@ -63,19 +64,18 @@ class StageActions(Protocol):
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """What goes from stage to stage. `width`: of hidden states; `token_parts`: so many ranks divide every sequence's tokens
-    among themselves, the last part padded, and each sends its own. `num_sums`: of routers, beside them."""
+    """What goes from stage to stage: hidden states of the tokens that a rank holds between regions, [B, s, width] in `dtype`, and
+    beside them `num_sums` numbers of routers, if any. Every microbatch has the same tokens."""
 
+    tokens: TokenLayout
     width: int
-    token_parts: int
     num_sums: int
     dtype: torch.dtype
     device: torch.device
 
-    def make_places(self, sequences: int, tokens: int) -> Tensors:
-        """For what a rank receives of a microbatch of so many sequences of so many tokens."""
-        shape = sequences, -(-tokens // self.token_parts), self.width
-        hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def make_buffers(self) -> Tensors:
+        """Memory for what a rank receives of a microbatch."""
+        hidden = torch.empty(self.tokens.hidden_shape(self.width), dtype=self.dtype, device=self.device)
         if not self.num_sums:
             return (hidden,)
         return hidden, torch.empty(self.num_sums, dtype=sums_dtype(self.dtype), device=self.device)
@@ -86,12 +86,13 @@ class Links:
 
     No rank waits for a send to complete. A sent tensor is held until a message from its receiver shows that it was used: if
     what arrives was computed after the receiver had needed the tensor, then the send is over and its wait returns at once.
+
+    hidden: the shape of what arrives, equal for all microbatches of a step, so that receives can be posted before anything is
+    known of them.
     """
 
-    def __init__(self, axis: Communicator, lowered: Lowered, hidden: ActivationSpec, microbatch: tuple[int, int]):
-        """microbatch: (sequences, tokens of each); all microbatches of a step have the same shape, so that receives can be
-        posted before anything is known of what arrives."""
-        self._axis, self._lowered, self._hidden, self._microbatch = axis, lowered, hidden, microbatch
+    def __init__(self, axis: Communicator, lowered: Lowered, hidden: ActivationSpec):
+        self._axis, self._lowered, self._hidden = axis, lowered, hidden
         self._arriving: dict[Action, tuple[Tensors, Pending]] = {}
         self._leaving: list[tuple[Message, Pending]] = []
 
@@ -117,7 +118,7 @@ class Links:
             if action.kind in SENDS:
                 sends += [(each, message.target) for each in outputs.pop(action)]
             else:
-                places[action] = self._hidden.make_places(*self._microbatch)
+                places[action] = self._hidden.make_buffers()
                 receives += [(each, message.source) for each in places[action]]
         sent, received = exchange_apart(sends, receives, self._axis)
         self._leaving += [(self._lowered.messages[action], sent) for action in actions if action.kind in SENDS]

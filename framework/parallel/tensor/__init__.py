@@ -1,7 +1,8 @@
 """Tensor, sequence and vocabulary parallelism (Shoeybi et al. 2019, Korthikanti et al. 2022), for any model of Hugging Face's.
 
-`rules` says what each module is, `plan` finds the regions of a model, `cuts` how a weight divides, `layers` compute with the
-parts, `regions` are the borders where ranks communicate, `split` puts it all into a model.
+`rules` says what each module is, `find_regions` finds the regions of a model, `partition` how a weight divides, `layers` compute
+with the parts, `regions` and their `borders` are where ranks communicate, `sharded_tokens` and `async_tp` how. `split` puts it
+all into a model.
 """
 
 from framework.parallel.tensor.heads import ranks_per_kv_head

@@ -1,18 +1,20 @@
-"""Pieces: a region's borders under sequence parallelism, with communication under the matrix products (`parallel.overlap`).
+"""Async TP: a region's borders under sequence parallelism, with communication under the matmuls (`parallel.overlap`).
 
     border in     Y[r] = X[r] W^T              rank r's tokens are multiplied when they have come
     border out    y[s] = sum_r X_r[s] W_r^T    what is meant for rank s travels while the next rank's is multiplied
 
 A gather becomes one exchange of tokens with each other rank, all started at once, and a reduce-scatter one exchange of
-products: the same bytes. NCCL runs exchanges in turn on a stream of its own, and a wait for one makes the current stream
+partial sums: the same bytes. NCCL runs exchanges in turn on a stream of its own, and a wait for one makes the current stream
 wait, never the host.
 
 Who is handed the region's input before it has come gets an `AsyncGatherTensor`: it has a shape and no memory. A column layer
 multiplies its pieces. Every other operation, of whatever library, reaches `__torch_dispatch__`, which waits and hands it the
 whole; so nothing can read what has not come.
+
+    S tokens of a whole sequence, s = ceil(S / tp) tokens of it on each rank, D, K, N features
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -23,17 +25,19 @@ from torch.utils._pytree import tree_map
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
-from framework.model.matmul import matmul, matmul_into
+from framework.model.matmul import Matmul
 
 
 class AsyncGather:
-    """All ranks' tokens on their way to this rank.  shard: [..., s, D], this rank's; length: of the whole, padding taken away."""
+    """All ranks' tokens on their way to this rank, over `axis`.  shard: [..., s, D], this rank's; length: S of the whole, padding
+    taken away."""
 
     def __init__(self, shard: Tensor, length: int, axis: Communicator) -> None:
         self.axis, self.length = axis, length
         self.rows = shard.shape[-2]
         self.shape = (*shard.shape[:-2], length, shard.shape[-1])
         self._pieces: Tensor | None = shard.new_empty(axis.size, *shard.shape)
+        # What travels is sent from here, not from the shard: that may be written to before the message has left.
         self._pieces[axis.rank] = shard
         self._whole: Tensor | None = None
         self._pending: dict[int, Pending] = {}
@@ -42,7 +46,7 @@ class AsyncGather:
             self._pending[source] = exchange(*messages, axis)
 
     def whole(self) -> Tensor:
-        """[..., length, D], when all has come."""
+        """[..., S, D], contiguous, when all has come: the current stream waits for every piece."""
         if self._whole is None:
             assert self._pieces is not None, "pieces go when the whole has come"
             for pending in self._pending.values():
@@ -50,22 +54,25 @@ class AsyncGather:
             self._pending.clear()
             joined = self._pieces.movedim(0, -3).flatten(-3, -2)
             self._whole = joined[..., : self.length, :].contiguous()
-            self._pieces = None
+            self._pieces = None  # the same tokens twice would be what sequence parallelism is to avoid
         return self._whole
 
-    def multiply(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """X W^T + b, each rank's tokens as they come: [..., length, N]. Not differentiable."""
+    def multiply(self, compute: Callable[..., Tensor], num_features: int) -> Tensor:
+        """Each rank's tokens multiplied as they come: [..., S, num_features]. Not differentiable.
+
+        compute: `Matmul.forward` or `Matmul.input_gradient`, [..., s, D] -> [..., s, num_features], with `out`.
+        """
         if self._whole is not None:
-            return matmul(self._whole, weight, bias)
+            return compute(self._whole)
         assert self._pieces is not None, "pieces go when the whole has come"
-        y = self._pieces.new_empty(*self.shape[:-1], weight.shape[0])
+        y = self._pieces.new_empty(*self.shape[:-1], num_features)
+        # Own tokens first: the others' come under their matmul, in the order in which the exchanges were started.
         for rank in (self.axis.rank, *(source for _, source in peers(self.axis))):
             if rank in self._pending:
                 self._pending.pop(rank).wait()
             start, stop = rows_of(rank, self.rows, self.length)
             if start < stop:
-                piece = self._pieces[rank][..., : stop - start, :]
-                matmul_into(y[..., start:stop, :], piece, weight, bias)
+                compute(self._pieces[rank][..., : stop - start, :], out=y[..., start:stop, :])
         return y
 
 
@@ -89,7 +96,7 @@ class AsyncGatherTensor(Tensor):
         out = func(*tree_map(_whole, args), **tree_map(_whole, kwargs or {}))
         first = func._schema.arguments[0].alias_info
         if args and isinstance(args[0], AsyncGatherTensor) and first is not None and first.is_write:
-            # Column layers may have kept it for backward, and must learn that it is another now.
+            # Column layers may have kept the whole for backward: autograd must see that it is another now, and refuse.
             increment_version(args[0].arrival.whole())
             return args[0]
         return out
@@ -99,24 +106,25 @@ def _whole(value: Any) -> Any:
     return value.arrival.whole() if isinstance(value, AsyncGatherTensor) else value
 
 
-def matmul_reduce_scatter(x: Tensor, weight: Tensor, axis: Communicator) -> Tensor:
-    """This rank's tokens of sum_r X_r W_r^T.  x: [..., S, K_r] -> [..., s, N], s = S over the ranks, rounded up. Not
-    differentiable."""
+def matmul_reduce_scatter(x: Tensor, matmul: Matmul, axis: Communicator) -> Tensor:
+    """This rank's tokens of sum_r X_r W_r^T, summed over `axis`.  x: [..., S, K_r] -> [..., s, N]. Not differentiable."""
     length = x.shape[-2]
     rows = -(-length // axis.size)
 
     def multiply(rank: int) -> Tensor:
         start, stop = rows_of(rank, rows, length)
-        product = matmul(x[..., start:stop, :], weight)
-        return F.pad(product, (0, 0, 0, rows - (stop - start))) if stop - start < rows else product
+        y = matmul.forward(x[..., start:stop, :])
+        return F.pad(y, (0, 0, 0, rows - (stop - start))) if stop - start < rows else y
 
-    terms = x.new_empty(axis.size, *x.shape[:-2], rows, weight.shape[0])
+    terms = x.new_empty(axis.size, *x.shape[:-2], rows, matmul.matrix.shape[0])
     pending = []
+    # Own tokens last: nobody waits for their sum but this rank, and their matmul covers the last exchange.
     for to, source in peers(axis):
         pending.append(exchange([(multiply(to), to)], [(terms[source], source)], axis))
     terms[axis.rank] = multiply(axis.rank)
     for each in pending:
         each.wait()
+    # One sum in the order of ranks, not of arrival: the result must not depend on who was late.
     return terms.sum(0)
 
 

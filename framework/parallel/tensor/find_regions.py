@@ -1,4 +1,4 @@
-"""The plan of a model: which of its modules are regions, and the role of each module inside, before anything is changed.
+"""The regions of a model, and the role of each module inside, found before anything is changed.
 
 A region is a child of a decoder layer that contains something to split (an attention, an mlp, a mixture of experts), or a
 single linear layer that the decoder layer holds itself. It is left where its row layers sum over ranks; a mixture of experts
@@ -6,7 +6,7 @@ is left as a whole, because its router and its shared experts' gates multiply wh
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -50,12 +50,15 @@ class _Search:
         return self.model.config.get_text_config()
 
 
-def make_plan(model: PreTrainedModel, user: Mapping[str, str]) -> list[RegionPlan]:
-    """The regions of all layers, in order. `user`: roles by pattern of module names, before all other rules.
+def find_regions(model: PreTrainedModel, user: Mapping[str, str], modules: Collection[str]) -> list[RegionPlan]:
+    """The regions of all layers that are here, in order; layers of other pipeline stages have none.
+
+    user: roles by pattern of module names, before all other rules. modules: names of the whole model's, of which a pattern must
+    mean one.
 
     Raises ModelError for a module that no rule knows, and for a pattern or role of `user` that means nothing.
     """
-    _check_user_plan(model, user)
+    _check_user_plan(type(model).__name__, modules, user)
     found = find_layers(model)
     if found is None:
         raise ModelError(f"{type(model).__name__} has no list of decoder layers to split: use parallel.tp=1")
@@ -76,16 +79,15 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
-def _check_user_plan(model: nn.Module, user: Mapping[str, str]) -> None:
-    names = [name for name, _ in model.named_modules()]
+def _check_user_plan(model: str, modules: Collection[str], user: Mapping[str, str]) -> None:
     for pattern, text in user.items():
         if parse_role(text) is None:
             raise ModelError(
-                f"model.tp_plan.{pattern}={text} is no role: use column, row, replicated or norm, or one with its form, such"
-                " as column:heads, column:kv_heads, column:pair"
+                f"model.tp_plan.{pattern}={text} is no role: use column, row, replicated or norm, or one with its arrangement,"
+                " such as column:heads, column:kv_heads, column:pair"
             )
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ModelError(f"model.tp_plan.{pattern} names no module of {type(model).__name__}: see meshwright plan")
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ModelError(f"model.tp_plan.{pattern} names no module of {model}: see meshwright plan")
 
 
 def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
@@ -99,6 +101,7 @@ def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
                 search.unmatched.append(_describe(name, module))
             elif role.kind != "replicated":
                 loose[name] = role
+        # Norms of the layer itself stand outside regions: whole on all ranks, of this rank's tokens.
         elif not _is_norm(name, module):
             region = _region(search, name, module)
             if region is not None:
@@ -117,15 +120,19 @@ def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
     roles: dict[str, Role] = {}
     for full, module in inside.items():
         own = dict(module.named_parameters(recurse=False))
+        # Stacked experts are no linear layers: `split` slices them by their attributes.
         if not own or full in experts:
             continue
+        # Numbers per head that an attention holds itself need no role of a module.
         if set(own) <= set(PARAMETERS) and not isinstance(module, LINEARS):
             continue
         role = _role(search, full, has_experts)
+        # What a router is made of routes alike on all ranks, whatever its layers are called.
         if role is None and has_experts and any(full.startswith(f"{router}.") for router in routers):
             role = Role("replicated")
         if role is None and _is_norm(full, module):
             role = _norm_role(search, full, module)
+        # Collected, not raised: one error names everything that a user's plan has to say.
         if role is None:
             search.unmatched.append(_describe(full, module))
         else:
@@ -139,6 +146,7 @@ def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
 def _check_ends(search: _Search, roles: Mapping[str, Role], has_experts: bool) -> None:
     """What column layers take apart, row layers put together: a region with only one of them is not understood."""
     kinds = {role.kind for role in roles.values()} - {"replicated", "norm"}
+    # Experts are both ends at once, so beside them one kind may stand alone (a shared expert's parts come in pairs anyway).
     if len(kinds) == 1 and not has_experts:
         for name, role in roles.items():
             if role.kind in kinds:
@@ -153,9 +161,11 @@ def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
         if fnmatchcase(name, pattern):
             return parse_role(text)
     leaf = name.rpartition(".")[2]
+    # The same name means other things in some families, so theirs go first.
     choice = FAMILIES.get(search.config.model_type, {}).get(leaf)
     if choice is not None:
         return parse_role(choice if isinstance(choice, str) else choice(search.config))
+    # Without experts a `gate` is some gating of the family's own, which nobody here knows how to split.
     if leaf in ROUTERS and not has_experts:
         return None
     if leaf in ROLES:
@@ -165,6 +175,7 @@ def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
 
 def _hinted_role(search: _Search, name: str) -> Role | None:
     """Hugging Face's plan, of plain layers only: it does not tell how heads lie."""
+    # In an attention "colwise" is not enough: an interval of a packed projection would cut through heads.
     parent = search.model.get_submodule(name.rpartition(".")[0])
     if any(hasattr(parent, word) for word in ("head_dim", "head_size", "num_heads")):
         return None
@@ -179,12 +190,13 @@ def _norm_role(search: _Search, name: str, norm: nn.Module) -> Role | None:
     parent = search.model.get_submodule(name.rpartition(".")[0])
     shape = tuple(next(iter(parameters.values())).shape)
     head_dim = getattr(parent, "head_dim", getattr(parent, "head_size", None))
+    # One norm per head in a list (stablelm): their number would have to shrink with the heads.
     if isinstance(parent, nn.ModuleList):
         return None
-    form = HEAD_NORMS.get(name.rpartition(".")[2])
-    if form is not None and head_dim is not None and shape != (head_dim,):
+    arrangement = HEAD_NORMS.get(name.rpartition(".")[2])
+    if arrangement is not None and head_dim is not None and shape != (head_dim,):
         is_rms = set(parameters) == {"weight"} and shape[0] % head_dim == 0
-        return Role("norm", form) if len(shape) == 2 or is_rms else None
+        return Role("norm", arrangement) if len(shape) == 2 or is_rms else None
     return Role("replicated") if shape == (head_dim,) else None
 
 

@@ -28,7 +28,7 @@ def ranks_per_kv_head(config: PretrainedConfig, tp: int) -> int:
     """How many of `tp` ranks hold the same key-value heads: 1 unless there are fewer heads than ranks."""
     text = config.get_text_config()
     if getattr(text, "num_attention_heads", None) is None:
-        return 1
+        return 1  # no attention: a topology is made for every family, also for those that splitting refuses later
     return Counts(text.num_attention_heads, _kv_heads(text), HEAD_BLOCKS.get(text.model_type, 1)).copies(tp)
 
 
@@ -38,10 +38,11 @@ def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
     heads, kv = config.num_attention_heads, _kv_heads(config)
     for name in plan.roles:
         head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+        # Layers may differ from one another and from the config in it: the weight is what is split.
         if name.endswith(".k_proj") and head_dim:
             kv = model.get_parameter(f"{name}.weight").shape[0] // head_dim
     linear = {}
-    if any(role.form.startswith("linear_") for role in plan.roles.values()):
+    if any(role.arrangement.startswith("linear_") for role in plan.roles.values()):
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         key_dim, value_dim = keys * config.linear_key_head_dim, values * config.linear_value_head_dim
         linear = {
@@ -55,6 +56,7 @@ def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
 def divide_numbers(attention: Any, counts: Counts, tp: Axis) -> None:
     """Tell an attention how many heads it has here: attributes, a config of its own if it reads heads there, and arguments
     with something for every head."""
+    # With fewer key-value heads than ranks each rank has one of every block, which others have as well.
     q_local, kv_local = counts.q // tp.size, counts.kv // min(tp.size, counts.kv // counts.blocks)
     head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", None))
     for name, value in list(vars(attention).items()):
@@ -64,6 +66,7 @@ def divide_numbers(attention: Any, counts: Counts, tp: Axis) -> None:
             setattr(attention, name, kv_local)
         elif name == "num_key_value_groups":
             setattr(attention, name, q_local // kv_local)
+        # The value decides: hidden_size may as well be the model's, which stays whole.
         elif name in HEAD_WIDTHS and head_dim is not None and value == counts.q * head_dim:
             setattr(attention, name, q_local * head_dim)
         elif name in KV_WIDTHS:
@@ -78,6 +81,7 @@ def divide_numbers(attention: Any, counts: Counts, tp: Axis) -> None:
 
 
 def _select_head_arguments(attention: nn.Module, counts: Counts, tp: Axis) -> None:
+    # The model computes biases (ALiBi) once for all heads and all layers, and hands them to an attention that has a few of them.
     arguments = list(inspect.signature(attention.forward).parameters)
     if not any(bias in arguments for bias in HEAD_BIASES):
         return
@@ -88,6 +92,7 @@ def _select_head_arguments(attention: nn.Module, counts: Counts, tp: Axis) -> No
 
 
 def _kv_heads(config: PretrainedConfig) -> int:
+    # Falcon's and GPT-BigCode's word for one key-value head; Falcon's new architecture ignores it.
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
     numbers = (getattr(config, name, None) for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
@@ -95,5 +100,6 @@ def _kv_heads(config: PretrainedConfig) -> int:
 
 
 def _reads_heads_from_config(attention: type) -> bool:
+    # By source, since nothing else tells: whether a forward reads the config is no attribute of the module.
     methods = (each for name, each in vars(attention).items() if inspect.isfunction(each) and name != "__init__")
     return any(re.search(r"self\.config\.num_(attention|key_value)_heads", inspect.getsource(each)) for each in methods)

@@ -3,70 +3,29 @@
     column:  Y_r = X W_r^T + b_r              dX = sum_r dY_r W_r    dW_r = dY_r^T X
     row:     Y = sum_r X_r W_r^T + b          dX_r = dY W_r          dW_r = dY^T X_r
 
-The sums over ranks are the borders of the region (`regions`).
+The sums over ranks are the borders of the region (`borders`), the matmuls are the layer's `Matmul`.
+
+    ... sequences and tokens, K features in, N features out; K_r, N_r: those of this rank; V_r: its rows of the vocabulary
 """
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from framework.comm import collectives, duals
 from framework.comm.communicator import Communicator
-from framework.model.matmul import matmul
+from framework.model.matmul import MatmulLinear
 from framework.parallel.tensor.async_tp import AsyncGatherTensor
-from framework.parallel.tensor.regions import Region
+from framework.parallel.tensor.regions import Region, RegionCall
 
 
-class GradView(Protocol):
-    """Where a weight's gradient is collected: what `write_gradients_directly` gives a layer."""
+class ColumnLinear(MatmulLinear):
+    """x: [..., K], all tokens -> [..., N_r], this rank's features, in x's dtype. Sends nothing but for `copied`.
 
-    parameter: nn.Parameter
-
-    def add_matmul(self, left: Tensor, right: Tensor) -> None:
-        """Add left @ right^T."""
-
-
-class SplitLinear(nn.Linear):
-    """A linear layer of which this rank holds the part `weight` (and `bias`), transposed as GPT-2's Conv1D is or not.
-
-    grad_view: if set, the weight's gradient is written there, and autograd gets none.
-    """
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, is_transposed: bool, region: Region) -> None:
-        outputs, inputs = weight.shape[::-1] if is_transposed else weight.shape
-        super().__init__(inputs, outputs, bias=False, device="meta")
-        self.weight = weight
-        self.register_parameter("bias", bias)
-        self.is_transposed, self.region = is_transposed, region
-        self.grad_view: GradView | None = None
-
-    @property
-    def matrix(self) -> Tensor:
-        """The local weight as [outputs, inputs], out of autograd."""
-        weight = self.weight.data
-        return weight.t() if self.is_transposed else weight
-
-    def source(self, x: Tensor) -> Tensor:
-        """What stands for the weight in autograd's graph: itself, or, where it does not ask for a gradient, a scalar."""
-        if self.grad_view is None:
-            return self.weight
-        # Not `new_zeros`, which would be an operation on what may still be arriving.
-        return torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=torch.is_grad_enabled())
-
-    def operands(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """left, right with dW = left @ right^T in the weight's orientation."""
-        x_rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        left, right = (x_rows, dy_rows) if self.is_transposed else (dy_rows, x_rows)
-        return left.t(), right.t()
-
-
-class ColumnLinear(SplitLinear):
-    """x: [..., K] whole -> [..., N_r] this rank's features.
-
-    `copied`: the last features are computed by all ranks of the `kv` axis from the same rows of the weight; their gradient
-    is summed over that axis (keys and values of a packed projection).
+    weight: [N_r, K], or transposed as GPT-2's Conv1D is; bias: [N_r]. copied: the last features are computed by all ranks of the
+    `kv` axis from the same rows of the weight; their gradient is summed over that axis (keys and values of a packed projection).
     """
 
     def __init__(
@@ -78,17 +37,19 @@ class ColumnLinear(SplitLinear):
         kv: Communicator,
         copied: int = 0,
     ) -> None:
-        super().__init__(weight, bias, is_transposed, region)
-        self.kv, self.copied = kv, copied
+        super().__init__(weight, bias, is_transposed)
+        self.region, self.kv, self.copied = region, kv, copied
 
+    # Not traced, here and in RowLinear: a write into a main gradient or a region's call is an effect that no graph shows.
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.source(x), self.bias, self)
+        return _Column.apply(x, self.matmul.graph_input, self.bias, self, self.region.call)
 
     def sum_copied(self, dy: Tensor) -> Tensor:
-        """dY of which the copied features are summed over those who computed them."""
+        """dY: [..., N_r] of which the copied features are summed over `kv`: all who computed them."""
         if not self.copied:
             return dy
+        # A copy: autograd may give the same dy to others, for whom it is not summed.
         dy = dy.clone(memory_format=torch.contiguous_format)
         total = dy[..., -self.copied :].contiguous()
         collectives.all_reduce(total, self.kv)
@@ -96,57 +57,64 @@ class ColumnLinear(SplitLinear):
         return dy
 
 
-class RowLinear(SplitLinear):
-    """x: [..., K_r] this rank's features -> [..., N], where the region is left: the sum over ranks; else this rank's part.
+class RowLinear(MatmulLinear):
+    """x: [..., K_r], this rank's features -> [..., N], where the region is left: the sum over `tp`; else this rank's part.
 
-    The bias counts once: it is added to the sum, or a part of it to each rank's part.
+    weight: [N, K_r], or transposed; bias: [N]. The bias counts once: it is added to the sum, or a part of it to each rank's part.
     """
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, is_transposed: bool, region: Region, leaves: bool
     ) -> None:
-        super().__init__(weight, bias, is_transposed, region)
-        self.leaves = leaves
+        super().__init__(weight, bias, is_transposed)
+        self.region, self.leaves = region, leaves
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        y = _Row.apply(x, self.source(x), self)
+        y = _Row.apply(x, self.matmul.graph_input, self)
         if self.bias is None:
             return y
+        # Added to each rank's part it would be counted once per rank by the sum at the region's end.
         return y + (self.bias if self.leaves else self.bias / self.region.axis.size)
 
 
 class _Column(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, bias: Tensor | None, layer: ColumnLinear) -> Tensor:
-        call = layer.region.call
-        shard = call.kept_input(x)
-        ctx.layer, ctx.call, ctx.is_shard = layer, call, shard is not None
-        if isinstance(x, AsyncGatherTensor):
-            y = x.arrival.multiply(layer.matrix, bias)
-            ctx.save_for_backward(x.arrival.whole() if shard is None else shard)
-            return y
-        ctx.save_for_backward(x if shard is None else shard)
-        return matmul(x, layer.matrix, bias)
+    """`source` stands for the weight in autograd's graph (`Matmul.graph_input`)."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        layer, call, tokens = ctx.layer, ctx.call, ctx.layer.region.tokens
+    def forward(
+        ctx: Any, x: Tensor, source: Tensor, bias: Tensor | None, layer: ColumnLinear, call: RegionCall
+    ) -> Tensor:
+        matmul, kept = layer.matmul, call.find_kept(x)
+        ctx.layer, ctx.call, ctx.regathers = layer, call, kept is not None
+        if isinstance(x, AsyncGatherTensor):
+            y = x.arrival.multiply(partial(matmul.forward, bias=bias), matmul.matrix.shape[0])
+            # Saving x itself would save a tensor without memory, and with it all pieces.
+            ctx.save_for_backward(x.arrival.whole() if kept is None else kept)
+            return y
+        ctx.save_for_backward(x if kept is None else kept)
+        return matmul.forward(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        layer, call, matmul, regathers = ctx.layer, ctx.call, ctx.layer.matmul, ctx.regathers
         (kept,) = ctx.saved_tensors
-        if ctx.is_shard:
-            call.start_gather(kept, tokens)
-        dx = matmul(dy, layer.matrix.t()) if ctx.needs_input_grad[0] else None
+        # Before the matmul below, which covers the gather.
+        if regathers:
+            call.start_gather(kept)
+        dx = matmul.input_gradient(dy) if ctx.needs_input_grad[0] else None
+        # After dX, which the region's border sums: summed copies would count there once for each of their holders.
         dy = layer.sum_copied(dy)
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
 
-        def operands() -> tuple[Tensor, Tensor]:
-            return layer.operands(call.gathered(tokens) if ctx.is_shard else kept, dy)
+        def compute() -> Tensor | None:
+            return matmul.weight_gradient(call.gathered() if regathers else kept, dy)
 
-        if layer.grad_view is not None:
-            call.deferred.append(lambda: layer.grad_view.add_matmul(*operands()))
-            return dx, None, db, None
-        dw = torch.mm(*_transpose_second(*operands())) if ctx.needs_input_grad[1] else None
-        return dx, dw, db, None
+        # Left for the sum of the region's input gradient to cover (`regions`): nobody waits for a weight's gradient so early.
+        if matmul.grad_view is not None:
+            call.deferred.append(compute)
+            return dx, None, db, None, None
+        return dx, compute() if ctx.needs_input_grad[1] else None, db, None, None
 
 
 class _Row(torch.autograd.Function):
@@ -154,32 +122,26 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, source: Tensor, layer: RowLinear) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x)
-        return layer.region.leave_by(x, layer.matrix) if layer.leaves else matmul(x, layer.matrix)
+        return layer.region.leave_matmul(x, layer.matmul) if layer.leaves else layer.matmul.forward(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        layer = ctx.layer
+        layer, matmul, needs_dx = ctx.layer, ctx.layer.matmul, ctx.needs_input_grad[0]
         (x,) = ctx.saved_tensors
-        matrix = layer.matrix.t() if ctx.needs_input_grad[0] else None
         if layer.leaves:
-            dx, dy = layer.region.spread(dy, matrix)
+            dx, dy = layer.region.border.leave_matmul_adjoint(dy, matmul, needs_dx)
         else:
-            dx = None if matrix is None else matmul(dy, matrix)
-        if layer.grad_view is not None:
-            layer.grad_view.add_matmul(*layer.operands(x, dy))
+            dx = matmul.input_gradient(dy) if needs_dx else None
+        if matmul.grad_view is None and not ctx.needs_input_grad[1]:
             return dx, None, None
-        dw = torch.mm(*_transpose_second(*layer.operands(x, dy))) if ctx.needs_input_grad[1] else None
-        return dx, dw, None
-
-
-def _transpose_second(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    return left, right.t()
+        return dx, matmul.weight_gradient(x, dy), None
 
 
 class SplitRMSNorm(nn.Module):
-    """RMS norm over features that are split: the mean square is over all ranks' features.
+    """RMS norm over features that are split, x: [..., N_r] -> [..., N_r]: the mean square is over all ranks' features.
 
-    y_r = x_r / sqrt(sum_s |x_s|^2 / (copies * N) + eps) * w_r. `num_features`: N; `copies`: ranks that hold each feature.
+    y_r = x_r / sqrt(sum_s |x_s|^2 / (copies * N) + eps) * w_r. weight: [N_r]; num_features: N; copies: ranks that hold each
+    feature; axis: over which one number per token is summed, in fp32 or wider, forward and backward.
     """
 
     def __init__(
@@ -197,28 +159,32 @@ class SplitRMSNorm(nn.Module):
         self.weight_before_cast, self.axis = weight_before_cast, axis
 
     def forward(self, x: Tensor) -> Tensor:
+        # As the stock norms compute: in bf16 a sum of thousands of squares would lose its last ones. fp64 stays what it is.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # Summed for ranks that go on with it each in its own way: so is its gradient.
         total = duals.copy_to(duals.reduce_from(wide.square().sum(-1, keepdim=True), self.axis), self.axis)
         normed = wide * torch.rsqrt(total / (self.copies * self.num_features) + self.variance_epsilon)
+        # Where the family rounds is part of its numerics: stock norms have both orders.
         if self.weight_before_cast:
             return (self.weight * normed).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 
 def look_up_locally(embedding: nn.Embedding, start: int, stop: int, axis: Communicator) -> None:
-    """Make an embedding that holds rows [start, stop) of the vocabulary give what the whole one gives.
+    """Make an embedding that holds rows [start, stop) of the vocabulary, [V_r, D], give what the whole one gives: [B, S, D].
 
-    Ids of other ranks' rows give zeros, and the ranks' results are summed. The model's own forward does the lookup, so
+    Ids of other ranks' rows give zeros, and the results are summed over `axis`. The model's own forward does the lookup, so
     whatever scale the family applies to it stays.
     """
     padding = embedding.padding_idx
     embedding.num_embeddings = stop - start
+    # The padding row gets no gradient; only the rank that has it may say so, in its own numbering.
     embedding.padding_idx = padding - start if padding is not None and start <= padding < stop else None
     embedding.forward = partial(_look_up, embedding.forward, start, stop, axis)  # type: ignore[method-assign]
 
 
 def _look_up(whole: Any, start: int, stop: int, axis: Communicator, ids: Tensor) -> Tensor:
     elsewhere = (ids < start) | (ids >= stop)
+    # Row 0 stands in for rows of other ranks: an index outside the table is an error, on a GPU one that ends the process.
     rows = whole((ids - start).masked_fill(elsewhere, 0))
     return duals.reduce_from(rows.masked_fill(elsewhere.unsqueeze(-1), 0), axis)

@@ -1,6 +1,6 @@
-"""Cuts: how the indices along one dim of a weight divide among the tensor-parallel ranks.
+"""Partition: how the indices along one dim of a weight divide among the tensor-parallel ranks.
 
-A form says what lies along the dim. A rank takes the same heads everywhere, so the parts of one attention fit together:
+An arrangement says what lies along the dim. A rank takes the same heads everywhere, so the parts of one attention fit together:
 
     ""                  a row of features, divided anywhere (sizes differ by at most one)
     pair                gate | up, or any two halves used together
@@ -38,7 +38,7 @@ class PartitionedDim:
 
 @dataclass(frozen=True)
 class Counts:
-    """What an attention consists of. `q`, `kv`: heads, in so many `blocks`; `linear`: numbers of the linear forms, by form."""
+    """What an attention consists of. q, kv: heads, in so many `blocks`; linear: sizes of the linear arrangements, by name."""
 
     q: int
     kv: int
@@ -71,19 +71,22 @@ class Counts:
         return degree // kv if degree % kv == 0 else 1
 
 
-def partition(form: str, dim: int, size: int, counts: Counts, index: int, degree: int) -> PartitionedDim:
-    """The cut of a dim of `size` indices for rank `index` of `degree`. Raises TopologyError when the form does not divide."""
-    if form == "groups" and degree > counts.kv:
-        return _cut_within_groups(dim, size, counts, index, degree)
-    parts = _parts(form, size, counts, degree)
+def partition(arrangement: str, dim: int, size: int, counts: Counts, index: int, degree: int) -> PartitionedDim:
+    """The part of a dim of `size` indices that rank `index` of `degree` takes. TopologyError when they do not divide."""
+    # One shard cannot say it: ranks of one group have the same key and value, and other queries.
+    if arrangement == "groups" and degree > counts.kv:
+        return _partition_within_groups(dim, size, counts, index, degree)
+    parts = _parts(arrangement, size, counts, degree)
     total = sum(heads for heads, _ in parts)
-    if size % total or (form not in ("", "pair") and any(heads % pieces for heads, pieces in parts)):
+    # Features divide anywhere; heads must come whole, or an attention would mix halves of two.
+    if size % total or (arrangement not in ("", "pair") and any(heads % pieces for heads, pieces in parts)):
         raise TopologyError(
-            f"parallel.tp={degree} does not divide {size} indices arranged as {form or 'features'} of {counts.q} heads and"
+            f"parallel.tp={degree} does not divide {size} indices arranged as {arrangement or 'features'} of {counts.q} heads and"
             f" {counts.kv} key-value heads: use a smaller parallel.tp"
         )
     unit = size // total
     pieces = tuple(each for _, each in parts)
+    # A shard's own words for the usual case, so that layouts of equal meaning compare equal.
     is_whole = all(each == degree for each in pieces)
     shard = Shard(
         "tp",
@@ -96,11 +99,12 @@ def partition(form: str, dim: int, size: int, counts: Counts, index: int, degree
     return PartitionedDim((shard,), sum(heads // each * unit for heads, each in parts if each < degree))
 
 
-def _parts(form: str, size: int, counts: Counts, degree: int) -> list[tuple[int, int]]:
+def _parts(arrangement: str, size: int, counts: Counts, degree: int) -> list[tuple[int, int]]:
     """(units, pieces) of each segment of the dim."""
+    # In (heads, pieces). Key-value heads that are fewer than ranks fall into as many pieces as there are heads.
     q, kv = counts.q // counts.blocks, counts.kv // counts.blocks
     queries, keys = (q, degree), (kv, min(degree, kv))
-    match form:
+    match arrangement:
         case "":
             return [(size, degree)]
         case "pair":
@@ -113,11 +117,12 @@ def _parts(form: str, size: int, counts: Counts, degree: int) -> list[tuple[int,
             return [queries, keys, keys]
         case "block_qvk":
             return [queries] * (3 * counts.blocks)
-    return [(units, degree) for units in counts.linear[form]]
+    return [(units, degree) for units in counts.linear[arrangement]]
 
 
-def _cut_within_groups(dim: int, size: int, counts: Counts, index: int, degree: int) -> PartitionedDim:
+def _partition_within_groups(dim: int, size: int, counts: Counts, index: int, degree: int) -> PartitionedDim:
     """Several ranks share a group: each has part of its queries, and all have its key and its value."""
+    # The outer shard picks the group, its neighbours the same one; the inner divides the group's queries and copies the rest.
     copies = degree // counts.kv
     queries = counts.q // counts.kv
     unit = size // counts.kv // (queries + 2)

@@ -1,9 +1,9 @@
-"""Random draws: alike on all ranks where they compute alike, different where each computes its own.
+"""RNG streams: alike on all ranks where they compute alike, different where each computes its own.
 
     outside regions, tokens replicated       alike: residual dropout must drop the same elements everywhere
     outside regions, tokens sharded          different: other tokens
     inside attention and mlp                 different: other heads and features
-    inside a mixture of experts              alike: a router that draws must route alike
+    inside a mixture of experts              alike: a router that uses random numbers must route alike
 
 A step seeds its generator by microbatch and layer, equally on all ranks, but for `mask_of` the rank where layers hold other
 tokens. Every other stream is seeded by that seed, exclusive-or what is particular to the rank or the region: a function of where
@@ -18,54 +18,71 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from framework.mesh.axis import Axis
+from framework.mesh.token_layout import TokenLayout
 from framework.model.materialize import seed_for
 
-DRAWING_WORDS = ("drop", "jitter")
+RANDOM_WORDS = ("drop", "jitter")
 
 
 def uses_rng_in_training(config: PretrainedConfig) -> bool:
     """Some dropout or jitter of the config is not zero."""
-    return _draws(config.to_dict())
+    return _is_random(config.to_dict())
 
 
-def mask_of(axis: Axis, differs: bool) -> int:
-    """What a rank's seed is exclusive-or'd with where ranks draw differently; 0 where they draw alike, or there is one."""
-    return seed_for("tensor-parallel rank", axis.rank) if differs and axis.size > 1 else 0
+def mask_of(tokens: TokenLayout) -> int:
+    """What a rank's seed of a layer is exclusive-or'd with: 0 where all hold the same tokens, else a number of the rank's."""
+    return _rank_mask(tokens.tp) if tokens.num_parts > 1 else 0
 
 
 class RngStreams:
-    """The streams of one rank. `outside_differs`: outside regions ranks draw differently, for they hold other tokens."""
+    """The streams of one rank, all on the generator of the device that a tensor is on; no random number is ever sent."""
 
-    def __init__(self, axis: Axis, outside_differs: bool) -> None:
-        self.rank_mask = mask_of(axis, differs=True)
-        self.outside_differs = outside_differs
+    def __init__(self, tokens: TokenLayout) -> None:
+        self._rank_mask, self._outside_mask = _rank_mask(tokens.tp), mask_of(tokens)
+        # State of the generator in front of the first layer; None before it, and wherever no microbatch is in the layers.
+        self._before: tuple[torch.Generator, Tensor] | None = None
 
-    def start_outside(self, x: Tensor) -> Tensor:
-        """Begin the stream of the tokens that this rank alone holds. Returns the generator's state until then."""
-        return self._switch(x, torch_generator(x).initial_seed() ^ self.rank_mask)
+    def start_outside(self, x: Tensor) -> None:
+        """Begin the stream of the tokens that this rank alone holds, until `end_outside`."""
+        generator = torch_generator(x)
+        self._before = generator, self._switch(generator, generator.initial_seed() ^ self._outside_mask)
+
+    def end_outside(self) -> None:
+        """Go on where `start_outside` left the stream that all ranks share. Nothing where it was not called."""
+        if self._before is not None:
+            generator, state = self._before
+            generator.set_state(state)
+            self._before = None
 
     def start_inside(self, x: Tensor, name: str, differs: bool) -> Tensor:
-        """Begin the stream of region `name`. Returns the generator's state until then."""
-        seed = torch_generator(x).initial_seed() ^ seed_for("region", name)
-        return self._switch(x, seed ^ self.rank_mask if differs != self.outside_differs else seed)
+        """Begin the stream of region `name`, of this rank alone if it differs. Returns the generator's state until then."""
+        generator = torch_generator(x)
+        seed = generator.initial_seed() ^ seed_for("region", name)
+        # The seed outside may carry the rank's mask already: a second one would take it off again.
+        return self._switch(generator, seed ^ self._outside_mask ^ (self._rank_mask if differs else 0))
 
     def restore(self, x: Tensor, state: Tensor) -> None:
         """Go on where an outer stream was left."""
         torch_generator(x).set_state(state)
 
-    def _switch(self, x: Tensor, seed: int) -> Tensor:
-        generator = torch_generator(x)
+    def _switch(self, generator: torch.Generator, seed: int) -> Tensor:
+        # The state holds the seed, too: who restores it goes on in the outer stream, and masks are taken of the outer seed again.
         state = generator.get_state()
         generator.manual_seed(seed)
         return state
 
 
 def torch_generator(x: Tensor) -> torch.Generator:
-    """The generator that operations on x's device draw from."""
+    """The generator that operations on x's device take random numbers from."""
     return torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
 
 
-def _draws(value: Any, name: str = "") -> bool:
+def _rank_mask(tp: Axis) -> int:
+    return seed_for("tensor-parallel rank", tp.rank)
+
+
+def _is_random(value: Any, name: str = "") -> bool:
     if isinstance(value, dict):
-        return any(_draws(inner, str(key)) for key, inner in value.items())
-    return isinstance(value, float) and value > 0 and any(word in name for word in DRAWING_WORDS)
+        return any(_is_random(inner, str(key)) for key, inner in value.items())
+    # Probabilities are floats; an int or a bool of such a name (a number of dropped layers) takes no random numbers by itself.
+    return isinstance(value, float) and value > 0 and any(word in name for word in RANDOM_WORDS)

@@ -1,11 +1,11 @@
 """Rules: what each module of a decoder layer is under tensor parallelism, as data.
 
-A role is `column`, `row`, `replicated` or `norm` with the form (`cuts.ARRANGEMENTS`) of the dim that is split:
+A role is `column`, `row`, `replicated` or `norm` with the arrangement (`partition.ARRANGEMENTS`) of the dim that is split:
 
-    column:FORM   Y_r = X W_r^T + b_r       W, b split along the outputs; X is whole, Y_r this rank's features
-    row:FORM      Y = sum_r X_r W_r^T + b   W split along the inputs; b added once
-    norm:FORM     a norm over features that are split; its weight is split with them
-    replicated    the same on all ranks
+    column:ARRANGEMENT   Y_r = X W_r^T + b_r       W, b split along the outputs; X is whole, Y_r this rank's features
+    row:ARRANGEMENT      Y = sum_r X_r W_r^T + b   W split along the inputs; b added once
+    norm:ARRANGEMENT     a norm over features that are split; its weight is split with them
+    replicated           the same on all ranks
 
 The language is the user's as well: `model.tp_plan` maps patterns of module names to roles.
 """
@@ -23,16 +23,16 @@ KINDS = ("column", "row", "replicated", "norm")
 
 @dataclass(frozen=True)
 class Role:
-    """`kind`: one of KINDS; `form`: one of cuts.ARRANGEMENTS."""
+    """`kind`: one of KINDS; `arrangement`: one of partition.ARRANGEMENTS."""
 
     kind: str
-    form: str = ""
+    arrangement: str = ""
 
 
 def parse_role(text: str) -> Role | None:
     """The role that `text` names, None if it names none."""
-    kind, _, form = text.partition(":")
-    return Role(kind, form) if kind in KINDS and form in ARRANGEMENTS else None
+    kind, _, arrangement = text.partition(":")
+    return Role(kind, arrangement) if kind in KINDS and arrangement in ARRANGEMENTS else None
 
 
 # By the last part of a module's name. A name means the same in all families that use it, but for FAMILIES.
@@ -92,7 +92,7 @@ FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
 # attention pairs heads of the first half with those of the second.
 HEAD_BLOCKS: Mapping[str, int] = MappingProxyType({"codegen": 4, "diffllama": 2})
 
-# Parameters that stand in an attention module itself: the form of dim 0, None if replicated.
+# Parameters that stand in an attention module itself: the arrangement of dim 0, None if replicated.
 PARAMETERS: Mapping[str, str | None] = MappingProxyType({
     "sinks": "heads",
     "lambda_q1": None, "lambda_k1": None, "lambda_q2": None, "lambda_k2": None,

@@ -1,80 +1,78 @@
 """Linear layers that write their weight's gradient where it will be reduced.
 
-    Y = X W^T + b        dX = dY W        G += dY^T X        db = sum dY
+    Y = X W^T + b        G += dY^T X
 
 Autograd would allocate dY^T X anew in every microbatch, and someone would copy or add it into the unit's gradient buffer.
-Here the layer does it, in place where the product can accumulate, as Megatron's fused gradient accumulation does. The weight
-is looked up at the time of use, in forward and again in backward, so it may move in between.
+Here the layer's `Matmul` adds it to the main gradient, in place where the kernel can accumulate, as Megatron's fused gradient
+accumulation does.
 """
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from framework.model.matmul import matmul
+from framework.model.matmul import Matmul, MatmulLinear
 from framework.parallel.zero.buffers import GradView
 
 
 class _DirectLinear(torch.autograd.Function):
-    """`tick` stands for the weight in autograd's graph: with it, backward runs where nothing else asks for a gradient."""
+    """x: [..., K] -> [..., N]. `tick` stands for the weight in autograd's graph (`Matmul.graph_input`)."""
 
     @staticmethod
-    def forward(ctx, x, tick, bias, place, is_transposed):
-        weight = place.parameter.data
+    def forward(ctx: Any, x: Tensor, tick: Tensor, bias: Tensor | None, matmul: Matmul) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.place, ctx.is_transposed = place, is_transposed
-        return matmul(x, weight.t() if is_transposed else weight, bias)
+        ctx.matmul = matmul
+        return matmul.forward(x, bias)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
-        weight = ctx.place.parameter.data
-        dx = matmul(dy, weight if ctx.is_transposed else weight.t()) if ctx.needs_input_grad[0] else None
-        dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        left, right = (x_rows, dy_rows) if ctx.is_transposed else (dy_rows, x_rows)
-        ctx.place.add_matmul(left.t(), right.t())
-        db = dy_rows.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, None, db, None, None
+        dx = ctx.matmul.input_gradient(dy) if ctx.needs_input_grad[0] else None
+        ctx.matmul.weight_gradient(x, dy)
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return dx, None, db, None
 
 
 def find_linears(
     model: nn.Module, grad_views: Mapping[str, GradView], compiled: Collection[nn.Module]
 ) -> list[tuple[nn.Module, GradView]]:
-    """The linear modules whose weight is trained, each with its weight's place; a tied head is among them."""
-    by_parameter = {id(place.parameter): place for place in grad_views.values()}
+    """The linear modules whose weight is trained, each with its weight's main gradient; a tied head is among them."""
+    by_parameter = {id(view.parameter): view for view in grad_views.values()}
+    # Exactly torch's and transformers' own: a subclass may compute something else with its weight.
     stock = (nn.Linear, Conv1D)
-    modules = (each for each in model.modules() if _is_door(each) or (type(each) in stock and each not in compiled))
+    modules = (
+        each
+        for each in model.modules()
+        if isinstance(each, MatmulLinear) or (type(each) in stock and each not in compiled)
+    )
     return [(module, by_parameter[id(module.weight)]) for module in modules if id(module.weight) in by_parameter]
 
 
 def write_gradients_directly(
     model: nn.Module, grad_views: Mapping[str, GradView], compiled: Collection[nn.Module] = ()
 ) -> None:
-    """Give each Linear (and GPT-2's transposed Conv1D) of the model the forward above, and the place to layers that write
-    there themselves. Results are those of autograd.
+    """Give each stock linear layer (torch's, or GPT-2's transposed Conv1D) of the model the forward above, and the matmuls of all
+    of them their main gradient, [N, K] or transposed, in the master dtype. Results are those of autograd.
 
     compiled: modules within compiled layers, whose stock linears are left to autograd: the compiler cannot trace a write into
     a buffer that is not its own, and would break its graph at each of them.
     """
-    for module, place in find_linears(model, grad_views, compiled):
-        if _is_door(module):
-            module.grad_view = place  # type: ignore[assignment]
+    for module, grad_view in find_linears(model, grad_views, compiled):
+        if isinstance(module, MatmulLinear):
+            module.matmul.write_gradient_to(grad_view)
         else:
-            module.forward = _direct_forward(module, place)  # type: ignore[method-assign]
+            module.forward = _direct_forward(module, grad_view)  # type: ignore[method-assign]
 
 
-def _is_door(module: nn.Module) -> bool:
-    """A linear layer of ours that asks for the place: those of `parallel/tensor`."""
-    return hasattr(module, "grad_view")
-
-
-def _direct_forward(module: nn.Module, place: GradView):
-    is_transposed = isinstance(module, Conv1D)
-    tick = torch.zeros((), device=place.parameter.device, requires_grad=True)
+def _direct_forward(module: nn.Module, grad_view: GradView):
+    matmul = Matmul(module, is_transposed=isinstance(module, Conv1D))
+    matmul.write_gradient_to(grad_view)
+    tick = matmul.graph_input
 
     def forward(x: Tensor) -> Tensor:
-        return _DirectLinear.apply(x, tick, module.bias, place, is_transposed)
+        return _DirectLinear.apply(x, tick, module.bias, matmul)
 
     return forward

@@ -1,0 +1,142 @@
+"""Borders of a region: what ranks exchange where hidden states enter and leave it, and the adjoint of each exchange.
+
+    outside             class              border in                    border out       bytes of both, one direction
+    tokens replicated   ReplicatedBorder   x; dx all-reduced            all-reduce       2 (n-1)/n A
+    tokens sharded      ShardedBorder      gather; dx reduce-scattered  reduce-scatter   the same
+    tokens sharded      AsyncBorder        both in pieces, under the matmuls beside them (`async_tp`)
+
+for n ranks of `tp` and A bytes of hidden states [B, S, D]: B sequences, S tokens of a sequence, s of them on a rank where they
+are sharded, D hidden features. A region is given one of the three when the model is split, and never asks which it is.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from framework.comm import collectives, duals
+from framework.comm.collectives import Pending
+from framework.comm.communicator import Communicator
+from framework.mesh.token_layout import TokenLayout
+from framework.model.matmul import Matmul
+from framework.parallel.tensor.async_tp import AsyncGatherTensor, matmul_reduce_scatter
+from framework.parallel.tensor.sharded_tokens import TOKEN_DIM, ShardedTokens
+
+
+class Border(Protocol):
+    """Both borders of a region. Outside x is [B, s, D] or replicated, inside [B, S, D]; or rows, with B in the dim of tokens."""
+
+    axis: Communicator
+
+    def enter(self, x: Tensor) -> Tensor:
+        """All tokens of x, for ranks that use them in their own ways. Not differentiable: see `start_enter_adjoint`."""
+
+    def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
+        """Start the sum over `tp` of all ranks' dx: [B, S, D], as it is outside: the gradient of `enter`'s input."""
+
+    def leave(self, y: Tensor) -> Tensor:
+        """The sum over `tp` of all ranks' y: [B, S, D], as it is outside. Differentiable."""
+
+    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
+        """`leave` with X W^T, the last matmul inside; x: [B, S, K_r]. Not differentiable: see `leave_matmul_adjoint`."""
+
+    def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
+        """dX = dY W, [B, S, K_r], if it is needed, and all tokens of dY; dy: as it is outside."""
+
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
+        """Start to bring all tokens of what entered here once more; `join` makes them of what has come."""
+
+    def join(self, gathered: Tensor) -> Tensor:
+        """All tokens, of what `start_gather` gave."""
+
+
+def make_border(tokens: TokenLayout, tp: Communicator, overlaps: bool) -> Border:
+    """The border for tokens that are laid out so. overlaps: communicate in pieces under matmuls; only what is gathered can."""
+    if tokens.num_parts == 1:
+        return ReplicatedBorder(tp)
+    sharded = ShardedTokens(tokens, tp)
+    return AsyncBorder(sharded) if overlaps else ShardedBorder(sharded)
+
+
+class ReplicatedBorder:
+    """All ranks of `tp` hold all tokens outside: nothing to gather, sums are all-reduced. Shapes in and out are alike."""
+
+    def __init__(self, axis: Communicator) -> None:
+        self.axis = axis
+
+    def enter(self, x: Tensor) -> Tensor:
+        # An alias, not a view: models write to activations in place, which autograd forbids on views made in a function of ours.
+        return x.detach()
+
+    def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
+        # A copy: autograd may hand the same dx to others, who must not see the sum.
+        out = dx.clone(memory_format=torch.contiguous_format)
+        return out, collectives.start_all_reduce(out, self.axis)
+
+    def leave(self, y: Tensor) -> Tensor:
+        return duals.reduce_from(y, self.axis)
+
+    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
+        # In place: the partial sum is nobody else's, and a second [B, S, N] would be the largest activation here.
+        y = matmul.forward(x)
+        collectives.all_reduce(y, self.axis)
+        return y
+
+    def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
+        # The gradient of a replicated sum is replicated: every rank has the whole dY already.
+        return matmul.input_gradient(dy) if needs_dx else None, dy
+
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
+        return x, Pending()
+
+    def join(self, gathered: Tensor) -> Tensor:
+        return gathered
+
+
+class ShardedBorder:
+    """Each rank of `tp` holds its tokens [B, s, D] outside: they are gathered on the way in, sums are reduce-scattered."""
+
+    def __init__(self, tokens: ShardedTokens) -> None:
+        self.tokens, self.axis = tokens, tokens.axis
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.tokens.gather(x)
+
+    def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
+        return self.tokens.start_reduce_scatter(dx)
+
+    def leave(self, y: Tensor) -> Tensor:
+        # Padded inside autograd, so that the gradient of y has y's own tokens again.
+        return duals.reduce_scatter(self.tokens.pad(y), self.axis, TOKEN_DIM)
+
+    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
+        out, pending = self.tokens.start_reduce_scatter(matmul.forward(x))
+        pending.wait()
+        return out
+
+    def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
+        # The weight's gradient needs all tokens, so dY is gathered once for both.
+        dy = self.tokens.gather(dy)
+        return matmul.input_gradient(dy) if needs_dx else None, dy
+
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
+        return self.tokens.start_gather(x)
+
+    def join(self, gathered: Tensor) -> Tensor:
+        return self.tokens.join(gathered)
+
+
+class AsyncBorder(ShardedBorder):
+    """A ShardedBorder whose gathers and sums travel in pieces, each under the matmul of another piece."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return AsyncGatherTensor(self.tokens.start_async_gather(x), x)
+
+    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
+        return matmul_reduce_scatter(x, matmul, self.axis)
+
+    def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
+        arrival = self.tokens.start_async_gather(dy)
+        dx = arrival.multiply(matmul.input_gradient, matmul.matrix.shape[1]) if needs_dx else None
+        # Asked for last: by now the pieces that were waited for one by one make the whole without another wait.
+        return dx, arrival.whole()
