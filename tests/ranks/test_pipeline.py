@@ -171,7 +171,7 @@ def take_one_by_one(rank: int, world: int, rendezvous: str) -> tuple[float, ...]
     mesh = connect(Topology(pp=world), CPU, rendezvous, rank, timeout_s=20)
     axis, word = mesh.axis("pp"), torch.zeros(1)
     lowered = lower(make_schedule("gpipe", world, 2), unit_costs(world))
-    links = Links(axis, lowered, ActivationSpec(TokenLayout(1, 2, axis), 3, 0, torch.float32, CPU))
+    links = Links(axis, lowered, ActivationSpec(TokenLayout(1, 2, axis.axis), 3, 0, torch.float32, CPU))
     taken = []
     if rank == 0:
         receives = [Action(0, Kind.RECEIVE_GRADIENT, microbatch) for microbatch in range(2)]
