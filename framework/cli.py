@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from framework.errors import EXIT_DONE, MeshwrightError, RecipeError
+from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError
 from framework.recipe.schema import Recipe
-
-EXIT_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ EXIT_RESUME = 85
 EXIT_USER = 86
 EXIT_NODE = 87
 EXIT_NUMERICS = 88
+# What a shell reports of a program that Ctrl-C ended: 128 + SIGINT.
+EXIT_INTERRUPTED = 130
 
 
 class MeshwrightError(Exception):

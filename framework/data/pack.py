@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from framework.data.store import TokenStream
+from framework.model.loss import IGNORE
 
-IGNORED = -100
 NO_SAMPLE = -1
 
 Mode = Literal["concat", "documents"]
@@ -61,7 +61,7 @@ class Packer:
         """
         shape = (len(sample), self.context)
         input_ids = np.full(shape, self.eos_id, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
         starts = np.zeros(shape, dtype=np.int64) if self.mode == "documents" else None
         for row, (stream, number) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
             if number != NO_SAMPLE:
@@ -81,7 +81,7 @@ class Packer:
         labels[:count] = tokens[1:]
         if starts is not None:
             ends = stream.ends_within(start, start + count)
-            labels[ends - 1] = IGNORED
+            labels[ends - 1] = IGNORE
             inside = ends[ends < self.context]
             starts[inside] = inside
 

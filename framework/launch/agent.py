@@ -24,10 +24,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from framework import errors
-from framework.errors import EXIT_DONE
+from framework.errors import EXIT_DONE, EXIT_INTERRUPTED
 from framework.train.faults import STOPPING, say_from_handler
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 # How a rank fails when another one has gone: gloo's sockets, NCCL's and c10d's messages, and ours.
 LOST_PEER = (
     "gloo/transport",

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from framework.errors import EXIT_FAILED, MeshwrightError
+from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.fingerprint import take_fingerprint
 from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, is_task
@@ -24,7 +24,6 @@ from framework.recipe.derive import derive
 from framework.recipe.schema import Launch, Recipe
 from framework.train.faults import StopRequest
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
 RUN_FREE_WITHIN_S = 60.0
 

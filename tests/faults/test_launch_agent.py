@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import EXIT_DONE, EXIT_NUMERICS, EXIT_RESUME, EXIT_USER, RunError
-from framework.launch.agent import EXIT_INTERRUPTED, run_ranks
+from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NUMERICS, EXIT_RESUME, EXIT_USER, RunError
+from framework.launch.agent import run_ranks
 from framework.launch.directory import RunDirectory
 
 PROGRAM = Path(__file__).with_name("rank_program.py")

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.build import build
+from framework.build import build, train_rank
 from framework.comm.connect import connect
-from framework.data.pack import IGNORED, Microbatch
+from framework.data.pack import Microbatch
 from framework.data.prepare import prepare
 from framework.errors import RecipeError
 from framework.launch.train import train_rank
 from framework.mesh.topology import Topology
+from framework.model.loss import IGNORE
 from framework.model.packing import keeps_documents_apart
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Data, Model, Recipe, Source
@@ -38,7 +39,7 @@ def draw_documents() -> list[Microbatch]:
     documents = []
     for length in LENGTHS:
         tokens, labels = torch.randint(3, VOCABULARY, (2, 1, length), generator=generator).unbind()
-        labels[0, -1] = IGNORED
+        labels[0, -1] = IGNORE
         documents.append(Microbatch(tokens, labels, None))
     return documents
 
@@ -56,7 +57,8 @@ def train_once(family: Family, microbatches: list[Microbatch]) -> Evidence:
     mesh = connect(Topology(), CPU)
     run = build(make_plan(small_recipe("fp64", world=1), build_config(family, use_cache=False)), mesh)
     with keep_double(torch.float64):
-        loss, norm = train_step(run, microbatches, step=0, lr=0.0, votes=()).tolist()
+        values = train_step(run, microbatches, step=0, lr=0.0).read()
+    loss, norm = values.loss, values.gradient_norm
     return Evidence((loss,), (norm,), gather_full(owned_gradients(run), mesh.axis("world")), {"none": torch.zeros(1)})
 
 
