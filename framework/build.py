@@ -14,17 +14,16 @@ from framework.mesh.token_layout import TokenLayout
 from framework.model.hub import find_folder
 from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_with_ties, set_parameter
-from framework.optim.groups import GroupAssignment
-from framework.optim.optimizers import FlatOptimizer, FlatSpan
+from framework.optim.optimizers import FlatOptimizer
 from framework.parallel.attach import attach
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
-from framework.parallel.zero.plan_buffers import Span
 from framework.plan.plan import Plan
 from framework.plan.stage import PlannedStage
-from framework.train.stage import Stage
+from framework.train.shards import group_shards, own_shards
+from framework.train.stage import RankStage
 from framework.train.step import Run
 
 
@@ -37,9 +36,11 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False) -> Run:
     materialized = [(stage, materialize(plan, stage, mesh.device, resumes)) for stage in own.stages]
     for stage in own.stages:
         _materialize_buffers(plan, stage, mesh.device)
-    waits = ExposedCommunication(mesh.device)
-    stages = {stage.plan.bounds.index: attach_stage(stage, buffers, waits) for stage, buffers in materialized}
-    return assemble(plan, own.tokens, mesh, stages, waits)
+    exposed = ExposedCommunication(mesh.device)
+    chunk = CHUNK_TOKENS if plan.recipe.memory.chunked_loss else None
+    loss = TokenLoss(mesh.axis("tp"), plan.vocabulary_size, chunk)
+    stages = {stage.plan.bounds.index: attach_stage(stage, buffers, exposed, loss) for stage, buffers in materialized}
+    return assemble(plan, own.tokens, mesh, stages, exposed)
 
 
 def materialize(plan: Plan, stage: PlannedStage, device: torch.device, resumes: bool) -> list[UnitBuffer]:
@@ -71,46 +72,40 @@ def _materialize_buffers(plan: Plan, stage: PlannedStage, device: torch.device) 
             module._buffers[name] = known.get(f"{path}.{name}" if path else name, tensor).to(device)
 
 
-def attach_stage(stage: PlannedStage, buffers: list[UnitBuffer], waits: ExposedCommunication) -> Stage:
+def attach_stage(
+    stage: PlannedStage, buffers: list[UnitBuffer], exposed: ExposedCommunication, loss: TokenLoss
+) -> RankStage:
     """The stage with what unshards its parameters and reduces its gradients."""
-    attached = attach(stage.model.model, stage.plan, stage.ties, buffers, waits)
-    return Stage(stage.model, buffers, attached.parameters, attached.gradients, attached.hooks)
+    attached = attach(stage.model.model, stage.plan, stage.ties, buffers, exposed)
+    return RankStage(stage.model, buffers, attached.parameters, attached.gradients, attached.hooks, loss)
 
 
-def assemble(plan: Plan, tokens: TokenLayout, mesh: Mesh, stages: dict[int, Stage], waits: ExposedCommunication) -> Run:
+def assemble(
+    plan: Plan, tokens: TokenLayout, mesh: Mesh, stages: dict[int, RankStage], exposed: ExposedCommunication
+) -> Run:
     """What a rank trains with: its stages, one optimizer over all of them, and the facts that a step asks for."""
-    settings = {each.key: each for each in plan.groups}
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
-    spans = [(buffer, span) for buffer in buffers if buffer.plan.is_trained for span in buffer.plan.spans]
-    flat = [_flat(buffer, span, settings[span.group]) for buffer, span in spans]
-    # A rank whose stages are frozen counts updates as the others do.
-    nothing = FlatSpan(torch.zeros(0, device=mesh.device), torch.zeros(0, device=mesh.device), 1.0, 0.0)
-    recipe, balance = plan.recipe, plan.load_balancing
+    shards = own_shards(buffers)
+    balance = plan.load_balancing
     return Run(
         stages=stages,
         pipeline=plan.pipeline,
-        optimizer=FlatOptimizer(recipe.optim, flat or [nothing]),
-        spans=spans,
-        copies=_find_copies(buffers),
-        numbers={each.parameter: number for number, each in enumerate(plan.groups)},
-        hidden=ActivationSpec(
+        optimizer=FlatOptimizer(plan.recipe.optim, group_shards(shards, plan.groups), mesh.device),
+        shards=shards,
+        tied_copies=_find_copies(buffers),
+        parameter_index={each.parameter: index for index, each in enumerate(plan.groups)},
+        activations=ActivationSpec(
             tokens,
             plan.config.get_text_config().hidden_size,
             0 if balance is None else balance.num_sums,
             plan.compute_dtype,
             mesh.device,
         ),
-        waits=waits,
-        loss=TokenLoss(mesh.axis("tp"), plan.vocabulary_size, CHUNK_TOKENS if recipe.memory.chunked_loss else None),
+        exposed_communication=exposed,
         mesh=mesh,
-        clip_norm=recipe.optim.clip_norm,
-        seed=recipe.train.seed,
+        clip_norm=plan.recipe.optim.clip_norm,
+        seed=plan.recipe.train.seed,
     )
-
-
-def _flat(buffer: UnitBuffer, span: Span, assignment: GroupAssignment) -> FlatSpan:
-    where = slice(span.start - buffer.plan.start, span.stop - buffer.plan.start)
-    return FlatSpan(buffer.master[where], buffer.reduced[where], assignment.lr_ratio, assignment.weight_decay)
 
 
 def _find_copies(buffers: Sequence[UnitBuffer]) -> list[tuple[UnitBuffer, UnitBuffer]]:

@@ -14,7 +14,7 @@ from framework.comm.objects import tell
 from framework.data.loader import Loader, validation_batches
 from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
-from framework.errors import EXIT_FAILED, DataError, MeshwrightError, TopologyError
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, MeshwrightError, TopologyError
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.parallel.pipeline.draw import save_timeline
@@ -23,11 +23,10 @@ from framework.parallel.zero.replicas import check_replicas
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
-from framework.track.flops import mfu
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
 from framework.train.faults import StopRequest
-from framework.train.loop import Loop, Services
+from framework.train.loop import Loop
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.validation import Validation
 
@@ -93,29 +92,17 @@ def _train(
     info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy)
     observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
 
-    def save() -> None:
-        state.num_updates = run.optimizer.num_updates
-        save_checkpoint(root, state.step, saved_entries(run), state.to_json(), world, recipe.checkpoint.keep)
-
-    def draw() -> None:
-        timeline = Timeline(tuple(gather_objects(run.timed, mesh.axis("pp"))))
-        if mesh.rank == 0:
-            simulated = run.pipeline.simulated(derived.accumulation, timeline)
-            observers.contain("timeline", partial(save_timeline, run_dir, simulated, timeline))
-
-    def open_validation() -> Validation:
-        return Validation(
-            validation_batches(
-                prepared,
-                context=derived.context,
-                pack=recipe.data.pack,
-                sequences_per_microbatch=derived.sequences_per_microbatch,
-                dp_rank=dp.rank,
-                dp_size=dp.size,
-                limit=recipe.train.validation_sequences,
-            ),
-        )
-
+    # Draws nothing of what is trained on: every pass begins at the split's first sequence.
+    open_validation = partial(
+        validation_batches,
+        prepared,
+        context=derived.context,
+        pack=recipe.data.pack,
+        sequences_per_microbatch=derived.sequences_per_microbatch,
+        dp_rank=dp.rank,
+        dp_size=dp.size,
+        limit=recipe.train.validation_sequences,
+    )
     loader = Loader(
         prepared,
         seed=recipe.train.seed,
@@ -127,22 +114,43 @@ def _train(
         dp_size=dp.size,
         device=mesh.device,
     )
-    services = Services(
-        open_validation,
-        lambda: check_replicas(run.buffers, world, state.step),
-        save,
-        draw,
-        observers.report,
-        lambda tokens_per_s: mfu(tokens_per_s, info.flops_per_token or 0.0, world.size, info.peak_flops),
-        stop,
-    )
+    loop = Loop(run, state, recipe, loader, observers, info)
     code = EXIT_FAILED
     try:
         with loader:
-            code = Loop(run, state, recipe, derived, loader, services).train()
+            for step in loop.steps(stop):
+                if recipe.track.debug_collectives:
+                    check_replicas(run.buffers, world, step)
+                if step == recipe.track.timeline_step:
+                    _draw_timeline(loop, run_dir, observers)
+                if loop.must_validate():
+                    loop.begin_validation(Validation(open_validation()))
+                    if loop.is_done or recipe.pipeline.fill_bubbles == "none":
+                        loop.end_validation()
+                if loop.must_save():
+                    _save(loop, root)
+            if not loop.is_done:
+                _save(loop, root)
+        code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:
         code = error.exit_code
         raise
     finally:
         observers.close(code)
     return code
+
+
+def _save(loop: Loop, root: Path) -> None:
+    loop.begin_save()
+    run, state = loop.run, loop.state
+    world = run.mesh.axis("world")
+    save_checkpoint(root, state.step, saved_entries(run), state.to_json(), world, loop.recipe.checkpoint.keep)
+    loop.end_save()
+
+
+def _draw_timeline(loop: Loop, run_dir: Path, observers: Observers) -> None:
+    """What the ranks of this rank's pipeline did in the last step; rank 0 draws its own."""
+    timeline = Timeline(tuple(gather_objects(loop.timed, loop.run.mesh.axis("pp"))))
+    if loop.run.mesh.rank == 0:
+        simulated = loop.run.pipeline.simulated(loop.derived.accumulation, timeline)
+        observers.contain("timeline", partial(save_timeline, run_dir, simulated, timeline))

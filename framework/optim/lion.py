@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.optim.contract import Method, UpdateKind
+from framework.recipe.schema import Optim
+
 
 class Lion(torch.optim.Optimizer):
     """Updates all parameters of a group with multi-tensor operations; state per parameter: `exp_avg`, in its dtype.
@@ -70,3 +73,11 @@ class Lion(torch.optim.Optimizer):
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state["exp_avg"]
+
+
+def make(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Over groups as torch's optimizers take them."""
+    return Lion(groups, lr=optim.lr, betas=optim.betas)
+
+
+LION = Method(UpdateKind.PER_ELEMENT, lambda optim: ("exp_avg",), make)

@@ -1,4 +1,4 @@
-"""One door to the optimizers: a few flat tensors in, one fused update out.
+"""One door to the optimizers: groups of shards in, one update in place. A new optimizer is a file and a line of OPTIMIZERS.
 
 The clipping divisor and the skip flag go into the kernel, so that clipping costs no pass over memory and a step with
 infinite or NaN gradients is skipped without asking the device.
@@ -11,67 +11,71 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from framework.optim.lion import Lion
+from framework.errors import LayoutError
+from framework.optim.adamw import ADAMW
+from framework.optim.contract import Method, Shard, ShardGroup
+from framework.optim.lion import LION
+from framework.optim.sgd import SGD
 from framework.recipe.schema import Optim
 
-# Per-element states that a checkpoint keeps, by optimizer.
-STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
-
-
-@dataclass(frozen=True)
-class FlatSpan:
-    """A flat run of parameters with equal hyperparameters: values [n] and gradient [n] in the master dtype."""
-
-    values: Tensor
-    gradient: Tensor
-    lr_ratio: float
-    weight_decay: float
+# By `optim.name` of a recipe.
+OPTIMIZERS: dict[str, Method] = {"adamw": ADAMW, "lion": LION, "sgd": SGD}
 
 
 @dataclass(frozen=True)
 class Missed:
-    """Elements [start, stop) of a span that this rank's backward did not reach. is_reached: by another's; on the device."""
+    """Elements [start, stop) of a shard that this rank's backward did not reach. is_reached: by another's; on the device."""
 
-    span: int
+    shard: Shard
     start: int
     stop: int
     is_reached: Tensor
 
 
 def state_names(optim: Optim) -> tuple[str, ...]:
-    """The per-element states of the recipe's optimizer."""
-    return STATE_NAMES[optim.name] if optim.name != "sgd" or optim.momentum else ()
+    """The per-element states of the recipe's optimizer, which a checkpoint keeps."""
+    return OPTIMIZERS[optim.name].state_names(optim)
 
 
 class FlatOptimizer:
-    """AdamW (Loshchilov & Hutter 2019), Lion (Chen et al. 2023) or SGD with momentum over flat spans."""
+    """The recipe's optimizer over flat shards. LayoutError where it updates what the shards of a group do not hold whole."""
 
-    def __init__(self, optim: Optim, spans: Sequence[FlatSpan]):
-        self.spans = spans
-        self.state_names = state_names(optim)
-        groups = [{"params": [span.values], "weight_decay": span.weight_decay} for span in spans]
-        self._inner = _build(optim, groups)
-        for span in spans:
-            state = self._inner.state[span.values]
-            state |= {name: torch.zeros_like(span.values) for name in self.state_names}
-            if optim.name == "adamw":
-                state["step"] = torch.zeros((), dtype=torch.float32, device=span.values.device)
-            span.values.grad = span.gradient
+    def __init__(self, optim: Optim, groups: Sequence[ShardGroup], device: torch.device):
+        method = OPTIMIZERS[optim.name]
+        check_kinds(optim.name, method, groups)
+        # A rank whose stages are frozen counts updates as the others do.
+        nothing = Shard((), torch.zeros(0, device=device), torch.zeros(0, device=device))
+        by_shard = {shard: group for group in groups for shard in group.shards} or {
+            nothing: ShardGroup("nothing", (nothing,), 1.0, 0.0)
+        }
+        self.shards = tuple(by_shard)
+        self.state_names = method.state_names(optim)
+        self._lr_ratios = [group.lr_ratio for group in by_shard.values()]
+        self._kernel_divides = all(shard.gradient.dtype == torch.float32 for shard in self.shards)
+        # One group of torch's for each shard: what an update allocates for a while (Lion) is then of a shard's size.
+        settings = [{"params": [shard.value], "weight_decay": group.weight_decay} for shard, group in by_shard.items()]
+        self._inner = method.make(optim, settings)
+        for shard in self.shards:
+            state = self._inner.state[shard.value]
+            state |= {name: torch.zeros_like(shard.value) for name in self.state_names}
+            if method.counts_updates:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=shard.value.device)
+            shard.value.grad = shard.gradient
 
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Divide the gradients by `divisor` and update at learning rate `lr`; no effect where `skip` (scalar) is 1."""
-        for group, span in zip(self._inner.param_groups, self.spans, strict=True):
-            group["lr"] = lr * span.lr_ratio
-        if all(span.gradient.dtype == torch.float32 for span in self.spans):
+        for settings, lr_ratio in zip(self._inner.param_groups, self._lr_ratios, strict=True):
+            settings["lr"] = lr * lr_ratio
+        if self._kernel_divides:
             self._inner.grad_scale = divisor.float()  # type: ignore[attr-defined]
         else:  # the kernels read their divisor as fp32, which would round fp64 gradients
-            torch._foreach_div_([span.gradient for span in self.spans], divisor)
+            torch._foreach_div_([shard.gradient for shard in self.shards], divisor)
         self._inner.found_inf = skip.float()  # type: ignore[attr-defined]
         self._inner.step()
 
-    def state(self, index: int, name: str) -> Tensor:
-        """A per-element state of a span, flat."""
-        return self._inner.state[self.spans[index].values][name]
+    def state(self, shard: Shard, name: str) -> Tensor:
+        """A per-element state of a shard: [n], in its dtype."""
+        return self._inner.state[shard.value][name]
 
     @property
     def num_updates(self) -> int:
@@ -91,10 +95,7 @@ class FlatOptimizer:
         views = [
             (tensor[each.start : each.stop], each.is_reached)
             for each in missed
-            for tensor in (
-                self.spans[each.span].values,
-                *(self.state(each.span, name) for name in self.state_names),
-            )
+            for tensor in (each.shard.value, *(self.state(each.shard, name) for name in self.state_names))
         ]
         saved = [view.clone() for view, _ in views]
         yield
@@ -102,11 +103,11 @@ class FlatOptimizer:
             torch.where(is_reached, view, old, out=view)
 
 
-def _build(optim: Optim, groups: list[dict]) -> torch.optim.Optimizer:
-    match optim.name:
-        case "adamw":
-            return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-        case "lion":
-            return Lion(groups, lr=optim.lr, betas=optim.betas)
-        case "sgd":
-            return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
+def check_kinds(name: str, method: Method, groups: Sequence[ShardGroup]) -> None:
+    """LayoutError that names the optimizer and a group whose shards hold something else than it updates."""
+    for group in groups:
+        if group.kind is not method.kind:
+            raise LayoutError(
+                f"optim.name={name} updates {method.kind.value}, and the ranks divide the parameters of group {group.name!r}"
+                f" into {group.kind.value}: choose another optim.name"
+            )

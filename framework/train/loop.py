@@ -1,221 +1,243 @@
-"""The loop: batch, step, report, and what falls due. All ranks decide alike, because they read the same summed votes."""
+"""The loop: batch, step, report. All ranks decide alike, because they read the same sums."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 from framework.comm import ledger
+from framework.comm.objects import gather_to_first
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
-from framework.errors import EXIT_DONE, EXIT_RESUME, NumericsError
+from framework.errors import NumericsError
 from framework.optim.schedules import learning_rate
+from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.exposed_communication import ExposedWait
-from framework.recipe.derive import Derived
+from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
+from framework.track.flops import mfu
 from framework.track.memory import peak_memory_bytes
-from framework.track.report import StepReport
+from framework.track.observers import Observers
+from framework.track.report import RunInfo, StepReport
 from framework.train.faults import StopRequest
 from framework.train.state import RunState
 from framework.train.step import Run, run_alone, train_step
+from framework.train.sums import Flags, StepValues
 from framework.train.validation import Validation
 
 # A run that has skipped so many steps in a row has left the finite numbers for good.
 SKIPPED_STEPS_LIMIT = 20
 
 
+class RankTimes(NamedTuple):
+    """One rank's seconds of a step, by its host's clock. busy: without waiting for data. computed: in actions of the pipeline.
+    span: from the first microbatch at hand to the end of the last action."""
+
+    busy_s: float
+    data_wait_s: float
+    computed_s: float
+    span_s: float
+
+
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that has been sent to the device and not yet read. Seconds are this rank's; votes are in `result`."""
+    """A step that has been sent to the device and not yet read. seconds, times: this rank's."""
 
-    result: AsyncHostCopy
+    sums: AsyncHostCopy
     step: int
     samples: int
     tokens: int
     lr: float
     seconds: float
-    stalls: list[ExposedWait]
+    times: RankTimes
+    waits: list[ExposedWait]
     traffic: dict[str, dict[str, int]]
 
 
-@dataclass(frozen=True)
-class Services:
-    """What the loop calls. `check`, `save` and `draw` are collective; `check` raises where replicas differ; `open_validation`
-    begins a pass over the validation split; `report` does nothing but on rank 0; `mfu` turns tokens per second of the whole run
-    into a share of the devices' peak, None where that is not known."""
-
-    open_validation: Callable[[], Validation]
-    check: Callable[[], None]
-    save: Callable[[], None]
-    draw: Callable[[], None]
-    report: Callable[[StepReport], None]
-    mfu: Callable[[float], float | None]
-    stop: StopRequest
-
-
 class Loop:
-    """Trains from `state` to `train.steps`. Reports lag one step behind the device, so that nothing waits for it."""
+    """Trains from `state` to `train.steps`. Reading lags one step behind the device, so that nothing waits for it.
 
-    def __init__(self, run: Run, state: RunState, recipe: Recipe, derived: Derived, loader: Loader, services: Services):
-        self.run, self.state, self.recipe, self.derived = run, state, recipe, derived
-        self.loader, self.services = loader, services
+    On every rank; whatever it does it does on all of them in the same order. `observers` hear of rank 0's reports only.
+    timed: what this rank did in its last step.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        state: RunState,
+        recipe: Recipe,
+        loader: Loader,
+        observers: Observers,
+        info: RunInfo,
+    ):
+        self.run, self.state, self.recipe, self.derived = run, state, recipe, derive(recipe)
+        self.timed: tuple[Timed, ...] = ()
+        self._loader, self._observers, self._info = loader, observers, info
         self._unread: PendingStep | None = None
-        self._unsent: Callable[[float | None, float | None], None] | None = None
+        self._unreported: tuple[PendingStep, StepValues] | None = None
         self._validation: Validation | None = None
         self._skipped_in_a_row = 0
         self._last_save_s = time.monotonic()
-        self._busy_s = self._wait_s = self._computed_s = self._span_s = 0.0
-        self._stop = self._save_by_clock = False
+        self._flags = Flags()
 
-    def train(self) -> int:
-        """Returns the exit code: done, or saved and to be run again."""
-        while self.state.step < self.recipe.train.steps and not self._stop:
-            self._take_step()
-            is_last = self.state.step == self.recipe.train.steps
-            if self.recipe.track.debug_collectives:
-                self.services.check()
-            if self.state.step == self.recipe.track.timeline_step:
-                self.services.draw()
-            if self._is_due(self.recipe.train.validate_every_steps) or (
-                is_last and self.recipe.train.validate_every_steps
-            ):
-                self._validation = self.services.open_validation()
-                if is_last or self.recipe.pipeline.fill_bubbles == "none":
-                    self._validate_alone()
-            if self._is_due(self.recipe.checkpoint.every_steps) or self._save_by_clock or is_last:
-                self._save()
-        self._validate_alone()
-        if self.state.step == self.recipe.train.steps:
-            return EXIT_DONE
-        self._save()
-        return EXIT_RESUME
+    def steps(self, stop: StopRequest) -> Iterator[int]:
+        """Send one step after another to the device and yield its number, until `train.steps` or until any rank's `stop` asks.
+        Ends with what is left of a validation. Collective, as all of the methods are.
 
-    def _take_step(self) -> None:
+        NumericsError after too many steps in a row that were not finite.
+        """
+        while self.state.step < self.recipe.train.steps and not self._flags.stop:
+            self._take_step(self._own_flags(stop))
+            yield self.state.step
+        self.end_validation()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the step was the run's last."""
+        return self.state.step == self.recipe.train.steps
+
+    def must_validate(self) -> bool:
+        """Whether the weights are to be validated now."""
+        every = self.recipe.train.validate_every_steps
+        return every is not None and (self.state.step % every == 0 or self.is_done)
+
+    def must_save(self) -> bool:
+        """Whether a checkpoint is due: by steps, by rank 0's clock, or because the run is done."""
+        every = self.recipe.checkpoint.every_steps
+        return (every is not None and self.state.step % every == 0) or self._flags.save or self.is_done
+
+    def begin_validation(self, validation: Validation) -> None:
+        """Validate the weights of this moment: in the bubbles of the next step, or in `end_validation` if that comes first."""
+        self._validation = validation
+
+    def end_validation(self) -> None:
+        """Run what is left of a validation now, if one is under way."""
+        if self._validation is not None:
+            run_alone(self.run, self._validation)
+            self._report_validation()
+
+    def begin_save(self) -> None:
+        """Read the step that was sent last, so that `state` is complete."""
+        self._read()
+        self.state.num_updates = self.run.optimizer.num_updates
+
+    def end_save(self) -> None:
+        """Start the clock of `checkpoint.every_minutes` anew."""
+        self._last_save_s = time.monotonic()
+        self._flags = Flags(stop=self._flags.stop)
+
+    def _take_step(self, flags: Flags) -> None:
         """Send a step to the device, then read the one before: in the steady state that wait is the device's step time."""
         state, recipe = self.state, self.recipe
         started = time.perf_counter()
         before = ledger.snapshot(self.run.mesh)
-        microbatches = self.loader.batch(state.samples)
+        microbatches = self._loader.batch(state.samples)
         loaded = time.perf_counter()
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
-        result = AsyncHostCopy(train_step(self.run, microbatches, state.step, lr, self._votes(), self._validation))
-        self._conclude_validation()
+        result = train_step(self.run, microbatches, state.step, lr, flags, self._validation)
+        sums = result.copy_to_host()
+        self._report_validation()
         state.step += 1
         state.samples += self.derived.sequences_per_step
         state.tokens += self.derived.tokens_per_step
         traffic = ledger.totals(ledger.difference(ledger.snapshot(self.run.mesh), before))
-        self._wait_s, self._busy_s = loaded - started, time.perf_counter() - loaded
-        self._computed_s = sum(each.end - each.start for each in self.run.timed)
-        self._span_s = self.run.timed[-1].end - loaded
-        self._read()
-        seconds = time.perf_counter() - started
-        self._unread = PendingStep(
-            result, state.step, state.samples, state.tokens, lr, seconds, self.run.waits.take(), traffic
+        self.timed = result.timed
+        times = RankTimes(
+            busy_s=time.perf_counter() - loaded,
+            data_wait_s=loaded - started,
+            computed_s=sum(each.end - each.start for each in result.timed),
+            span_s=result.timed[-1].end - loaded,
         )
+        self._read()
+        seconds, waits = time.perf_counter() - started, self.run.exposed_communication.take()
+        self._unread = PendingStep(sums, state.step, state.samples, state.tokens, lr, seconds, times, waits, traffic)
 
-    def _votes(self) -> list[float]:
-        """[stop?, save now?] then seconds of the step before, each rank in its own place: busy, waiting for data, in actions of
-        the pipeline, until the last of them had ended."""
+    def _own_flags(self, stop: StopRequest) -> Flags:
         minutes = self.recipe.checkpoint.every_minutes
-        due = minutes is not None and time.monotonic() - self._last_save_s > 60 * minutes
-        votes = [float(self.services.stop.requested), float(due and self.run.mesh.rank == 0)]
-        seconds = [0.0] * (4 * self.derived.world)
-        first = 4 * self.run.mesh.rank
-        seconds[first : first + 4] = self._busy_s, self._wait_s, self._computed_s, self._span_s
-        return votes + seconds
+        is_due = minutes is not None and time.monotonic() - self._last_save_s > 60 * minutes
+        return Flags(stop=stop.requested, save=is_due and self.run.mesh.rank == 0)
 
-    def _validate_alone(self) -> None:
-        """Run what is left of a validation now, if one is under way."""
-        if self._validation is not None:
-            run_alone(self.run, self._validation)
-            self._conclude_validation()
-
-    def _conclude_validation(self) -> None:
+    def _report_validation(self) -> None:
         """Report a validation that has run, with the step whose weights it was of."""
         if self._validation is not None:
             loss = self._validation.mean(self.run.mesh)
             fills = self.recipe.pipeline.fill_bubbles != "none"
             free, self._validation = self._validation.free_fraction if fills else None, None
             self._conclude()
-            self._send_report(loss, free)
+            self._report(loss, free)
 
     def _read(self) -> None:
         """Conclude the step that was sent last, and report it unless the validation of its weights is still to come."""
         self._conclude()
         if self._validation is None:
-            self._send_report()
+            self._report()
 
     def _conclude(self) -> None:
-        taken, self._unread = self._unread, None
-        if taken is None:
+        pending, self._unread = self._unread, None
+        if pending is None:
             return
-        loss, norm, stop, save, *seconds = taken.result.values()
-        self._stop, self._save_by_clock = self._stop or stop > 0, save > 0
-        finite = abs(loss) + norm < float("inf")
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        self.state.skipped_steps += not finite
-        self._unsent = partial(self._report, taken, loss, norm, seconds)
+        values = StepValues.unpack(pending.sums.values())
+        self._flags = Flags(self._flags.stop or values.flags.stop, values.flags.save)
+        self._skipped_in_a_row = 0 if values.is_finite else self._skipped_in_a_row + 1
+        self.state.skipped_steps += not values.is_finite
+        self._unreported = pending, values
         if self._skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
-            self._send_report()
+            self._report()
             raise NumericsError(
-                f"loss or gradient was not finite in {SKIPPED_STEPS_LIMIT} steps in a row, the last one step {taken.step}: no "
-                "update was made from them. Resume from an older checkpoint with a lower optim.lr or a longer "
-                "optim.schedule.warmup_steps, or look at the data of these steps"
+                f"loss or gradient was not finite in {SKIPPED_STEPS_LIMIT} steps in a row, the last one step {pending.step}:"
+                " no update was made from them. Resume from an older checkpoint with a lower optim.lr or a longer"
+                " optim.schedule.warmup_steps, or look at the data of these steps"
             )
 
-    def _send_report(self, validation_loss: float | None = None, free_fraction: float | None = None) -> None:
-        """Report the step that was concluded last, if that is still to be done."""
-        report, self._unsent = self._unsent, None
-        if report is not None:
-            report(validation_loss, free_fraction)
+    def _report(self, validation_loss: float | None = None, free_fraction: float | None = None) -> None:
+        """Report the step that was concluded last, if that is due and still to be done.
 
-    def _report(
+        Only now are the ranks' times gathered, to rank 0, by the hosts: they have just read the sums of one all-reduce, so they
+        are here at about the same time, while the device has the next step to do. In the sums of every step these would be four
+        numbers for each rank.
+        """
+        unreported, self._unreported = self._unreported, None
+        if unreported is None:
+            return
+        step, is_validated = unreported[0].step, validation_loss is not None
+        if step % self.recipe.track.every_steps == 0 or is_validated or step == self.recipe.train.steps:
+            times = gather_to_first(unreported[0].times, self.run.mesh.axis("world"))
+            if times:  # on rank 0
+                self._observers.report(self._describe(*unreported, times, validation_loss, free_fraction))
+
+    def _describe(
         self,
-        taken: PendingStep,
-        loss: float,
-        norm: float,
-        seconds: list[float],
+        pending: PendingStep,
+        values: StepValues,
+        times: Sequence[RankTimes],
         validation_loss: float | None,
         free_fraction: float | None,
-    ) -> None:
-        every = self.recipe.track.every_steps
-        if taken.step % every and validation_loss is None and taken.step != self.recipe.train.steps:
-            return
-        tokens_per_s = self.derived.tokens_per_step / taken.seconds
+    ) -> StepReport:
+        tokens_per_s = self.derived.tokens_per_step / pending.seconds
         tokens_of_rank = self.derived.tokens_per_step / self.derived.dp
-        self.services.report(
-            StepReport(
-                step=taken.step,
-                samples=taken.samples,
-                tokens=taken.tokens,
-                loss=loss,
-                gradient_norm=norm,
-                lr=taken.lr,
-                step_s=taken.seconds,
-                tokens_per_s=tokens_per_s,
-                tokens_per_s_per_rank=tuple(tokens_of_rank / busy if busy else 0.0 for busy in seconds[0::4]),
-                data_wait_s=max(seconds[1::4]),
-                pipeline_bubble=_bubble(seconds[2::4], seconds[3::4]),
-                exposed_communication_s=sum(stall.seconds for stall in taken.stalls),
-                mfu=self.services.mfu(tokens_per_s),
-                memory_bytes=peak_memory_bytes(self.run.mesh.device),
-                traffic=taken.traffic,
-                validation_loss=validation_loss,
-                validation_free_fraction=free_fraction,
-                skipped_steps=self.state.skipped_steps,
-            )
+        return StepReport(
+            step=pending.step,
+            samples=pending.samples,
+            tokens=pending.tokens,
+            loss=values.loss,
+            gradient_norm=values.gradient_norm,
+            lr=pending.lr,
+            step_s=pending.seconds,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_rank=tuple(tokens_of_rank / each.busy_s for each in times),
+            data_wait_s=max(each.data_wait_s for each in times),
+            pipeline_bubble=find_bubble(times),
+            exposed_communication_s=sum(each.seconds for each in pending.waits),
+            mfu=mfu(tokens_per_s, self._info.flops_per_token or 0.0, self._info.world, self._info.peak_flops),
+            memory_bytes=peak_memory_bytes(self.run.mesh.device),
+            traffic=pending.traffic,
+            validation_loss=validation_loss,
+            validation_free_fraction=free_fraction,
+            skipped_steps=self.state.skipped_steps,
         )
 
-    def _is_due(self, every_steps: int | None) -> bool:
-        return every_steps is not None and self.state.step % every_steps == 0
 
-    def _save(self) -> None:
-        self._read()
-        self.services.save()
-        self._last_save_s, self._save_by_clock = time.monotonic(), False
-
-
-def _bubble(computed_s: list[float], spans_s: list[float]) -> float:
-    """Share of the ranks' time, until the last of them is through with its actions, in which they computed nothing."""
-    longest = max(spans_s)
-    return 1.0 - sum(computed_s) / (len(spans_s) * longest) if longest else 0.0
+def find_bubble(times: Sequence[RankTimes]) -> float:
+    """Share of the ranks' time, until the last of them has ended its actions, in which they computed nothing."""
+    longest = max(each.span_s for each in times)
+    return 1.0 - sum(each.computed_s for each in times) / (len(times) * longest) if longest else 0.0

@@ -1,11 +1,16 @@
-"""A stage on this rank: a part of the model with its parameters, gradients and hooks, as the executor drives it."""
+"""A pipeline stage on this rank, as the executor drives it: part of the model, its parameters, gradients and hooks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from framework.data.pack import Microbatch
+from framework.model.loss import TokenLoss
+from framework.model.materialize import accepted_arguments
 from framework.model.stage import StageModel
 from framework.parallel.pipeline.execute import Tensors
 from framework.parallel.zero.buffers import DeferredGradients, UnitBuffer
@@ -13,68 +18,119 @@ from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.parameters import ParameterSync
 
-
-@dataclass(frozen=True)
-class Stage:
-    """Lives as long as the run."""
-
-    model: StageModel
-    buffers: list[UnitBuffer]
-    parameters: ParameterSync
-    gradients: GradientSync
-    hooks: UnitHooks
-
-
-Compute = Callable[[Stage, int, Tensors], Tensors]
+# Arguments of the model that are False wherever it takes them. With a cache, packed positions would be ignored and documents
+# would see one another; a load-balancing loss of the model's own would be of the layers of one stage.
+DISABLED = ("use_cache", "output_router_logits")
 
 
 @dataclass(frozen=True)
-class StageOfStep:
-    """A stage with what a step asks of it. compute: (stage, microbatch, received) -> what the next stage receives or, of the
-    last, the loss; evaluate: the same of a microbatch of validation."""
+class StepInputs:
+    """What one step asks of the stages of a rank.
 
-    stage: Stage
-    compute: Compute
-    evaluate: Compute
+    microbatches: on the device; first those to train on, then those of validation. seeds: of the random draws in each microbatch
+    to train on. num_tokens: int64 scalar, the loss tokens of the whole batch, by which losses are divided. num_microbatches: of
+    the whole batch, over which load-balancing losses are averaged.
+    """
+
+    microbatches: Sequence[Microbatch]
+    seeds: Sequence[tuple[int | str, ...]]
+    num_tokens: Tensor
+    num_microbatches: int
+
+
+class RankStage:
+    """One stage of this rank; lives as long as the run. `start_step` says what the executor's calls that follow are about."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        buffers: list[UnitBuffer],
+        parameters: ParameterSync,
+        gradients: GradientSync,
+        hooks: UnitHooks,
+        loss: TokenLoss,
+    ):
+        self.model, self.buffers = model, buffers
+        self.parameters, self.gradients, self.hooks = parameters, gradients, hooks
+        self._loss = loss
+        self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
+        self._with_parameters = [index for index, buffers in enumerate(parameters.units) if buffers]
+        self._inputs: StepInputs | None = None
+
+    def start_step(self, inputs: StepInputs) -> None:
+        """Take the inputs of the microbatches that come next."""
+        self._inputs = inputs
+
+    @property
+    def inputs(self) -> StepInputs:
+        """Those of the step that is under way."""
+        assert self._inputs is not None, "no step was started"
+        return self._inputs
 
     def forward(self, microbatch: int, received: Tensors) -> Tensors:
-        self._switch(trains=True)
-        return self.compute(self.stage, microbatch, received)
+        """received: hidden states [B, T, D] of the stage before, none on the first. Returns those for the next stage or, on
+        the last stage, this rank's part of the batch's loss, a scalar."""
+        self._set_dropout(is_on=True)
+        outputs = self._compute(microbatch, received, self.inputs.seeds[microbatch])
+        return (self._part_of_loss(microbatch, *outputs),) if self.model.bounds.is_last else outputs
 
     def validate(self, microbatch: int, received: Tensors) -> Tensors:
-        self._switch(trains=False)
-        return self.evaluate(self.stage, microbatch, received)
-
-    def _switch(self, trains: bool) -> None:
-        """Dropout on or off, where it is not yet."""
-        model = self.stage.model.model
-        if model.training != trains:
-            model.train(trains)
+        """As `forward`; on the last stage the sum of the losses of the microbatch's tokens."""
+        self._set_dropout(is_on=False)
+        outputs = self._compute(microbatch, received, None)
+        if not self.model.bounds.is_last:
+            return outputs
+        labels, one = self.inputs.microbatches[microbatch].labels, torch.ones_like(self.inputs.num_tokens)
+        return (self._loss(outputs[0].logits, labels, one),)
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
-        self.stage.gradients.start_backward(is_last)
-        self._backward(outputs, gradients)
+        """See the executor's protocol."""
+        self.gradients.start_backward(is_last)
+        self._run_backward(outputs, gradients)
 
     def backward_input(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> DeferredGradients:
-        self.stage.gradients.start_input_backward()
-        self._backward(outputs, gradients)
-        return self.stage.gradients.end_input_backward()
+        """The gradients of activations; returns the calls that bring those of weights."""
+        self.gradients.start_input_backward()
+        self._run_backward(outputs, gradients)
+        return self.gradients.end_input_backward()
 
     def backward_weights(self, left: DeferredGradients, is_last: bool) -> None:
-        self.stage.gradients.backward_weights(left, is_last)
+        """left: what `backward_input` has returned."""
+        self.gradients.backward_weights(left, is_last)
 
     def unshard(self, is_forward: bool) -> None:
-        """Start to gather what computation meets first; the rest follows as it goes on."""
-        has_parameters = [index for index, buffers in enumerate(self.stage.parameters.units) if buffers]
-        self.stage.parameters.start_unshard(has_parameters[0 if is_forward else -1])
+        """Start to unshard the unit that computation meets first; the others follow as it goes on."""
+        self.parameters.start_unshard(self._with_parameters[0 if is_forward else -1])
 
     def reshard(self) -> None:
-        self.stage.parameters.reshard_transient()
+        """Give back the memory of full parameters that do not stay."""
+        self.parameters.reshard_transient()
 
     def wait_reduce(self) -> None:
-        self.stage.gradients.wait_for_reductions()
+        """Wait for the reductions under way."""
+        self.gradients.wait_for_reductions()
 
-    def _backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:
+    def _compute(self, microbatch: int, received: Tensors, seed: tuple[int | str, ...] | None) -> tuple[Any, ...]:
+        inputs = self.inputs.microbatches[microbatch]
+        # No mask either: with one, packed positions would be ignored, too.
+        positions = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
+        return self.model(received, seed, input_ids=inputs.input_ids, **positions, **self._disabled)
+
+    def _part_of_loss(self, microbatch: int, output: Any, *sums: Tensor) -> Tensor:
+        """sums: of routers, over all layers."""
+        inputs = self.inputs
+        loss = self._loss(output.logits, inputs.microbatches[microbatch].labels, inputs.num_tokens)
+        if self.model.routers is not None:
+            balance = self.model.routers.balance
+            loss = loss + balance.weight * balance.term(*sums) / inputs.num_microbatches
+        return loss
+
+    def _run_backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:
         if outputs:
             torch.autograd.backward(outputs, gradients or None)
-        self.stage.hooks.end_backward()
+        self.hooks.end_backward()
+
+    def _set_dropout(self, is_on: bool) -> None:
+        model = self.model.model
+        if model.training != is_on:  # `train` walks all modules
+            model.train(is_on)

@@ -75,8 +75,8 @@ def share_read(run: Run) -> None:
     for buffer in run.buffers:
         buffer.share_read(buffer.master)
     for name in run.optimizer.state_names:
-        for index, (buffer, span) in enumerate(run.spans):
-            buffer.share_read(run.optimizer.state(index, name), span.start)
+        for each in run.shards:
+            each.buffer.share_read(run.optimizer.state(each.shard, name), each.span.start)
 
 
 def _entries(run: Run, cut: Callable[..., tuple[Layout, Tensor]], buffers: Sequence[UnitBuffer]) -> Iterator[Entry]:
@@ -86,11 +86,10 @@ def _entries(run: Run, cut: Callable[..., tuple[Layout, Tensor]], buffers: Seque
         for slot in buffer.slots:
             yield Entry(f"weight/{slot.name}", *cut(buffer, slot, buffer.master))
     for name in run.optimizer.state_names:
-        for index, (buffer, span) in enumerate(run.spans):
-            for slot in buffer.slots if buffer in buffers else ():
-                if slot.group == span.group:
-                    values = run.optimizer.state(index, name)
-                    yield Entry(f"{name}/{slot.name}", *cut(buffer, slot, values, span.start))
+        for each in (each for each in run.shards if each.buffer in buffers):
+            values = run.optimizer.state(each.shard, name)
+            for slot in (slot for slot in each.buffer.slots if slot.group == each.span.group):
+                yield Entry(f"{name}/{slot.name}", *cut(each.buffer, slot, values, each.span.start))
 
 
 def _buffer_entry(name: str, tensor: Tensor) -> Entry:

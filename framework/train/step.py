@@ -1,59 +1,110 @@
 """One optimizer step, without a branch on parallelism: sizes of one take the same path."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from framework.comm.collectives import all_reduce
+from framework.comm.algorithms import Pending
+from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
-from framework.comm.transfer import upload, upload_values
+from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
-from framework.model.loss import TokenLoss, count_loss_tokens
-from framework.model.materialize import accepted_arguments
-from framework.model.stage import StageModel
+from framework.model.loss import count_loss_tokens
 from framework.optim.clip import clip_divisor, squared_norm
 from framework.optim.optimizers import FlatOptimizer, Missed
-from framework.parallel.pipeline.execute import ActivationSpec, Links, Tensors, execute
+from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
-from framework.parallel.zero.plan_buffers import Slot, Span
-from framework.train.stage import Compute, Stage, StageOfStep
+from framework.parallel.zero.plan_buffers import Slot
+from framework.train.shards import OwnedShard
+from framework.train.stage import RankStage, StepInputs
+from framework.train.sums import Flags, StepSums, StepValues
 from framework.train.validation import Validation
 
 # Microbatches that go through the pipeline together in a validation.
 VALIDATION_MICROBATCHES = 64
+NO_FLAGS = Flags()
 
 
-@dataclass
+@dataclass(frozen=True)
+class TrainedParameter:
+    """A trained parameter of one stage of this rank. index: of the parameter among all trained ones of the whole model."""
+
+    buffer: UnitBuffer
+    slot: Slot
+    view: GradView
+    index: int
+
+
+@dataclass(frozen=True)
 class Run:
-    """What a rank trains with. stages: this rank's, by number. spans: what each of the optimizer's flat tensors is of which
-    buffer. copies: buffers of one parameter in two stages of this rank. numbers: of each trained parameter of the whole model.
-    waits: for the collectives of parameters and gradients. loss: of logits, or of this rank's part of them. timed: what this
-    rank did in its last step, by its host's clock."""
+    """What a rank trains with.
 
-    stages: dict[int, Stage]
+    stages: this rank's, by number. shards: those of the optimizer. tied_copies: buffers of one parameter in two stages of this
+    rank, the second of each pair with the gradients of its own stage only. parameter_index: a number for each trained parameter
+    of the whole model, equal on all ranks. activations: what goes from stage to stage.
+
+    What never changes is found at the first step and kept: `buffers`, `counted`, `trained`, `held`.
+    """
+
+    stages: dict[int, RankStage]
     pipeline: Pipeline
     optimizer: FlatOptimizer
-    spans: list[tuple[UnitBuffer, Span]]
-    copies: list[tuple[UnitBuffer, UnitBuffer]]
-    numbers: dict[str, int]
-    hidden: ActivationSpec
-    waits: ExposedCommunication
-    loss: TokenLoss
+    shards: list[OwnedShard]
+    tied_copies: list[tuple[UnitBuffer, UnitBuffer]]
+    parameter_index: dict[str, int]
+    activations: ActivationSpec
+    exposed_communication: ExposedCommunication
     mesh: Mesh
     clip_norm: float | None
     seed: int
-    timed: tuple[Timed, ...] = ()
 
-    @property
+    @cached_property
     def buffers(self) -> list[UnitBuffer]:
         return [buffer for stage in self.stages.values() for buffer in stage.buffers]
+
+    @cached_property
+    def counted(self) -> list[Tensor]:
+        """What this rank counts of the global gradient, when it is reduced: views, [n] each."""
+        trained = (buffer for buffer in self.buffers if buffer.is_trained)
+        return [elements for buffer in trained for elements in buffer.counted_elements(buffer.reduced)]
+
+    @cached_property
+    def trained(self) -> list[TrainedParameter]:
+        """A parameter is here twice if two stages of this rank have it."""
+        return [
+            TrainedParameter(buffer, slot, view, self.parameter_index[slot.name])
+            for stage in self.stages.values()
+            for buffer, slot, view in stage.gradients.grad_views
+        ]
+
+    @cached_property
+    def held(self) -> Tensor:
+        """[trained parameters of the model] uint8 on the device: 1 for those that this rank trains."""
+        held = torch.zeros(len(self.parameter_index), dtype=torch.uint8)
+        held[[each.index for each in self.trained]] = 1
+        return upload(held, self.mesh.device)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has found, equal on all ranks but for `timed`: what this rank did when, by its host's clock."""
+
+    sums: StepSums
+    timed: tuple[Timed, ...]
+
+    def copy_to_host(self) -> AsyncHostCopy:
+        """Start to bring the values to the host: `StepValues.unpack` reads them."""
+        return AsyncHostCopy(self.sums.vector)
+
+    def read(self) -> StepValues:
+        """The values, once the device has them."""
+        return StepValues.unpack(self.copy_to_host().values())
 
 
 def train_step(
@@ -61,82 +112,101 @@ def train_step(
     microbatches: Sequence[Microbatch],
     step: int,
     lr: float,
-    votes: Sequence[float],
+    flags: Flags = NO_FLAGS,
     validation: Validation | None = None,
-) -> Tensor:
-    """Forward, backward, reduce, clip, update.
+) -> StepResult:
+    """Forward, backward, reduce, clip, update. Collective over the world.
 
-    microbatches: this rank's share of the batch. votes: numbers of this rank that are summed over the world beside the loss,
-    so that all ranks decide alike without a collective of their own. Returns fp64 [2 + len(votes)] on the device: the loss
-    of the batch, the norm of its gradient before clipping, the summed votes. Nothing of ours here waits for the device; the
-    model may (transformers asks in every forward whether positions restart).
+    microbatches: this rank's share of the batch, equally many on all ranks. flags: what this rank asks of all of them. The loss
+    is of the whole batch, the norm that of its gradient before clipping. Nothing of ours here waits for the device; the model may
+    (transformers asks in every forward whether positions restart).
 
     validation: of the weights as they are before the update: in the step's bubbles, and what they do not hold right before the
     update.
     """
     batch_axis = run.mesh.axis("batch")
     validation = validation or Validation(())
-    inputs = [_to_device(microbatch, run.mesh.device) for microbatch in microbatches]
-    filling = _take(run, validation, run.pipeline.room(len(inputs)))
-    num_tokens = torch.stack([count_loss_tokens(each.labels) for each in inputs]).sum()
+    own = [_to_device(microbatch, run.mesh.device) for microbatch in microbatches]
+    filling = _take(run, validation, run.pipeline.room(len(own)))
+    num_tokens = torch.stack([count_loss_tokens(each.labels) for each in own]).sum()
     all_reduce(num_tokens, batch_axis)
-    num_microbatches = len(inputs) * batch_axis.size
-
-    def compute(stage: Stage, index: int, received: Tensors) -> Tensors:
-        seed = (run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank)
-        outputs = _forward(stage.model, received, inputs[index], seed)
-        is_last = stage.model.bounds.is_last
-        return (_loss(run, stage, outputs, inputs[index], num_tokens, num_microbatches),) if is_last else outputs
-
+    seeds = [(run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank) for index in range(len(own))]
     for stage in run.stages.values():
         stage.gradients.start_step()
-    losses, run.timed = _execute(run, inputs, filling, compute)
-    validation.add(filling, losses[len(inputs) :])
+    losses, timed = _execute(run, StepInputs([*own, *filling], seeds, num_tokens, len(own) * batch_axis.size))
+    validation.add(filling, losses[len(own) :])
     validation.num_free += len(filling)
     for stage in run.stages.values():
         stage.gradients.finish()
     run_alone(run, validation)
-    for buffer, copy in run.copies:
+    for buffer, copy in run.tied_copies:
         copy.reduced.copy_(buffer.reduced.add_(copy.reduced))
-    own = losses[: len(inputs)]
-    return _update(run, torch.stack(own).sum() if own else torch.zeros((), device=run.mesh.device), lr, votes)
+    loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
+    return StepResult(_update(run, loss, lr, flags), timed)
 
 
-def _execute(
-    run: Run, inputs: Sequence[Microbatch], filling: Sequence[Microbatch], compute: Compute
-) -> tuple[list[Tensor], tuple[Timed, ...]]:
-    """The losses of `inputs`, to learn from, and of `filling`, for validation, if this rank has the last stage; and when what
-    was done."""
-    axis, everything = run.mesh.axis("pp"), [*inputs, *filling]
-    lowered = run.pipeline.lowered(len(inputs), len(filling))
-    links = Links(axis, lowered, run.hidden)
-    evaluate_one = partial(_evaluate, run, everything)
-    stages = {number: StageOfStep(stage, compute, evaluate_one) for number, stage in run.stages.items()}
-    losses, timed = execute(lowered, axis.rank, stages, links)
+def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
+    """Losses by microbatch if this rank has the last stage: parts of the batch's of those to train on, sums over tokens of those
+    of validation; and when what was done."""
+    axis, num_trained = run.mesh.axis("pp"), len(inputs.seeds)
+    lowered = run.pipeline.lowered(num_trained, len(inputs.microbatches) - num_trained)
+    links = Links(axis, lowered, run.activations)
+    for stage in run.stages.values():
+        stage.start_step(inputs)
+    losses, timed = execute(lowered, axis.rank, run.stages, links)
     return [losses[index] for index in sorted(losses)], tuple(timed)
 
 
-def _update(run: Run, loss: Tensor, lr: float, votes: Sequence[float]) -> Tensor:
-    """Sum loss, norm, votes and what was reached over the world, then clip and step, unless they are not finite."""
-    trained = (buffer for buffer in run.buffers if buffer.is_trained)
-    counted = (elements for buffer in trained for elements in buffer.counted_elements(buffer.reduced))
-    reached = [0.0] * len(run.numbers)
-    for _, slot, place in _places(run):
-        reached[run.numbers[slot.name]] += place.is_reached
-    sums = upload_values([0.0, 0.0, *votes, *reached], torch.float64, run.mesh.device)
-    sums[0] = loss / run.mesh.axis("tp").size  # all of them have it
-    sums[1] = squared_norm(counted, run.mesh.device)
-    all_reduce(sums, run.mesh.axis("world"))
-    result, reached_anywhere = sums.split([2 + len(votes), len(reached)])
-    result[1].sqrt_()
-    divisor = clip_divisor(result[1], run.clip_norm)
+def _update(run: Run, loss: Tensor, lr: float, flags: Flags) -> StepSums:
+    """Sum loss, norm and flags over the world, then clip and update, unless loss or norm is not finite."""
+    missed = [each for each in run.trained if not each.view.is_reached]
+    reached, pending = _start_reached(run, missed)
+    # The loss is on all ranks of tp.
+    terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted, run.mesh.device)
+    sums = StepSums.pack(*terms, flags, run.mesh.device)
+    all_reduce(sums.vector, run.mesh.axis("world"))
+    pending.wait()
+    norm = sums.take_root()
+    divisor = clip_divisor(norm, run.clip_norm)
     for stage in run.stages.values():
         stage.parameters.update()
-    with run.optimizer.preserving(_missed_spans(run, reached_anywhere)):
-        run.optimizer.step(lr, divisor, skip=~result[:2].isfinite().all())
+    with run.optimizer.preserving(_missed_elements(run, missed, reached)):
+        run.optimizer.step(lr, divisor, skip=~(sums.loss.isfinite() & norm.isfinite()))
     for buffer in run.buffers:
         buffer.copy_master_to_params()
-    return result
+    return sums
+
+
+def _start_reached(run: Run, missed: Sequence[TrainedParameter]) -> tuple[Tensor, Pending]:
+    """Start to find which parameters some rank's backward has reached: [trained parameters of the model] uint8, 1 for those, when
+    the operation has ended. Reduces a byte for each parameter over the world (its maximum), beside this rank's sum of squares.
+
+    Why in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear in this
+    very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait for
+    one another, or for the device. No fixed number of scalars holds an exact answer.
+    """
+    reached = run.held.clone()
+    if missed:
+        anyway = {each.index for each in run.trained if each.view.is_reached}
+        for index in {each.index for each in missed} - anyway:
+            reached[index].zero_()
+    return reached, start_all_reduce(reached, run.mesh.axis("world"), "max", "reached parameters")
+
+
+def _missed_elements(run: Run, missed: Sequence[TrainedParameter], reached: Tensor) -> list[Missed]:
+    """What this rank's own backward missed in this step, within the optimizer's shards. Stock optimizers leave alone, decay
+    included, what no rank's backward has reached: that is known on the device, and is not asked for."""
+    return [
+        Missed(
+            owned.shard,
+            max(each.slot.start, owned.span.start) - owned.span.start,
+            min(each.slot.stop, owned.span.stop) - owned.span.start,
+            reached[each.index] > 0,
+        )
+        for each in missed
+        for owned in run.shards
+        if owned.buffer is each.buffer and max(each.slot.start, owned.span.start) < min(each.slot.stop, owned.span.stop)
+    ]
 
 
 def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
@@ -149,47 +219,12 @@ def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
 def run_alone(run: Run, validation: Validation) -> None:
     """Run what is left of a validation, forwards only."""
     while filling := _take(run, validation, VALIDATION_MICROBATCHES):
-        validation.add(filling, _execute(run, (), filling, _learn_nothing)[0])
+        nothing = torch.zeros((), dtype=torch.int64, device=run.mesh.device)
+        validation.add(filling, _execute(run, StepInputs(filling, (), nothing, 0))[0])
 
 
 def _take(run: Run, validation: Validation, most: int) -> list[Microbatch]:
     return [_to_device(each, run.mesh.device) for each in validation.take(most)]
-
-
-def _learn_nothing(stage: Stage, index: int, received: Tensors) -> Tensors:
-    raise AssertionError(f"microbatch {index} is not to be learnt from")
-
-
-def _evaluate(run: Run, inputs: Sequence[Microbatch], stage: Stage, index: int, received: Tensors) -> Tensors:
-    """On the last stage the sum of the losses of the microbatch's tokens."""
-    outputs = _forward(stage.model, received, inputs[index], None)
-    if not stage.model.bounds.is_last:
-        return outputs
-    one = torch.ones((), dtype=torch.int64, device=run.mesh.device)
-    return (run.loss(outputs[0].logits, inputs[index].labels, one),)
-
-
-def _loss(
-    run: Run, stage: Stage, outputs: Sequence[Any], inputs: Microbatch, num_tokens: Tensor, num_microbatches: int
-) -> Tensor:
-    """This microbatch's part of the batch's loss, with a router's balancing term averaged over the batch's microbatches."""
-    output, *sums = outputs
-    loss = run.loss(output.logits, inputs.labels, num_tokens)
-    if stage.model.routers is not None:
-        balance = stage.model.routers.balance
-        loss = loss + balance.weight * balance.term(*sums) / num_microbatches
-    return loss
-
-
-def _forward(
-    model: StageModel, received: Tensors, inputs: Microbatch, seed: tuple[int | str, ...] | None
-) -> tuple[Any, ...]:
-    """No cache and no mask: with either, packed positions would be ignored and documents would see one another. No balancing
-    term of the model's own: it would be of the layers that are here."""
-    positions = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
-    accepted = accepted_arguments(model.model)
-    without = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
-    return model(received, seed, input_ids=inputs.input_ids, **positions, **without)
 
 
 def _to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
@@ -199,26 +234,3 @@ def _to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
         upload(microbatch.labels, device),
         None if positions is None else upload(positions, device),
     )
-
-
-def _missed_spans(run: Run, reached_anywhere: Tensor) -> list[Missed]:
-    """What this rank's own backward missed in this step, within the optimizer's tensors. Stock optimizers leave alone, decay
-    included, what no rank's backward has reached: that is known on the device, and is not asked for."""
-    missed = [(buffer, slot) for buffer, slot, place in _places(run) if not place.is_reached]
-    return [
-        Missed(
-            index,
-            max(slot.start, span.start) - span.start,
-            min(slot.stop, span.stop) - span.start,
-            reached_anywhere[run.numbers[slot.name]] > 0,
-        )
-        for index, (owner, span) in enumerate(run.spans)
-        for buffer, slot in missed
-        if owner is buffer and max(slot.start, span.start) < min(slot.stop, span.stop)
-    ]
-
-
-def _places(run: Run) -> Iterator[tuple[UnitBuffer, Slot, GradView]]:
-    """Every trained parameter of this rank."""
-    for stage in run.stages.values():
-        yield from stage.gradients.grad_views

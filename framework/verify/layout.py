@@ -25,9 +25,9 @@ def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidenc
         lr = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
         microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
         with keep_double(plan.compute_dtype):
-            loss, norm = train_step(run, microbatches, step, lr, ()).tolist()
-        losses.append(loss)
-        norms.append(norm)
+            values = train_step(run, microbatches, step, lr).read()
+        losses.append(values.loss)
+        norms.append(values.gradient_norm)
         if step == 0:
             gradients = gather_full(owned_gradients(run), mesh.axis("world"))
         if is_followed(recipe) or step == len(batches) - 1:

@@ -32,7 +32,7 @@ def test_the_loader_reads_into_pinned_memory(device: torch.device) -> None:
 def test_a_checkpoint_of_gpu_tensors_comes_back_bitwise(device: torch.device, stage: int, tmp_path: Path) -> None:
     recipe = small_recipe("fp32", 1, zero=Zero(stage=stage))  # type: ignore[arg-type]
     saved = start(recipe, device, num_batches=1)
-    train_step(saved.run, saved.batches[0], 0, LR, ())
+    train_step(saved.run, saved.batches[0], 0, LR)
     state = RunState("run", "data", step=1, num_updates=saved.run.optimizer.num_updates)
     world = saved.run.mesh.axis("world")
     save_checkpoint(tmp_path, 1, saved_entries(saved.run), state.to_json(), world, 1)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.comm.transfer import AsyncHostCopy, upload, upload_values
+from framework.comm.transfer import upload, upload_values
 from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
 from framework.train.step import train_step
+from framework.train.sums import Flags, StepValues
 from tests.gpu.training import LR, start, train, train_rank
 from tests.ranks.parity import CPU, small_recipe
 from tests.ranks.pool import RankPool
@@ -44,7 +45,7 @@ def test_steps_equal_the_cpus(device: torch.device, precision: str) -> None:
 
 def test_a_model_learns_in_bf16(device: torch.device) -> None:
     training = start(small_recipe("bf16", 1), device, num_batches=1)
-    losses = [train_step(training.run, training.batches[0], step, LR, ())[0].item() for step in range(30)]
+    losses = [train_step(training.run, training.batches[0], step, LR).read().loss for step in range(30)]
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -54,17 +55,17 @@ def test_nothing_of_ours_waits_for_the_device(device: torch.device, layout: str)
     training = start(LAYOUTS[layout], device, num_batches=1)
     (microbatches,) = training.batches
     for step in range(2):  # what only first steps do
-        train_step(training.run, microbatches, step, LR, (1.0,))
+        train_step(training.run, microbatches, step, LR, Flags(stop=True))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            result = AsyncHostCopy(train_step(training.run, microbatches, 2, LR, (1.0,)))
+            result = train_step(training.run, microbatches, 2, LR, Flags(stop=True)).copy_to_host()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = [each for each in caught if WAITS in str(each.message)]
     assert [f"{each.filename}:{each.lineno}" for each in waits if "/transformers/" not in each.filename] == []
-    assert len(result.values()) == 3
+    assert StepValues.unpack(result.values()).flags == Flags(stop=True)
 
 
 def test_the_debug_mode_sees_a_wait(device: torch.device) -> None:

@@ -52,7 +52,8 @@ def train(recipe: Recipe, device: torch.device, rendezvous: str | None = None, r
     found: list[float] = []
     for step, microbatches in enumerate(training.batches):
         with keep_double(DTYPES[recipe.precision.compute]):
-            found += train_step(training.run, microbatches, step, LR, ()).tolist()
+            values = train_step(training.run, microbatches, step, LR).read()
+        found += [values.loss, values.gradient_norm]
     training.run.mesh.close()
     return found
 

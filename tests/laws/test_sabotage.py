@@ -24,6 +24,7 @@ from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.recipe.schema import Zero
 from framework.train import step
+from framework.train.stage import RankStage
 from framework.verify.compare import Row, compare, exceeds
 from framework.verify.evidence import Evidence, initial_weights, perturb
 from framework.verify.oracle import run_oracle
@@ -67,8 +68,10 @@ def average_microbatches() -> Any:
 
 def balance_each_microbatch_fully() -> Any:
     """A router's balancing term is added for each microbatch rather than averaged over them."""
-    whole = step._loss
-    return patch.object(step, "_loss", lambda *inputs: whole(*inputs[:-1], 1))
+    whole = RankStage.start_step
+    return patch.object(
+        RankStage, "start_step", lambda stage, inputs: whole(stage, replace(inputs, num_microbatches=1))
+    )
 
 
 # --- law 1: gradients are summed over microbatches, uses and ranks
@@ -146,7 +149,7 @@ def draw_weights_by_rank() -> Any:
 
 def decay_what_was_not_reached() -> Any:
     """Parameters without a gradient are updated like all others."""
-    return patch.object(step, "_missed_spans", lambda run, reached: [])
+    return patch.object(step, "_missed_elements", lambda run, missed, reached: [])
 
 
 # --- dropout belongs to the microbatch, not to the rank

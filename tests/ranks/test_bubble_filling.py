@@ -15,7 +15,7 @@ from framework.comm.connect import connect
 from framework.model.stage import StageModel
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Pipeline, Recipe, Zero
-from framework.train.stage import StageOfStep
+from framework.train.stage import RankStage
 from framework.train.step import evaluate, train_step
 from framework.train.validation import Validation
 from framework.verify.evidence import make_batches
@@ -74,7 +74,7 @@ def train(case: Case, recipe: Recipe, mesh: Any, fills: bool) -> Trained:
         validation = Validation(held_out if fills else ())
         if not fills:
             validations.append(evaluate(run, held_out))
-        readings.append(train_step(run, microbatches, step, 1e-2, (), validation))
+        readings.append(train_step(run, microbatches, step, 1e-2, validation=validation).sums.vector)
         if fills:
             validations.append(validation.mean(mesh))
             free = validation.free_fraction
@@ -118,7 +118,7 @@ def test_every_schedule_validates_without_a_trace(pool: RankPool) -> None:
 
 def validate_in_training() -> AbstractContextManager[Any]:
     """Dropout stays on in validation."""
-    return patch.object(StageOfStep, "_switch", lambda stage, trains: stage.stage.model.model.train())
+    return patch.object(RankStage, "_set_dropout", lambda stage, is_on: stage.model.model.train())
 
 
 def draw_for_validation() -> AbstractContextManager[Any]:

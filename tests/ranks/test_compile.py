@@ -86,7 +86,7 @@ def train(rank: int, world: int, rendezvous: str, recipe: Recipe, name: str, lay
         batches = make_batches(config, STEPS, recipe.batch.sequences_per_step, CONTEXT, seed=11)
         for step, batch in enumerate(batches):
             microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
-            values.append(train_step(run, microbatches, step, 1e-2, ()).tolist())
+            values.append(train_step(run, microbatches, step, 1e-2).sums.vector.tolist())
             breaks.append(sum(counters["graph_break"].values()))
             frames.append(counters["frames"]["total"])
         mesh.close()

@@ -27,7 +27,7 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Timed, needs, unit_costs
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
-from framework.train.stage import StageOfStep
+from framework.train.stage import RankStage
 from framework.train.step import evaluate, train_step
 from framework.verify.compare import compare
 from framework.verify.evidence import Evidence
@@ -204,7 +204,7 @@ def counting_live_microbatches() -> Iterator[list[int]]:
     """The most microbatches at once of which anything is kept for backward."""
     kept: dict[int, int] = {}
     peak = [0]
-    forward = StageOfStep.forward
+    forward = RankStage.forward
 
     class Kept:
         """Alive as long as autograd keeps the tensor."""
@@ -215,11 +215,11 @@ def counting_live_microbatches() -> Iterator[list[int]]:
             peak[0] = max(peak[0], sum(count > 0 for count in kept.values()))
             finalize(self, lambda: kept.__setitem__(microbatch, kept[microbatch] - 1))
 
-    def watched(stage: StageOfStep, microbatch: int, received: Tensor | None) -> Tensor:
+    def watched(stage: RankStage, microbatch: int, received: Tensor | None) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: Kept(x, microbatch), lambda each: each.tensor):
             return forward(stage, microbatch, received)
 
-    with patch.object(StageOfStep, "forward", watched):
+    with patch.object(RankStage, "forward", watched):
         yield peak
 
 
@@ -231,11 +231,11 @@ def observe(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, Obs
         run = build(make_plan(recipe, case.config), mesh)
         microbatches = share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh)
         before = evaluate(run, microbatches)
-        train_step(run, microbatches, 0, 0.0, ())
+        train_step(run, microbatches, 0, 0.0)
         with counting_live_microbatches() as peak:
-            loss = float(train_step(run, microbatches, 1, 0.0, ())[0])
-        assert before == pytest.approx(loss, rel=1e-5), label
-        found[label] = Observed(run.timed, peak[0], evaluate(run, microbatches[:3]))
+            result = train_step(run, microbatches, 1, 0.0)
+        assert before == pytest.approx(result.read().loss, rel=1e-5), label
+        found[label] = Observed(result.timed, peak[0], evaluate(run, microbatches[:3]))
         mesh.close()
     return found
 

@@ -55,7 +55,7 @@ def resume(rank: int, world: int, rendezvous: str, case: Case, root: Path) -> Re
             lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
             microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
             with keep_double(torch.float64):
-                losses.append(float(train_step(run, microbatches, state.step, lr, ())[0]))
+                losses.append(train_step(run, microbatches, state.step, lr).read().loss)
             state.step += 1
         state.num_updates = run.optimizer.num_updates
         if number == 0:

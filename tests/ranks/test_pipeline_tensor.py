@@ -104,7 +104,7 @@ def count_seeds(rank: int, rendezvous: str, case: Case) -> dict[str, int]:
         "experts": layer.mlp.experts,
     }.items():
         module.register_forward_pre_hook(partial(note, place))
-    train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 0.0, ())
+    train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 0.0)
     everywhere = gather_objects(seeds, mesh.axis("tp"))
     mesh.close()
     return {place: len({each[place] for each in everywhere}) for place in seeds}

@@ -54,7 +54,7 @@ def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tup
         run = build(make_plan(recipe, case.config), mesh)
         allocated = measure_memory(run)
         before = ledger.totals(ledger.snapshot(mesh))
-        train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
+        train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
         after = ledger.totals(ledger.snapshot(mesh))
         sent = sum(after[axis].get("bytes", 0) - before[axis].get("bytes", 0) for axis in ("shard", "replica"))
         found[label] = allocated, sent
@@ -64,7 +64,7 @@ def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tup
 
 def measure_memory(run: Run) -> dict[str, int]:
     """Bytes of distinct memory; what two kinds share counts for the first of them."""
-    states = [run.optimizer.state(index, name) for index in range(len(run.spans)) for name in run.optimizer.state_names]
+    states = [run.optimizer.state(each, name) for each in run.optimizer.shards for name in run.optimizer.state_names]
     kinds: dict[str, list[Tensor]] = {
         "parameters": [tensor for buffer in run.buffers for tensor in (buffer.full, buffer.shard)],
         "gradients": [tensor for buffer in run.buffers for tensor in (buffer.gradient, buffer.reduced)],
@@ -112,7 +112,7 @@ def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> t
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(make_plan(recipe, case.config), mesh)
     before = ledger.snapshot(mesh)
-    train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, (1.0,))
+    train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
     sent = ledger.difference(ledger.snapshot(mesh), before)
     mesh.close()
     return {axis: sent[axis] for axis in sent if axis not in ("shard", "replica")}, len(
@@ -122,9 +122,10 @@ def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> t
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_beside_gradients_a_step_sums_a_few_numbers(pool: RankPool, accumulation: int) -> None:
-    """The count of loss tokens over the batch axis; over the world loss, norm, one vote and who was reached, 8 bytes each."""
+    """The count of loss tokens over the batch axis; over the world loss, norm and two flags, 8 bytes each, and a byte per
+    parameter: was it reached?"""
     for sent, num_parameters in pool.run(2, measure_numbers, small_recipe("fp32", 2, accumulation, SEQUENCES)):
-        assert sent == {"batch": {"all_reduce": (1, 8)}, "world": {"all_reduce": (1, 8 * (3 + num_parameters))}}
+        assert sent == {"batch": {"all_reduce": (1, 8)}, "world": {"all_reduce": (2, 8 * 4 + num_parameters)}}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def measure_activations(rank: int, world: int, rendezvous: str, recipe: Recipe) 
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{num_layers}", rank)
         run = build(make_plan(recipe, case.config), mesh)
         before = sum(mesh.axis("tp").traffic.bytes.values())
-        train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
+        train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
         sent.append(sum(mesh.axis("tp").traffic.bytes.values()) - before)
         mesh.close()
     return sent
@@ -222,7 +223,7 @@ def observe_pipelines(rank: int, world: int, rendezvous: str, case: Case) -> dic
         batch = replace(case.batches()[0], input_ids=tokens, labels=tokens)
         before = ledger.totals(ledger.snapshot(mesh))["pp"].get("bytes", 0)
         with counting_saved_bytes({buffer.full.untyped_storage().data_ptr() for buffer in run.buffers}) as peak:
-            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
+            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
         found[label] = peak[0], ledger.totals(ledger.snapshot(mesh))["pp"]["bytes"] - before
         mesh.close()
     return found

@@ -50,7 +50,7 @@ def save_and_restore(rank: int, world: int, rendezvous: str, case: Case, root: P
 def bits_of(run: Run) -> list[torch.Tensor]:
     """All that this rank owns, padding left out: not only what it counts."""
     masters = [buffer.held(slot, buffer.master)[1] for buffer in run.buffers for slot in buffer.slots]
-    states = [run.optimizer.state(index, name) for name in run.optimizer.state_names for index in range(len(run.spans))]
+    states = [run.optimizer.state(each, name) for name in run.optimizer.state_names for each in run.optimizer.shards]
     return [tensor.contiguous().view(torch.uint8) for tensor in (*masters, *states)]
 
 

@@ -77,7 +77,7 @@ def keep(case: Case, recipe: Recipe, mesh: Mesh) -> int:
     tokens = torch.randint(3, 97, (recipe.batch.sequences_per_step or 0, CONTEXT))
     batch = replace(case.batches()[0], input_ids=tokens, labels=tokens)
     with saved_tensors_hooks(pack, lambda x: x):
-        train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3, ())
+        train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
     of_parameters = {buffer.full.untyped_storage().data_ptr() for buffer in run.buffers}
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
     return sum(num_bytes for address, num_bytes in storages.items() if address not in of_parameters)

@@ -1,25 +1,26 @@
 """Replicas: what tensor-parallel ranks hold alike is bitwise equal after 20 steps, and a drift does not go unseen."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from framework.mesh.connect import connect
 
+import framework.build
 from framework.build import build
-from framework.comm.connect import connect
-from framework.errors import DriftError
+from framework.data.prepare import prepare
+from framework.errors import EXIT_DONE, DriftError
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.replicas import check_replicas, find_drift
 from framework.plan.plan import make_plan
-from framework.recipe.derive import derive
-from framework.recipe.schema import Parallel, Track, Train, Zero
-from framework.train.faults import StopRequest
-from framework.train.loop import Loop, Services
-from framework.train.state import RunState
+from framework.recipe.compose import compose
+from framework.recipe.schema import Parallel, Zero
 from framework.train.step import train_step
 from framework.verify.layout import share
+from tests import tiny_run
 from tests.families import family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
@@ -56,7 +57,7 @@ def train(rank: int, world: int, rendezvous: str, case: Case, fault: str) -> tup
     with forget_tp() if fault == "sum" else patch.object(run, "seed", run.seed):
         for step in range(STEPS):
             batch = batches[step % len(batches)]
-            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2, ())
+            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
     if fault == "bit" and rank == 1:
         flip_a_bit(run.buffers)
     drifted, message = find_drift(run.buffers), ""
@@ -98,24 +99,17 @@ def test_one_bit_on_one_rank_is_seen_by_all(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("debug", [True, False])
-def test_the_debug_mode_checks_after_each_step(debug: bool) -> None:
-    def take_step(loop: Loop) -> None:
-        loop.state.step += 1
-
+def test_the_debug_mode_checks_after_each_step(tmp_path: Path, debug: bool) -> None:
     checks: list[int] = []
-    state = RunState("", "")
-    services = Services(
-        open_validation=lambda: pytest.fail("nothing validates here"),
-        check=lambda: checks.append(state.step),
-        save=lambda: None,
-        draw=lambda: None,
-        report=lambda report: None,
-        mfu=lambda tokens_per_s: None,
-        stop=StopRequest(),
-    )
-    recipe = replace(
-        small_recipe("fp32", 1), train=Train(steps=3, validate_every_steps=None), track=Track(debug_collectives=debug)
-    )
-    with patch.object(Loop, "_take_step", take_step):
-        Loop(None, state, recipe, derive(recipe), None, services).train()  # type: ignore[arg-type]
+    tiny_run.write_corpus(tmp_path / "corpus")
+    words = [
+        f"data.sources.files.path={tmp_path}/corpus",
+        f"data.root={tmp_path}/data",
+        "train.steps=3",
+        "launch.device=cpu",
+    ]
+    recipe = compose([*tiny_run.RECIPE, *words, f"track.debug_collectives={str(debug).lower()}"]).require()
+    prepare(recipe)
+    with patch.object(framework.build, "check_replicas", lambda buffers, world, step: checks.append(step)):
+        assert framework.build.train_rank(recipe, tmp_path / "run") == EXIT_DONE
     assert checks == ([1, 2, 3] if debug else [])

@@ -16,7 +16,8 @@ from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
-from framework.optim.optimizers import FlatOptimizer, FlatSpan
+from framework.optim.contract import Shard, ShardGroup
+from framework.optim.optimizers import FlatOptimizer
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
 from framework.parallel.zero.lifetimes import Home, Homes, lifetimes_of
@@ -57,9 +58,9 @@ def measure_held(buffers: list[UnitBuffer]) -> Held:
         for buffer in buffers
         for span in buffer.plan.spans
     ]
-    spans = [FlatSpan(buffer.master[where], buffer.reduced[where], 1.0, 0.0) for buffer, where in slices]
-    optimizer = FlatOptimizer(Optim(name="adamw"), spans)
-    states = count_bytes(optimizer.state(i, name) for i, name in product(range(len(spans)), optimizer.state_names))
+    shards = tuple(Shard((), buffer.master[where], buffer.reduced[where]) for buffer, where in slices)
+    optimizer = FlatOptimizer(Optim(name="adamw"), [ShardGroup("default", shards, 1.0, 0.0)], CPU)
+    states = count_bytes(optimizer.state(each, name) for each, name in product(shards, optimizer.state_names))
     return Held(
         sum(parameters.values()),
         sum(gradients.values()),
@@ -196,7 +197,7 @@ def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
 
     run.stages[0].parameters.start_unshard = watched  # type: ignore[method-assign]
     for step, batch in enumerate(case.batches()):
-        train_step(run, share(batch, recipe.batch.sequences_per_microbatch, run.mesh), step, 1e-3, ())
+        train_step(run, share(batch, recipe.batch.sequences_per_microbatch, run.mesh), step, 1e-3)
     return peak, run.buffers[0].pool.num_bytes
 
 

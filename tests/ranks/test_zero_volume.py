@@ -44,7 +44,7 @@ def measure_volume(rank: int, world: int, rendezvous: str, case: Case) -> dict[s
                 run = build(make_plan(recipe, case.config), mesh)
                 for step, batch in enumerate(batches):
                     before = ledger.snapshot(mesh)
-                    train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-3, ())
+                    train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-3)
                     sent = ledger.difference(ledger.snapshot(mesh), before)
                     found[f"{label}, step {step}"] = {axis: sent.get(axis, {}) for axis in ("shard", "replica")}
             mesh.close()

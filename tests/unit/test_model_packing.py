@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.build import build, train_rank
+from framework.build import build
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.data.prepare import prepare

@@ -23,6 +23,7 @@ from framework.comm.transfer import pin, upload
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Optim, Recipe, Zero
 from framework.train.step import Run, train_step
+from framework.train.sums import Flags
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
@@ -121,8 +122,8 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_step_never_waits_and_copies_through_one_door(name: str) -> None:
     run, microbatches = build_run(RECIPES[name])
-    train_step(run, microbatches, 0, 1e-3, (1.0,))  # what only a first step does
-    count = count_calls(lambda: train_step(run, microbatches, 1, 1e-3, (1.0,)))
+    train_step(run, microbatches, 0, 1e-3)  # what only a first step does
+    count = count_calls(lambda: train_step(run, microbatches, 1, 1e-3, Flags(stop=True)))
     assert not ours(count.waits)
     elsewhere = [call for call in ours(count.copies) if not call.startswith(str(DOOR.relative_to(PACKAGE)))]
     assert not elsewhere
@@ -136,7 +137,7 @@ def test_a_step_that_misses_a_parameter_does_not_wait_to_know_who_reached_it() -
     before = missed.parameter.detach().clone()
     norm = stage.model.model.get_submodule("model.norm")
     norm.forward = lambda x: x  # type: ignore[method-assign]
-    count = count_calls(lambda: train_step(run, microbatches, 0, 1e-1, ()))
+    count = count_calls(lambda: train_step(run, microbatches, 0, 1e-1))
     assert not missed.is_reached
     assert not ours(count.waits)
     assert torch.equal(missed.parameter, before)

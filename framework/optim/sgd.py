@@ -1,0 +1,21 @@
+"""SGD with momentum: torch's fused kernel."""
+
+from typing import Any
+
+import torch
+
+from framework.optim.contract import Method, UpdateKind
+from framework.recipe.schema import Optim
+
+
+def state_names(optim: Optim) -> tuple[str, ...]:
+    """Without momentum there is nothing to keep."""
+    return ("momentum_buffer",) if optim.momentum else ()
+
+
+def make(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Over groups as torch's optimizers take them."""
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
+
+
+SGD = Method(UpdateKind.PER_ELEMENT, state_names, make)

@@ -1,0 +1,49 @@
+"""The optimizer's shards: what this rank owns of its unit buffers, one flat run for each optimizer group of a buffer."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from framework.optim.contract import Shard, ShardGroup
+from framework.optim.groups import GroupAssignment
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.plan_buffers import Span
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedShard:
+    """A shard of the optimizer and where it lies: `span` of `buffer`."""
+
+    buffer: UnitBuffer
+    span: Span
+    shard: Shard
+
+
+def own_shards(buffers: Iterable[UnitBuffer]) -> list[OwnedShard]:
+    """Views of the buffers' masters and reduced gradients, in the order of computation. The buffers have memory."""
+    return [
+        OwnedShard(buffer, span, _shard(buffer, span))
+        for buffer in buffers
+        if buffer.plan.is_trained
+        for span in buffer.plan.spans
+    ]
+
+
+def group_shards(shards: Sequence[OwnedShard], assignments: Iterable[GroupAssignment]) -> list[ShardGroup]:
+    """The shards by optimizer group."""
+    by_group = {each.key: each for each in assignments}
+    return [
+        ShardGroup(
+            by_group[key].group,
+            tuple(each.shard for each in shards if each.span.group == key),
+            by_group[key].lr_ratio,
+            by_group[key].weight_decay,
+        )
+        for key in dict.fromkeys(each.span.group for each in shards)
+    ]
+
+
+def _shard(buffer: UnitBuffer, span: Span) -> Shard:
+    where = slice(span.start - buffer.plan.start, span.stop - buffer.plan.start)
+    held = [buffer.held(slot, buffer.master) for slot in buffer.slots if slot.group == span.group]
+    layouts = tuple(layout for layout, values in held if values.numel())
+    return Shard(layouts, buffer.master[where], buffer.reduced[where])
