@@ -72,7 +72,7 @@ class BlockHashes:
             view = view[len(part) :]
 
     def finish(self) -> tuple[bytes, int]:
-        """What follows the stream in its file, and the root; the stream is over."""
+        """End the stream. Returns the tree of hashes, which follows it in its file, and the root."""
         if self.size % self._block_bytes or self.size == 0:
             self._cut()
         if len(self._done) == 1:

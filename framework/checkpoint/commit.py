@@ -52,7 +52,7 @@ NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class Found:
-    """What a run can go on from. newest: the newest whole checkpoint and its manifest, None for a run that has never saved.
+    """The checkpoints that a run finds when it starts. newest: the newest whole one, None for a run that has never saved.
     damaged: the newer ones, with what is wrong with each."""
 
     newest: Path | None
@@ -93,7 +93,7 @@ def newest_checkpoint(root: Path) -> Path | None:
 
 
 def find_newest(root: Path, known: Mapping[Path, DamagedCheckpoint] | None = None) -> Found:
-    """What a run whose checkpoints are in `root` can go on from. known: damage that readers have met.
+    """The newest whole checkpoint in `root`, and the newer ones that are damaged. known: damage that readers have met.
 
     Raises CheckpointError where there is or was a checkpoint and none is whole: starting over is the user's decision. Raises
     StorageError where the file system does not answer, which says nothing of the checkpoints.
@@ -120,7 +120,7 @@ def open_checkpoint(path: Path) -> Manifest:
 
 
 def find_damage(path: Path) -> DamagedCheckpoint | None:
-    """What a look at the manifest and the files' sizes finds wrong, None when they are right."""
+    """The damage that the manifest and the files' sizes show, None if there is none. Hashes are not read."""
     try:
         open_checkpoint(path)
     except DamagedCheckpoint as error:
@@ -227,7 +227,7 @@ def explain(error: OSError, root: Path, bytes_needed: int) -> CheckpointError | 
 
 @contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Whatever the file system refuses in here is said and ends nothing: a checkpoint is safe already."""
+    """Report errors of the file system in this block instead of raising them: a checkpoint is safe already."""
     try:
         yield
     except (OSError, MeshwrightError) as error:
@@ -326,7 +326,8 @@ def _refuse_to_start_over(root: Path, damaged: Mapping[Path, DamagedCheckpoint])
 
 
 def _is_committed(final: Path, state: dict[str, Any]) -> bool:
-    """Whether `final` is whole and has this state. A damaged one is set aside; one of another state is not replaced."""
+    """True if `final` is whole and has this state; False if it was damaged, and is set aside. Raises CheckpointError if it has
+    another state: it is not replaced."""
     damage = find_damage(final)
     if damage is not None:
         report(f"damaged checkpoint set aside as {set_aside(final)}: {damage}")

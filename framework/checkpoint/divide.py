@@ -33,7 +33,7 @@ WRITES, DESCRIBES = 1, 2
 
 
 class Disagreement(CheckpointError):
-    """What the ranks own does not make whole entries. covered: by hash of the name, how many elements they own."""
+    """The error of ranks whose elements do not make whole entries. covered: by hash of the name, how many elements they own."""
 
     def __init__(self, covered: dict[int, int]) -> None:
         super().__init__(covered)
@@ -42,8 +42,11 @@ class Disagreement(CheckpointError):
 
 @dataclass(frozen=True)
 class Division:
-    """How the ranks write a checkpoint. duties: for each rank its claims' flags; entries: of each its hash, and its first and its
-    number of `pieces`, which have their offsets yet to come; claims: of each piece the number of its claim among all ranks'."""
+    """Which rank writes what of a checkpoint.
+
+    duties: for each rank the flags of its claims. entries: (hash of the name, first piece, number of pieces) of each. pieces:
+    records of the index, whose offsets are known only when the ranks have written. claims: for each piece the index of its claim
+    among the claims of all ranks."""
 
     duties: list[np.ndarray]
     entries: list[tuple[int, int, int]] = field(default_factory=list)
@@ -78,20 +81,20 @@ def pack_claims(entries: Sequence[Entry]) -> np.ndarray:
 
 
 def hash_name(name: str) -> int:
-    """By which rank 0 knows an entry."""
+    """The number by which rank 0 knows an entry."""
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
 def describe(entry: Entry) -> EntryRecord:
-    """What all ranks that own some of the entry say alike; which records of the index are its pieces is rank 0's to know."""
+    """The entry's shape, dtype and shards: equal on all ranks that own some of it. Only rank 0 knows its pieces in the index."""
     shards = tuple(replace(shard, axis="", index=0) for shard in entry.layout.shards)
     return EntryRecord(tuple(entry.layout.shape), dtype_name(entry.data.dtype), shards)
 
 
 def divide(claims: Sequence[np.ndarray]) -> Division:
-    """Each claim to one of the ranks that make it: large ones first, to whom has the least to write so far.
+    """Assign each claim to one of the ranks that make it: large ones first, each to the rank with the least to write so far.
 
-    claims: of each rank. Where they do not make whole entries, the division is nothing but the disagreement.
+    claims: for each rank an array of CLAIM. Where they do not make whole entries, the division holds only the disagreement.
     """
     duties = [np.zeros(len(each), np.uint8) for each in claims]
     if not any(map(len, claims)):
@@ -126,9 +129,9 @@ def divide(claims: Sequence[np.ndarray]) -> Division:
 
 
 def _choose(distinct: np.ndarray, firsts: np.ndarray, ranks: np.ndarray, world: int) -> np.ndarray:
-    """Of each distinct claim the place, among all sorted ones, of that of the rank which writes it.
+    """The index, among all sorted claims, of the one whose rank writes it, for each distinct claim.
 
-    firsts: where each distinct claim begins among the sorted ones; ranks: who makes these.
+    firsts: where each distinct claim begins among the sorted ones; ranks: the rank of each sorted claim.
     """
     num_holders = np.diff(firsts, append=len(ranks))
     sizes, chosen = _num_bytes(distinct), firsts.copy()
@@ -159,7 +162,7 @@ def _find_disagreement(every: np.ndarray, distinct: np.ndarray, of_entries: np.n
 
 
 def _differs(records: np.ndarray, *names: str) -> np.ndarray:
-    """For each record whether one of these fields is not as in the record before; True for the first."""
+    """Flags of the records that differ from the one before in one of these fields; True for the first."""
     differs = np.zeros(len(records), bool)
     differs[0] = True
     for name in names:

@@ -15,7 +15,7 @@ def entry_records(entries: dict[str, Any]) -> dict[str, EntryRecord]:
 
 
 class Format1Index:
-    """What `Index` offers, from the body of a manifest of format 1."""
+    """An `Index` for checkpoints of format 1, whose manifest has the pieces in its body."""
 
     def __init__(self, path: Path, body: dict[str, Any], cache: BlockCache) -> None:
         self.world = len(body["files"])

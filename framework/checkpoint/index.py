@@ -103,7 +103,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def open_index(path: Path, manifest: Manifest, cache: BlockCache) -> Index | Format1Index:
-    """Where the elements of the checkpoint `path` lie."""
+    """The index of the checkpoint `path`: in which file each element is, and at which offset."""
     if manifest.format1 is not None:
         return Format1Index(path, manifest.format1, cache)
     return Index(path, manifest.entries, manifest.index, manifest.world, manifest.block_bytes, cache)

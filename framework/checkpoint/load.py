@@ -176,7 +176,7 @@ class Reader:
         self._read(needs)
 
     def _find(self, entry: Entry) -> Iterator["_Need"]:
-        """Where all of the entry's elements lie: thousands of places where a layout cuts the last dim into runs."""
+        """The places of all of the entry's elements: thousands where a layout cuts the last dim into runs."""
         first, missing = 0, entry.data.numel()
         for box in entry.layout.boxes():
             target = entry.data[first : first + box.numel].view(box.sizes)

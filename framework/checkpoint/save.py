@@ -47,8 +47,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Duty:
-    """What rank 0 tells a rank: the folder to write into (the checkpoint itself if the step is committed already), how many bytes
-    all ranks write, and for each of this rank's claims what to do."""
+    """The message of rank 0 to a rank.
+
+    folder: to write into, the checkpoint itself if the step is committed already. bytes_needed: what all ranks write. flags: what
+    to do for each of this rank's claims."""
 
     folder: Path
     bytes_needed: int
@@ -57,8 +59,9 @@ class Duty:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank tells of its file: bytes of data and root of the hash tree, where each entry begins, and the entries that it
-    was asked to name."""
+    """The message of a rank about its file.
+
+    num_bytes, root: of its data and of its hash tree. offsets: of each entry. described: entries that it was to name."""
 
     num_bytes: int
     root: int
@@ -113,7 +116,7 @@ def save_checkpoint(
 def write_duty(
     path: Path, entries: Sequence[Entry], flags: np.ndarray, fault: Fault = no_fault, block_bytes: int = BLOCK_BYTES
 ) -> Written:
-    """Write what the flags say of the entries that a rank has claimed."""
+    """Write those of a rank's entries that its flags tell it to write, and describe those that it is to name."""
     chosen = [entry for entry, flag in zip(entries, flags, strict=True) if flag & WRITES]
     described = {entry.name: describe(entry) for entry, flag in zip(entries, flags, strict=True) if flag & DESCRIBES}
     num_bytes, root, offsets = write_file(path, chosen, fault, block_bytes)
@@ -177,7 +180,7 @@ def write_index(
 
 
 def _begin(root: Path, step: int, state: dict[str, Any], division: Division) -> list[Duty]:
-    """Rank 0's part before anybody writes."""
+    """Make the folder that all write into, on rank 0. Returns each rank's duty; raises the disagreement if there is one."""
     if division.disagreement is not None:
         raise division.disagreement
     needed = division.bytes_needed
@@ -188,7 +191,7 @@ def _begin(root: Path, step: int, state: dict[str, Any], division: Division) -> 
 def _finish(
     folder: Path, step: int, state: dict[str, Any], division: Division, written: Sequence[Written], fault: Fault
 ) -> Path:
-    """Rank 0's part when all have written."""
+    """Write the index and commit, on rank 0, when all ranks have written. Returns the checkpoint's folder."""
     manifest = retry(lambda: write_index(folder, step, state, division, written), "write", folder / INDEX)
     fault("indexed")
     return finish(folder, manifest, fault)

@@ -203,7 +203,7 @@ def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_unsharded_parameters_and_full_gradients_stay_under_their_peaks(pool: RankPool, tied: bool) -> None:
-    """Gathered at stage 3: the layer in use, one ahead and the larger of embedding and head. Full gradients from stage 2 on:
+    """Unsharded at stage 3: the layer in use, one ahead and the larger of embedding and head. Full gradients from stage 2 on:
     the layer that backward fills, those under way, embedding and head, which share memory if they are of like size; and over
     several microbatches, parts of them to be added."""
     world = 2

@@ -134,7 +134,7 @@ class UnitBuffer:
         self.grad_views = {slot.name: GradView(self, slot) for slot in self.slots}
 
     def owned(self, part: Tensor) -> Tensor:
-        """What this rank owns, [numel_owned], of a tensor over its part, [numel_part]: a view."""
+        """The elements that this rank owns, [numel_owned], of a tensor over its part, [numel_part]: a view."""
         first = self.plan.axes.update.rank * self.plan.numel_owned
         return part[first : first + self.plan.numel_owned]
 
@@ -167,12 +167,12 @@ class UnitBuffer:
         return self._slice(self.plan.held[slot.name], values, origin)
 
     def counted(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
-        """Of `held`, what this rank and no other counts in a norm and writes to a checkpoint."""
+        """The elements of `held` that this rank and no other counts in a norm and writes to a checkpoint."""
         assert not self.is_copy, f"{self.unit}: another stage on this rank counts it"
         return self._slice(self.plan.counted[slot.name], values, origin)
 
     def read(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
-        """Of `held`, this rank's share among those of `axes.reading`, who own the same: what it reads for all of them."""
+        """The elements of `held` that this rank reads for all ranks of `axes.reading`, which own the same."""
         return self._slice(self.plan.read[slot.name], values, origin)
 
     def share_read(self, values: Tensor, origin: int | None = None) -> None:
@@ -189,7 +189,7 @@ class UnitBuffer:
             all_reduce(values.view(torch.uint8), self.plan.axes.reading, label=f"read {self.unit}")
 
     def counted_elements(self, values: Tensor) -> list[Tensor]:
-        """All that this rank counts of a tensor over what it owns, [numel_owned]: views. Padding is nobody's."""
+        """The elements that this rank counts of a tensor over what it owns, [numel_owned]: views. Padding is nobody's."""
         first = self.plan.start
         return [] if self.is_copy else [values[low - first : high - first] for low, high in self.plan.counted_runs]
 

@@ -32,7 +32,7 @@ class ExposedCommunication:
         self._exposed: list[ExposedWait] = []
 
     def wait(self, operations: Collection[Pending]) -> None:
-        """Return when the results of all may be used; on CUDA, by what is put on the current stream next."""
+        """Wait until the results of all may be used; on CUDA, by what the current stream does next: the host goes on."""
         before = self._mark()
         # Round by round: what follows from an operation is started before the next one is waited for, so that second halves
         # of several operations are under way together.

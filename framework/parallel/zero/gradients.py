@@ -112,7 +112,7 @@ class GradientSync:
             self.reduce(unit)
 
     def reduce(self, unit: str) -> None:
-        """Backward has left the unit: what did not get a gradient will get none in this microbatch. Starts its reduction."""
+        """Start the unit's reduction, because backward has left it: no gradient of this microbatch may come any more."""
         if self._deferred is not None:
             return  # its weight gradients are still to come
         for buffer in self._of_unit.get(unit, ()):
@@ -137,6 +137,7 @@ class GradientSync:
             self._wait_for_oldest_reduction()
 
     def _reduce(self, buffer: UnitBuffer) -> None:
+        """Start the reduce-scatter of a full gradient, [numel_padded] to [numel_part], over the shard axis."""
         buffer.open_gradient()
         for grad_view in buffer.grad_views.values():
             if not grad_view.is_written:

@@ -1,4 +1,4 @@
-"""Forward and backward of an unmodified model tell where they are; `order` decides what follows from it."""
+"""Hooks that tell where forward and backward of an unmodified model are; `order.py` decides what follows from it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -39,7 +39,7 @@ class UnitHooks:
         model.register_forward_hook(self._after_model)
 
     def end_backward(self) -> None:
-        """The backward of a microbatch is over."""
+        """Finish the backward of a microbatch, after autograd has returned: reduce and reshard what is left."""
         self.order.end_backward()
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
@@ -63,7 +63,7 @@ class UnitHooks:
         self.order.end_forward(has_backward=torch.is_grad_enabled())
 
     def _before_backward(self, index: int, position: int, gradient: Tensor) -> None:
-        """`position`: where forward was when the module ran; a module that runs later than where it stands counts there."""
+        """Enter the unit's backward. position: where forward was when the module ran, perhaps behind that unit."""
         self.order.enter_backward(position)
         if self._uses[index].is_read_in_backward:
             self.parameters.unshard(index)
@@ -84,6 +84,7 @@ def _find_uses(
     ties: Mapping[str, tuple[str, ...]],
     entry_modules: Sequence[Mapping[str, int]],
 ) -> list[UnitUse]:
+    """What each unit is used for, before anything runs: the same on all ranks."""
     uses = []
     # Autograd goes no further back than the first trained parameter: below it a backward never comes, and an unshard for it
     # would be bytes for nothing.

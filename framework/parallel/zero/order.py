@@ -20,7 +20,7 @@ from framework.parallel.zero.parameters import ParameterSync
 
 @dataclass(frozen=True)
 class UnitUse:
-    """What is known of a unit before anything runs.
+    """Facts about a unit that are known before anything runs.
 
     is_kept: read again further on in forward (its weight is tied to a later unit), so kept until backward leaves it.
     is_read_in_backward: not an embedding, whose gradient needs no weight, and not under frozen units only.
@@ -50,11 +50,11 @@ class UnitOrder:
         return self._forward
 
     def start_forward(self) -> None:
-        """A forward begins, before the first unit."""
+        """Begin a forward, before the first unit."""
         self._forward = -1
 
     def enter_forward(self, position: int) -> None:
-        """The computation is in unit `position` or was there before."""
+        """Enter unit `position` and those before it, if forward has not yet: reshard what is behind, unshard what comes."""
         # One unit at a time, also over those that this rank skipped: ranks that did not skip them start the same collectives
         # in the same order.
         while self._forward < position:
@@ -67,14 +67,14 @@ class UnitOrder:
                 self._parameters.start_unshard(each)
 
     def end_forward(self, has_backward: bool) -> None:
-        """The forward is over."""
+        """Finish a forward: all units have been entered, and without a backward to come all are resharded."""
         self.enter_forward(self._last)
         # The last unit stays for a backward: it is the first that backward reads, at once.
         if not has_backward:
             self._reshard(self._parameters.transient)
 
     def enter_backward(self, position: int) -> None:
-        """The backward of unit `position` begins, if it has not begun before."""
+        """Begin the backward of unit `position` and of those behind it, if it has not begun: reshard, unshard, reduce."""
         while self._backward > position:
             self._backward -= 1
             self._reshard(each for each in self._parameters.transient if each > self._backward)
@@ -86,7 +86,7 @@ class UnitOrder:
             self._reduce(self._backward + 1)
 
     def end_backward(self) -> None:
-        """The backward is over."""
+        """Finish a backward: every unit has been entered, left and reduced."""
         self.enter_backward(0)
         self._reshard(self._parameters.transient)
         # Not before: gradients of the first unit may arrive until autograd has returned.

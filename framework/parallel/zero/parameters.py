@@ -66,8 +66,8 @@ class ParameterSync:
             self.reshard(index)
 
     def update(self) -> None:
-        """What ranks own is about to change: what was unsharded is old. Also where memory is resident, so that the next use
-        unshards again."""
+        """Reshard all units, because what ranks own is about to change. Also where memory is resident: its values become old, and
+        the next use unshards again."""
         self._has_old_parts = True
         for index in list(self.unsharded):
             self.reshard(index)

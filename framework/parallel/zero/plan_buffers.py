@@ -137,7 +137,7 @@ class BufferPlan:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What this rank owns of each optimizer group, without empty ones."""
+        """The elements that this rank owns of each optimizer group, without empty ones."""
         # One span for a group, because its slots lie side by side: the optimizer is one fused call on each.
         bounds: dict[str, Run] = {}
         for slot in self.slots:
@@ -153,13 +153,13 @@ class BufferPlan:
 
     @cached_property
     def held(self) -> dict[str, SlotInterval]:
-        """What this rank owns of each parameter, by name."""
+        """The elements that this rank owns of each parameter, by name."""
         return {slot.name: _clip(slot, (self.start, self.stop)) for slot in self.slots}
 
     @cached_property
     def counted(self) -> dict[str, SlotInterval]:
-        """Of `held`, what this rank and no other counts: what the parameter's layout gives to this rank, within this rank's
-        share among those who own the same."""
+        """The elements of `held` that this rank and no other counts: those that the parameter's layout gives to this rank, within
+        its share among the ranks that own the same."""
         low, high = self._counted_share
         counted = {}
         for slot in self.slots:
@@ -169,7 +169,7 @@ class BufferPlan:
 
     @cached_property
     def read(self) -> dict[str, SlotInterval]:
-        """Of `held`, what this rank reads from a checkpoint for all ranks of `axes.reading`."""
+        """The elements of `held` that this rank reads from a checkpoint for all ranks of `axes.reading`."""
         return {slot.name: _clip(slot, self.read_bounds) for slot in self.slots}
 
     @cached_property
@@ -214,7 +214,7 @@ class BufferPlan:
 
     @cached_property
     def _counted_share(self) -> Run:
-        """Those who own the same divide it evenly: whoever holds an element, one of them counts it."""
+        """This rank's even share of what several ranks own alike: whoever owns an element, one of them counts it."""
         # Divided, not counted by all and then divided by their number: that would need to know how many own each element, and
         # would round. So ranks also share the writing of a checkpoint.
         index, count = 0, 1
@@ -280,7 +280,7 @@ def _lay_side_by_side(names: Iterable[str], layouts: Mapping[str, Layout], group
 
 @dataclass(frozen=True)
 class _Kind:
-    """What parameters of one buffer have in common, because one flat tensor has one dtype and one collective one axis."""
+    """The properties that all parameters of a buffer share: a flat tensor has one dtype, and a collective one axis."""
 
     dtype: torch.dtype
     is_frozen: bool

@@ -45,7 +45,7 @@ def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
 
 
 def check_replicas(buffers: Sequence[UnitBuffer], world: Communicator, step: int) -> None:
-    """Raises DriftError on all ranks if some of them hold different values of one parameter that they own alike. Collective over
+    """Raise DriftError on all ranks if some of them hold different values of one parameter that they own alike. Collective over
     `world`: one number, so that ranks that saw nothing stop with the others instead of waiting for them in the next step."""
     drifted = find_drift(buffers)
     count = torch.full((), len(drifted), device=buffers[0].master.device)
