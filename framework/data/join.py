@@ -75,7 +75,7 @@ class JoinPlan:
 
 
 def is_tokenized(folder: Path) -> bool:
-    """Is the store complete, or can it be completed without its source?"""
+    """True if the store is complete, or can be completed without its source."""
     return any((folder / name).exists() for name in ("store.json", "shards.json", "meta.json"))
 
 

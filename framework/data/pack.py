@@ -30,7 +30,7 @@ Mode = Literal["concat", "documents"]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass of one rank consumes: [b, T] int64 on the CPU, contiguous.
+    """The tokens of one forward pass of one rank: [b, T] int64 on the CPU, contiguous.
 
     labels[:, t] is the target of input t (already shifted); -100: no loss. position_ids None: 0 to T - 1 in each row.
     """

@@ -124,7 +124,7 @@ def _make_root(root: Path) -> None:
 
 @contextmanager
 def _lock(folder: Path, progress: bool) -> Iterator[None]:
-    """Only one process at a time builds a store. The kernel lets go of the lock when its holder ends, however it ends."""
+    """Hold the lock under which one process at a time builds a store. The kernel releases it however its holder ends."""
     with open(folder.with_name(f".{folder.name}.lock"), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

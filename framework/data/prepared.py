@@ -26,7 +26,7 @@ from framework.recipe.schema import Recipe, Source
 
 @dataclass(frozen=True)
 class Place:
-    """Where the store of a source is or will be. files: None where they are gone, () for a hub dataset."""
+    """The folder in which the store of a source is or will be. files: None where they are gone, () for a hub dataset."""
 
     name: str
     source: Source
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Places:
-    """Where all that a recipe needs is or will be. tokenizer: None where files are gone, and the stores name theirs."""
+    """The folders of all data that a recipe needs. tokenizer: None where files are gone, and the stores name theirs."""
 
     stores: tuple[Place, ...]
     tokenizer: Path | None
@@ -118,7 +118,7 @@ def locate(recipe: Recipe) -> Places:
 
 
 def _describe_source(source: Source) -> dict[str, Any]:
-    """What of a source decides on its tokens; its weight does not."""
+    """The properties of a source that decide on its tokens; its weight does not."""
     return {"path": source.path, "format": source.format, "field": source.field, "version": TOKENS_VERSION}
 
 

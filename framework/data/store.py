@@ -61,7 +61,7 @@ def name_errors(path: Path) -> Iterator[None]:
 
 
 def unfinished_path(path: Path) -> Path:
-    """Where a file is written before it appears under `path`."""
+    """The name under which a file is written before it appears under `path`."""
     return path.with_name(path.name + ".unfinished")
 
 
@@ -110,7 +110,7 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What a finished shard holds. lowest_hash, highest_hash: of its documents; None where it has none."""
+    """The contents of a finished shard. lowest_hash, highest_hash: of its documents; None where it has none."""
 
     threshold: int
     splits: dict[str, SplitReport]
@@ -193,7 +193,7 @@ class TokenStream:
         return self._ends[first:last] - start
 
     def count_ids(self, vocab_size: int) -> np.ndarray:
-        """How often each id stands in the stream: int64 [vocab_size]."""
+        """Count the occurrences of each id in the stream: int64 [vocab_size]."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for start in range(0, self.num_tokens, COUNTED_AT_ONCE):
             counts += np.bincount(self._tokens[start : start + COUNTED_AT_ONCE], minlength=vocab_size)
@@ -202,7 +202,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class SplitSize:
-    """What one split of a store holds."""
+    """The size of one split of a store."""
 
     num_documents: int
     num_tokens: int
@@ -254,7 +254,7 @@ class StoreMeta:
 
 
 def sum_splits(shards: Sequence[Mapping[str, SplitReport]]) -> dict[str, SplitSize]:
-    """What all shards hold together, for each split."""
+    """The size of each split over all shards."""
     reports = {split: [shard[split] for shard in shards if split in shard] for split in SPLITS}
     return {
         split: SplitSize(sum(each.num_documents for each in of_split), sum(each.num_tokens for each in of_split))

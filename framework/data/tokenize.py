@@ -133,7 +133,7 @@ def _check_encoder(tokenizer: Any, folder: Path) -> None:
 
 
 def _hash_tokenizer(folder: Path, eos_id: int) -> str:
-    """Of tokenizer.json, which says how to encode; else of all files."""
+    """A hash of tokenizer.json, which says how to encode, or of all files where there is none."""
     files = [folder / "tokenizer.json"]
     if not files[0].exists():
         files = sorted(path for path in folder.iterdir() if path.is_file())
