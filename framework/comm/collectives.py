@@ -188,7 +188,7 @@ def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:
 
 @torch.compiler.disable
 def gather_objects(obj: Any, axis: Communicator) -> list[Any]:
-    """Every rank's picklable object, in the axis's order. For a few words and numbers, not for tensors.
+    """Every rank's picklable object, in the axis's order. For a few names and numbers, not for tensors.
 
     Bytes: this rank's object to each other rank. The axis must carry tensors of the CPU.
     """
@@ -196,7 +196,7 @@ def gather_objects(obj: Any, axis: Communicator) -> list[Any]:
         return [obj]
     check_agreement(axis, "gather_objects", "", None)
     axis.traffic.record("gather_objects", (axis.size - 1) * len(pickle.dumps(obj)))
-    # Sizes differ between ranks, and torch pads every object to the largest: hence only for few words.
+    # Sizes differ between ranks, and torch pads every object to the largest: hence only for what is small.
     gathered = [None] * axis.size
     dist.all_gather_object(gathered, obj, group=axis.group)
     return gathered

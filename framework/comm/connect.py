@@ -47,7 +47,7 @@ Backend = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The axes of one rank. Its process groups live until `close`."""
+    """One rank's place in the world: the topology, its device, and a Communicator for each axis, connected until `close`."""
 
     topology: Topology
     rank: int
@@ -55,7 +55,7 @@ class Mesh:
     axes: dict[str, Communicator]
 
     def axis(self, name: str) -> Communicator:
-        """The axis of that name: one of `topology.AXIS_NAMES`."""
+        """The communicator of an axis, one of `topology.AXIS_NAMES`. Raises TopologyError for another name."""
         if name not in self.axes:
             raise TopologyError(f"no axis {name!r}: the axes are {', '.join(AXIS_NAMES)}")
         return self.axes[name]
@@ -91,11 +91,12 @@ class Backends:
 def choose_backends(device_type: str, is_debug: bool, backend: Backend | None = None) -> Backends:
     """NCCL for tensors of GPUs, gloo for all else.
 
-    On GPUs gloo carries only words and small sums, over the world: a few pairs of it, where all pairs of thousands of ranks
-    would exceed a process's descriptors, and every rank would read every other's address from the store. On CPUs it carries
-    tensors between every two ranks of an axis; connected at once, a rank whose peer has died hears of it at once.
+    On GPUs gloo carries Python objects and small sums only, over the world, and connects a pair of ranks when it first talks: all
+    pairs of thousands of ranks would exceed a process's descriptors, and every rank would read every other's address from the
+    store. On CPUs it carries tensors between every two ranks of an axis, and connects them at once: a rank whose peer has died
+    then hears of it at once.
 
-    is_debug: ranks exchange words over every axis (`comm/agreement.py`). backend: as for `connect`.
+    is_debug: ranks compare what they start over every axis (`agreement`), which takes gloo there. backend: as for `connect`.
     """
     if (backend or ("nccl" if device_type == "cuda" else "gloo")) == "gloo":
         return Backends(world="gloo", axes="gloo", is_staged=device_type == "cuda")
@@ -204,7 +205,7 @@ def join_axes(
     timeout: timedelta,
     check_s: float | None = None,
 ) -> dict[str, Communicator]:
-    """This rank's axes by name, with process groups: one for each distinct set of more than one rank. Collective.
+    """This rank's communicators by axis, with a process group for each distinct set of more than one rank. Collective.
 
     A rank creates only its own groups, so that thousands of ranks do not create each other's. Members of a group agree
     on whether an earlier axis had the same ranks, and all go through the axes in one order: nobody waits in a cycle.
@@ -309,8 +310,8 @@ def persist(
 
 
 def _greet(group: Any) -> None:
-    """First words over gloo, where the group has it. Lazy pairs of a barrier (2 log2 n of a rank's n-1, all of up to 5 ranks')
-    are connected now, where failure means another attempt. NCCL is started later, in `_start_nccl`."""
+    """Use gloo for the first time, where the group has it. Lazy pairs of a barrier (2 log2 n of a rank's n-1, all of up to 5
+    ranks') are connected now, where failure means another attempt. NCCL is started later, in `_start_nccl`."""
     # Only asked of gloo: a barrier over NCCL would start it here, inside of an attempt that may be thrown away.
     if torch.device("cpu") in group._device_types:
         dist.barrier(group=group)

@@ -20,7 +20,7 @@ class Box:
         return prod(self.sizes)
 
     def slices(self) -> tuple[slice, ...]:
-        """Indexes the block in a tensor: `tensor[box.slices()]` has shape `box.sizes`."""
+        """Slices of the block: `tensor[box.slices()]` has shape `box.sizes`."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: "Box") -> "Box | None":
@@ -52,6 +52,7 @@ def interval_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box
     last_row, last_element = divmod(stop, row_numel)
     if first_row == last_row:
         return _in_row(first_row, interval_to_boxes(shape[1:], first_element, last_element))
+    # Tails and heads of rows recurse, whole rows do not: so each dim adds at most two boxes, and 2*ndim-1 are all.
     boxes = []
     if first_element:
         boxes += _in_row(first_row, interval_to_boxes(shape[1:], first_element, row_numel))
@@ -65,4 +66,5 @@ def interval_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box
 
 
 def _in_row(row: int, boxes: list[Box]) -> list[Box]:
+    """Boxes of one row, of a tensor of one dim less, as boxes of the whole tensor."""
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]

@@ -13,9 +13,10 @@ ENOUGH = 65_536
 
 
 def count_sockets(topology: Topology, rank: int, is_lazy: bool) -> int:
-    """Sockets of the store and of gloo. is_lazy: gloo is on the world only, for words, and connects pairs as they talk.
+    """Number of sockets that a rank opens for the store and for gloo. is_lazy: gloo is on the world only, for Python objects, and
+    connects pairs as they talk.
 
-    Rank 0 keeps the store, to which everyone connects, and everyone's words are gathered there.
+    Rank 0 keeps the store, to which everyone connects, and everyone's objects are gathered there.
     """
     world = topology.world
     own = world if rank == 0 else 1

@@ -129,7 +129,7 @@ def part(size: int, index: int, count: int) -> Run:
 
 
 def _split(runs: list[Run], shard: Shard) -> list[Run]:
-    """What the shard leaves of a dim's runs."""
+    """The runs that a shard leaves of a dim's: this rank's piece of each segment. LayoutError when it cannot split them."""
     size = sum(stop - start for start, stop in runs)
     segments = shard.segments or (size,)
     if not 0 <= shard.index < shard.count or sum(segments) != size or min(segments) < 0:
@@ -139,6 +139,7 @@ def _split(runs: list[Run], shard: Shard) -> list[Run]:
     pieces = shard.pieces or (shard.count,) * len(segments)
     if len(pieces) != len(segments) or any(each < 1 or shard.count % each for each in pieces):
         raise LayoutError(f"{shard}: needs one number of pieces, a divisor of {shard.count}, for each of {segments}")
+    # Segment by segment, so that every rank has a piece of q, of k and of v, and not one rank all of q.
     taken: list[Run] = []
     first = 0
     for segment, count in zip(segments, pieces, strict=True):
@@ -192,6 +193,7 @@ def _to_global(local: Box, runs: list[list[Run]]) -> list[Box]:
         _take(dim_runs, offset, offset + size)
         for dim_runs, offset, size in zip(runs, local.offsets, local.sizes, strict=True)
     ]
+    # Right of the last dim in several runs, boxes stay whole: there row-major order within a box is that of the local tensor.
     last_cut = max((dim for dim, cuts in enumerate(pieces) if len(cuts) > 1), default=0)
     for dim in range(last_cut):
         pieces[dim] = [(index, index + 1) for start, stop in pieces[dim] for index in range(start, stop)]

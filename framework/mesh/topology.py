@@ -100,12 +100,14 @@ class Topology:
         return tuple(sorted(set(self.embedding_ranks or (0, self.pp - 1))))
 
     def _share_embedding(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the embedding axis as `rank` sees it: itself alone where it has neither the first nor the last stage."""
         pipeline = self.ranks("pp", rank)
         holders = tuple(pipeline[position] for position in self._embedding_positions)
         return holders if rank in holders else (rank,)
 
     def _size_stride(self, axis: str) -> tuple[int, int]:
         batch = self.dp * self.cp
+        # A stride is the product of the degrees inside an axis, in the order of the rank's number: pp, dp, cp, tp.
         table = {
             "world": (self.world, 1),
             "pp": (self.pp, batch * self.tp),
