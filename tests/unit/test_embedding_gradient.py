@@ -18,7 +18,7 @@ from framework.recipe.schema import Zero
 IDS = torch.tensor([[1, 5, 5, 0], [7, 1, 5, 3]])
 
 
-def place_of(table: nn.Embedding, master: torch.dtype) -> GradView:
+def grad_view_of(table: nn.Embedding, master: torch.dtype) -> GradView:
     """The table's parameter moves into a buffer of one rank."""
     values, axes = (
         table.weight.detach().clone(),
@@ -41,31 +41,31 @@ def test_rows_of_all_microbatches_add_up_to_autograds_gradient(padding: int | No
     torch.manual_seed(3)
     table, dy = nn.Embedding(9, 4, padding_idx=padding), torch.randn(2, 2, 4, 4)
     expected = torch.autograd.grad([table(IDS), table(IDS)], table.weight, list(dy))[0]
-    place = place_of(table, master)
-    write_embedding_gradients(table, {"weight": place})
+    grad_view = grad_view_of(table, master)
+    write_embedding_gradients(table, {"weight": grad_view})
     for each in dy:
         table(IDS).backward(each)
-    assert place.is_reached
-    torch.testing.assert_close(place.view, expected.to(master), rtol=1e-6, atol=1e-6)
+    assert grad_view.is_reached
+    torch.testing.assert_close(grad_view.view, expected.to(master), rtol=1e-6, atol=1e-6)
 
 
 def test_a_backward_that_leaves_weights_for_later_keeps_the_rows_only() -> None:
     table = nn.Embedding(9, 4)
-    place = place_of(table, torch.float32)
-    write_embedding_gradients(table, {"weight": place})
+    grad_view = grad_view_of(table, torch.float32)
+    write_embedding_gradients(table, {"weight": grad_view})
     dy = torch.randn(2, 4, 4)
     expected = torch.autograd.grad(nn.functional.embedding(IDS, table.weight), table.weight, dy)[0]
-    place.deferred = {}
+    grad_view.deferred = {}
     table(IDS).backward(dy)
-    assert not place.is_written
-    (bring,) = place.deferred["embedding"]
+    assert not grad_view.is_written
+    (bring,) = grad_view.deferred["embedding"]
     assert [tuple(each.shape) for each in bring.args] == [(8,), (8, 4)]  # type: ignore[attr-defined]
-    place.deferred = None
+    grad_view.deferred = None
     bring()
-    torch.testing.assert_close(place.view, expected)
+    torch.testing.assert_close(grad_view.view, expected)
 
 
 def test_tables_with_a_forward_of_their_own_or_a_rule_for_gradients_are_left_alone() -> None:
     for table in (nn.Embedding(9, 4, max_norm=1.0), nn.Embedding(9, 4, scale_grad_by_freq=True)):
-        write_embedding_gradients(table, {"weight": place_of(table, torch.float32)})
+        write_embedding_gradients(table, {"weight": grad_view_of(table, torch.float32)})
         assert "forward" not in vars(table)

@@ -1,10 +1,11 @@
-"""The product of a linear layer is torch's, in whatever form it is computed."""
+"""The matmuls of a linear layer are torch's, whichever kernel computes them."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from framework.model.matmul import SMALL_MATMUL, accumulate_matmul, matmul
+from framework.model.matmul import SMALL_MATMUL, MatmulLinear, accumulate_matmul, matmul, matmul_into
 
 
 @pytest.fixture(params=[True, False], ids=["mkl", "onednn"], autouse=True)
@@ -15,7 +16,7 @@ def on_either_processor(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rows", [3, 300])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_product_is_torchs_for_any_size_and_dtype(dtype, rows, bias):
+def test_a_matmul_is_torchs_for_any_size_and_dtype(dtype, rows, bias):
     x, w = torch.randn(2, rows, 64, dtype=dtype), torch.randn(97, 64, dtype=dtype)
     b = torch.randn(97, dtype=dtype) if bias else None
     assert (x.numel() * 97 >= SMALL_MATMUL) == (rows == 300)
@@ -30,9 +31,53 @@ def test_strides_do_not_matter():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_products_are_collected_in_their_place(dtype):
+def test_matmuls_add_up_in_a_view(dtype):
     left, right = torch.randn(300, 97, dtype=dtype).t(), torch.randn(300, 64, dtype=dtype).t()
-    place = torch.full((97, 64), torch.nan, dtype=dtype)
-    accumulate_matmul(place, left, right, is_first=True)
-    accumulate_matmul(place, left, right, is_first=False)
-    torch.testing.assert_close(place, 2 * (left @ right.t()), rtol=1e-4, atol=1e-4)
+    view = torch.full((97, 64), torch.nan, dtype=dtype)
+    accumulate_matmul(view, left, right, is_first=True)
+    accumulate_matmul(view, left, right, is_first=False)
+    torch.testing.assert_close(view, 2 * (left @ right.t()), rtol=1e-4, atol=1e-4)
+
+
+class Sum:
+    """A main gradient, as a unit buffer gives one to a layer."""
+
+    def __init__(self, parameter):
+        self.parameter, self.sum = parameter, torch.zeros_like(parameter, dtype=torch.float64)
+
+    def add_matmul(self, left, right):
+        self.sum += (left @ right.t()).detach()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_layers_three_matmuls_are_autograds(is_transposed):
+    weight = nn.Parameter(torch.randn(97, 64, dtype=torch.float64))
+    layer = MatmulLinear(
+        nn.Parameter(weight.detach().t().contiguous()) if is_transposed else weight, None, is_transposed
+    )
+    x, dy = torch.randn(2, 30, 64, dtype=torch.float64, requires_grad=True), torch.randn(2, 30, 97, dtype=torch.float64)
+    y = F.linear(x, weight)
+    dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    x = x.detach()
+    torch.testing.assert_close(layer.matmul.forward(x), y.detach())
+    torch.testing.assert_close(layer.matmul.input_gradient(dy), dx)
+    torch.testing.assert_close(layer.matmul.weight_gradient(x, dy), dw.t() if is_transposed else dw)
+    assert layer.matmul.graph_input is layer.weight
+    main = Sum(layer.weight)
+    layer.matmul.write_gradient_to(main)
+    assert layer.matmul.graph_input.requires_grad
+    assert layer.matmul.graph_input is not layer.weight
+    assert [layer.matmul.weight_gradient(x, dy) for _ in range(2)] == [None, None]
+    torch.testing.assert_close(main.sum, 2 * (dw.t() if is_transposed else dw))
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_a_matmul_into_rows_of_a_larger_tensor_is_the_same(rows):
+    x, w, b = torch.randn(2, rows, 64), torch.randn(97, 64), torch.randn(97)
+    whole = torch.zeros(2, rows + 1, 97)
+    for bias in (b, None):
+        torch.testing.assert_close(matmul_into(whole[:, :rows], x, w, bias), matmul(x, w, bias), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            matmul_into(whole[:1, :rows], x[:1], w, bias), matmul(x[:1], w, bias), rtol=1e-5, atol=1e-4
+        )
+    assert not whole[:, rows].any()
