@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-import framework.build
+import framework.plan.stage
 from framework.build import build
 from framework.comm.collectives import gather_objects
 from framework.comm.connect import connect
@@ -77,7 +77,7 @@ def test_dropout_does_not_know_of_stages_that_hold_tokens(pool: RankPool) -> Non
 
 def seed_layers_alike() -> AbstractContextManager[Any]:
     """Sabotage: layers are seeded as if all ranks held the same tokens."""
-    return patch.object(framework.build, "mask_of", lambda tokens: 0)
+    return patch.object(framework.plan.stage, "mask_of", lambda tokens: 0)
 
 
 def find_seeds(
