@@ -1,8 +1,8 @@
-"""Random numbers as a function of a key and a counter: any part of a tensor is drawn without the rest of it.
+"""A counter-based RNG: random numbers as a function of a key and a counter, so any part of a tensor is sampled without the rest.
 
     number j of stream `key` = F(hash(key, j))        F: uniform or normal
 
-A sequential generator must be run through all numbers before the one that is wanted; here each stands alone. Only operations
+A sequential generator must produce all numbers before the one that is wanted; here each is computed by itself. Only operations
 that IEEE 754 rounds in one way are used (integers, one multiplication or addition at a time, table lookups), no logarithm and
 no cosine: a number is the same, bit for bit, in any chunk, on any number of threads, on any machine and device.
 """
@@ -17,7 +17,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-# Numbers drawn at a time. On a CPU: torch's grain size, above which it would share one operation among threads and wait for
+# Numbers computed at a time. On a CPU: torch's grain size, above which it would share one operation among threads and wait for
 # them each time, and small enough for a core's cache. On a GPU: enough to be worth a kernel, and 64 MiB of scratch a tensor.
 CHUNK_CPU = 1 << 15
 CHUNK_DEVICE = 1 << 24
@@ -36,7 +36,7 @@ FRACTION_BITS = MANTISSA_BITS - TABLE_BITS
 FRACTION_MASK = (1 << FRACTION_BITS) - 1
 
 Key = tuple[int | str, ...]
-Draw = Callable[["Drawer", Sequence["Rows"]], Tensor]
+Sample = Callable[["CounterRng", Sequence["Rows"]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Rows:
         return self.start + (self.count - 1) * self.stride + self.length - 1
 
     def split(self, size: int) -> "Iterator[Rows]":
-        """The same counters in the same order, at most `size` at a time, all of one block of the hash."""
+        """The same counters in the same order, at most `size` at a time, each part within one block of the hash."""
         at_once = max(1, size // self.length)
         for first in range(0, self.count, at_once):
             some = replace(self, start=self.start + first * self.stride, count=min(at_once, self.count - first))
@@ -69,7 +69,7 @@ class Rows:
 
 
 def _split_run(start: int, length: int, size: int) -> Iterator[Rows]:
-    """One run of counters as `Rows.split` has them."""
+    """`Rows.split` of a single run of counters."""
     while length:
         count = min(size, length, (1 << BLOCK_BITS) - start % (1 << BLOCK_BITS))
         yield Rows(start, 1, 0, count)
@@ -90,10 +90,10 @@ def batch(rows: Sequence[Rows], size: int) -> Iterator[list[Rows]]:
         yield collected
 
 
-class Drawer:
-    """Memory for drawing `size` numbers at a time on a device. Each thread has its own.
+class CounterRng:
+    """Random numbers on a device, at most `size` at a time, in memory that is allocated once. Each thread has its own.
 
-    Results are valid until the next draw.
+    The tensors that it returns are this memory: valid until the next call.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -150,11 +150,10 @@ class Drawer:
         return _fold(words, SHIFTS[-1], spare)
 
 
-def fill(out: Tensor, rows: Sequence[Rows], draw: Draw) -> None:
-    """Write what `draw` makes of all counters of `rows`, in order, cast to the dtype of `out`: on its device, a chunk at a time,
-    on a CPU by as many threads as torch uses.
+def fill(out: Tensor, rows: Sequence[Rows], sample: Sample) -> None:
+    """Fill `out` with the values that `sample` computes for all counters of `rows`, in order, cast to its dtype.
 
-    out: [number of counters].
+    Computed on the device of `out`, a chunk at a time, on a CPU by as many threads as torch uses. out: [number of counters].
     """
     size = min(CHUNK_CPU if out.device.type == "cpu" else CHUNK_DEVICE, out.numel())
     batches, first = [], 0
@@ -166,9 +165,9 @@ def fill(out: Tensor, rows: Sequence[Rows], draw: Draw) -> None:
     num_threads = min(len(batches), torch.get_num_threads() if out.device.type == "cpu" else 1)
 
     def work(thread: int) -> None:
-        drawer = Drawer(size, out.device)
+        rng = CounterRng(size, out.device)
         for place, counters in batches[thread::num_threads]:
-            place.copy_(draw(drawer, counters))
+            place.copy_(sample(rng, counters))
 
     if num_threads <= 1:  # no thread is started for a few numbers
         work(0) if batches else None
@@ -178,22 +177,22 @@ def fill(out: Tensor, rows: Sequence[Rows], draw: Draw) -> None:
 
 
 def words_of(key: Key) -> tuple[int, ...]:
-    """Three random words, equal on every machine.
+    """Three random 32-bit words of a key, equal on every machine.
 
-    One would not do: two streams of a single key that is added to the counter are the same numbers, shifted.
+    With one word, added to the counter, two streams would be the same numbers, shifted.
     """
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=12).digest()
     return tuple(int.from_bytes(digest[at : at + 4], "little") for at in (0, 4, 8))
 
 
 def _fold(words: Tensor, shift: int, spare: Tensor) -> Tensor:
-    """words ^= words >> shift; the mask makes torch's shift of signed integers one of unsigned."""
+    """words ^= words >> shift, in place, int32 [n]; the mask turns torch's shift of signed integers into an unsigned one."""
     torch.bitwise_right_shift(words, shift, out=spare)
     return words.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
 
 
 def _signed(word: int) -> int:
-    """The low 32 bits as torch's int32 has them."""
+    """The low 32 bits of a word as a signed integer, which is what torch's int32 takes."""
     low = word & 0xFFFFFFFF
     return low - (1 << 32) if low >> 31 else low
 

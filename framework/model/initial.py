@@ -1,7 +1,10 @@
-"""Initial values of one parameter as a short program, which is evaluated for any part of it.
+"""Initial values of a parameter as a short program that can be evaluated for any part of it.
 
-A family's initialiser writes whole parameters, or rectangles of them, element by element: a draw, a constant, a copy, then
-perhaps a factor. Such writes, kept as data, give each rank the elements that it keeps, and no rank ever holds the others.
+A family's initialiser writes whole parameters, or rectangles of them, element by element: random values, a constant, a copy,
+then perhaps a factor. Kept as data, these writes give each rank the elements that it owns, and no rank ever holds the others.
+
+Shapes: a parameter has any shape; values are written to a flat tensor `out` [number of elements], the elements of some boxes one
+box after the other, each row-major.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,58 +17,60 @@ import torch
 from torch import Tensor
 
 from framework.mesh.box import Box
-from framework.model.counter_rng import Drawer, Key, Rows, fill
+from framework.model.counter_rng import CounterRng, Key, Rows, fill
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent draws of the normal distribution."""
+    """Independent values of the normal distribution, from RNG stream `key`."""
 
     mean: float
     std: float
     key: Key
 
     def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-        fill(out, rows_of(boxes, shape), partial(self._draw, key=self.key))
+        fill(out, rows_of(boxes, shape), partial(self._sample, key=self.key))
 
-    def _draw(self, drawer: Drawer, rows: Sequence[Rows], key: Key) -> Tensor:
-        return _scale(drawer.normals(key, rows), self.std, self.mean)
+    def _sample(self, rng: CounterRng, rows: Sequence[Rows], key: Key) -> Tensor:
+        return _scale(rng.normals(key, rows), self.std, self.mean)
 
 
 @dataclass(frozen=True)
 class Truncated(Normal):
-    """RngStreams of a normal distribution; those outside [low, high] are drawn again."""
+    """Independent values of a normal distribution truncated to [low, high]: what falls outside is sampled again."""
 
     low: float
     high: float
 
-    def _draw(self, drawer: Drawer, rows: Sequence[Rows], key: Key) -> Tensor:
-        values = super()._draw(drawer, rows, key).clone()
+    def _sample(self, rng: CounterRng, rows: Sequence[Rows], key: Key) -> Tensor:
+        values = super()._sample(rng, rows, key).clone()
+        # Each attempt has a stream of its own, so that an element's value depends on its number alone and not on how many
+        # others had to be sampled again.
         attempt = 0
         while (outside := (values < self.low) | (values > self.high)).any():
             attempt += 1
-            values = torch.where(outside, super()._draw(drawer, rows, (*key, attempt)), values)
+            values = torch.where(outside, super()._sample(rng, rows, (*key, attempt)), values)
         return values
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent draws, uniform in [low, high)."""
+    """Independent values, uniform in [low, high), from RNG stream `key`."""
 
     low: float
     high: float
     key: Key
 
     def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-        fill(out, rows_of(boxes, shape), self._draw)
+        fill(out, rows_of(boxes, shape), self._sample)
 
-    def _draw(self, drawer: Drawer, rows: Sequence[Rows]) -> Tensor:
-        return _scale(drawer.uniforms(self.key, rows), self.high - self.low, self.low)
+    def _sample(self, rng: CounterRng, rows: Sequence[Rows]) -> Tensor:
+        return _scale(rng.uniforms(self.key, rows), self.high - self.low, self.low)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere: as fp32 has it, so that an fp64 master begins where all others do."""
+    """One value everywhere, rounded to fp32, so that an fp64 master starts from the same values as the others."""
 
     value: float
 
@@ -91,7 +96,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Apply:
-    """An elementwise operation in place, of torch's that round in one way only (fp32)."""
+    """An elementwise operation of torch, in place, that IEEE 754 rounds in one way only (fp32)."""
 
     operation: Callable[..., Tensor]
     arguments: tuple[Any, ...]
@@ -105,14 +110,14 @@ Operation = Fill | Apply
 
 
 class Program:
-    """What is written to a parameter of `shape`, in order: operations, each on a box of it."""
+    """The writes to a parameter of `shape`, in order: operations, each on a box of it."""
 
     def __init__(self, shape: Sequence[int], steps: Sequence[tuple[Operation, Box]] = ()):
         self.shape = tuple(shape)
         self.steps = tuple(steps)
 
     def then(self, operation: Operation, region: Box | None = None) -> "Program":
-        """This program with one more step. A fill of all elements makes the steps before it void."""
+        """This program with one more step. A fill of all elements replaces the steps before it."""
         whole = self._whole_box
         region = region or whole
         is_afresh = region == whole and not isinstance(operation, Apply)
@@ -120,12 +125,12 @@ class Program:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each element gets a value. NaN in a copy stands for none."""
+        """Whether every element gets a value. NaN in a copy means none."""
         fills = [each for each in self.steps if not isinstance(each[0], Apply)]
         return _covers(self.shape, [box for fill, box in fills if not (isinstance(fill, Copy) and fill.has_nan)])
 
     def whole(self) -> Tensor:
-        """All values, fp32, on the CPU; NaN where none was written."""
+        """All values as an fp32 tensor of `shape` on the CPU; NaN where none was written."""
         out = torch.full(self.shape, torch.nan, dtype=torch.float32)
         self.write([self._whole_box], out.view(-1))
         return out
@@ -133,11 +138,11 @@ class Program:
     def write(self, boxes: Sequence[Box], out: Tensor) -> None:
         """Write the elements of `boxes`, one box after the other, each row-major: fp32 values, cast to the dtype of `out`.
 
-        out: [number of elements], on any device; values are made there, a chunk at a time.
+        out: [number of elements], any floating-point dtype, on any device; values are computed there, a chunk at a time.
         """
         boxes = [box for box in boxes if box.numel]
         if out.dtype != torch.float32 and any(isinstance(operation, Apply) for operation, _ in self.steps):
-            exact = torch.empty_like(out, dtype=torch.float32)  # what the operations round
+            exact = torch.empty_like(out, dtype=torch.float32)  # operations round in fp32, whatever the master's dtype
             self.write(boxes, exact)
             out.copy_(exact)
             return
@@ -153,12 +158,12 @@ class Program:
 
 
 def rows_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Rows]:
-    """The row-major element numbers, in a tensor of `shape`, of the boxes' elements in order."""
+    """The numbers of the boxes' elements in a row-major tensor of `shape`, in order: the counters of their random values."""
     return [rows for box in boxes for rows in _rows_of_box(box, shape)]
 
 
 def _rows_of_box(box: Box, shape: tuple[int, ...]) -> list[Rows]:
-    """Neighbouring dims that lie at one distance are one dim; the last two are rows, those before them are listed."""
+    """Merge dims that are contiguous, then describe the last two that are left by `Rows` and enumerate those before them."""
     dims: list[tuple[int, int]] = []  # (size, stride), innermost first
     start, stride = 0, 1
     for offset, size, of_all in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
@@ -180,7 +185,7 @@ def _rows_of_box(box: Box, shape: tuple[int, ...]) -> list[Rows]:
 
 
 def _write_region(operation: Operation, region: Box, boxes: Sequence[Box], out: Tensor) -> None:
-    """The part of `region` that is in the boxes; a draw's counters are those of the region."""
+    """Write the part of `region` that is in the boxes; counters of random values count the elements of the region."""
     for box, flat in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
         common = box.intersect(region)
         if common is None:
@@ -195,7 +200,7 @@ def _write_region(operation: Operation, region: Box, boxes: Sequence[Box], out: 
 
 
 def _covers(shape: tuple[int, ...], regions: Sequence[Box]) -> bool:
-    """Whether each element is in a region. The regions' edges cut the tensor into cells that are inside or outside as a whole."""
+    """Whether every element is in a region. Edges of regions divide the tensor into cells, each inside or outside as a whole."""
     edges = [{0, size} for size in shape]
     for region in regions:
         for dim, side in enumerate(region.slices()):
@@ -206,6 +211,6 @@ def _covers(shape: tuple[int, ...], regions: Sequence[Box]) -> bool:
 
 
 def _scale(values: Tensor, factor: float, offset: float) -> Tensor:
-    """values * factor + offset in two roundings; one fused operation would round otherwise where the hardware has none."""
+    """values * factor + offset, in place and in two roundings: a fused operation rounds once, and not all hardware has one."""
     values.mul_(factor)
     return values.add_(offset) if offset else values

@@ -1,11 +1,13 @@
-"""A router's balancing term over all layers of a model, wherever it is cut.
+"""The load-balancing (auxiliary) loss of routers over all layers of a model, however the model is split into stages.
 
-    term = E sum_e f_e P_e        f_e = C_e / N        P_e = S_e / N
+    loss = E sum_e f_e P_e        f_e = C_e / N        P_e = S_e / N
 
-Over all layers and their tokens, N in all: C_e counts how often expert e was among the chosen, S_e sums its probabilities (Fedus
-et al. 2021, equations 4 to 6, in the form that Hugging Face gave it). C, S and N are sums over layers: each stage adds its own
-layers' to those of the stage before and hands them on beside its hidden states, and the last knows the term. The gradient of S
-comes back beside that of the hidden states. C has none.
+C_e counts how often expert e was among the chosen ones, S_e sums its probabilities, over all layers and their tokens, N in all
+(Fedus et al. 2021, equations 4 to 6, in Hugging Face's form). The loss is no sum over layers, but C, S and N are: each stage adds
+those of its own layers to what it received and sends them beside its hidden states, so that the last stage can compute the loss.
+The gradient of S comes back beside that of the hidden states; C and N have none.
+
+Shapes: B sequences of T tokens, E experts; a vector of sums is [2E + 1], C before S before N, in at least fp32.
 """
 
 from collections.abc import Iterator
@@ -18,16 +20,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.materialize import seed_draws
+from framework.model.materialize import seed_rng
 from framework.model.shrink import shrink
 
-# Relative to the term: above the rounding of fp32, below what another formula would make.
+# Relative to the loss: above the rounding of fp32, below the difference that another formula makes.
 LARGEST_DIFFERENCE = 1e-5
 
 
 @dataclass(frozen=True)
 class LoadBalancingLoss:
-    """The term's numbers. weight: of the term in the loss."""
+    """The loss of `num_experts` experts of which each token is sent to `top_k`. weight: its factor in the training loss."""
 
     num_experts: int
     top_k: int
@@ -35,76 +37,79 @@ class LoadBalancingLoss:
 
     @property
     def num_sums(self) -> int:
-        """C, S and N, one behind the other."""
+        """Length of a vector of sums."""
         return 2 * self.num_experts + 1
 
-    def term(self, sums: Tensor) -> Tensor:
-        """sums: [2E + 1] of all layers. f is rounded to fp32 whatever their dtype, as Hugging Face's is."""
+    def compute(self, sums: Tensor) -> Tensor:
+        """The loss, a scalar, from the sums [2E + 1] of all layers. Differentiable in S."""
         counts, probabilities, num_rows = sums.split([self.num_experts, self.num_experts, 1])
         num_rows = num_rows.detach()[0]
+        # In fp32 whatever the dtype of the sums: Hugging Face counts with one_hot(...).float(), and fp64 runs must agree to 1e-9.
         fractions = (
             torch.empty(self.num_experts, dtype=torch.float32, device=sums.device).copy_(counts.detach()) / num_rows
         )
         return self.num_experts * (fractions * probabilities / num_rows).sum()
 
-    def count(self, logits: Tensor) -> Tensor:
-        """C, S and N of one layer. logits: [..., E]."""
+    def sum_tokens(self, logits: Tensor) -> Tensor:
+        """The sums [2E + 1] of one layer, in at least fp32, from its router's logits [..., E]. Differentiable in S."""
         logits = logits.flatten(0, -2)
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(self.top_k, -1).indices.flatten()
+        # Counts above 256 do not fit into bf16, and probabilities of many tokens would be lost in its rounding.
         wide = probabilities.to(torch.promote_types(logits.dtype, torch.float32))
         counts = wide.new_zeros(self.num_experts).scatter_add_(0, chosen, wide.new_ones(len(chosen)))
         return torch.cat([counts, wide.sum(0), wide.new_full((1,), len(logits))])
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the sums beside hidden states of this dtype."""
+    """The dtype of sums that travel beside hidden states of `dtype`: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Routers:
-    """The routers of a model, or of a part of it, and what they say in the forward under way.
+    """The routers of a model, or of a stage of it, and their logits in the current forward.
 
-    dtype: of hidden states. num_copies: so many ranks compute them alike, from gradients that are summed over them: each counts
-    as one part of that.
+    dtype: of hidden states. num_copies: number of tensor-parallel ranks that run the same routers on the same tokens, and whose
+    gradients are summed afterwards: each contributes 1 / num_copies of the gradient.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        balance: LoadBalancingLoss,
+        loss: LoadBalancingLoss,
         dtype: torch.dtype,
         device: torch.device,
         num_copies: int = 1,
     ):
-        self.balance, self.dtype, self.device, self._num_copies = balance, sums_dtype(dtype), device, num_copies
+        self.loss, self.dtype, self.device, self._num_copies = loss, sums_dtype(dtype), device, num_copies
         self._logits: list[Tensor] | None = None
         for router, index in find_routers(model):
             router.register_forward_hook(partial(self._note, index))
 
     def start(self) -> None:
-        """A forward begins."""
+        """Begin a forward: from here on logits are collected."""
         self._logits = []
 
     def end(self, before: Tensor | None = None) -> Tensor:
-        """The forward is over: the sums of its layers, [2E + 1], on top of those of the layers before."""
+        """End the forward and return the sums [2E + 1] of its layers, added to `before`, those of the stages before."""
         logits, self._logits = self._logits, None
         assert logits is not None, "no forward was started"
-        sums = torch.zeros(self.balance.num_sums, dtype=self.dtype, device=self.device) if before is None else before
+        sums = torch.zeros(self.loss.num_sums, dtype=self.dtype, device=self.device) if before is None else before
         for each in logits:
-            own = self.balance.count(each)
+            own = self.loss.sum_tokens(each)
+            # The value counts in full, since the sums are alike on all copies; the gradient only in part.
             sums = sums + (own.detach() + (own - own.detach()) / self._num_copies).to(self.dtype)
         return sums
 
     @torch.compiler.disable
     def _note(self, index: int, router: nn.Module, args: Any, output: Any) -> None:
-        # Not when a layer is computed again in backward.
+        # Outside a forward (None) a checkpointed layer is recomputed for backward: its tokens have been counted.
         if self._logits is not None:
             self._logits.append(output[index] if isinstance(output, tuple) else output)
 
 
 def find_routers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
-    """The modules whose output Hugging Face records as `router_logits`, and where in the output the logits are."""
+    """The modules whose output Hugging Face records as `router_logits`, each with the index of the logits in its output."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     recorders: list[Any] = []
     for part in parts:
@@ -118,8 +123,10 @@ def find_routers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
 
 
 def find_load_balancing_loss(whole: PreTrainedModel) -> LoadBalancingLoss | None:
-    """The balancing term that the model's config asks for, None if it asks for none. ModelError for a family whose term is
-    another: a small copy's is computed by Hugging Face and from sums.
+    """The load-balancing loss that the model's config asks for, or None.
+
+    A small copy of the model computes it in Hugging Face's code and from the sums; raises ModelError for a family where the two
+    differ.
     """
     config = whole.config
     if not getattr(config, "output_router_logits", False):
@@ -131,25 +138,25 @@ def find_load_balancing_loss(whole: PreTrainedModel) -> LoadBalancingLoss | None
     small.output_router_logits, small.use_cache = True, False
     try:
         difference = _compare(small)
-        balance = _read(whole, weight)
+        loss = _read(whole, weight)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
         raise _refuse(config, f"it is not one of the routers' logits ({error})") from error
     if not difference <= LARGEST_DIFFERENCE:
         raise _refuse(config, "it is not E sum_e f_e P_e over all layers")
-    return balance
+    return loss
 
 
 def _compare(small: PretrainedConfig) -> float:
-    """The relative difference of the two terms of a small model."""
+    """The relative difference between Hugging Face's loss and ours, of a small model."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        seed_draws(0)
+        seed_rng(0)
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
         tokens = torch.randint(0, small.get_text_config().vocab_size, (2, 6))
         expected = model(input_ids=tokens).aux_loss
         routers = Routers(model, _read(model, 1.0), torch.float32, torch.device("cpu"))
         routers.start()
         model(input_ids=tokens, output_router_logits=False)
-        found = routers.balance.term(routers.end())
+        found = routers.loss.compute(routers.end())
     return float((found - expected).abs() / expected.abs())
 
 
@@ -163,6 +170,6 @@ def _as_list(value: Any) -> list[Any]:
 
 def _refuse(config: PretrainedConfig, reason: str) -> ModelError:
     return ModelError(
-        f"model.config.output_router_logits=true: the balancing term of {config.model_type} models is not known: {reason}."
+        f"model.config.output_router_logits=true: the load-balancing loss of {config.model_type} models is not known: {reason}."
         " Set it to false"
     )

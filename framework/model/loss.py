@@ -4,11 +4,13 @@ loss = (1 / N) * sum_i sum_{t in rank i} -log softmax(logits_t)[label_t],  N = l
 
 Nothing is averaged later: not over microbatches, not over ranks, however uneven their masks are.
 
-Where the vocabulary is split over an axis, each rank has the logits z_r of its words only, and no logits travel:
+Where the vocabulary is sharded over an axis, each rank has the logits z_r of its part, and no logits are sent:
 
     log sum_v exp z_v = m + log sum_r exp(m_r - m) s_r,    m_r = max z_r,  s_r = sum exp(z_r - m_r),  m = max_r m_r
 
-takes two numbers of each token from every rank, the label's logit a third; the gradient softmax(z) - onehot is local.
+needs two numbers for each token from every rank, and the label's logit a third. The gradient, softmax(z) - onehot, is local.
+
+Shapes: B sequences of T tokens, N = B T; V the vocabulary size, V/tp a rank's part of it.
 """
 
 from collections.abc import Iterator
@@ -24,20 +26,20 @@ from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 
 IGNORE = -100
-# Tokens whose fp32 logits exist at a time in the chunked form: 0.5 GB for a vocabulary of 128 k.
+# Tokens whose fp32 logits exist at a time in the chunked form: 0.5 GB for a vocabulary size of 128 k.
 CHUNK_TOKENS = 1024
 
 
 def count_loss_tokens(labels: Tensor) -> Tensor:
-    """Labels that count, as an int64 scalar."""
+    """Number of labels [B, T] that count in the loss, as an int64 scalar on their device."""
     return (labels != IGNORE).sum()
 
 
 def token_loss(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
-    """Cross-entropy of this microbatch over the batch's token count, in at least fp32.
+    """Cross-entropy of this microbatch, divided by the token count of the whole batch: a scalar in at least fp32.
 
     logits: [B, T, V]; labels: [B, T] int64, already shifted (labels[:, t] is the target of input t), -100 = no loss;
-    num_tokens: scalar, loss tokens of the whole batch over all microbatches and ranks.
+    num_tokens: scalar, loss tokens of the whole batch over all microbatches and ranks. Communicates nothing.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -46,10 +48,11 @@ def token_loss(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """`token_loss` of logits of which this rank has its part of the `vocabulary` words, and with `chunk_tokens` in chunks.
+    """`token_loss` where logits are sharded over `axis` along a vocabulary of size `vocabulary`.
 
-    The result is the same on all ranks of `axis`. In chunks, at least fp32 logits exist of so many tokens only. Backward
-    writes the logits' gradient over the logits: they are gone then.
+    The result is the same on all ranks of `axis`, over which forward all-reduces 3 numbers for each token; backward communicates
+    nothing. chunk_tokens: logits in fp32 exist for so many tokens at a time; None: for all. Backward overwrites the logits with
+    their gradient.
     """
 
     axis: Communicator
@@ -57,18 +60,18 @@ class TokenLoss:
     chunk_tokens: int | None = None
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
-        """logits: [B, T, V/tp]; labels, num_tokens: as in `token_loss`."""
+        """The loss, a scalar in at least fp32. logits: [B, T, V/tp] in compute dtype; labels, num_tokens: as in `token_loss`."""
         if self.axis.size == 1 and self.chunk_tokens is None:
             return token_loss(logits, labels, num_tokens)
         start, stop = part(self.vocabulary, self.axis.rank, self.axis.size)
-        assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits for the words [{start}, {stop})"
+        assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits for the vocabulary's [{start}, {stop})"
         chunk = self.chunk_tokens or labels.numel()
         total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis, chunk)
         return total / num_tokens.clamp(min=1)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The sum over tokens. logits: [N, V_r]; labels: [N] of the whole vocabulary."""
+    """The summed loss of N tokens, a scalar. logits: [N, V/tp]; labels: [N] int64, of the whole vocabulary."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Communicator, chunk: int) -> Tensor:
@@ -80,6 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
             maxima[rows] = wide.amax(-1)
             sums[rows] = (wide - maxima[rows, None]).exp_().sum(-1)
             targets[rows] = wide.gather(-1, places[rows, None]).squeeze(-1)
+        # A collective of its own before the sum: each rank's part is rescaled to the maximum of all ranks, or exp would overflow.
         maximum = maxima.clone()
         all_reduce(maximum, axis, "max")
         both = torch.stack([sums * (maxima - maximum).exp(), targets * is_mine])
@@ -94,6 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, log_sum = ctx.saved_tensors
         places, is_mine = _places(labels, ctx.start, logits.shape[-1])
         weight = gradient * (labels != IGNORE)
+        # In place: a second tensor of [N, V/tp] would be the largest of the whole step.
         for rows in _chunks(len(labels), ctx.chunk):
             probability = (logits[rows].to(log_sum.dtype) - log_sum[rows, None]).exp_()
             probability.scatter_add_(-1, places[rows, None], -is_mine[rows, None].to(log_sum.dtype))
@@ -101,9 +106,9 @@ class _CrossEntropy(torch.autograd.Function):
         return logits, None, None, None, None
 
 
-def _places(labels: Tensor, start: int, num_words: int) -> tuple[Tensor, Tensor]:
-    """Where each label is among this rank's words, 0 if it is another's; and whether it is this rank's."""
-    is_mine = (labels >= start) & (labels < start + num_words)
+def _places(labels: Tensor, start: int, vocabulary_local: int) -> tuple[Tensor, Tensor]:
+    """The index of each label in this rank's part of the vocabulary, 0 if it is in another's; and whether it is in this part."""
+    is_mine = (labels >= start) & (labels < start + vocabulary_local)
     return (labels - start).where(is_mine, 0), is_mine
 
 

@@ -1,6 +1,6 @@
-"""Values for a model on meta: seeded by (seed, parameter), so that every layout starts with the same weights.
+"""Initial values for a model on meta: seeded by (seed, parameter), so that every layout starts from the same weights.
 
-A unit's initialiser is recorded, and each rank evaluates the recording for the elements that it keeps. The value of an element is
+A unit's initialiser is recorded, and each rank evaluates the recording for the elements that it owns. The value of an element is
 a function of the seed, the parameter's name, the element's number and the config alone: not of the rank, not of what else this
 rank holds, not of the order.
 """
@@ -25,11 +25,11 @@ def seed_for(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_draws(seed: int) -> None:
-    """Seed what operations draw from, on the CPU and on all GPUs.
+def seed_rng(seed: int) -> None:
+    """Seed torch's RNG streams on the CPU and on all GPUs.
 
     torch.manual_seed also asks every kind of device that is not there, and notes the caller's stack for each: a millisecond or
-    more within a model, where a step seeds each layer for each microbatch.
+    more within a model, and a step seeds each layer for each microbatch.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -37,7 +37,7 @@ def seed_draws(seed: int) -> None:
 
 
 def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collection[str]) -> dict[str, Program]:
-    """Initial values of the unit's parameters `names`, as the model's own initialiser draws them, not yet drawn.
+    """Programs of the initial values of the unit's parameters `names`, as the model's own initialiser writes them.
 
     The model's parameters stay on meta; the unit's buffers (rotary tables, masks, scales) are left in the model with their
     values, also when `names` is empty because the parameters come from a file. Raises ModelError for a parameter that the
@@ -58,11 +58,13 @@ def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collec
 
 
 def initialize_with_ties(
-    model: PreTrainedModel, units: Sequence[Unit], unit: Unit, seed: int, draws: bool
+    model: PreTrainedModel, units: Sequence[Unit], unit: Unit, seed: int, is_seeded: bool
 ) -> dict[str, Program]:
-    """`initialize_unit` of the unit's parameters, or, without `draws`, of its buffers only. A parameter that is tied to another
-    unit has the values that it has there. units: all of the model."""
-    names = set(unit.parameters) if draws else set()
+    """`initialize_unit` of the unit's parameters and buffers, or of its buffers only unless `is_seeded`.
+
+    A parameter that is tied to another unit gets the values that it has there. units: all of the model.
+    """
+    names = set(unit.parameters) if is_seeded else set()
     programs: dict[str, Program] = {}
     for each in units:
         if each.name == unit.name or names & set(each.parameters):
@@ -71,7 +73,7 @@ def initialize_with_ties(
 
 
 def set_parameter(model: nn.Module, names: tuple[str, ...], parameter: nn.Parameter) -> None:
-    """Put one Parameter under all its (tied) names."""
+    """Register one Parameter under all its (tied) names."""
     for full_name in names:
         path, _, name = full_name.rpartition(".")
         model.get_submodule(path)._parameters[name] = parameter

@@ -8,7 +8,7 @@ tells which, and a model that mixes documents up trains on without a word.
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from framework.model.materialize import accepted_arguments, seed_draws
+from framework.model.materialize import accepted_arguments, seed_rng
 from framework.model.shrink import shrink
 
 # One longer than the small model's windows of 8 or 9 tokens.
@@ -22,7 +22,7 @@ def keeps_documents_apart(config: PretrainedConfig) -> bool:
     small = shrink(config)
     small.use_cache = small.get_text_config().use_cache = False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        seed_draws(0)
+        seed_rng(0)
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
         if "position_ids" not in accepted_arguments(model):
             return False

@@ -1,9 +1,10 @@
-"""A family's own initialiser, recorded instead of run: what it would write to each parameter, as a program.
+"""A family's own initialiser, recorded instead of run: its writes to each parameter, as a program.
 
 `_init_weights` is any Python code, yet nearly all of it fills whole parameters. So the unit's parameters need no memory while it
-runs, and a dispatch mode notes each write. What cannot be noted (values that are read, whole-matrix operations, strides that are
-no rectangle) is run after all: the module's own parameters get memory, and if that is not enough, all of the unit's do. There
-`normal_` and `uniform_` draw what the recording would have drawn, so the values do not depend on which way was taken.
+runs, and a dispatch mode notes each write. Code that cannot be recorded (it reads values, uses whole-matrix operations, or writes
+to strides that are no rectangle) is run after all: the module's own parameters get memory, and if that is not enough, all of the
+unit's do. `normal_` and `uniform_` then produce the same random values as the recording would have, so the result does not depend
+on which of the two happened.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ from framework.model.initial import Apply, Constant, Copy, Fill, Normal, Operati
 # Operations in place with numbers that round in one way only, wherever and in whatever chunks they run. A logarithm does not.
 EXACT = frozenset(f"aten::{name}_" for name in ("mul", "add", "sub", "neg", "abs", "clamp", "clamp_min", "clamp_max"))
 
-# torch's truncated normal redraws what is outside if more than this share is inside, else it goes another way.
+# torch's truncated normal samples again what is outside if more than this share is inside, else it uses another algorithm.
 LEAST_INSIDE = 0.3
 
 
@@ -50,12 +51,14 @@ def record(
 
 
 class Unrecordable(Exception):
-    """A write that is no program. Never leaves this module: the initialiser is then run."""
+    """A write that no program can express. Never leaves this module: the initialiser is run instead."""
 
 
 class AsIfReal(TorchFunctionMode):
-    """Parameters without memory say that they are on the CPU: torch's orthogonal_ would silently do nothing, and what an
-    initialiser computes on their device would have no values."""
+    """Makes parameters without memory claim to be on the CPU.
+
+    torch's orthogonal_ does nothing on meta, and tensors that an initialiser makes on their device would have no values.
+    """
 
     def __init__(self, is_noted: Callable[[Tensor], bool]):
         super().__init__()
@@ -72,7 +75,8 @@ class AsIfReal(TorchFunctionMode):
 class Recorder(TorchDispatchMode):
     """Programs of `parameters` (by name, best on meta), as the initialisers called through `initialise` write them.
 
-    A draw's key is (seed, parameter, number of the draw on it), that of any other tensor (seed, module, number in its call).
+    The RNG stream of a random fill has the key (seed, parameter, number of the fill), counted for each parameter; of any other
+    tensor (seed, module, number of the fill in the module's call).
     """
 
     def __init__(self, seed: int, parameters: Mapping[str, nn.Parameter]):
@@ -82,7 +86,7 @@ class Recorder(TorchDispatchMode):
         self._parameters = dict(parameters)
         self._noted = {_storage(parameter): name for name, parameter in parameters.items()}
         self._real: dict[int, str] = {}  # those that have memory for a while
-        self._num_draws: Counter[str] = Counter()
+        self._num_streams: Counter[str] = Counter()
         self._path = ""
         self._failed = False
 
@@ -120,10 +124,10 @@ class Recorder(TorchDispatchMode):
         places: Places,
     ) -> None:
         """One call, with memory for the parameters at `places`; nothing is noted of one that fails."""
-        before = dict(self.programs), self._num_draws.copy()
+        before = dict(self.programs), self._num_streams.copy()
         parameters = dict(module._parameters)
         self._path, self._failed = path, False
-        self._num_draws.pop(_of_module(path), None)
+        self._num_streams.pop(_of_module(path), None)
         try:
             with self._memory(places), _truncated_by(self._truncated), AsIfReal(self._is_noted), self:
                 initialiser(module)
@@ -131,13 +135,13 @@ class Recorder(TorchDispatchMode):
             if self._failed or replaced:  # the initialiser caught it, or put another parameter there
                 raise Unrecordable(path)
         except Exception:
-            self.programs, self._num_draws = before
+            self.programs, self._num_streams = before
             module._parameters.update(parameters)
             raise
 
     @contextmanager
     def _memory(self, places: Places) -> Iterator[None]:
-        """While it lasts, the parameters have memory and values; what becomes of them are their programs."""
+        """Give the parameters memory and values while it lasts; their changed values then become their programs."""
         initial = {name: self.programs[name].whole() for name in places}
         noted = dict(self._noted)
         self._noted = {key: name for key, name in noted.items() if name not in places}
@@ -166,7 +170,7 @@ class Recorder(TorchDispatchMode):
         if noted is not None:
             self._note(noted, self._operation(func, given, noted))
             return noted
-        fill = self._draw(func, given, written[0]) if written and not written[0].is_meta else None
+        fill = self._random_fill(func, given, written[0]) if written and not written[0].is_meta else None
         if fill is not None:
             _write(written[0], fill)
             return written[0]
@@ -175,7 +179,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _operation(self, func: Any, given: Mapping[str, Any], target: Tensor) -> Operation | None:
-        """What the call writes to `target`, its first argument; None if that is no program's step."""
+        """The operation by which the call writes to `target`, its first argument; None if a program has no such step."""
         name, others = func._schema.name, [value for key, value in given.items() if key != "self"]
         if name == "aten::zero_":
             return Constant(0.0)
@@ -186,10 +190,10 @@ class Recorder(TorchDispatchMode):
         if name in EXACT and given.get("alpha", 1) == 1 and all(isinstance(x, int | float | None) for x in others):
             numbers = tuple(value for key, value in given.items() if key not in ("self", "alpha"))
             return Apply(func, numbers)
-        return self._draw(func, given, target)
+        return self._random_fill(func, given, target)
 
-    def _draw(self, func: Any, given: Mapping[str, Any], target: Tensor) -> Fill | None:
-        """The draw that the call is; None if it is no draw, or one with a generator of the family's own."""
+    def _random_fill(self, func: Any, given: Mapping[str, Any], target: Tensor) -> Fill | None:
+        """The random fill that the call makes; None if it makes none, or uses a generator of the family's own."""
         if given.get("generator") is not None:
             return None
         if func._schema.name == "aten::normal_":
@@ -208,7 +212,7 @@ class Recorder(TorchDispatchMode):
         high: float,
         **more: Any,
     ) -> Tensor:
-        """In place of torch's, which reads what it drew and does nothing on meta."""
+        """Stands for torch's truncated normal, which reads the values that it has sampled and does nothing on meta."""
         inside = 0.5 * (erf((high - mean) / std / sqrt(2)) - erf((low - mean) / std / sqrt(2)))
         is_ours = inside > LEAST_INSIDE and more.get("generator") is None
         if self._is_noted(tensor):
@@ -233,16 +237,16 @@ class Recorder(TorchDispatchMode):
         return _storage(tensor) in self._noted
 
     def _key(self, target: Tensor | None) -> Key:
-        """The next draw's key, of this parameter or of the call."""
+        """The key of the next RNG stream, of this parameter or of the call."""
         key = 0 if target is None else _storage(target)
         owner = self._noted.get(key) or self._real.get(key) or _of_module(self._path)
-        self._num_draws[owner] += 1
-        return (self._seed, owner, self._num_draws[owner])
+        self._num_streams[owner] += 1
+        return (self._seed, owner, self._num_streams[owner])
 
 
 @contextmanager
-def _truncated_by(draw: Callable[..., Tensor]) -> Iterator[None]:
-    """torch's truncated normal goes through `draw(original, ...)`. If torch renames it, initialisers that use it are run."""
+def _truncated_by(sample: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace torch's truncated normal by `sample(original, ...)`. If torch renames it, initialisers that use it are run."""
     name = "_no_grad_trunc_normal_"
     original = getattr(nn.init, name, None)
     if original is None:
@@ -250,7 +254,7 @@ def _truncated_by(draw: Callable[..., Tensor]) -> Iterator[None]:
         return
 
     def replaced(*args: Any, **kwargs: Any) -> Tensor:
-        return draw(original, *args, **kwargs)
+        return sample(original, *args, **kwargs)
 
     setattr(nn.init, name, replaced)
     try:
@@ -260,7 +264,7 @@ def _truncated_by(draw: Callable[..., Tensor]) -> Iterator[None]:
 
 
 def _write(tensor: Tensor, fill: Fill) -> None:
-    """Fill a tensor that has memory: number j of the draw is its j-th element, row-major, as in a program."""
+    """Fill a tensor that has memory: counter j of the stream is its j-th element, row-major, as in a program."""
     flat = tensor.view(-1) if tensor.is_contiguous() else torch.empty(tensor.numel(), dtype=tensor.dtype)
     fill.write(flat, [Box((0,), tuple(flat.shape))], tuple(flat.shape))
     if not tensor.is_contiguous():
@@ -268,7 +272,7 @@ def _write(tensor: Tensor, fill: Fill) -> None:
 
 
 def _region(view: Tensor, parameter: Tensor) -> Box | None:
-    """The box of the parameter that is the view, row-major both; None if it is none."""
+    """The box of the parameter that a view of it covers, row-major both; None if it covers none."""
     offset = int(view.storage_offset()) - int(parameter.storage_offset())
     if not parameter.is_contiguous() or not 0 <= offset < max(1, parameter.numel()):
         return None
@@ -287,7 +291,7 @@ def _region(view: Tensor, parameter: Tensor) -> Box | None:
 
 
 def _are_same(values: Tensor, others: Tensor) -> bool:
-    """Whether nothing was written; NaN stands for what nobody wrote."""
+    """Whether nothing was written; NaN marks elements that have no value yet."""
     return bool(((values == others) | (values.isnan() & others.isnan())).all())
 
 

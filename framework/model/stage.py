@@ -1,16 +1,17 @@
-"""A part of a model as a pipeline stage: some of its layers, the first part with the embedding, the last with the head.
+"""Pipeline stages of a model: a range of its layers, the first stage with the embedding, the last with the head.
 
-The model stays the unmodified Hugging Face model and is called as always, so masks, positions and rotary tables are computed
-on every stage; only hidden states come from the stage before. What belongs to others is replaced on meta, before anything has
-memory:
+A stage is the unmodified Hugging Face model, called as always, so masks, positions and rotary tables are computed on every stage;
+only hidden states come from the stage before. Modules of other stages are replaced on meta, before anything has memory:
 
-    layer       passes its input on; the list keeps its length, so every layer keeps its index
-    embedding   gives zeros of the right shape; what the model makes of them before its layers is computed and not used
-    head        gives logits of no words
+    layer       returns its input; the list keeps its length, so every layer keeps its index
+    embedding   returns zeros of the right shape; what the model computes from them before its layers is not used
+    head        returns logits of an empty vocabulary
 
-The hidden states that were received take the place of the first own layer's input, so scalings, position embeddings and norms
-between embedding and layers act once, on the first stage. What leaves is the output of the last own layer; what is behind it
-gets zeros.
+Received hidden states replace the input of the first own layer. So scalings, position embeddings and norms between embedding and
+layers act once, on the first stage. The output of the last own layer is what the stage returns; the model's code after it runs on
+zeros.
+
+Shapes: B sequences, T tokens of each (with sequence parallelism those of this rank), D the hidden size, V the vocabulary size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
 from framework.model.load_balancing import Routers
-from framework.model.materialize import seed_draws, seed_for
+from framework.model.materialize import seed_for, seed_rng
 from framework.model.shrink import shrink
 from framework.model.units import Unit, find_units
 
-# Relative to the largest logit: above the rounding of fp32, below what anything that is missing would make.
+# Relative to the largest logit: above the rounding of fp32, below the difference that anything missing makes.
 LARGEST_DIFFERENCE = 1e-4
 
 
@@ -59,15 +60,16 @@ class StageBounds:
 
 
 def split_stages(layers: Sequence[int]) -> list[StageBounds]:
-    """The stages whose numbers of layers these are."""
+    """Bounds of consecutive stages with these numbers of layers."""
     edges = [sum(layers[:index]) for index in range(len(layers) + 1)]
     return [StageBounds(index, len(layers), start, stop) for index, (start, stop) in enumerate(pairwise(edges))]
 
 
 def own_units(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], bounds: StageBounds) -> list[Unit]:
-    """The units of which the stage computes anything, in order: those without an own layer have no parameter.
+    """The units that the stage runs, in order, with the parameters that it holds.
 
-    A parameter that is tied to a unit of another stage is in both stages, under one name.
+    Embedding and head run on every stage, without parameters where they are another stage's. A parameter that is tied to a unit
+    of another stage is on both stages, under the same name.
     """
     kept = [unit for unit in units if bounds.owns(unit) or not unit.is_layer]
     return [replace(unit, parameters=_own_parameters(unit, units, ties, bounds)) for unit in kept]
@@ -84,14 +86,14 @@ def _own_parameters(
 
 
 def find_shared(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], bounds: StageBounds) -> set[str]:
-    """The stage's parameters that another stage has as well."""
+    """Names of the stage's parameters that another stage holds as well: tied ones, whose gradients are summed over both."""
     elsewhere = {module for unit in units if not bounds.owns(unit) for module in unit.modules}
     own = {name for unit in own_units(units, ties, bounds) for name in unit.parameters}
     return {name for name in own if any(_holder(alias) in elsewhere for alias in ties[name])}
 
 
 def own_ties(model: nn.Module, ties: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Of each parameter's names those that the cut model has; its first name in the whole model stays what it is called."""
+    """The ties restricted to names that the stage's model has. A parameter keeps its key, its first name in the whole model."""
     there = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     kept = {name: tuple(alias for alias in aliases if alias in there) for name, aliases in ties.items()}
     return {name: aliases for name, aliases in kept.items() if aliases}
@@ -103,7 +105,7 @@ def copy_stage(
     """A copy of a model on meta for one stage, without the layers of other stages; the whole model stays as it is.
 
     Embedding, final norm and head are copied whole, with their ties, whoever owns them: tensor parallelism asks for their
-    shapes, and `StageModel` replaces them afterwards. With one stage it is a plain deep copy. Nothing is allocated.
+    shapes, and `hollow_out` replaces them afterwards. With one stage it is a plain deep copy. Nothing is allocated.
 
     units: of the whole model. returns_tuple: whether its layers return tuples (`find_layer_outputs`).
     """
@@ -117,12 +119,10 @@ def copy_stage(
 
 
 class StageModel:
-    """A model that `hollow_out` has cut to one stage, and how hidden states come in and go out. With one stage a call is the
-    model's own.
+    """A hollowed-out model that takes hidden states from the stage before and returns its own. With one stage it is the model.
 
-    units: those of which the stage computes anything. seed_mask: what the seeds of its layers are exclusive-or'd with, on a rank
-    whose layers hold other tokens than those of the other ranks. routers: of the whole model, whose sums are handed on, if there
-    is a load-balancing loss.
+    units: those that the stage runs. seed_mask: exclusive-or'd into the seeds of its layers, on a rank whose layers hold other
+    tokens than those of the other ranks. routers: the model's, if there is a load-balancing loss whose sums are passed on.
     """
 
     def __init__(
@@ -152,12 +152,15 @@ class StageModel:
     def __call__(
         self, received: tuple[Tensor, ...], seed: tuple[int | str, ...] | None = None, **inputs: Any
     ) -> tuple[Any, ...]:
-        """received: what the stage before gave; nothing on the first. Returns hidden states [B, T, D], on the last stage the
-        model's output, and, with a balancing term, the routers' sums (`LoadBalancingLoss`). Where layers hold a part of every
-        sequence's tokens, T is that part.
+        """Run the stage on one microbatch.
 
-        seed: each layer's random draws are a function of it and of the layer, wherever the model is cut. None: nothing is
-        seeded.
+        received: () on the first stage, else hidden states [B, T, D] in compute dtype, and with a load-balancing loss the
+        routers' sums [2E + 1] (`LoadBalancingLoss`). inputs: of the model, at least input_ids [B, T] int64, whole on every stage.
+        Returns the same for the next stage; on the last one the model's output with logits [B, T, V] takes the hidden states'
+        place. Communicates only inside tensor-parallel layers.
+
+        seed: random numbers of a layer are a function of it and of the layer's name, however the model is split into stages.
+        None: nothing is seeded, which leaves the RNG streams as they are.
         """
         self._received, self._leaving, self._seed = received[0] if received else None, None, seed
         self._shape = inputs["input_ids"].shape
@@ -171,7 +174,9 @@ class StageModel:
 
     def _reseed(self, unit: str, mask: int, *_: Any) -> None:
         if self._seed is not None:
-            seed_draws(seed_for(*self._seed, unit) ^ mask)
+            seed_rng(seed_for(*self._seed, unit) ^ mask)
+
+    # Hooks on layers, because a layer's input and output are all that every family's code agrees on.
 
     def _inject(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return _replace_input(args, kwargs, self._received)
@@ -180,14 +185,15 @@ class StageModel:
         self._leaving = output[0] if isinstance(output, tuple) else output
 
     def _blank(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """What the model does behind the own layers is not used, and may ask for all tokens: it gets zeros without memory."""
+        """Zeros for the model's code after the own layers, whose result is not used: of all tokens, as the final norm and the
+        head may ask for, yet without memory."""
         assert self._leaving is not None, "a layer runs before those in front of it"
         zeros = self._leaving.new_zeros(()).expand(*self._shape, self._leaving.shape[-1])
         return _replace_input(args, kwargs, zeros)
 
 
 def _following_layer(path: str) -> str:
-    """The path of the layer behind the one at `path`."""
+    """The path of the layer after the one at `path`."""
     layers, _, index = path.rpartition(".")
     return f"{layers}.{int(index) + 1}"
 
@@ -199,7 +205,7 @@ def _replace_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states:
 
 
 class PassThrough(nn.Module):
-    """In the place of another stage's layer."""
+    """Stands for another stage's layer: returns its input [B, T, D]."""
 
     def __init__(self, returns_tuple: bool):
         super().__init__()
@@ -210,19 +216,23 @@ class PassThrough(nn.Module):
 
 
 class Zeros(nn.Module):
-    """In the place of another stage's embedding: [B, T] of anything becomes [B, T, width] of zeros."""
+    """Stands for another stage's embedding: returns zeros [B, T, width] in `dtype` for an input [B, T, ...]."""
 
     def __init__(self, width: int, dtype: torch.dtype):
         super().__init__()
         self.width, self.dtype = width, dtype
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # opt's position embedding takes the attention mask first, and that is None here.
         x = kwargs.get("position_ids") if x is None else x
         return torch.zeros(*x.shape[:2], self.width, dtype=self.dtype, device=x.device)
 
 
 class Resized(nn.Module):
-    """In the place of another stage's linear layer or norm: its input, or zeros where the width changes; no words for a head."""
+    """Stands for another stage's linear layer or norm: returns its input [..., D], or zeros [..., width] where the width changes.
+
+    width: None for a norm; 0 for the head, whose logits then take no memory.
+    """
 
     def __init__(self, width: int | None):
         super().__init__()
@@ -237,7 +247,7 @@ class Resized(nn.Module):
 def hollow_out(
     model: PreTrainedModel, units: Sequence[Unit], bounds: StageBounds, returns_tuple: bool, dtype: torch.dtype
 ) -> None:
-    """Replace in place, on meta, whatever of the model has parameters of other stages. With one stage that is nothing.
+    """Replace, in place and on meta, every module with parameters of other stages. With one stage there is none.
 
     units: the whole model's. returns_tuple: whether its layers return tuples. dtype: of hidden states.
     """
@@ -273,15 +283,16 @@ def _holder(parameter: str) -> str:
 
 
 def find_layer_outputs(config: PretrainedConfig) -> bool:
-    """Whether the family's layers return tuples. ModelError for a family that cannot be cut: its layers hand on more than
-    hidden states, or are shared. A small copy of the model is run whole and in two parts.
+    """Whether the family's layers return tuples, found by running a small copy of the model, whole and in two stages.
+
+    Raises ModelError for a family that cannot be split: its layers pass on more than hidden states, or are shared.
     """
     small = shrink(config)
     small.use_cache = small.get_text_config().use_cache = False
-    small.output_router_logits = False  # the balancing term of a part without a router has no value
+    small.output_router_logits = False  # Hugging Face's load-balancing loss fails on a stage without a router
     returns_tuple: list[bool] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        seed_draws(0)
+        seed_rng(0)
         whole = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
         units = find_units(whole)
         layers = [unit for unit in units if unit.is_layer]

@@ -121,8 +121,8 @@ class RankStage:
         inputs = self.inputs
         loss = self._loss(output.logits, inputs.microbatches[microbatch].labels, inputs.num_tokens)
         if self.model.routers is not None:
-            balance = self.model.routers.balance
-            loss = loss + balance.weight * balance.term(*sums) / inputs.num_microbatches
+            auxiliary = self.model.routers.loss
+            loss = loss + auxiliary.weight * auxiliary.compute(*sums) / inputs.num_microbatches
         return loss
 
     def _run_backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:

@@ -67,7 +67,7 @@ def average_microbatches() -> Any:
 
 
 def balance_each_microbatch_fully() -> Any:
-    """A router's balancing term is added for each microbatch rather than averaged over them."""
+    """A router's load-balancing loss is added for each microbatch rather than averaged over them."""
     whole = RankStage.start_step
     return patch.object(
         RankStage, "start_step", lambda stage, inputs: whole(stage, replace(inputs, num_microbatches=1))

@@ -34,7 +34,7 @@ class Case:
     """A training run of a tiny model, and recipes by which it is laid out; they differ in nothing that may matter.
 
     `changes`: config values on top of the family's. `by_microbatch`: the oracle accumulates over the recipe's microbatches;
-    else it takes each batch at once. A router's balancing term is no sum over tokens, so there the microbatches do matter.
+    else it takes each batch at once. A router's load-balancing loss is no sum over tokens, so there the microbatches do matter.
     """
 
     name: str

@@ -106,7 +106,7 @@ def compare_case(case: TensorCase, tp: Communicator, kv: Communicator) -> float:
         output = split(input_ids=ids)
         loss = loss_of(output.logits, labels, count_loss_tokens(labels))
         if routers is not None:
-            loss = loss + routers.balance.weight * routers.balance.term(routers.end())
+            loss = loss + routers.loss.weight * routers.loss.compute(routers.end())
         loss.backward()
     found = {"loss": loss.detach()} | gather_gradients(split, case.spoil(layouts) if case.spoil else layouts, tp, kv)
     assert layouts.keys() == dict(whole.named_parameters(remove_duplicate=False)).keys()

@@ -1,4 +1,4 @@
-"""A router's balancing term over stages is Hugging Face's over the whole model, to nine digits.
+"""A router's load-balancing loss over stages is Hugging Face's over the whole model, to nine digits.
 
 By microbatch: the term is no sum over tokens.
 """

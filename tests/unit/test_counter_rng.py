@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from framework.model.counter_rng import CHUNK_CPU, FACTORS, SHIFTS, Drawer, Key, Rows, batch, fill, words_of
+from framework.model.counter_rng import CHUNK_CPU, FACTORS, SHIFTS, CounterRng, Key, Rows, batch, fill, words_of
 
 CPU = torch.device("cpu")
 KEY: Key = (1234, "model.layers.0.mlp.up_proj.weight", 1)
@@ -20,13 +20,13 @@ SIGMAS = 4.5
 
 def normals(rows: Rows, key: Key = KEY) -> Tensor:
     out = torch.empty(rows.numel)
-    fill(out, [rows], lambda drawer, part: drawer.normals(key, part))
+    fill(out, [rows], lambda rng, part: rng.normals(key, part))
     return out
 
 
 def uniforms(rows: Rows, key: Key = KEY) -> Tensor:
     out = torch.empty(rows.numel)
-    fill(out, [rows], lambda drawer, part: drawer.uniforms(key, part))
+    fill(out, [rows], lambda rng, part: rng.uniforms(key, part))
     return out
 
 
@@ -83,8 +83,8 @@ def test_numbers_are_these_on_every_machine() -> None:
 def test_any_split_draws_the_same(start: int, count: int, gap: int, length: int, size: int) -> None:
     rows = Rows(start, count, length + gap, length)
     whole = normals(run(rows.last + 1))
-    drawer = Drawer(size, CPU)
-    parts = [drawer.normals(KEY, each).clone() for each in batch([rows, run(7)], size)]
+    rng = CounterRng(size, CPU)
+    parts = [rng.normals(KEY, each).clone() for each in batch([rows, run(7)], size)]
     expected = [whole[start + row * rows.stride :][:length] for row in range(count)]
     assert torch.equal(torch.cat(parts), torch.cat([*expected, normals(run(7))]))
 
@@ -130,8 +130,8 @@ def test_tails_are_as_heavy_as_they_should_be() -> None:
 
 
 def test_each_bit_and_byte_is_fair() -> None:
-    drawer = Drawer(1 << 20, CPU)
-    words = drawer._hash(KEY, [run(1 << 20)])
+    rng = CounterRng(1 << 20, CPU)
+    words = rng._hash(KEY, [run(1 << 20)])
     ones = torch.stack([(words >> bit & 1).sum() for bit in range(32)]).double()
     assert (ones - len(words) / 2).abs().max() < SIGMAS * len(words) ** 0.5 / 2
     for shift in (0, 8, 16, 24):
@@ -142,8 +142,8 @@ def test_each_bit_and_byte_is_fair() -> None:
 
 
 def test_a_flipped_bit_of_the_counter_flips_half_of_the_word() -> None:
-    drawer = Drawer(4096, CPU)
-    words = drawer._hash(KEY, [run(4096)]).clone()
+    rng = CounterRng(4096, CPU)
+    words = rng._hash(KEY, [run(4096)]).clone()
     for bit in range(12):
         flipped = words ^ words[torch.arange(4096) ^ (1 << bit)]
         share = torch.stack([(flipped >> each & 1).double().mean() for each in range(32)])

@@ -1,4 +1,4 @@
-"""The balancing term from sums is Hugging Face's, for every family that has that one; others are refused by name."""
+"""The load-balancing loss from sums is Hugging Face's, for every family that has that one; others are refused by name."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ OTHERS = ("jamba", "ernie4_5_moe", "flex_olmo", "granitemoehybrid")
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_term_of_sums_is_the_models(name: str) -> None:
+def test_the_loss_of_sums_is_the_models(name: str) -> None:
     config = build_config(family(name), output_router_logits=True, router_aux_loss_coef=0.3)
     config.use_cache = False
-    balance = find_load_balancing_loss(build_meta(config))
-    assert balance is not None
-    assert balance.weight == 0.3
+    loss = find_load_balancing_loss(build_meta(config))
+    assert loss is not None
+    assert loss.weight == 0.3
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     choose_experts(model, "auto", torch.float64)
@@ -30,11 +30,11 @@ def test_the_term_of_sums_is_the_models(name: str) -> None:
         expected.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
-    routers = Routers(model, balance, torch.float64, torch.device("cpu"))
+    routers = Routers(model, loss, torch.float64, torch.device("cpu"))
     routers.start()
     with keep_double(torch.float64):
         model(input_ids=tokens, output_router_logits=False)
-        found = balance.term(routers.end())
+        found = loss.compute(routers.end())
         found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
     assert gradients
@@ -44,13 +44,13 @@ def test_the_term_of_sums_is_the_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_families_have_the_same_term(name: str) -> None:
+def test_other_families_have_the_same_loss(name: str) -> None:
     config = AutoConfig.for_model(name)
     config.output_router_logits = True
     assert isinstance(find_load_balancing_loss(build_meta(config)), LoadBalancingLoss)
 
 
-def test_no_term_is_asked_for() -> None:
+def test_no_loss_is_asked_for() -> None:
     assert find_load_balancing_loss(build_meta(build_config(family("mixtral")))) is None
     assert find_load_balancing_loss(build_meta(build_config(family("llama")))) is None
 
@@ -58,8 +58,10 @@ def test_no_term_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"), [("doge", "not one of the routers' logits|not E sum_e"), ("jetmoe", "coef")]
 )
-def test_another_term_is_refused_by_name(name: str, reason: str) -> None:
+def test_another_loss_is_refused_by_name(name: str, reason: str) -> None:
     config = AutoConfig.for_model(name)
     config.output_router_logits = True
-    with pytest.raises(ModelError, match=f"output_router_logits=true: the balancing term of {name} models.*({reason})"):
+    with pytest.raises(
+        ModelError, match=f"output_router_logits=true: the load-balancing loss of {name} models.*({reason})"
+    ):
         find_load_balancing_loss(build_meta(config))

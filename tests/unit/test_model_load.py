@@ -10,7 +10,7 @@ import torch
 from framework.errors import ModelError
 from framework.model.flops import measure_model
 from framework.model.load import build_meta, load_config, load_config_file
-from framework.model.materialize import seed_draws
+from framework.model.materialize import seed_rng
 from framework.recipe.compose import compose
 from framework.recipe.schema import Model
 from tests.families import family
@@ -75,5 +75,5 @@ def test_draws_are_seeded_as_by_torch_and_note_no_stack(monkeypatch):
     torch.manual_seed(2**62 + 1)
     expected = torch.rand(3)
     monkeypatch.setattr(traceback, "format_stack", lambda *_: pytest.fail("the caller's stack was noted"))
-    seed_draws(2**62 + 1)
+    seed_rng(2**62 + 1)
     assert torch.equal(torch.rand(3), expected)

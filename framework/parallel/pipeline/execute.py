@@ -5,7 +5,7 @@ what it received is kept by the graph where backward needs it. Two stages on one
 
 Tensors between stages, [B, T, D] in compute dtype with T the tokens that this rank holds of each sequence:
 
-    forward    hidden states, from stage s to s + 1; with a load-balancing loss also the routers' statistics, [2E + 1]
+    forward    hidden states, from stage s to s + 1; with a load-balancing loss also the sums of the routers, [2E + 1]
     backward   the gradients of the same tensors, from stage s + 1 to s
 
 Only the axis `pp` communicates here. What ZeRO and tensor parallelism send is inside the stages' own methods.
