@@ -1,4 +1,4 @@
-"""`meshwright verify`: the recipe's layout on ranks of this machine, beside stock Hugging Face in one process."""
+"""`meshwright verify`: compare the recipe's layout, on ranks of this machine, with stock Hugging Face in one process."""
 
 import platform
 import sys
@@ -28,13 +28,13 @@ from framework.verify.sides import Sides
 from framework.verify.small import shrink_recipe
 from framework.verify.strict import keep_whole
 
-# Of all weights: where rounding decides more signs than this, Lion's updates are hardly verified.
+# Share of all weights: where rounding decides the sign of more updates than this, Lion is hardly verified.
 MANY_UNDECIDED = 0.05
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is run, and what of the user's recipe is not."""
+class Verification:
+    """A verification that is ready to run: its two sides, and the values of the user's recipe that it changes."""
 
     sides: Sides
     changes: list[ChangedValue]
@@ -42,24 +42,24 @@ class Plan:
 
 
 def verify(recipe: Recipe, options: Options) -> int:
-    """Print a table of worst relative errors; exit code 0 if all are within their limits, else 1.
+    """Print a table of worst relative errors and return the exit code: 0 if all are within their limits, else 1.
 
-    MeshwrightError for what is the user's to mend.
+    Raises MeshwrightError where the recipe, the model or the machine has to be changed first.
     """
     start_s = time.monotonic()
     options.check()
     set_verbosity_error()
     compute_exactly(torch.device(options.device))
-    plan = _plan(recipe, options)
-    sides = plan.sides
+    prepared = _prepare(recipe, options)
+    sides = prepared.sides
     derived = derive(replace(sides.recipe, train=replace(sides.recipe.train, steps=options.steps)))
-    print(f"model         {sides.config.model_type}, {plan.num_parameters:,} parameters")
+    print(f"model         {sides.config.model_type}, {prepared.num_parameters:,} parameters")
     print(describe_derived(derived))
     print(f"compared      {_describe_compared(sides)}")
-    print(describe(plan.changes, options.steps))
+    print(describe(prepared.changes, options.steps))
     print(flush=True)
     try:
-        code = _judge(sides, plan.num_parameters)
+        code = _judge(sides, prepared.num_parameters)
     except RankFailed as error:
         print(f"{error}\n\nA rank failed. {_how_to_report()}", file=sys.stderr)
         return EXIT_FAILED
@@ -70,22 +70,22 @@ def verify(recipe: Recipe, options: Options) -> int:
     return code
 
 
-def _plan(recipe: Recipe, options: Options) -> Plan:
+def _prepare(recipe: Recipe, options: Options) -> Verification:
     original, changes = _load(recipe.model, options.model_config)
     if options.strict:
         num_parameters = _count(build_meta(original, recipe.model.attention))
         kept = keep_whole(recipe, original, num_parameters, options)
-        return Plan(Sides(kept, original, options.steps), changes, num_parameters)
+        return Verification(Sides(kept, original, options.steps), changes, num_parameters)
     config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
     model = build_meta(config)
     names = [name for name, _ in model.named_parameters()]
     small = shrink_recipe(recipe, names, _count_positions(config), options)
     changes += find_config_changes(original, config) + find_changes(recipe, small.recipe, small.reasons)
-    return Plan(Sides(small.recipe, config, options.steps), changes, _count(model))
+    return Verification(Sides(small.recipe, config, options.steps), changes, _count(model))
 
 
 def _judge(sides: Sides, num_parameters: int) -> int:
-    """Run both sides, print what was found, and say whether it is equal."""
+    """Run both sides, print the comparison and return the exit code."""
     dtype = _narrowest(sides.recipe.precision)
     if dtype == "bf16":
         found, expected = sides.run()
@@ -101,7 +101,7 @@ def _judge(sides: Sides, num_parameters: int) -> int:
 
 
 def _judge_bf16(sides: Sides, found: Evidence, expected: Evidence, num_parameters: int) -> int:
-    """The layout beside the oracle in fp32, to the bounds that the oracle in bf16 has measured."""
+    """Compare the layout with the oracle in fp32, within bounds that are measured on the oracle in bf16."""
     narrow, truth = sides.in_dtype("bf16"), sides.in_dtype("fp32").run_oracle(found)
     first = expected if sides.dtype == "bf16" else narrow.run_oracle(found)
     references = [first, *(narrow.run_oracle(found, seed) for seed in range(1, NUM_REFERENCES))]
@@ -119,7 +119,10 @@ def _judge_bf16(sides: Sides, found: Evidence, expected: Evidence, num_parameter
 
 
 def _explain(sides: Sides, found: Evidence, expected: Evidence) -> int:
-    """What is beyond the tolerance in fp32 is a fault unless fp64 is equal and one process in fp32 is as far from that."""
+    """Tell rounding from a fault where fp32 is beyond the tolerance.
+
+    It is rounding if fp64 is equal, and one process in fp32 is as far from fp64 as the layout is.
+    """
     exact = sides.in_dtype("fp64")
     print("Beyond the tolerance in fp32. The same run in fp64, where rounding is 1e-16 and not 1e-7:")
     try:
@@ -187,7 +190,7 @@ def _count(model: torch.nn.Module) -> int:
 
 
 def _load(model: Model, model_config: Path | None) -> tuple[PretrainedConfig, list[ChangedValue]]:
-    """The full-size config. Pretrained weights are never downloaded; of a local folder only the config is read."""
+    """The full-size config. Pretrained weights are never downloaded, and only the config of a local folder is read."""
     if model_config is not None:
         return load_config_file(model_config), [
             ChangedValue("model", model.family, str(model_config), "--model-config")

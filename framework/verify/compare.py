@@ -1,4 +1,4 @@
-"""Two evidences side by side: the worst relative error of each quantity, and whose it is."""
+"""The comparison of two runs' evidence: the worst relative error of each quantity, and the parameter or step that has it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
 NOISE_SHARE = 1e-3
 
 
-# By quantity, the relative error of each step or parameter.
+# Relative errors by quantity, then by step or parameter.
 Errors = dict[str, dict[str, float]]
 
 
@@ -51,7 +51,7 @@ def exceeds(rows: list[Row], tolerance: float) -> bool:
 
 
 def render(rows: list[Row], tolerance: float) -> str:
-    """The table, one row a quantity, with its verdict."""
+    """The table as text, with a row and a verdict for each quantity."""
     width = max(len(row.where) for row in rows)
     own = any(row.within is not None for row in rows)
     title = "within" if own else f"within {tolerance:g}"

@@ -16,14 +16,16 @@ CASTS = (Tensor.to, Tensor.type, Tensor.type_as)
 
 
 def keep_double(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """While it is entered, casts from fp64 to fp32 do nothing; for another `dtype` of the model it does nothing itself."""
+    """A context in which casts from fp64 to fp32 do nothing, for a model of dtype fp64; else a context without effect."""
     return _KeepDouble() if dtype == torch.float64 else nullcontext()
 
 
 class _KeepDouble(TorchFunctionMode):
-    """Sees every call of torch that Python makes in this thread: there models cast. A mode below autograd would see backward's
-    operations as well, and take longer than they do. torch leaves it inside `Tensor.backward`: where layers are computed again
-    there, call `torch.autograd.backward`, as `train/stage.py` does."""
+    """Intercepts every call of torch that Python makes in this thread, which is where models cast.
+
+    A mode below autograd would see backward's operations as well, and take longer than they do. torch disables function modes
+    inside `Tensor.backward`; where layers are recomputed there, call `torch.autograd.backward`, as `train/stage.py` does.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -39,5 +41,5 @@ class _KeepDouble(TorchFunctionMode):
 
 
 def _dtype_of(word: Any) -> Any:
-    """What a cast's argument asks for, if it is a tensor whose dtype is to be taken over."""
+    """The dtype of a cast's argument, if it is a tensor whose dtype the cast takes over."""
     return word.dtype if isinstance(word, Tensor) else None

@@ -1,4 +1,4 @@
-"""What a training run leaves behind to be compared: losses, norms, first gradients, last weights."""
+"""Evidence of a training run, for comparison: losses, norms, first gradients, last weights."""
 
 from dataclasses import dataclass, field
 
@@ -17,10 +17,10 @@ from framework.model.units import find_units
 
 @dataclass(frozen=True)
 class Evidence:
-    """losses and norms by step; gradients after step 1, clipped, and weights after the last step, full, by parameter name.
+    """Losses and norms by step; clipped gradients of step 1 and weights after the last step, both whole, by parameter name.
 
-    by_step: of a layout that the oracle follows (see `lion.py`), weights after each step. undecided: of an oracle that has
-    followed, how many elements of a weight were updated by what rounding decides.
+    by_step: weights after each step, of a layout that the oracle follows (see `lion.py`). undecided: by weight, the number of
+    elements whose update's sign was decided by rounding, of an oracle that has followed.
     """
 
     losses: tuple[float, ...]
@@ -33,14 +33,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """input_ids and shifted labels of one optimizer step, int64 [sequences, context]."""
+    """The tokens of one optimizer step: input_ids and shifted labels, both int64 [sequences, context]."""
 
     input_ids: Tensor
     labels: Tensor
 
 
 def make_batches(config: PretrainedConfig, num_steps: int, sequences: int, context: int, seed: int) -> list[TokenBatch]:
-    """Random tokens with deliberately uneven loss masks: each sequence keeps another share of its labels, one keeps none."""
+    """Random tokens with uneven loss masks: each sequence keeps a different share of its labels, one keeps none."""
+    # Averages over microbatches or ranks, which this project never takes, differ from the global mean only where masks do.
     generator = torch.Generator().manual_seed(seed_for(seed, "verify"))
     vocabulary = config.get_text_config().vocab_size
     batches = []
@@ -55,7 +56,7 @@ def make_batches(config: PretrainedConfig, num_steps: int, sequences: int, conte
 
 
 def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
-    """The seeded initial parameters of the whole model, fp32, by name."""
+    """The seeded initial parameters of the whole model, fp32 on the CPU, by name."""
     model = build_meta(config)
     values: dict[str, Tensor] = {}
     for unit in find_units(model):
@@ -65,8 +66,8 @@ def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
 
 
 def perturb(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
-    """Values that are rounded otherwise: each moved up or down by one unit in the last place of `dtype` at the most, and by at
-    least one where they are in that dtype themselves."""
+    """A tensor like `values`, rounded differently: elements change by a random share of up to eps / 2 of `dtype`, so that they
+    may round either way, and by plus or minus eps where `values` are of that dtype already."""
     generator = torch.Generator().manual_seed(seed_for(seed, "perturb", values.numel()))
     u = 2 * torch.rand(values.shape, generator=generator, dtype=torch.float64) - 1
     u = u.sign() if values.dtype == dtype else u / 2
@@ -74,8 +75,11 @@ def perturb(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Communicator) -> dict[str, Tensor]:
-    """Full tensors, on the CPU of every rank, from what each rank owns of them (flat, in interval order): box arithmetic only.
-    They travel in fp64, which holds any other dtype's numbers."""
+    """Full tensors by name, on the CPU of every rank, from the elements that each rank owns.
+
+    parts: by name, the layout and its own elements, flat and in the order of the interval. Gathers over `world`, in fp64, which
+    holds the numbers of any other dtype. Only box arithmetic, so that no code of the layouts under test puts them together.
+    """
     own = torch.cat([flat.detach().double() for _, flat in parts.values()])
     owned = [(name, layout.shape, flat.dtype, layout.boxes()) for name, (layout, flat) in parts.items()]
     of_ranks = gather_objects((owned, len(own)), world)

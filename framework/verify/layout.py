@@ -1,4 +1,4 @@
-"""The layout under test: the same builder and the same step that train, fed with given batches."""
+"""The layout under test, built and stepped by the same code that trains, on given batches."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
-"""What of a user's recipe a verification does not run: every key that differs, and what no step reads.
+"""The parts of a user's recipe that a verification leaves out: every key that differs, and keys that no step reads.
 
-It is found by comparing the recipe and the model's config with those that are run, key by key, so that nothing that is made
+They are found by comparing the recipe and the model's config with those that are run, key by key, so that nothing that is made
 small or reset can be forgotten here.
 """
 
@@ -24,12 +24,12 @@ NOT_RUN = (
     "train.validate_every_steps, train.validation_sequences, train.sample and pipeline.fill_bubbles (nothing is validated)",
     "checkpoint.*, track.*, launch.*, run.* (nothing is saved, reported or submitted)",
 )
-# As patterns over keys: what NOT_RUN names, and train.steps, of which --steps are compared.
+# The keys that NOT_RUN names, as a pattern, and train.steps, of which --steps are compared.
 NO_PART_OF_A_STEP = r"(data|checkpoint|track|launch|run)\..*|train\.(steps|valid.*|sample)|pipeline\.fill_bubbles"
 # Words of a Hugging Face config that are no property of the model, or that `precision` decides.
 NO_PART_OF_A_MODEL = ("dtype", "transformers_version", "architectures", "_name_or_path", "id2label", "label2id")
 # They have other words than `size`: a user who reads that a dropout is off need not look for it among thirty sizes.
-DRAWN = r".*(dropout|pdrop|layerdrop|jitter_noise).*"
+DROPOUT = r".*(dropout|pdrop|layerdrop|jitter_noise).*"
 WIDTH = 118
 
 
@@ -47,7 +47,7 @@ class ChangedValue:
 
 
 def find_changes(recipe: Recipe, run: Recipe, reasons: Mapping[str, str]) -> list[ChangedValue]:
-    """Keys of the recipe that `run` has with another value. What a step does not read is no change."""
+    """Keys of the recipe that have another value in `run`, leaving out those that no step reads."""
     before, after = (flatten(plain(asdict(_resolve(each)))) for each in (recipe, run))
     changes = []
     for key in (*before, *(after.keys() - before.keys())):
@@ -60,24 +60,24 @@ def find_changes(recipe: Recipe, run: Recipe, reasons: Mapping[str, str]) -> lis
 
 
 def find_config_changes(original: PretrainedConfig, run: PretrainedConfig) -> list[ChangedValue]:
-    """Values of the Hugging Face config that differ."""
+    """Keys of the Hugging Face config that have another value in `run`."""
     before, after = (flatten(plain(config.to_dict())) for config in (original, run))
     return [
         ChangedValue(
-            f"model.config.{key}", before.get(key), after.get(key), "drawn per microbatch" if _is_drawn(key) else ""
+            f"model.config.{key}", before.get(key), after.get(key), "drawn per microbatch" if _is_dropout(key) else ""
         )
         for key in (*before, *(after.keys() - before.keys()))
         if before.get(key) != after.get(key) and key.partition(".")[0] not in NO_PART_OF_A_MODEL
     ]
 
 
-def find_drawn(config: PretrainedConfig) -> list[ChangedValue]:
-    """Dropout and noise that are on: the oracle cannot repeat the layout's random numbers."""
+def find_dropout(config: PretrainedConfig) -> list[ChangedValue]:
+    """Dropout and noise that are switched on: the oracle cannot repeat the layout's random numbers."""
     reason = "drawn per microbatch, which the oracle cannot repeat"
     return [
         ChangedValue(f"model.config.{key}", value, 0.0, reason)
         for key, value in flatten(plain(config.to_dict())).items()
-        if _is_drawn(key) and isinstance(value, float) and value > 0
+        if _is_dropout(key) and isinstance(value, float) and value > 0
     ]
 
 
@@ -97,7 +97,7 @@ def describe(changes: list[ChangedValue], steps: int) -> str:
 
 
 def _resolve(recipe: Recipe) -> Recipe:
-    """Keys that say the same in two ways, said in one."""
+    """The recipe with keys that can say the same in two ways in one form."""
     derived = derive(recipe)
     compile_ = "never" if recipe.memory.compile == "auto" else recipe.memory.compile
     return replace(
@@ -108,8 +108,8 @@ def _resolve(recipe: Recipe) -> Recipe:
     )
 
 
-def _is_drawn(key: str) -> bool:
-    return re.fullmatch(DRAWN, key.rpartition(".")[2]) is not None
+def _is_dropout(key: str) -> bool:
+    return re.fullmatch(DROPOUT, key.rpartition(".")[2]) is not None
 
 
 def _brief(value: Any) -> str:

@@ -1,11 +1,11 @@
-"""Lion beside the oracle: where the sign of an update is decided by rounding, and how the oracle then goes on.
+"""The oracle's Lion: which signs of updates are decided by rounding, and how the oracle follows the layout there.
 
 Lion updates by sign(d), d = beta1 m + (1 - beta1) g. Where d is zero up to rounding, plus and minus are equally right, and two
-right runs part there: weights by 2 lr, then the next step's loss and gradients. So for those elements the oracle takes the
-layout's sign, if the layout's weight is what Lion makes of one; else it keeps its own, and the difference shows. Every weight is
-compared, and both sides stay on one way.
+correct runs diverge: weights by 2 lr, then the next step's loss and gradients. For those elements the oracle takes the layout's
+sign, if the layout's weight is one that Lion can produce; else it keeps its own, and the difference shows. So every weight is
+compared, and both sides remain one training run.
 
-How much of d is rounding is measured on the oracle itself: its gradient once more, from weights that are rounded otherwise.
+How much of d is rounding is measured on the oracle itself: its gradient again, from weights that are rounded differently.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Ranks add in another order than one process, which errs otherwise than weights that are rounded otherwise: by so many times as
-# much at the most. Over six random layouts 15 times were seen in fp32, 1.3 in fp64 and 1.02 in bf16.
+# Ranks sum in another order than one process, which changes a gradient differently than perturbed weights do: by at most so many
+# times as much. Over six random layouts the most were 15 times in fp32, 1.3 in fp64 and 1.02 in bf16.
 NOISE_FACTORS = {torch.float64: 30.0, torch.float32: 30.0, torch.bfloat16: 4.0}
 # Shares of lr by which a layout's weight may miss what a sign of -1, 0 or 1 leads to.
 LEGAL = 0.1
@@ -23,15 +23,18 @@ LEGAL = 0.1
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding does to one parameter's gradient. size: the largest change that it may make; is_live: bool, by element, False
-    in rows whose gradient is exactly zero however it is rounded (a token that does not occur)."""
+    """The effect of rounding on one parameter's gradient.
+
+    size: the largest change of an element. is_live: bool, of the gradient's shape, False in rows whose gradient is exactly zero
+    however it is rounded (a token that does not occur).
+    """
 
     size: float
     is_live: Tensor
 
 
 def measure_noise(gradient: Tensor, perturbed: Sequence[Tensor], dtype: torch.dtype) -> Noise:
-    """perturbed: the same gradient, rounded otherwise; dtype: that of forward and backward."""
+    """The noise of a gradient. perturbed: the same gradient, rounded differently; dtype: that of forward and backward."""
     size = max(float((each - gradient).abs().max()) for each in perturbed) if gradient.numel() else 0.0
     return Noise(NOISE_FACTORS[dtype] * size, torch.stack([_find_live(each) for each in (gradient, *perturbed)]).any(0))
 
@@ -80,7 +83,7 @@ class PlainLion(torch.optim.Optimizer):
 
 
 def _read_signs(before: Tensor, after: Tensor, group: Mapping[str, float], otherwise: Tensor) -> Tensor:
-    """The signs by which Lion leads from `before` to `after`, where it does."""
+    """The signs by which Lion gets from `before` to `after`; `otherwise` where no sign does."""
     if group["lr"] == 0:
         return otherwise
     read = ((1 - group["lr"] * group["weight_decay"]) * before - after.to(before)) / group["lr"]

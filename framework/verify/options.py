@@ -1,4 +1,4 @@
-"""What a user asks of `meshwright verify` beside the recipe."""
+"""The options of `meshwright verify`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class Options:
     strict: bool = False
 
     def check(self) -> None:
-        """RecipeError for what cannot be done, before any rank starts."""
+        """Raise RecipeError for options that cannot be met, before any rank starts."""
         if self.steps < 1:
             raise RecipeError(f"--steps {self.steps}: at least one step is needed to compare anything")
         if self.device == "cuda" and not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """The oracle: a stock Hugging Face model, stock optimizers, one process, a plain loop.
 
-It imports nothing from `parallel/`, `comm/` or `train/`: what it agrees with, it agrees with independently. Where a true result
-is undecided (Lion's sign of a gradient that is rounding), it follows the layout: see `lion.py`.
+It imports nothing from `parallel/`, `comm/` or `train/`, so that its agreement is independent. Where the true result is undecided
+(Lion's sign of a gradient that is rounding), it follows the layout: see `lion.py`.
 """
 
 import re
@@ -23,7 +23,7 @@ from framework.verify.evidence import Evidence, TokenBatch, perturb
 from framework.verify.lion import Noise, PlainLion, measure_noise
 
 CPU = torch.device("cpu")
-# Of each step's gradients, for Lion: how many more times they are computed, from weights that are rounded otherwise.
+# For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
 NUM_PERTURBED = 3
 
 
@@ -38,7 +38,7 @@ def run_oracle(
 ) -> Evidence:
     """Train from `weights` on the batches, microbatch after microbatch in one process; forward and backward in `dtype`.
 
-    As in mixed precision by the book: master weights in fp32 at least, of which the model has copies in `dtype`, and gradients
+    This is textbook mixed precision: master weights in at least fp32, copied to the model's weights in `dtype`, and gradients
     summed in the masters' dtype. layout: the layout's weights after each step, for an optimizer that follows them.
     """
     oracle = _Oracle(recipe, config, weights, dtype, device)
@@ -80,7 +80,7 @@ class _Oracle:
             group["lr"] = rate * group["lr_ratio"]
 
     def find_gradients(self, batch: TokenBatch) -> float:
-        """The masters' gradients of the batch's loss, which is returned."""
+        """Compute the masters' gradients of the batch's loss, and return the loss."""
         for name, parameter in self._model.named_parameters():
             parameter.data.copy_(self.masters[name])
             self.masters[name].grad = None
@@ -88,12 +88,12 @@ class _Oracle:
             return sum(self._accumulate(batch))
 
     def clip(self) -> float:
-        """Clip as the recipe says; the norm before that."""
+        """Clip the gradients as the recipe says, and return their norm before that."""
         limit = self._recipe.optim.clip_norm
         return float(nn.utils.clip_grad_norm_(self.masters.values(), float("inf") if limit is None else limit))
 
     def gradients(self) -> dict[str, Tensor]:
-        """On the CPU; zero where a parameter has none."""
+        """The masters' gradients by name, on the CPU; zeros where a parameter has none."""
         found = {name: torch.zeros_like(m) if m.grad is None else m.grad for name, m in self.masters.items()}
         return {name: gradient.detach().to("cpu", copy=True) for name, gradient in found.items()}
 
@@ -106,12 +106,12 @@ class _Oracle:
             self._optimizer.step()
 
     def count_undecided(self) -> dict[str, int]:
-        """By name, elements of which rounding decided the update in some step."""
+        """By name, the number of elements whose update rounding decided in some step."""
         masks = {name: self._optimizer.state[master].get("undecided") for name, master in self.masters.items()}
         return {name: int(mask.sum()) for name, mask in masks.items() if mask is not None and mask.any()}
 
     def _accumulate(self, batch: TokenBatch) -> Iterator[float]:
-        """Each microbatch's part of the loss, once its gradients are added to the masters'."""
+        """Add each microbatch's gradients to the masters', and yield its part of the loss."""
         device = self._model.device
         rows, num_tokens = self._recipe.batch.sequences_per_microbatch, int((batch.labels != IGNORE).sum())
         inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
@@ -131,7 +131,7 @@ class _Oracle:
             yield loss.item()
 
     def _measure_noise(self, batch: TokenBatch) -> dict[Tensor, Noise]:
-        """What rounding does to the gradients of this step, which are left as they were."""
+        """The effect of rounding on the gradients of this step, by master; the gradients are left as they were."""
         masters = self.masters.values()
         own = [(master.detach().clone(), master.grad) for master in masters]
         perturbed: list[list[Tensor | None]] = []
@@ -150,7 +150,7 @@ class _Oracle:
 
 
 def _widen(logits: Tensor) -> Tensor:
-    """At least fp32: the loss is not computed in bf16."""
+    """Logits in at least fp32: the loss is not computed in bf16."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

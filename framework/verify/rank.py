@@ -32,7 +32,7 @@ class RankFailed(Exception):
 
 
 class Ranks:
-    """Ranks under way. `wait` returns what they found."""
+    """Running ranks; `wait` returns their evidence."""
 
     def __init__(self, context: ProcessContext, folder: Path):
         self._context = context
@@ -70,7 +70,7 @@ def running_ranks(recipe: Recipe, config: PretrainedConfig, num_steps: int, fold
             process.join()
 
 
-def draw_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -> list[TokenBatch]:
+def make_run_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -> list[TokenBatch]:
     """The batches of a verification, equal in every process."""
     derived = derive(recipe)
     return make_batches(config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed)
@@ -84,7 +84,7 @@ def _run_rank(rank: int, recipe: Recipe, config: PretrainedConfig, num_steps: in
         device, backend = choose_rank_device(recipe.launch.device, rank, plan.topology.world)
         compute_exactly(device)
         mesh = connect(plan.topology, device, (folder / "rendezvous").as_uri(), rank, TIMEOUT_S, backend=backend)
-        evidence = run_layout(plan, draw_batches(recipe, config, num_steps), mesh)
+        evidence = run_layout(plan, make_run_batches(recipe, config, num_steps), mesh)
         if rank == 0:
             torch.save(evidence, folder / "evidence")
         mesh.close()
@@ -102,8 +102,8 @@ def choose_rank_device(kind: str, rank: int, world: int) -> tuple[torch.device, 
 
 
 def compute_exactly(device: torch.device) -> None:
-    """In this process fp32 is fp32 and not TF32, sums of bf16 products are kept in fp32, and kernels are deterministic where
-    there are such."""
+    """Make this process compute in fp32 where it says fp32 (no TF32), accumulate bf16 matmuls in fp32, and use deterministic
+    kernels where there are any."""
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False

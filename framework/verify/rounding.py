@@ -1,9 +1,9 @@
-"""How far rounding alone takes a run: the oracle in a narrow dtype beside itself in a wider one.
+"""Error bounds measured on rounding alone: the oracle in a narrow dtype compared with itself in a wider one.
 
-The oracle trains in the narrow dtype from the same weights, and again from weights that are rounded otherwise. How far these
-references are from the wide oracle is what rounding does to this model, for every parameter by itself; a layout may be SPREAD
-times as far. In bf16, where no fixed tolerance fits all models, these are the bounds. In fp32 they tell rounding from a fault
-of fp32 alone, where the layout is beyond the tolerance and equal in fp64.
+The oracle trains in the narrow dtype from the same weights, and again from weights that are rounded differently. The distance of
+these references from the wide oracle is the effect of rounding on this model, measured for each parameter; a layout may be SPREAD
+times as far away. In bf16, where no fixed tolerance fits all models, these are the bounds. In fp32 they tell rounding from a
+fault of fp32 alone, where the layout is beyond the tolerance and equal in fp64.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from framework.verify.evidence import Evidence
 
 NUM_REFERENCES = 4
 SPREAD = 4.0
-# The least bounds: one rounding of bf16, the tolerance of fp32. A reference may be nearer by chance.
+# The smallest bounds: one rounding of bf16, the tolerance of fp32. A reference may be closer by chance.
 LEAST = {"bf16": 2.0**-8, "fp32": 1e-5}
-# Beyond it a bound says next to nothing about a tensor, and the user is told so.
+# A bound above this says next to nothing about a tensor, and the user is told so.
 LOOSE = 0.5
 
 
 def judge(found: Evidence, references: Sequence[Evidence], truth: Evidence, dtype: str) -> list[Row]:
-    """For each quantity the step or parameter that is farthest beyond its bound, or nearest to it."""
+    """A row for each quantity: the step or parameter with the largest error relative to its bound."""
     errors, bounds = measure(found, truth), find_bounds(references, truth, dtype)
     rows = []
     for quantity, of in errors.items():
@@ -33,9 +33,9 @@ def judge(found: Evidence, references: Sequence[Evidence], truth: Evidence, dtyp
 
 
 def find_bounds(references: Sequence[Evidence], truth: Evidence, dtype: str) -> Errors:
-    """SPREAD times the references' worst error, for each parameter, and for losses and norms over all steps.
+    """SPREAD times the references' worst error: for each parameter, and for losses and norms over all steps together.
 
-    ModelError if one process does not stay finite: it would bound nothing.
+    Raises ModelError if a reference does not stay finite, since it bounds nothing.
     """
     measured = [measure(reference, truth) for reference in references]
     endless = [f"{quantity}, {at}" for each in measured for quantity, of in each.items() for at in of if of[at] == inf]
@@ -54,5 +54,5 @@ def find_bounds(references: Sequence[Evidence], truth: Evidence, dtype: str) -> 
 
 
 def find_loose(bounds: Errors) -> list[str]:
-    """Parameters of whose gradient the bounds say next to nothing."""
+    """Names of the parameters whose gradients have bounds that say next to nothing."""
     return [name for name, bound in bounds["gradient, step 1"].items() if bound > LOOSE]

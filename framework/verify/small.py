@@ -1,4 +1,4 @@
-"""The recipe made small: what of it verification changes, and why. `left_out.py` tells the user of every change.
+"""A small version of the user's recipe that verification runs in its place. `left_out.py` tells the user of every change.
 
 Kept: the optimizer, groups, freezing, clipping, ZeRO, activation checkpointing, the degrees but for dp, the schedule's shape.
 """
@@ -34,7 +34,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Small:
-    """A recipe that is run in place of the user's. reasons: why, by key, where it is not for size."""
+    """A recipe that is run in place of the user's. reasons: by key, why it was changed, where that is not for size."""
 
     recipe: Recipe
     reasons: Mapping[str, str]
@@ -80,7 +80,7 @@ def shrink_recipe(recipe: Recipe, parameters: Collection[str], positions: int, o
 
 
 def _most_microbatches(recipe: Recipe) -> int:
-    """A schedule from a table has its own number, and DualPipeV needs two for each rank."""
+    """The largest number of microbatches: a table has its own, and DualPipeV needs two for each rank."""
     if recipe.pipeline.table is not None:
         return derive(recipe).accumulation
     return 2 * recipe.parallel.pp if recipe.pipeline.schedule == "dualpipe_v" else MAX_ACCUMULATION
@@ -92,7 +92,7 @@ def _inner(recipe: Recipe) -> int:
 
 
 def _choose_dp(recipe: Recipe, ranks: int | None) -> int:
-    """The largest dp that needs at most MAX_RANKS ranks, or the smallest that the layout takes; with `ranks`, what fills them."""
+    """The largest dp that needs at most MAX_RANKS ranks, or else the smallest legal one; with `ranks`, the dp that fills them."""
     inner, ep, cp = _inner(recipe), recipe.parallel.ep, recipe.parallel.cp
     if ranks is not None:
         if ranks < 1 or ranks % inner or (ranks // inner * cp) % ep:
@@ -146,7 +146,7 @@ def _simplify_optim(optim: Optim, parameters: Collection[str], dtype: str) -> tu
 
 
 def _compress(schedule: LearningRateSchedule) -> LearningRateSchedule:
-    """At most one step of each phase, so that few steps see all of them."""
+    """The schedule with at most one step in each phase, so that few steps see all of them."""
     decay = None if schedule.decay_steps is None else 1
     return replace(schedule, warmup_steps=min(schedule.warmup_steps, 1), decay_steps=decay)
 

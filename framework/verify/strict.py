@@ -14,19 +14,19 @@ from framework.errors import RecipeError
 from framework.model.precision import DTYPES, compute_dtype
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
-from framework.verify.left_out import ChangedValue, find_changes, find_drawn
+from framework.verify.left_out import ChangedValue, find_changes, find_dropout
 from framework.verify.options import Options
 from framework.verify.small import CPU_ATTENTION, CPU_EXPERTS
 
-# Some minutes: a core does 1e10 to 1e11 floating-point operations a second, a GPU a thousand times as many.
+# A few minutes: a core does 1e10 to 1e11 floating-point operations a second, a GPU a thousand times as many.
 MAX_FLOPS = {"cpu": 3e13, "cuda": 1e16}
 MAX_RANKS = 16
-# Of a parameter on each side: weights, gradients, master, two moments, copies on the way, in fp32; activations come on top.
+# Bytes of a parameter on each side: weights, gradients, master, two moments, copies, all in fp32; activations come on top.
 BYTES_PER_PARAMETER = 32
 
 
 def keep_whole(recipe: Recipe, config: PretrainedConfig, num_parameters: int, options: Options) -> Recipe:
-    """The recipe with its precision in words, to run on this machine. RecipeError with all that stands against it."""
+    """The recipe with its precision explicit, to run on this machine. Raises RecipeError that lists everything against it."""
     derived = derive(recipe)
     compute = compute_dtype(recipe.precision, torch.device(options.device))
     word = next(name for name, dtype in DTYPES.items() if dtype == compute)
@@ -35,7 +35,7 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, num_parameters: int, op
         precision=replace(recipe.precision, compute=word),  # type: ignore[arg-type]
         launch=replace(recipe.launch, kind="local", ranks=derived.world, device=options.device),
     )
-    problems = [str(change) for change in find_drawn(config)]
+    problems = [str(change) for change in find_dropout(config)]
     problems += [str(change) for change in _find_absent(recipe, options, word)]
     problems += _find_too_large(recipe, num_parameters, options)
     if problems:
@@ -50,7 +50,7 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, num_parameters: int, op
 
 
 def _find_absent(recipe: Recipe, options: Options, dtype: str) -> list[ChangedValue]:
-    """What of the recipe a verification cannot do."""
+    """The values of the recipe that a verification cannot run."""
     absent = []
     model = recipe.model
     if model.weights is not None:

@@ -41,7 +41,7 @@ class Writer:
                 self.actions.append(Action(stage, kind, microbatch))
 
     def done(self, chunk: int, kind: Kind) -> int:
-        """How many microbatches of that kind have been written."""
+        """Number of microbatches of the rank's `chunk`-th stage that have been written for a kind."""
         return self._next[self.stages[chunk], kind]
 
 
