@@ -1,4 +1,4 @@
-"""The one door to transformers' private loading machinery; tried with 5.17 and 5.23.
+"""The only file that uses transformers' private loading code; tested with 5.17 and 5.23.
 
 On disk a Mixtral expert is three matrices; in the model all experts of a layer are two stacked tensors. Hugging Face
 describes such differences as renamings and converters; here they become `Assembly` values: which keys of a folder make
@@ -40,7 +40,7 @@ class Assembly:
 
     @property
     def stacks_rows(self) -> bool:
-        """Is row i of the only target made of the i-th source of each pattern alone (experts stacked along dim 0)?"""
+        """Whether row i of the only target is made of the i-th source of each pattern alone (experts stacked along dim 0)."""
         if self.converter is None or len(self.targets) != 1:
             return False
         first, *others = self.converter.operations
@@ -48,7 +48,7 @@ class Assembly:
         return stacked and all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
 
     def rows(self, start: int, stop: int) -> "Assembly":
-        """Rows [start, stop) of a target that `stacks_rows`."""
+        """The assembly of rows [start, stop) of a target that `stacks_rows`."""
         by_pattern: dict[str, list[tuple[str, str]]] = {}
         for pattern, key in self.sources:
             by_pattern.setdefault(pattern, []).append((pattern, key))
@@ -57,7 +57,7 @@ class Assembly:
 
 
 def match_keys(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, Assembly], list[str]]:
-    """How keys of a folder make entries of the model's state dict, by entry; and the keys that no entry wants.
+    """The assembly of each entry of the model's state dict from keys of a folder, by entry; and the keys that no entry uses.
 
     A prefix that only one side has ("model.") is added or dropped. Keys that the family declares superfluous are not
     reported: old rotary tables, the layers of a multi-token prediction head.
@@ -88,7 +88,7 @@ def match_keys(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, A
 
 
 def assemble(model: PreTrainedModel, assembly: Assembly, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """The targets of `assembly`, from the sources that `read(key)` returns; meta tensors give the shapes alone.
+    """The targets of `assembly` by name, made from the tensors that `read(key)` returns; meta tensors give the shapes alone.
 
     Raises what the operation raises when the sources do not fit together (RuntimeError, ValueError).
     """
@@ -124,7 +124,7 @@ def dropped_on_save(model: PreTrainedModel) -> set[str]:
 
 
 def _targets(first: str, converter: WeightConverter) -> tuple[str, ...]:
-    """All entries that a conversion makes, given the first one's name."""
+    """Names of all entries that a conversion makes, given the first one's."""
     patterns = converter.target_patterns
     return tuple(first.replace(patterns[0], pattern) for pattern in patterns)
 

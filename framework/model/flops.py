@@ -17,14 +17,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.units import Unit
 
-# What configs call the number of experts that a token is sent to.
+# Names under which configs have the number of experts that a token is sent to.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters, tied ones counted once. active: those active per token, of experts the ones it is sent to.
-    multiplied: the active ones without embedding tables, which are looked up and cost no FLOPs."""
+    """Numbers of parameters, tied ones counted once.
+
+    active: active parameters per token: of stacked experts, as many as a token is sent to. multiplied: the active ones that are
+    in matmuls; rows of an embedding are looked up, which costs no FLOPs.
+    """
 
     total: int
     active: int
@@ -32,7 +35,7 @@ class ModelSize:
 
 
 def measure_model(model: PreTrainedModel) -> ModelSize:
-    """Counts from shapes; the model may be on meta. Stacked experts [E, ...] are active by experts per token over E."""
+    """The parameters of a model, which may be on meta. Of stacked experts [E, ...], (experts per token) / E are active."""
     experts_per_token = _experts_per_token(model.config.get_text_config())
     head = model.get_output_embeddings()
     head_weight = getattr(head, "weight", None)
@@ -49,14 +52,13 @@ def measure_model(model: PreTrainedModel) -> ModelSize:
 
 
 def flops_per_token(model: PreTrainedModel, context: int) -> float:
-    """Training FLOPs per token at sequences of `context` tokens."""
+    """Training FLOPs per token, forward and backward, with sequences of `context` tokens."""
     config = model.config.get_text_config()
     return 6.0 * (measure_model(model).multiplied + attention_width(config) * sum(attention_reach(config, context)))
 
 
 def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> dict[str, float]:
-    """Forward FLOPs per token of each unit, by name: two for each weight that is multiplied, and its attention's. A tied
-    weight is multiplied in the head."""
+    """Forward FLOPs per token of each unit, by name: two for each weight in a matmul, and those of its attention."""
     config = model.config.get_text_config()
     reaches = iter(attention_reach(config, context))
     head = model.get_output_embeddings()
@@ -66,13 +68,14 @@ def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> d
         multiplied = sum(_count_multiplied(module, config) for module in modules if module is not head)
         attended = attention_width(config) * next(reaches) if unit.is_layer else 0
         found[unit.name] = 2.0 * (multiplied + attended)
+    # A tied weight belongs to the embedding's unit, but its matmul is in the head.
     if head is not None:
         found["head"] += 2.0 * sum(parameter.numel() for parameter in head.parameters())
     return found
 
 
 def _count_multiplied(module: nn.Module, config: PretrainedConfig) -> int:
-    """Weights of the module itself that a token is multiplied with; of stacked experts, those of one token."""
+    """Weights of the module itself, without its children, in a token's matmuls; of stacked experts, those of one token."""
     if isinstance(module, nn.Embedding):
         return 0
     chosen = _experts_per_token(config) if hasattr(module, "is_transposed") else None
@@ -84,7 +87,7 @@ def _count_multiplied(module: nn.Module, config: PretrainedConfig) -> int:
 
 
 def attention_width(config: PretrainedConfig) -> int:
-    """heads (d_qk + d_v) of a layer; 0 for models without attention."""
+    """The product heads (d_qk + d_v) of a layer; 0 for models without attention."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return 0
@@ -95,7 +98,7 @@ def attention_width(config: PretrainedConfig) -> int:
 
 
 def attention_reach(config: PretrainedConfig, context: int) -> list[int]:
-    """Tokens that a query of each layer may see: 0 for linear attention and state-space layers."""
+    """The number of tokens that a query sees, by layer; 0 for linear attention and state-space layers."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:

@@ -80,7 +80,7 @@ def pin_revision(model: Model) -> Model:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Are all files of weights there? A download that was cut, or one of the configuration alone, leaves a folder as well."""
+    """Whether all files of weights are there: an interrupted download, or one of the configuration alone, leaves a folder too."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return all((folder / name).exists() for name in json.loads(index.read_text())["weight_map"].values())

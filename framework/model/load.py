@@ -1,4 +1,4 @@
-"""From the recipe's words to an unmodified Hugging Face model on the meta device: structure without memory."""
+"""Hugging Face configs and unmodified models on the meta device, from a recipe: structure without memory."""
 
 import difflib
 import inspect
@@ -47,7 +47,7 @@ def load_config(model: Model, locate: Callable[[str, str | None], Path] = resolv
 
 
 def load_config_file(path: Path) -> PretrainedConfig:
-    """Any Hugging Face `config.json`."""
+    """The config in a Hugging Face `config.json`. Raises ModelError for a file that is none."""
     try:
         values = json.loads(path.read_text())
         return _for_training(AutoConfig.for_model(values.pop("model_type"), **values))
@@ -69,7 +69,8 @@ def build_meta(config: PretrainedConfig, attention: str = "auto") -> PreTrainedM
 
 
 def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.dtype) -> None:
-    """Select how stacked experts are multiplied; `auto` leaves the family's choice, but in fp64, which grouped products lack."""
+    """Select the implementation of stacked experts' matmuls. `auto` keeps the family's, except in fp64, which has no grouped
+    matmul."""
     if not any(hasattr(module, "is_transposed") and hasattr(module, "has_gate") for module in model.modules()):
         return
     if implementation == "auto" and compute == torch.float64:
@@ -79,7 +80,7 @@ def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.d
 
 
 def _for_training(config: PretrainedConfig) -> PretrainedConfig:
-    """A key-value cache makes the model ignore packed positions, silently: see notes in docs/models.md."""
+    """The config without key-value cache, with which a model ignores packed positions silently (docs/models.md)."""
     config.use_cache = False
     config.get_text_config().use_cache = False
     return config
@@ -98,7 +99,7 @@ def _refuse_unknown_keys(known: PretrainedConfig, model: Model) -> None:
 
 
 def _read_by_model(config: PretrainedConfig) -> set[str]:
-    """Values that the family's model asks of its config although the config does not declare them (qwen3_moe's head_dim)."""
+    """Names that the family's model reads from its config although the config does not declare them (qwen3_moe's head_dim)."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     source = inspect.getsource(sys.modules[model.__module__]) if model is not None else ""
     return set(re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source))

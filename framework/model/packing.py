@@ -1,4 +1,4 @@
-"""Do documents that share a row stay apart? A small copy of the model is asked, by running it.
+"""Whether documents that are packed into one row stay apart in a model, found by running a small copy of it.
 
 Hugging Face's mask functions keep attention inside documents where positions restart, if the model hands the positions on.
 Most do; gpt_oss, falcon, opt and others do not, and linear attention carries its state across. Neither signature nor config
@@ -18,7 +18,7 @@ LARGEST_DIFFERENCE = 1e-4
 
 
 def keeps_documents_apart(config: PretrainedConfig) -> bool:
-    """True if packed documents have the logits that they have alone, with positions that restart and neither cache nor mask."""
+    """Whether packed documents have the same logits as alone, given positions that restart, and neither cache nor mask."""
     small = shrink(config)
     small.use_cache = small.get_text_config().use_cache = False
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Dtypes of a recipe's words."""
+"""Dtypes by the recipe's words for them."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder: read lazily, and written tensor by tensor into places that are planned first."""
+"""Safetensors files of a folder: read lazily, and written tensor by tensor at positions that are planned first."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ class LazyFiles:
 
 @dataclass(frozen=True)
 class FilePosition:
-    """Where one tensor lies: `offset` bytes into the file `path`."""
+    """The position of one tensor's data: `offset` bytes into the file `path`."""
 
     path: Path
     offset: int
@@ -92,7 +92,7 @@ class FilePosition:
 
 
 def plan_files(folder: Path, tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, FilePosition]:
-    """Create the files that will hold `tensors` (meta), in full size but without content: where each tensor goes.
+    """Create the files that will hold `tensors` (meta), in full size but without content, and return each tensor's position.
 
     More than one file comes with an index. Raises ModelError if the disk has too little room.
     """

@@ -71,7 +71,7 @@ TOKENS = r".*_token_(id|index)|(pad|bos|eos|unk|mask)_index"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the small model's values follow from. `positions`: the original's; `layers`: indices of the layers kept."""
+    """The numbers from which the small model's values follow. positions: the original's; layers: indices of the layers kept."""
 
     head_scale: Fraction
     width_scale: Fraction
@@ -154,7 +154,7 @@ def _choose_widths(values: Values, hidden: int, target: int) -> tuple[int, Fract
 
 
 def _rotates(values: Values, head_scale: Fraction) -> bool:
-    """Do heads of this scale have an even number of rotated dims, enough for each section of a multi-axis rope?"""
+    """Whether heads of this scale have an even number of rotated dims, enough for each section of a multi-axis rope."""
     own = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     separate = values.get("qk_rope_head_dim")
     for rope in _ropes(values):
@@ -166,7 +166,7 @@ def _rotates(values: Values, head_scale: Fraction) -> bool:
 
 
 def _shrink_value(name: str, value: Any, sizes: Sizes) -> Any:
-    """A number by what its name says that it measures; all else stays."""
+    """The small model's value of a key, which follows from what its name says that it measures; other values stay."""
     if isinstance(value, list):
         return [_shrink_value(name, entry, sizes) for entry in value]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
@@ -181,7 +181,7 @@ def _few(value: int) -> int:
 
 
 def _width(value: int, sizes: Sizes) -> int:
-    """Relative to the hidden size; a multiple of 8 stays one (see `_shrink_hidden`), odd stays odd."""
+    """A width in proportion to the hidden size; a multiple of 8 stays one (see `_shrink_hidden`), odd stays odd."""
     exact, odd = value * sizes.width_scale, value % 2
     return max(round(exact / 8), 1) * 8 if value % 8 == 0 else max(round((exact - odd) / 2), 1) * 2 + odd
 
@@ -195,12 +195,12 @@ def _rank(value: int, sizes: Sizes) -> int:
 
 
 def _original_positions(value: int, sizes: Sizes) -> int:
-    """Positions before a rope was stretched: the factor of the stretch stays."""
+    """The positions before a rope was stretched; the factor of the stretch stays."""
     return value if sizes.positions <= POSITIONS else max(value * POSITIONS // sizes.positions, 4)
 
 
 def _window(value: int, sizes: Sizes) -> int:
-    """Shorter than a sequence, unless the original is longer than any."""
+    """A window shorter than a sequence, unless the original is longer than any sequence."""
     return value if value >= sizes.positions else min(value, WINDOW + value % 2)
 
 
@@ -225,7 +225,7 @@ RULES: dict[str, Callable[[Any, Sizes], Any]] = {
 
 
 def _shrink_heads(values: Values) -> Values:
-    """Query and key-value heads together, by their ratio."""
+    """The numbers of query and key-value heads, which keep their ratio."""
     small: Values = {}
     for name, name_kv in HEAD_PAIRS:
         heads, heads_kv = values.get(name), values.get(name_kv)
@@ -237,7 +237,7 @@ def _shrink_heads(values: Values) -> Values:
 
 
 def _shrink_state_heads(values: Values, sizes: Sizes) -> Values:
-    """Heads of state-space layers and their width, by their product."""
+    """The heads of state-space layers and their width, so that the product fits."""
     small: Values = {}
     for name, name_width in STATE_HEADS:
         if values.get(name) and values.get(name_width) and values.keys() & EXPANSIONS:
@@ -247,7 +247,7 @@ def _shrink_state_heads(values: Values, sizes: Sizes) -> Values:
 
 
 def _shrink_experts(values: Values) -> Values:
-    """At most 8 experts, a divisor of the original number if there is one; at most half of them per token."""
+    """The numbers of experts: at most 8, a divisor of the original number if there is one; at most half of them per token."""
     found = [name for name in EXPERTS if values.get(name)]
     if not found:
         return {}
@@ -287,7 +287,7 @@ def _count_layers(values: Values) -> int:
 
 
 def _per_layer(values: Values, count: int) -> dict[str, list[Any]]:
-    """What the config says of each layer, one column per statement."""
+    """The config's statements about each layer, a column for each of them."""
     columns = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == count > 2}
     for name in LEADING_LAYERS:
         if values.get(name):
@@ -306,7 +306,7 @@ def _per_layer(values: Values, count: int) -> dict[str, list[Any]]:
 
 
 def _shrink_layers(values: Values, sizes: Sizes) -> Values:
-    """What the config says of each layer, said of the layers that are kept."""
+    """The config's statements about each layer, restricted to the layers that are kept."""
     columns = _per_layer(values, _count_layers(values))
     small: Values = {}
     for name, column in columns.items():
@@ -345,7 +345,7 @@ def _ropes(values: Values) -> list[Values]:
 
 
 def _shrink_rope(values: Values, sizes: Sizes) -> Values:
-    """Rope over fewer dims and positions: its factors and sections, which count pairs of rotated dims, become fewer."""
+    """The rope over fewer dims and positions: its factors and sections, which count pairs of rotated dims, become fewer."""
     rope = values.get("rope_parameters")
     if not rope:
         return {}

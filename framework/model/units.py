@@ -1,6 +1,6 @@
 """The units of a model, found by structure: the embedding, each decoder layer, the head.
 
-A unit is the one granularity of gathering, activation checkpointing, compilation, offload and pipeline cuts. No name of a
+A unit is the granularity of ZeRO's gathers, of activation checkpointing, compilation, offload and pipeline stages. No name of a
 model family appears here: the decoder is the ModuleList as long as the config says, and what stands around it is decided by
 the model's own accessors and by order of registration.
 """
@@ -18,8 +18,11 @@ FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", 
 
 @dataclass(frozen=True)
 class Unit:
-    """`modules`: every module of the unit, children before parents; `parameters`: the names of its parameters, each
-    parameter of the model in exactly one unit (a tied one where it comes first in the computation)."""
+    """The embedding, one decoder layer, or the head.
+
+    modules: every module of the unit, children before parents. parameters: the names of its parameters; each parameter of the
+    model is in exactly one unit, a tied one where it comes first in the computation.
+    """
 
     name: str
     modules: tuple[str, ...]
@@ -36,8 +39,11 @@ class Unit:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList] | None:
-    """Name and list of the decoder layers: of the ModuleLists of `num_hidden_layers` entries, or of all if there is none, the one
-    that is nearest to the input embedding in the tree (a vision tower may have as many layers), and of those the largest."""
+    """Name and list of the decoder layers; None for a model without a list.
+
+    Among the ModuleLists with `num_hidden_layers` entries, or among all if there is none, it is the one nearest to the input
+    embedding in the tree (a vision tower may have as many layers), and of several the one with the most parameters.
+    """
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         return None
@@ -81,7 +87,7 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """For each parameter's name in its unit, all names under which the model holds the same parameter."""
+    """All names of each parameter, by its name in its unit: more than one where it is tied."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

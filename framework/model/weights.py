@@ -102,7 +102,7 @@ def write_weights(
 
 @dataclass(frozen=True)
 class Differences:
-    """What keeps a folder from being the weights of a model. `shapes`: (name, in the folder, in the model)."""
+    """The differences between a folder's weights and a model's. shapes: (name, shape in the folder, shape in the model)."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -113,7 +113,7 @@ class Differences:
         return bool(self.missing or self.unexpected or self.shapes)
 
     def explain(self, model: PreTrainedModel) -> str:
-        """All names, and the way out; a vocabulary of another size has a way out of its own."""
+        """The error text: all names, and what to do; another vocabulary size has an answer of its own."""
         shapes = [f"{name}: {list(stored)}, the model has {list(own)}" for name, stored, own in self.shapes]
         lines = [*_shown("missing", self.missing), *_shown("not of this model", self.unexpected)]
         lines += _shown("of another shape", shapes)
@@ -185,7 +185,7 @@ def _read_assembly(
 
 
 def _refuse_untied(files: LazyFiles, copies: list[Assembly], boxes: list[Box]) -> None:
-    """A folder may hold a tied weight several times, but with equal values."""
+    """Raise ModelError where a folder holds a tied weight several times with different values."""
     keys = [assembly.sources[0][1] for assembly in copies]
     for box in boxes if len(keys) > 1 else ():
         first, *others = (files.slice(key)[box.slices()] for key in keys)
@@ -213,7 +213,7 @@ def _write_places(places: Mapping[str, FilePosition], tensors: Mapping[str, Tens
 
 
 def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """config.json and generation_config.json: for use, so with the key-value cache that training switches off."""
+    """Write config.json and generation_config.json, with the key-value cache that training has switched off."""
     config, generation = deepcopy(model.config), deepcopy(model.generation_config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -226,7 +226,7 @@ def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> 
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    """Give the finished folder its name, once its bytes are on the disk."""
+    """Rename the finished folder to its final name, once its bytes are on the disk."""
     for path in partial.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
