@@ -64,8 +64,11 @@ class StageActions(Protocol):
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """What goes from stage to stage: hidden states of the tokens that a rank holds between regions, [B, s, width] in `dtype`, and
-    beside them `num_sums` numbers of routers, if any. Every microbatch has the same tokens."""
+    """Shapes and dtypes of what stages exchange for a microbatch; all microbatches have the same.
+
+    Hidden states [B, T, width] in `dtype`, T the tokens that this rank holds of each sequence, and, if there is a load-balancing
+    loss, the sums of the routers [num_sums] in at least fp32.
+    """
 
     tokens: TokenLayout
     width: int
@@ -74,7 +77,7 @@ class ActivationSpec:
     device: torch.device
 
     def make_buffers(self) -> Tensors:
-        """Memory for what a rank receives of a microbatch."""
+        """Uninitialised tensors on `device` into which one microbatch's message is received."""
         hidden = torch.empty(self.tokens.hidden_shape(self.width), dtype=self.dtype, device=self.device)
         if not self.num_sums:
             return (hidden,)

@@ -1,0 +1,62 @@
+"""FLOPs per token against numbers worked out by hand."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from framework.model.flops import attention_reach, flops_per_token, measure_model
+
+# hidden 8, 2 heads of 4, 1 kv head, 3 layers, intermediate 10, vocabulary 97
+SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3,
+         "intermediate_size": 10, "vocab_size": 97, "max_position_embeddings": 64}  # fmt: skip
+ATTENTION, MLP, NORMS = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8, 3 * 8 * 10, 2 * 8
+
+
+def build(family, **values):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
+
+
+def test_a_lookup_costs_nothing_and_a_head_does():
+    size = measure_model(build("llama", tie_word_embeddings=False, **SMALL))
+    layers = 3 * (ATTENTION + MLP + NORMS) + 8
+    assert (size.total, size.active, size.multiplied) == (layers + 2 * 97 * 8, layers + 2 * 97 * 8, layers + 97 * 8)
+
+
+def test_a_tied_embedding_counts_once_and_is_multiplied_as_the_head():
+    size = measure_model(build("llama", tie_word_embeddings=True, **SMALL))
+    assert size.total == size.multiplied == 3 * (ATTENTION + MLP + NORMS) + 8 + 97 * 8
+
+
+def test_flops_per_token_are_palms_formula():
+    model = build("llama", tie_word_embeddings=False, **SMALL)
+    weights = measure_model(model).multiplied
+    assert flops_per_token(model, context=32) == 6 * weights + 12 * 3 * 2 * 4 * 32
+
+
+def test_a_token_meets_its_share_of_the_experts():
+    values = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    size = measure_model(build("mixtral", **values))
+    all_experts = 3 * 4 * 3 * 8 * 10
+    assert size.total - size.active == all_experts // 2
+
+
+def test_latent_attention_has_its_own_widths_for_keys_and_values():
+    values = {**SMALL, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 5,
+              "num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+              "moe_intermediate_size": 4, "first_k_dense_replace": 3}  # fmt: skip
+    model = build("deepseek_v3", **values)
+    extra = flops_per_token(model, context=32) - 6 * measure_model(model).multiplied
+    assert extra == 6 * 3 * 2 * (6 + 2 + 5) * 32
+
+
+def test_windows_and_layers_without_attention_shorten_the_reach():
+    gemma = AutoConfig.for_model("gemma2", num_hidden_layers=4, sliding_window=16)
+    assert sorted(attention_reach(gemma, 64)) == [16, 16, 64, 64]
+    assert attention_reach(AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=16), 64) == [16, 16]
+    hybrid = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
+    assert sum(attention_reach(hybrid, 64)) == 64
+
+
+def test_a_model_without_attention_costs_its_weights():
+    model = build("mamba", hidden_size=8, num_hidden_layers=2, vocab_size=97, state_size=4)
+    assert flops_per_token(model, context=64) == 6 * measure_model(model).multiplied
