@@ -64,8 +64,8 @@ def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce:
     unshard: whether a stage's parameters are gathered once a step and kept until the update, or again for each forward and
     backward. reduce: whether gradients are summed over ranks once a step, or after each microbatch's backward.
     """
-    # Rank and action break ties, so that all ranks, which sort for themselves, find the same order. Equal times do not depend
-    # on each other, so any order of them is free of deadlock.
+    # Rank and action break ties: each rank sorts for itself, and messages with equal times must have the same order everywhere,
+    # or two ranks would pair the wrong ones.
     messages = sorted(list_messages(schedule, costs), key=lambda each: (each.time, each.source, each.after))
     lowered = []
     for rank, actions in enumerate(schedule.actions):
