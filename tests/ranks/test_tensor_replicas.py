@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from framework.mesh.connect import connect
 
-import framework.build
+import framework.launch.train
 from framework.build import build
+from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, DriftError
 from framework.parallel.zero.gradients import GradientSync
@@ -110,6 +110,6 @@ def test_the_debug_mode_checks_after_each_step(tmp_path: Path, debug: bool) -> N
     ]
     recipe = compose([*tiny_run.RECIPE, *words, f"track.debug_collectives={str(debug).lower()}"]).require()
     prepare(recipe)
-    with patch.object(framework.build, "check_replicas", lambda buffers, world, step: checks.append(step)):
-        assert framework.build.train_rank(recipe, tmp_path / "run") == EXIT_DONE
+    with patch.object(framework.launch.train, "check_replicas", lambda buffers, world, step: checks.append(step)):
+        assert framework.launch.train.train_rank(recipe, tmp_path / "run") == EXIT_DONE
     assert checks == ([1, 2, 3] if debug else [])
