@@ -48,7 +48,10 @@ class Matmul:
 
     def __init__(self, layer: nn.Module, is_transposed: bool) -> None:
         """layer: has the `weight`, [N, K], or [K, N] if it `is_transposed`."""
-        self.layer, self.is_transposed = layer, is_transposed
+        self.is_transposed = is_transposed
+        # The layer's own dict, in which its weight may be replaced. Through the module's __getattr__, which is Python, a small
+        # layer's forward and backward take 76 us instead of 66 (one core of this project's x86 machine, 2026-11-22).
+        self._parameters = layer._parameters
         self.grad_view: GradView | None = None
         self.tick: Tensor | None = None
 
@@ -61,14 +64,21 @@ class Matmul:
     @property
     def matrix(self) -> Tensor:
         """The weight as [N, K], out of autograd."""
-        weight = self.layer.weight.data
-        return weight.t() if self.is_transposed else weight  # type: ignore[operator, return-value]
+        weight = self.weight.data
+        return weight.t() if self.is_transposed else weight
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's parameter, as it holds it."""
+        weight = self._parameters["weight"]
+        assert weight is not None, "a linear layer without a weight"
+        return weight
 
     @property
     def graph_input(self) -> Tensor:
         """What stands for the weight in autograd's graph: itself, or, where its gradient is written directly, a scalar that asks
         for a gradient. With it backward runs even where nothing else does."""
-        return self.layer.weight if self.tick is None else self.tick  # type: ignore[return-value]
+        return self.weight if self.tick is None else self.tick
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Y = X W^T + b.  x: [..., K]; bias: [N]; returns [..., N] of x's dtype, in `out` if that is given."""
@@ -76,7 +86,7 @@ class Matmul:
 
     def input_gradient(self, dy: Tensor, out: Tensor | None = None) -> Tensor:
         """dX = dY W.  dy: [..., N]; returns [..., K], in `out` if that is given."""
-        matrix = self.matrix.t()
+        matrix = self.weight.data if self.is_transposed else self.weight.data.t()
         return matmul(dy, matrix) if out is None else matmul_into(out, dy, matrix)
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor | None:
