@@ -108,6 +108,7 @@ def test_the_debug_mode_checks_after_each_step(tmp_path: Path, debug: bool) -> N
         "train.steps=3",
         "launch.device=cpu",
     ]
+    (tmp_path / "run").mkdir()
     recipe = compose([*tiny_run.RECIPE, *words, f"track.debug_collectives={str(debug).lower()}"]).require()
     prepare(recipe)
     with patch.object(framework.launch.train, "check_replicas", lambda buffers, world, step: checks.append(step)):
