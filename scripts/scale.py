@@ -41,12 +41,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from framework import build
 from framework.comm import agreement, algorithms, collectives, connect, objects, p2p
 from framework.data.prepare import prepare
 from framework.launch import rank as rank_program
+from framework.launch import train
 from framework.launch.directory import RunDirectory
 from framework.recipe.compose import compose, save_recipe
+from framework.train.loop import Loop
 
 TIMEOUT_S = 120.0
 PHASES = ("start", "save", "resume")
@@ -366,21 +367,22 @@ class Distributed:
             self._counts.add("gloo connections", len(new))
 
 
-class SaveOnly:
-    """In the loop's place: it does not train, it saves, unless it has resumed."""
+class SaveOnly(Loop):
+    """A loop that does not train: it saves once, unless it has resumed."""
 
-    def __init__(self, _run: Any, state: Any, _recipe: Any, _derived: Any, _loader: Any, services: Any) -> None:
-        self._state, self._services = state, services
+    is_done = True  # type: ignore[assignment]
 
-    def train(self) -> int:
+    def steps(self, _stop: Any) -> Iterator[int]:
         account(HERE.counts)
         if HERE.phase == "start":
             HERE.phase = "save"
-            self._state.step = 1
-            self._services.save()
+            self.state.step = 1
+            yield 1
             account(HERE.counts)
         HERE.phase = None
-        return 0
+
+    def must_validate(self) -> bool:
+        return False
 
 
 def account(counts: Counts) -> None:
@@ -462,9 +464,9 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
                 patch.object(connect, "choose_backends", lambda _device, is_debug, _backend=None: backends)
             )
             stack.enter_context(
-                patch.object(build, "StopRequest", lambda: nullcontext(SimpleNamespace(requested=False)))
+                patch.object(train, "StopRequest", lambda: nullcontext(SimpleNamespace(requested=False)))
             )
-            stack.enter_context(patch.object(build, "Loop", SaveOnly))
+            stack.enter_context(patch.object(train, "Loop", SaveOnly))
             stack.enter_context(patch.object(rank_program, "take_fingerprint", take_fingerprint_apart))
             stack.enter_context(redirect_stdout(StringIO()))
             stack.enter_context(files.counting(folder, counts))
