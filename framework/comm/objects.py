@@ -86,6 +86,22 @@ def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
     return [obj, *(pickle.loads(place.numpy().data) for place in places)]
 
 
+def gather_numbers_to_first(numbers: Sequence[float], axis: Communicator) -> list[list[float]]:
+    """On the axis's rank 0 every rank's numbers, equally many, in the axis's order; on the others an empty list. Collective.
+
+    One gather of fp64, 8 bytes a number, by the host: the backend receives all of them, where `gather_to_first` would pickle and
+    receive in Python for each rank, in every reported step.
+    """
+    if axis.size == 1:
+        return [list(numbers)]
+    check_agreement(axis, "gather_numbers_to_first", "", None)
+    mine = torch.tensor(list(numbers), dtype=torch.float64)
+    places = [torch.empty_like(mine) for _ in range(axis.size)] if axis.rank == 0 else None
+    axis.traffic.record("gather_numbers_to_first", mine.nbytes if axis.rank else 0)
+    dist.gather(mine, places, group=axis.group, group_dst=0)
+    return [place.tolist() for place in places or ()]
+
+
 def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
     """This rank's item of the result of `work`, which the axis's rank 0 alone does; or its MeshwrightError, on all. Collective.
 

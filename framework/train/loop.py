@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from framework.comm import ledger
-from framework.comm.objects import gather_to_first
+from framework.comm.objects import gather_numbers_to_first
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
 from framework.errors import NumericsError
@@ -201,7 +201,8 @@ class Loop:
             return
         step, is_validated = unreported[0].step, validation_loss is not None
         if step % self.recipe.track.every_steps == 0 or is_validated or step == self.recipe.train.steps:
-            times = gather_to_first(unreported[0].times, self.run.mesh.axis("world"))
+            gathered = gather_numbers_to_first(unreported[0].times, self.run.mesh.axis("world"))
+            times = [RankTimes(*each) for each in gathered]
             if times:  # on rank 0
                 self._observers.report(self._describe(*unreported, times, validation_loss, free_fraction))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.comm.objects import deal, gather_to_first, share_errors, tell
+from framework.comm.objects import deal, gather_numbers_to_first, gather_to_first, share_errors, tell
 from framework.errors import DataError, MeshwrightError, StorageError
 from tests.ranks.test_comm_collectives import connect_world
 
@@ -67,6 +67,20 @@ def gather_and_deal_unequal(rank, world, rendezvous):
     sent = dict(axis.traffic.bytes)
     mesh.close()
     return [len(each) for each in gathered], len(dealt), sent
+
+
+def gather_numbers(rank, world, rendezvous):
+    axis = (mesh := connect_world(rank, world, rendezvous)).axis("world")
+    gathered, sent = gather_numbers_to_first([rank, rank / 3], axis), dict(axis.traffic.bytes)
+    mesh.close()
+    return gathered, sent
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_numbers_of_every_rank_come_to_the_first_in_full_precision(pool, world):
+    for rank, (gathered, sent) in enumerate(pool.run(world, gather_numbers)):
+        assert gathered == ([[each, each / 3] for each in range(world)] if rank == 0 else [])
+        assert sent == ({"gather_numbers_to_first": 16 if rank else 0} if world > 1 else {})
 
 
 def fail_to_deal(rank, world, rendezvous):
