@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from framework.errors import EXIT_DONE, EXIT_USER
+from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError
 from framework.launch.slurm import partitions, reach
 from framework.recipe.schema import Recipe
 
@@ -42,10 +42,21 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
     for package in PACKAGES:
         yield _package(package)
     yield _devices(recipe)
+    yield _layout(recipe)
     yield _slurm(recipe)
     yield _writable("run root", Path(recipe.run.root), "run.root")
     yield _writable("token stores", Path(recipe.data.root), "data.root")
     yield _wandb(recipe)
+
+
+def _layout(recipe: Recipe) -> Finding:
+    """The plan's words; what does not fit is the user's to fix, and says how."""
+    from framework.plan.check import check_layout, describe_need
+
+    try:
+        return Finding("layout", describe_need(check_layout(recipe)))
+    except MeshwrightError as error:
+        return Finding("layout", f"{recipe.model.weights or recipe.model.family} cannot be laid out so", str(error))
 
 
 def _package(name: str) -> Finding:

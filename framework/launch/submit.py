@@ -45,6 +45,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
         return _show(render(recipe, run.path.absolute(), Path.cwd()))
     recipe = settle(recipe)
     print(summarize(recipe))
+    _check_layouts([recipe])
     prepared = prepare(recipe)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
@@ -76,6 +77,7 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
         return _show(scripts[0])
     recipes = [settle(recipe) for recipe in recipes]
     print(summarize(recipes[0]))
+    _check_layouts(recipes)
     tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
     sweep = RunDirectory.create(root, first.run.id, name)
     runs = [RunDirectory.create(root, f"{sweep.id}-{index}", name) for index in range(len(recipes))]
@@ -95,6 +97,18 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
         print(f"run      {run.path}: {shlex.join(combinations[index])}")
     print(_next_steps(sweep, [job], [f"runs     {len(runs)}, at once {first.launch.at_once or len(runs)}"]))
     return EXIT_DONE
+
+
+def _check_layouts(recipes: Sequence[Recipe]) -> None:
+    """Raise now what the ranks of a job would raise, and print the largest need. Runs of a sweep that differ in nothing that a
+    layout depends on are planned once."""
+    # A second or two, which only what is queued pays: a mistake found by the job may have waited for days.
+    from framework.plan.check import check_layout, describe_need
+
+    groups = ("model", "batch", "parallel", "pipeline", "zero", "memory", "precision", "optim")
+    different = {repr([getattr(recipe, name) for name in groups]): recipe for recipe in recipes}
+    plans = [check_layout(recipe) for recipe in different.values()]
+    print(f"plan     {describe_need(max(plans, key=lambda plan: plan.size.total))}")
 
 
 def check_machine(recipe: Recipe, dry_run: bool) -> None:

@@ -48,6 +48,11 @@ def with_sbatch(place, monkeypatch):
             "launch.container.image = ./none.sif",
             "build it",
         ),
+        (
+            ["launch.nodes=1", "launch.ranks_per_node=3", "parallel.tp=3"],
+            "parallel.tp=3 does not divide the 2 heads",
+            "use parallel.tp in [1, 2]",
+        ),
         (["launch=local"], "launch.kind=local", "launch=slurm"),
     ],
 )
@@ -80,6 +85,14 @@ def test_doctor_says_ok_or_how_to_fix_it(place, monkeypatch, capsys):
     wrong = [line.split()[1] for line in lines if line.startswith("fix ")]
     assert wrong == ["slurm", "run"]
     assert sum("->" in line for line in lines) == 2
+
+
+def test_doctor_says_whether_the_layout_can_be_built(place, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(place))
+    assert main(["doctor", *RECIPE, "precision=fp32"]) == 0
+    assert "parameters in fp32, at most" in capsys.readouterr().out
+    assert main(["doctor", *RECIPE, "parallel.tp=3", "launch.ranks=3"]) == EXIT_USER
+    assert "use parallel.tp in [1, 2]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("starter", ["srun", "torchrun"])
