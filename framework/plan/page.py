@@ -18,7 +18,6 @@ from framework.plan.activations import ESTIMATED_VALUES, bytes_sent_per_layer, l
 from framework.plan.layouts_page import describe_layouts
 from framework.plan.memory import Memory
 from framework.plan.plan import Plan, make_plan
-from framework.plan.target import resolve_target
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Recipe
 
@@ -28,7 +27,6 @@ PICTURES = (".svg", ".png", ".pdf")
 def plan_command(recipe: Recipe, schedule_to: Path | None = None) -> int:
     """Print model, batch, units, bytes per rank, traffic and schedule; write the schedule to a file if one is given. Raises what
     the recipe or the model has wrong."""
-    recipe = resolve_target(recipe)
     plan = make_plan(recipe, load_config(recipe.model))
     print("\n".join(describe_plan(plan)))
     if schedule_to is not None:

@@ -20,7 +20,7 @@ from framework.mesh.topology import Topology, shards_within_node
 from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
-from framework.model.precision import DTYPES, compute_dtype
+from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, find_layer_outputs
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
@@ -32,7 +32,7 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.memory import Memory, measure_memory
 from framework.plan.stage import PlannedStage, lay_out_stage
-from framework.plan.target import target_device
+from framework.plan.target import resolve_target
 from framework.plan.traffic import measure_traffic
 from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
@@ -43,10 +43,11 @@ from framework.recipe.schema import Recipe
 class Plan:
     """The layout of a run.
 
-    whole: the model on meta, as Hugging Face builds it; stages are copies of parts of it. units: its parts in order of
-    computation. ties: under the name that a parameter has in its unit, all its names. groups: what the optimizer does with each
-    trained parameter of the whole model. returns_tuple: whether layers return tuples (only known of a cut model).
-    load_balancing: the routers' auxiliary loss, None without one. device: where ranks compute; the index of a GPU is not known.
+    recipe: with the device and the compute dtype of where it will run. whole: the model on meta, as Hugging Face builds it;
+    stages are copies of parts of it. units: its parts in order of computation. ties: under the name that a parameter has in its
+    unit, all its names. groups: what the optimizer does with each trained parameter of the whole model. returns_tuple: whether
+    layers return tuples (only known of a cut model). load_balancing: the routers' auxiliary loss, None without one. device: where
+    ranks compute; the index of a GPU is not known.
     """
 
     recipe: Recipe
@@ -66,7 +67,7 @@ class Plan:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of forward and backward."""
-        return compute_dtype(self.recipe.precision, self.device)
+        return DTYPES[self.recipe.precision.compute]
 
     @cached_property
     def size(self) -> ModelSize:
@@ -150,9 +151,11 @@ class RankPlan:
 def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     """The plan of a checked recipe for the model of `config`. Pure: no process group, no memory, no device, equal on all ranks.
 
+    Only what the recipe leaves to `auto` may depend on this machine (`resolve_target`); ranks read recipes that leave nothing.
     Raises what does not fit: ModelError, RecipeError, TopologyError, ScheduleError.
     """
-    derived, device = derive(recipe), torch.device(target_device(recipe.launch) or "cpu")
+    recipe = resolve_target(recipe)
+    derived = derive(recipe)
     topology = make_topology(recipe, config)
     whole = build_meta(config, recipe.model.attention)
     units = tuple(find_units(whole))
@@ -164,7 +167,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         config,
         derived,
         topology,
-        device,
+        torch.device(recipe.launch.device),
         whole,
         units,
         tied_names(whole),

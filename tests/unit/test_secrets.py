@@ -183,8 +183,9 @@ def test_run_info_has_what_trackers_get_and_commands_that_can_be_typed():
     recipe = replace(with_variables(A="a-value"), run=replace(Recipe().run, root="my 'runs'"))
     recipe = replace(recipe, batch=replace(recipe.batch, sequences_per_step=8))
     mesh = connect(Topology(), torch.device("cpu"))
-    info = describe_run(make_plan(recipe, config), mesh, "x", 0, None)
-    assert info.config == describe_public(recipe)
+    plan = make_plan(recipe, config)
+    info = describe_run(plan, mesh, "x", 0, None)
+    assert info.config == describe_public(plan.recipe)
     assert info.commands["resume"] == """meshwright train run.id=x 'run.root="my '"'"'runs'"'"'"'"""
     assert info.commands["export"].startswith("""meshwright export 'my '"'"'runs'"'"'/x' --to""")
 
