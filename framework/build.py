@@ -6,8 +6,10 @@ run  = build(plan, mesh)               here
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
+from transformers import PreTrainedModel
 
 from framework.comm.connect import Mesh
 from framework.mesh.token_layout import TokenLayout
@@ -33,9 +35,11 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False) -> Run:
     resumes: leave the parameters' values to a checkpoint that is loaded next.
     """
     own = plan.lay_out(mesh.rank, mesh.axes, mesh.device)
-    materialized = [(stage, materialize(plan, stage, mesh.device, resumes)) for stage in own.stages]
+    # A copy, because initialisers leave buffers with memory in it: a plan has none, and two runs of one plan share none.
+    whole = deepcopy(plan.whole)
+    materialized = [(stage, materialize(plan, whole, stage, mesh.device, resumes)) for stage in own.stages]
     for stage in own.stages:
-        _materialize_buffers(plan, stage, mesh.device)
+        _materialize_buffers(whole, stage, mesh.device)
     exposed = ExposedCommunication(mesh.device)
     chunk = CHUNK_TOKENS if plan.recipe.memory.chunked_loss else None
     loss = TokenLoss(mesh.axis("tp"), plan.vocabulary_size, chunk)
@@ -43,20 +47,22 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False) -> Run:
     return assemble(plan, own.tokens, mesh, stages, exposed)
 
 
-def materialize(plan: Plan, stage: PlannedStage, device: torch.device, resumes: bool) -> list[UnitBuffer]:
+def materialize(
+    plan: Plan, whole: PreTrainedModel, stage: PlannedStage, device: torch.device, resumes: bool
+) -> list[UnitBuffer]:
     """Memory and values of a stage's parameters: seeded, or read from `model.weights`, or none yet if a checkpoint follows.
 
-    One unit at a time, so that drawing needs no more memory than a unit's. Initialisers and files know whole modules only, so
-    `plan.whole` is asked, which nobody has laid out or cut.
+    One unit at a time, so that drawing needs no more memory than a unit's. whole: a copy of the plan's, which nobody has laid
+    out or cut, because initialisers and files know whole modules only. It is left with the values of its buffers.
     """
     model, seed, buffers = plan.recipe.model, plan.recipe.train.seed, make_buffers(stage.buffers)
     for unit in stage.units:
-        programs = initialize_with_ties(plan.whole, plan.units, unit, seed, model.weights is None and not resumes)
+        programs = initialize_with_ties(whole, plan.units, unit, seed, model.weights is None and not resumes)
         for buffer in (buffer for buffer in buffers if buffer.plan.unit == unit.name):
             buffer.allocate(device)
             initialize_parameters(buffer, programs)
     if model.weights is not None and not resumes:
-        load_pretrained(plan.whole, buffers, find_folder(model.weights, model.revision))
+        load_pretrained(whole, buffers, find_folder(model.weights, model.revision))
     for buffer in buffers:
         buffer.copy_master_to_params()
         for name, parameter in buffer.parameters.items():
@@ -64,9 +70,9 @@ def materialize(plan: Plan, stage: PlannedStage, device: torch.device, resumes: 
     return buffers
 
 
-def _materialize_buffers(plan: Plan, stage: PlannedStage, device: torch.device) -> None:
+def _materialize_buffers(whole: PreTrainedModel, stage: PlannedStage, device: torch.device) -> None:
     """Rotary tables, masks and the like: those that the initialisers have left in the whole model."""
-    known = dict(plan.whole.named_buffers())
+    known = dict(whole.named_buffers())
     for path, module in stage.model.model.named_modules():
         for name, tensor in module.named_buffers(recurse=False):
             module._buffers[name] = known.get(f"{path}.{name}" if path else name, tensor).to(device)
