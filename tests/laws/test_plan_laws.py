@@ -1,5 +1,6 @@
 """The set-up path is walked once, and nothing on it before `materialize` owns memory."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,16 +20,18 @@ from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
 from framework.launch import train
+from framework.model.units import Unit, find_units
 from framework.parallel import parallelize
 from framework.plan import plan as plan_module
 from framework.plan import stage as stage_module
-from framework.plan.plan import Plan, make_plan
+from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.track.observers import Observers
 from tests import tiny_run
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
+from tests.ranks.pool import RankPool
 
 CPU = torch.device("cpu")
 # What find_layer_outputs and find_load_balancing_loss run: a shrunken copy of the model, whatever the model's size is.
@@ -168,15 +171,65 @@ def test_what_counts_allocations_counts_them() -> None:
     assert allocated.num_bytes > 2 * plan.size.total
 
 
-def test_a_plan_is_equal_on_every_rank() -> None:
-    """Two processes of one run must not come to different plans: everything but the meta model compares equal."""
-    recipe = recipe_of(8, 3, Parallel(tp=2, pp=2))
+def plan_facts(rank: int, world: int, rendezvous: str, recipe: Recipe, family_name: str) -> tuple[int, list[str]]:
+    """Body: a number that differs between processes, and what a process says of a plan: in the order in which it says it."""
+    with patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}):
+        plan = make_plan(recipe, build_config(family(family_name)))
+        facts = [repr((plan.topology, plan.units, plan.ties, plan.groups, plan.pipeline.stages))]
+        for each in map(plan.of_rank, range(plan.topology.world)):
+            facts += [
+                repr((buffer.unit, buffer.slots, buffer.dtypes, buffer.held, buffer.counted)) for buffer in each.buffers
+            ]
+            facts += [repr((each.tokens, plan.memory(each.rank), plan.traffic(each.rank)))]
+        return hash("meshwright"), facts
 
-    def facts(plan: Plan) -> tuple[Any, ...]:
-        ranks = [plan.of_rank(rank) for rank in range(8)]
-        layouts = [sorted(each.layouts.items()) for each in ranks]
-        numbers = [(plan.memory(rank), plan.traffic(rank)) for rank in range(8)]
-        return plan.topology, plan.units, plan.ties, plan.groups, plan.pipeline.stages, layouts, numbers
 
-    config = build_config(family("llama"))
-    assert facts(make_plan(recipe, config)) == facts(make_plan(recipe, config))
+PRODUCT = recipe_of(8, 3, Parallel(tp=2, pp=2))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_plan_is_equal_on_every_rank(pool: RankPool, name: str) -> None:
+    """Two processes of one run must not come to different plans, nor to one plan in two orders: a buffer is one collective."""
+    (first_hash, first), (second_hash, second) = pool.run(2, plan_facts, PRODUCT, name)
+    assert first_hash != second_hash, "both processes have the same hashes, so sets have one order in them"
+    assert first == second
+
+
+def plan_facts_in_the_order_of_a_set(rank: int, world: int, rendezvous: str, *args: Any) -> tuple[int, list[str]]:
+    """Body: `plan_facts` where parameters of a unit come in an order that each process makes up."""
+
+    def shuffled(whole: Any) -> list[Unit]:
+        return [replace(unit, parameters=tuple(set(unit.parameters))) for unit in find_units(whole)]
+
+    with patch.object(plan_module, "find_units", shuffled):
+        return plan_facts(rank, world, rendezvous, *args)
+
+
+def test_another_order_in_another_process_is_seen(pool: RankPool) -> None:
+    """Sabotage: the order of a set."""
+    (_, first), (_, second) = pool.run(2, plan_facts_in_the_order_of_a_set, PRODUCT, "llama")
+    assert first != second
+    assert first[-1] == second[-1]  # the bytes are equal
+
+
+def test_two_runs_of_one_plan_share_no_memory() -> None:
+    """A plan stays on meta, whatever is built of it."""
+    plan = make_plan(recipe_of(1, 0, Parallel()), build_config(family("llama")))
+    runs = [build(plan, connect(plan.topology, CPU)) for _ in range(2)]
+    assert all(tensor.is_meta for tensor in (*plan.whole.parameters(), *plan.whole.buffers()))
+    models = [run.stages[0].model.model for run in runs]
+    addresses = [{tensor.data_ptr() for tensor in (*each.parameters(), *each.buffers())} for each in models]
+    assert addresses[0]
+    assert not addresses[0] & addresses[1]
+
+
+def test_a_plan_is_for_the_device_of_its_run() -> None:
+    """Whoever makes it: `auto` is resolved for the cluster's GPUs, not for a login node without any."""
+    words = ["model=tiny_llama", "launch=slurm", "launch.ranks=2", "launch.ranks_per_node=2", "precision=auto"]
+    recipe = compose([*words, "batch.sequences_per_step=2", "batch.sequences_per_microbatch=1"]).require()
+    plan = make_plan(recipe, build_config(family("llama")))
+    assert (plan.device.type, plan.compute_dtype) == ("cuda", torch.bfloat16)
+    assert {buffer.dtypes.compute for buffer in plan.of_rank(1).buffers} == {torch.bfloat16}
+    assert (plan.recipe.launch.device, plan.recipe.precision.compute) == ("cuda", "bf16")
+    without = make_plan(replace(recipe, launch=replace(recipe.launch, gres=None)), build_config(family("llama")))
+    assert (without.device.type, without.compute_dtype) == ("cpu", torch.float32)
