@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 
 from framework.comm.connect import connect
 from framework.errors import TopologyError
-from framework.launch.train import check_nodes
+from framework.launch import train
 from framework.mesh.topology import AXIS_NAMES, Topology
 from framework.plan.plan import make_topology
 from framework.recipe.compose import compose
@@ -63,19 +63,21 @@ def test_an_unknown_axis_is_an_error_that_names_the_axes():
     ("here", "nodes", "degree"), [("2", "2", 2), ("4", "1", 4), ("3", "2", None), ("1", "2", None)]
 )
 def test_hsdp_shards_within_the_recipes_nodes_and_refuses_others_before_anyone_connects(
-    monkeypatch, here, nodes, degree
+    monkeypatch, tmp_path, here, nodes, degree
 ):
     """Four ranks on two nodes; three of them on one node and one on the other is refused on both."""
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": nodes}.items():
         monkeypatch.setenv(name, value)
     launch = ["launch.ranks=4"] if nodes == "1" else ["launch=slurm", "launch.nodes=2", "launch.ranks_per_node=2"]
-    recipe = compose(["zero=hsdp", *launch, "batch.sequences_per_step=32"]).require()
+    words = ["zero=hsdp", "precision=fp32", *launch, "batch.sequences_per_step=32"]
+    recipe = compose(words).require()
     if degree is not None:
-        check_nodes(recipe)
+        train.check_nodes(recipe)
         assert make_topology(recipe, LlamaConfig()).shard == degree
     else:
+        monkeypatch.setattr(train, "connect", lambda *words, **more: pytest.fail("a rank has connected"))
         with pytest.raises(TopologyError, match=r"zero\.shard_within=node needs equally many ranks on every node"):
-            check_nodes(recipe)
+            train.train_rank(recipe, tmp_path)
 
 
 @pytest.mark.parametrize(
