@@ -112,7 +112,7 @@ def bytes_sent_per_layer(plan: Plan) -> int:
 
 
 def _all_activations(plan: Plan) -> int:
-    """Of a layer that keeps everything."""
+    """Bytes of a layer that keeps everything."""
     widths = layer_widths(plan.whole)
     if widths is None:
         return hidden_bytes(plan) * ESTIMATED_VALUES

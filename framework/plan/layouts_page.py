@@ -25,7 +25,7 @@ def describe_layouts(buffers: Sequence[BufferPlan]) -> str:
 
 
 def describe_layout(layout: Layout) -> str:
-    """Before ZeRO, which shards and replicates all alike: such as `sharded over tp along dim 0, in 3 segments`."""
+    """A layout in words, such as `sharded over tp along dim 0, in 3 segments`, before ZeRO, which shards all alike."""
     words = []
     for shard in layout.shards:
         segments = f", in {len(shard.segments)} segments" if shard.segments else ""

@@ -62,7 +62,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 
 
 def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int) -> None:
-    """As a table that `pipeline.table` reads, or as a picture of the simulated times. Raises RecipeError for other endings."""
+    """Write a table that `pipeline.table` reads, or a picture of the simulated times. Raises RecipeError for other endings."""
     schedule = pipeline.make(num_microbatches)
     if not path.parent.is_dir():
         raise RecipeError(f"--schedule-to {path}: there is no folder {path.parent}, make it first")

@@ -144,7 +144,7 @@ class RankPlan:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Of each parameter of the rank, by its name in its unit, before ZeRO divides it."""
+        """The layout of each parameter of the rank, by its name in its unit, before ZeRO divides it."""
         return {slot.name: slot.layout for buffer in self.buffers for slot in buffer.slots}
 
 
