@@ -96,7 +96,7 @@ def stage_activations(plan: Plan) -> tuple[list[int], int]:
 
 def hidden_bytes(plan: Plan) -> int:
     """Bytes of a rank's hidden states of one microbatch between two layers."""
-    tokens = plan.of_rank(0).tokens
+    tokens = plan.token_layout(0)
     return prod(tokens.hidden_shape(_width(plan))) * plan.compute_dtype.itemsize
 
 
@@ -106,7 +106,7 @@ def bytes_sent_per_layer(plan: Plan) -> int:
     With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
     in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes.
     """
-    tokens = plan.of_rank(0).tokens
+    tokens = plan.token_layout(0)
     whole = tokens.sequences * tokens.context * _width(plan) * plan.compute_dtype.itemsize
     return 2 * 2 * 2 * (plan.derived.tp - 1) * whole // plan.derived.tp
 
@@ -116,7 +116,7 @@ def _all_activations(plan: Plan) -> int:
     widths = layer_widths(plan.whole)
     if widths is None:
         return hidden_bytes(plan) * ESTIMATED_VALUES
-    layout, e, t = plan.of_rank(0).tokens, plan.compute_dtype.itemsize, plan.derived.tp
+    layout, e, t = plan.token_layout(0), plan.compute_dtype.itemsize, plan.derived.tp
     tokens, shard = layout.sequences * layout.context, layout.sequences * layout.tokens_local
     norms = 2 * shard * (widths.hidden * (4 + e) + 4)
     regathers = plan.recipe.memory.gathered_inputs == "regather"
@@ -128,7 +128,7 @@ def _all_activations(plan: Plan) -> int:
 
 
 def _head_activations(plan: Plan) -> int:
-    layout, e, t = plan.of_rank(0).tokens, plan.compute_dtype.itemsize, plan.derived.tp
+    layout, e, t = plan.token_layout(0), plan.compute_dtype.itemsize, plan.derived.tp
     tokens, shard = layout.sequences * layout.context, layout.sequences * layout.tokens_local
     kept_logit = e if t > 1 or plan.recipe.memory.chunked_loss else max(e, 4)
     hidden = shard * (_width(plan) * (4 + e) + 4) + tokens * _width(plan) * e

@@ -23,4 +23,6 @@ def describe_need(plan: Plan) -> str:
     """The model's size and the most memory that a rank is planned to hold, in a line."""
     most = max(plan.memory(rank).total for rank in plan.topology.ranks("pp", 0))
     size = f"{most / 2**30:,.1f} GiB" if most >= 2**30 else f"{most / 2**20:,.0f} MiB"
-    return f"{plan.size.total:,} parameters in {plan.recipe.precision.compute}, at most {size} a rank, kernels not counted"
+    return (
+        f"{plan.size.total:,} parameters in {plan.recipe.precision.compute}, at most {size} a rank, kernels not counted"
+    )

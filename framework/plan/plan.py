@@ -13,7 +13,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, shards_within_node
@@ -92,12 +91,17 @@ class Plan:
 
     def lay_out(self, rank: int, axes: Mapping[str, Communicator], device: torch.device) -> "RankPlan":
         """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
-        tokens = make_token_layout(self.recipe, axes["tp"].axis)
+        tokens = self.token_layout(rank)
         own = [
             bounds for bounds in self.pipeline.stages if self.pipeline.rank_of_stage[bounds.index] == axes["pp"].rank
         ]
         stages = [lay_out_stage(self._copy(bounds), self._stage(bounds, axes, tokens, device)) for bounds in own]
         return RankPlan(rank, tuple(stages), tokens)
+
+    def token_layout(self, rank: int) -> TokenLayout:
+        """The tokens that the rank holds of each microbatch; lays nothing out."""
+        batch, tp = self.recipe.batch, self.topology.axes(rank)["tp"]
+        return TokenLayout(batch.sequences_per_microbatch, batch.context, tp, self.recipe.parallel.sequence)
 
     def memory(self, rank: int) -> Memory:
         """Bytes that the rank holds at the most."""
@@ -208,12 +212,6 @@ def _find_embedding_ranks(settings: schema.Pipeline, derived: Derived) -> tuple[
 def unconnected(topology: Topology, rank: int) -> dict[str, Communicator]:
     """The axes as a rank will see them, before anyone is connected."""
     return {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
-
-
-def make_token_layout(recipe: Recipe, tp: Axis) -> TokenLayout:
-    """The tokens that a rank holds of each microbatch."""
-    batch = recipe.batch
-    return TokenLayout(batch.sequences_per_microbatch, batch.context, tp, recipe.parallel.sequence)
 
 
 def _group(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> list[GroupAssignment]:
