@@ -17,21 +17,18 @@ An activation-checkpointed layer keeps its input, T' h e. What stands behind the
     logits              T v e with a divided vocabulary or memory.chunked_loss, else T v 4: logarithms of softmax in fp32
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from framework.mesh.token_layout import TokenLayout
+from framework.model.stage import StageBounds
 from framework.model.units import find_layers
+from framework.recipe.schema import Memory
 
-if TYPE_CHECKING:
-    from framework.plan.plan import Plan
-
-# ActivationSpec values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
+# Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
 ESTIMATED_VALUES = 17
 
@@ -77,63 +74,78 @@ def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
     )
 
 
-def layer_activations(plan: Plan) -> int:
-    """Bytes that a rank keeps of one microbatch for the backward of one layer."""
-    hidden = hidden_bytes(plan)
-    if plan.recipe.memory.activation_checkpointing == "full":
-        return hidden
-    return _all_activations(plan)
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of activations of one rank, of one microbatch. All ranks of a run hold as many in a layer.
 
-
-def stage_activations(plan: Plan) -> tuple[list[int], int]:
-    """Bytes that a rank keeps of one microbatch for the backward of each stage, and those that it has beside them while a
-    checkpointed layer is computed again. An estimate where layers have a form without a formula."""
-    layer, head = layer_activations(plan), _head_activations(plan)
-    kept = [layer * (bounds.stop - bounds.start) + head * bounds.is_last for bounds in plan.pipeline.stages]
-    is_checkpointed = plan.recipe.memory.activation_checkpointing == "full"
-    return kept, _all_activations(plan) if is_checkpointed else 0
-
-
-def hidden_bytes(plan: Plan) -> int:
-    """Bytes of a rank's hidden states of one microbatch between two layers."""
-    tokens = plan.token_layout(0)
-    return prod(tokens.hidden_shape(_width(plan))) * plan.compute_dtype.itemsize
-
-
-def bytes_sent_per_layer(plan: Plan) -> int:
-    """What a rank sends over `tp` for one layer and one microbatch.
-
-    With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
-    in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes.
+    tokens: the rank's. width: of hidden states. vocabulary: of the whole model. itemsize: bytes of an activation. layer: the
+    form of a layer, None where it has no formula: then its bytes are an estimate. memory: the recipe's.
     """
-    tokens = plan.token_layout(0)
-    whole = tokens.sequences * tokens.context * _width(plan) * plan.compute_dtype.itemsize
-    return 2 * 2 * 2 * (plan.derived.tp - 1) * whole // plan.derived.tp
 
+    tokens: TokenLayout
+    width: int
+    vocabulary: int
+    itemsize: int
+    layer: LayerWidths | None
+    memory: Memory
 
-def _all_activations(plan: Plan) -> int:
-    """Bytes of a layer that keeps everything."""
-    widths = layer_widths(plan.whole)
-    if widths is None:
-        return hidden_bytes(plan) * ESTIMATED_VALUES
-    layout, e, t = plan.token_layout(0), plan.compute_dtype.itemsize, plan.derived.tp
-    tokens, shard = layout.sequences * layout.context, layout.sequences * layout.tokens_local
-    norms = 2 * shard * (widths.hidden * (4 + e) + 4)
-    regathers = plan.recipe.memory.gathered_inputs == "regather"
-    inputs = 2 * (shard if regathers else tokens) * widths.hidden * e
-    kv = widths.kv // min(t, widths.kv_heads)
-    attention = tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
-    mlp = tokens * 4 * -(-widths.inner // t) * e
-    return norms + inputs + attention + mlp
+    @property
+    def hidden_bytes(self) -> int:
+        """Hidden states between two layers."""
+        return prod(self.tokens.hidden_shape(self.width)) * self.itemsize
 
+    @property
+    def layer_bytes(self) -> int:
+        """What is kept for the backward of one layer."""
+        return self.hidden_bytes if self.is_checkpointed else self._all_of_layer
 
-def _head_activations(plan: Plan) -> int:
-    layout, e, t = plan.token_layout(0), plan.compute_dtype.itemsize, plan.derived.tp
-    tokens, shard = layout.sequences * layout.context, layout.sequences * layout.tokens_local
-    kept_logit = e if t > 1 or plan.recipe.memory.chunked_loss else max(e, 4)
-    hidden = shard * (_width(plan) * (4 + e) + 4) + tokens * _width(plan) * e
-    return hidden + tokens * -(-plan.config.get_text_config().vocab_size // t) * kept_logit
+    @property
+    def recomputed_bytes(self) -> int:
+        """What is there beside that while a checkpointed layer is computed again."""
+        return self._all_of_layer if self.is_checkpointed else 0
 
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether layers keep their input only."""
+        return self.memory.activation_checkpointing == "full"
 
-def _width(plan: Plan) -> int:
-    return plan.config.get_text_config().hidden_size
+    def stage_bytes(self, stage: StageBounds) -> int:
+        """What is kept for the backward of a stage."""
+        return self.layer_bytes * (stage.stop - stage.start) + self._head_bytes * stage.is_last
+
+    @property
+    def sent_per_layer(self) -> int:
+        """What a rank sends over `tp` for one layer.
+
+        With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
+        in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes.
+        """
+        n = self.tokens.tp.size
+        return 2 * 2 * 2 * (n - 1) * self._num_tokens * self.width * self.itemsize // n
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.tokens.sequences * self.tokens.context
+
+    @property
+    def _all_of_layer(self) -> int:
+        """What a layer keeps without checkpointing, by the formulas above."""
+        if self.layer is None:
+            return self.hidden_bytes * ESTIMATED_VALUES
+        widths, e, t = self.layer, self.itemsize, self.tokens.tp.size
+        tokens, shard = self._num_tokens, self.tokens.sequences * self.tokens.tokens_local
+        norms = 2 * shard * (widths.hidden * (4 + e) + 4)
+        regathers = self.memory.gathered_inputs == "regather"
+        inputs = 2 * (shard if regathers else tokens) * widths.hidden * e
+        kv = widths.kv // min(t, widths.kv_heads)
+        attention = tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
+        mlp = tokens * 4 * -(-widths.inner // t) * e
+        return norms + inputs + attention + mlp
+
+    @property
+    def _head_bytes(self) -> int:
+        tokens, shard = self._num_tokens, self.tokens.sequences * self.tokens.tokens_local
+        e, t = self.itemsize, self.tokens.tp.size
+        kept_logit = e if t > 1 or self.memory.chunked_loss else max(e, 4)
+        hidden = shard * (self.width * (4 + e) + 4) + tokens * self.width * e
+        return hidden + tokens * -(-self.vocabulary // t) * kept_logit

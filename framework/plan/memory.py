@@ -1,24 +1,15 @@
 """Bytes that a rank holds at the most, in closed form: the table of `parallel/zero/lifetimes.py`, padding included."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from framework.optim.optimizers import state_names
-from framework.parallel.pipeline.simulate import peak_live
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import stage_activations
-
-if TYPE_CHECKING:
-    from framework.plan.plan import Plan
 
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Memory of one rank. held: bytes by kind, activations included; live: the most microbatches of its stages at once between
     their forward and the end of their backward. What kernels and the framework itself use comes on top."""
 
@@ -29,14 +20,6 @@ class Memory:
     def total(self) -> int:
         """All bytes."""
         return sum(self.held.values())
-
-
-def measure_memory(plan: Plan, rank: int) -> Memory:
-    """The rank's bytes. Ranks that differ in other coordinates than `pp` hold as much where heads and vocabulary divide."""
-    schedule, place = plan.pipeline.make(plan.derived.accumulation), plan.topology.index("pp", rank)
-    kept, recomputed = stage_activations(plan)
-    held = bytes_held(plan.of_rank(rank).buffers, state_names(plan.recipe.optim))
-    return Memory(held | {"activations": peak_live(schedule, kept)[place] + recomputed}, peak_live(schedule)[place])
 
 
 def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str]) -> dict[str, int]:

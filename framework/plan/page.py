@@ -14,9 +14,9 @@ from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import simulate
 from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import ESTIMATED_VALUES, bytes_sent_per_layer, layer_activations, layer_widths
+from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.layouts_page import describe_layouts
-from framework.plan.memory import Memory
+from framework.plan.memory import RankMemory
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Recipe
@@ -78,13 +78,13 @@ def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int) -> None
 
 def _describe_activations(plan: Plan) -> str:
     """A layer's activations by the formulas of `activations`."""
-    sent = bytes_sent_per_layer(plan)
-    if layer_widths(plan.whole) is None:
+    sent = plan.activations.sent_per_layer
+    if plan.activations.layer is None:
         words = [
             f"is taken to keep {ESTIMATED_VALUES} hidden values of each token for backward: no formula for its form"
         ]
     else:
-        words = [f"keeps {_gib(layer_activations(plan)).strip()} per microbatch for backward"]
+        words = [f"keeps {_gib(plan.activations.layer_bytes).strip()} per microbatch for backward"]
     if plan.derived.tp > 1:
         words.append(f"sends {_gib(sent).strip()} per microbatch over tp, forward and backward")
         nodes = place(plan.derived).nodes_spanned("tp")
@@ -95,7 +95,7 @@ def _describe_activations(plan: Plan) -> str:
     return "activations   each layer " + ", ".join(words)
 
 
-def _describe_bytes(memories: Sequence[Memory], traffic: Sequence[Mapping[str, int]]) -> Iterator[str]:
+def _describe_bytes(memories: Sequence[RankMemory], traffic: Sequence[Mapping[str, int]]) -> Iterator[str]:
     """Two tables, one line per run of equal ranks of the pipeline."""
     yield "bytes of a rank of the pipeline at the most; what kernels and the framework itself use comes on top"
     yield "  live: microbatches of its stages between forward and the end of backward, of which it keeps activations"

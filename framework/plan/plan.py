@@ -23,16 +23,20 @@ from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, find_layer_outputs
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
+from framework.optim.optimizers import state_names
+from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
+from framework.parallel.pipeline.simulate import peak_live
 from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.memory import Memory, measure_memory
+from framework.plan.activations import Activations, layer_widths
+from framework.plan.memory import RankMemory, bytes_held
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
-from framework.plan.traffic import measure_traffic
+from framework.plan.traffic import bytes_sent
 from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
@@ -103,13 +107,40 @@ class Plan:
         batch, tp = self.recipe.batch, self.topology.axes(rank)["tp"]
         return TokenLayout(batch.sequences_per_microbatch, batch.context, tp, self.recipe.parallel.sequence)
 
-    def memory(self, rank: int) -> Memory:
-        """Bytes that the rank holds at the most."""
-        return measure_memory(self, rank)
+    @cached_property
+    def activations(self) -> Activations:
+        """Bytes of activations, which all ranks hold alike."""
+        text = self.config.get_text_config()
+        return Activations(
+            self.token_layout(0),
+            text.hidden_size,
+            text.vocab_size,
+            self.compute_dtype.itemsize,
+            layer_widths(self.whole),
+            self.recipe.memory,
+        )
+
+    def memory(self, rank: int) -> RankMemory:
+        """Bytes that the rank holds at the most. Ranks that differ in other coordinates than `pp` hold as much where heads and
+        vocabulary divide."""
+        place, schedule = self.topology.index("pp", rank), self.pipeline.make(self.derived.accumulation)
+        kept = [self.activations.stage_bytes(stage) for stage in self.pipeline.stages]
+        most = peak_live(schedule, kept)[place] + self.activations.recomputed_bytes
+        held = bytes_held(self.of_rank(rank).buffers, state_names(self.recipe.optim))
+        return RankMemory(held | {"activations": most}, peak_live(schedule)[place])
 
     def traffic(self, rank: int) -> dict[str, int]:
-        """Bytes that the rank sends in a step, by what they are for."""
-        return measure_traffic(self, rank)
+        """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden
+        states over `tp` and over `pp`."""
+        place, accumulation = self.topology.index("pp", rank), self.derived.accumulation
+        own = [bounds for bounds in self.pipeline.stages if self.pipeline.rank_of_stage[bounds.index] == place]
+        messages = sum(action.kind in SENDS for action in self.pipeline.lowered(accumulation).ranks[place])
+        num_layers = sum(bounds.stop - bounds.start for bounds in own)
+        sent = bytes_sent(self.of_rank(rank).buffers, accumulation, DTYPES[self.recipe.precision.reduce])
+        return sent | {
+            "tp": self.activations.sent_per_layer * accumulation * num_layers,
+            "pp": self.activations.hidden_bytes * messages,
+        }
 
     def _copy(self, bounds: StageBounds) -> PreTrainedModel:
         return copy_stage(self.whole, self.units, bounds, self.returns_tuple)

@@ -1,32 +1,10 @@
 """Bytes that a rank sends in a step, in closed form (docs/zero.md, docs/tensor.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from framework.model.precision import DTYPES
-from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import bytes_sent_per_layer, hidden_bytes
-
-if TYPE_CHECKING:
-    from framework.plan.plan import Plan
-
-
-def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
-    """The rank's bytes: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden states over `tp` and
-    `pp`."""
-    accumulation, place = plan.derived.accumulation, plan.topology.index("pp", rank)
-    own = [bounds for bounds in plan.pipeline.stages if plan.pipeline.rank_of_stage[bounds.index] == place]
-    messages = sum(action.kind in SENDS for action in plan.pipeline.lowered(accumulation).ranks[place])
-    sent = bytes_sent(plan.of_rank(rank).buffers, accumulation, DTYPES[plan.recipe.precision.reduce])
-    return sent | {
-        "tp": bytes_sent_per_layer(plan) * accumulation * sum(bounds.stop - bounds.start for bounds in own),
-        "pp": hidden_bytes(plan) * messages,
-    }
 
 
 def bytes_sent(buffers: Sequence[BufferPlan], accumulation: int, reduce_dtype: torch.dtype) -> dict[str, int]:

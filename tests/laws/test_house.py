@@ -1,5 +1,6 @@
 """The house in numbers, by `scripts/measure_source.py`: short functions, few parameters, and the hard rooms explained."""
 
+import ast
 import importlib.util
 import sys
 from pathlib import Path
@@ -42,6 +43,38 @@ def test_the_spine_is_short() -> None:
 def test_hard_code_says_why(room: str, source: ModuleType) -> None:
     found = source.measure(source.files_of(FRAMEWORK / room))
     assert found.comments_per_100 >= 8, f"{found.comment_lines} comment lines on {found.code_lines} lines of code"
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of the package that a file imports, anywhere in it, for types too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another around a cycle; none if there is no cycle. What imports nothing of the rest goes first."""
+    rest = dict(graph)
+    while free := [name for name, needed in rest.items() if not needed & rest.keys() - {name}]:
+        for name in free:
+            del rest[name]
+    return sorted(rest)
+
+
+def test_no_module_imports_itself_around_a_cycle() -> None:
+    files = {
+        "framework." + ".".join(path.relative_to(FRAMEWORK).with_suffix("").parts): path
+        for path in FRAMEWORK.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    graph = {name: imports_of(path) & files.keys() for name, path in files.items()}
+    assert sum(map(len, graph.values())) > len(files)
+    assert find_cycle(graph) == []
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == ["a", "b", "c", "d"]
 
 
 def test_what_is_measured_is_measured(source: ModuleType, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.errors import EXIT_DONE
-from framework.plan.activations import bytes_sent_per_layer
 from framework.plan.page import plan_command
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
@@ -164,7 +163,7 @@ def measure_activations(rank: int, world: int, rendezvous: str, recipe: Recipe) 
 def test_bytes_of_a_tensor_parallel_layer_are_what_ranks_send(pool: RankPool) -> None:
     recipe = small_recipe("fp32", 2, 3, 12, None, Zero(stage=0), Parallel(tp=2, sequence=False))
     config = Case("", family("llama"), {"": recipe}).config
-    planned = 3 * bytes_sent_per_layer(make_plan(recipe, config))
+    planned = 3 * make_plan(recipe, config).activations.sent_per_layer
     for two, three in pool.run(2, measure_activations, recipe):
         assert three - two == planned
 

@@ -16,7 +16,7 @@ from framework.comm.connect import Mesh, connect
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta
 from framework.model.loss import TokenLoss
-from framework.plan.activations import layer_activations, layer_widths
+from framework.plan.activations import layer_widths
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Recipe
 from framework.train.step import train_step
@@ -86,7 +86,7 @@ def keep(case: Case, recipe: Recipe, mesh: Mesh) -> int:
 @pytest.mark.parametrize("recipes", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.grid)], ids=["few", "more"])
 def test_a_layer_keeps_what_the_formula_says(pool: RankPool, recipes: dict[str, Recipe]) -> None:
     config = build_config(family("llama"), **WIDTHS)
-    expected = {label: layer_activations(make_plan(recipe, config)) for label, recipe in recipes.items()}
+    expected = {label: make_plan(recipe, config).activations.layer_bytes for label, recipe in recipes.items()}
     for found in pool.run(4, measure_kept, recipes, timeout_s=300):
         assert found == pytest.approx(expected, rel=0.1)
     if recipes is LAYOUTS:
