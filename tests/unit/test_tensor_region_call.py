@@ -1,18 +1,29 @@
 """A layer keeps a part of the region's input for backward only where a second gather brings back what it has seen."""
 
 from collections.abc import Callable
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
+from framework.mesh.token_layout import TokenLayout
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
-from framework.parallel.tensor.borders import ReplicatedBorder
+from framework.parallel.tensor.borders import Border, ReplicatedBorder, ShardedBorder
 from framework.parallel.tensor.regions import Region
+from framework.parallel.tensor.sharded_tokens import ShardedTokens
 
 ALONE = Communicator(Axis("tp", 1, 0))
+
+
+class GatheringBorder(ShardedBorder):
+    """Sequence parallelism of one rank: what it joins of the ranks' tokens is a view."""
+
+    def __init__(self, axis: Communicator) -> None:
+        super().__init__(ShardedTokens(TokenLayout(2, 4, axis.axis, is_sharded=True), axis))
 
 
 class LateBorder(ReplicatedBorder):
@@ -22,13 +33,15 @@ class LateBorder(ReplicatedBorder):
         return AsyncGatherTensor(AsyncGather(x, x.shape[-2], ALONE), x)
 
 
-def enter(border: ReplicatedBorder) -> tuple[Region, Tensor]:
+def enter(border: Border) -> tuple[Region, Tensor]:
     region = Region(border, regathers=True)
     return region, region.enter(torch.randn(2, 4, 6, requires_grad=True))
 
 
-@pytest.mark.parametrize("border", [ReplicatedBorder, LateBorder])
-def test_the_input_itself_and_its_rows_in_another_shape_are_brought_back(border: type[ReplicatedBorder]) -> None:
+@pytest.mark.parametrize("border", [ReplicatedBorder, GatheringBorder, LateBorder])
+def test_the_input_itself_and_its_rows_in_another_shape_are_brought_back(
+    border: Callable[[Communicator], Border],
+) -> None:
     region, whole = enter(border(ALONE))
     kept = region.call.kept
     assert kept is not None
@@ -52,5 +65,22 @@ def test_the_input_itself_and_its_rows_in_another_shape_are_brought_back(border:
     ids=["first rows", "first features", "transposed", "other rows", "copied", "detached", "written to"],
 )
 def test_anything_else_is_kept_as_it_is_even_at_the_same_address(change: Callable[[Tensor], Tensor]) -> None:
-    region, whole = enter(ReplicatedBorder(ALONE))
-    assert region.call.find_kept(change(whole)) is None
+    for border in (ReplicatedBorder(ALONE), GatheringBorder(ALONE)):
+        region, whole = enter(border)
+        assert region.call.find_kept(change(whole)) is None
+
+
+def test_a_region_whose_recomputation_ends_early_keeps_no_input() -> None:
+    """Behind the last tensor that backward needs it is stopped, here in front of the region's end."""
+    region, inputs = Region(ReplicatedBorder(ALONE), regathers=True), []
+    weight = torch.randn(6, 6, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        whole = region.enter(x)
+        inputs.append(ref(whole))
+        return x + region.leave(whole @ weight)
+
+    x = torch.randn(2, 4, 6, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert region.call.kept is not None, "the recomputation has gone to the region's end"
+    assert [each() for each in inputs] == [None, None]

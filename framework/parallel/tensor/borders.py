@@ -29,7 +29,11 @@ class Border(Protocol):
     axis: Communicator
 
     def enter(self, x: Tensor) -> Tensor:
-        """All tokens of x, for ranks that use them in their own ways. Not differentiable: see `start_enter_adjoint`."""
+        """All tokens of x, for ranks that use them in their own ways. Not differentiable: see `start_enter_adjoint`.
+
+        [B, S, D], detached and so no view: models write to activations in place, which autograd forbids on views made in a
+        function of ours, and `RegionCall` knows the model's views of it by their base.
+        """
 
     def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
         """Start the sum over `tp` of all ranks' dx: [B, S, D], as it is outside: the gradient of `enter`'s input."""
@@ -44,10 +48,10 @@ class Border(Protocol):
         """dX = dY W, [B, S, K_r], if it is needed, and all tokens of dY; dy: as it is outside."""
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """Start to bring all tokens of what entered here once more; `join` makes them of what has come."""
+        """Start to bring all tokens of x, [B, s, D], what entered here, once more; `join` makes them of what has come."""
 
     def join(self, gathered: Tensor) -> Tensor:
-        """All tokens, of what `start_gather` gave."""
+        """All tokens, [B, S, D], of what `start_gather` gave."""
 
 
 def make_border(tokens: TokenLayout, tp: Communicator, overlaps: bool) -> Border:
@@ -65,7 +69,7 @@ class ReplicatedBorder:
         self.axis = axis
 
     def enter(self, x: Tensor) -> Tensor:
-        # An alias, not a view: models write to activations in place, which autograd forbids on views made in a function of ours.
+        # See `Border.enter`.
         return x.detach()
 
     def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
@@ -100,7 +104,8 @@ class ShardedBorder:
         self.tokens, self.axis = tokens, tokens.axis
 
     def enter(self, x: Tensor) -> Tensor:
-        return self.tokens.gather(x)
+        # What was joined is a view where nothing was padded.
+        return self.tokens.gather(x).detach()
 
     def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
         return self.tokens.start_reduce_scatter(dx)

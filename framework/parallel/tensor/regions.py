@@ -15,6 +15,7 @@ computed under that communication: dX = sum_r dY_r W_r travels while dW_r = dY_r
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -35,15 +36,16 @@ class RegionCall:
     def __init__(self, border: Border, kept: Tensor | None) -> None:
         self.border, self.kept = border, kept
         self.deferred: list[Callable[[], Any]] = []
-        self._input: Tensor | None = None
+        self._input: ref[Tensor] | None = None
         self._version = 0
         self._gathering: tuple[Tensor, Pending] | None = None
 
     def hand_out(self, whole: Tensor) -> None:
         """Tell the call which tensor, [B, S, D], the model is given as the region's input."""
-        # Held only where it is asked for: without re-gathering it would be one more reference to the largest activation.
+        # Weak: recomputation ends with the last tensor that backward needs, perhaps in front of the region's border out. Then
+        # nobody closes the call, and every layer's whole input would live until its next forward.
         if self.kept is not None:
-            self._input, self._version = whole, whole._version
+            self._input, self._version = ref(whole), whole._version
 
     def find_kept(self, x: Tensor) -> Tensor | None:
         """What brings x back in backward, [B, s, D]; None where x itself must be kept.
@@ -52,7 +54,7 @@ class RegionCall:
         sequences), and nobody has written to it since. Anything else, a slice or a transposed view, is kept whole.
         """
         # After a write in place (mixtral's router jitter) a second gather would bring what the layer has not seen.
-        whole = self._input
+        whole = None if self._input is None else self._input()
         if whole is None or x._version != self._version:
             return None
         if x is whole:
@@ -61,7 +63,7 @@ class RegionCall:
         return self.kept if x._base is whole and has_its_rows else None
 
     def close(self) -> None:
-        """The region is left: forget its input, which must not live longer than the model's own references to it."""
+        """The region is left: forget its input."""
         self.kept = self._input = None
 
     def start_gather(self, kept: Tensor) -> None:
