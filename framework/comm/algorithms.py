@@ -114,7 +114,7 @@ def gather_by_tensor(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
 
 
 def gather_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
-    """All-gather: send x to every peer and receive each peer's x where it belongs. Tensors as for `gather_by_tensor`."""
+    """All-gather: send x to every peer and receive each peer's x where it belongs. x: any shape; out: n times its elements."""
     parts = out.view(axis.size, -1)
     copy(parts[axis.rank], x)
     works = []
@@ -134,8 +134,8 @@ def scatter_by_tensor(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
 def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """Reduce-scatter: send every peer its part of x; when the peers' parts have come, add them to this rank's own.
 
-    The sum goes in the order of ranks, so that an element's result does not depend on which rank's part it is in. Tensors as
-    for `scatter_by_tensor`; needs n - 1 parts of memory besides, which the axis keeps for the next one.
+    out: any shape; x: n times its elements, its dtype. The sum goes in the order of ranks, so that an element's result does not
+    depend on which rank's part it is in. Needs n - 1 parts of memory besides, which the axis keeps for the next one.
     """
     parts = x.view(axis.size, -1)
     buffer = axis.take_buffer((axis.size - 1) * out.numel(), x)
@@ -240,7 +240,7 @@ class _RoundedExchange:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copy source into target, of as many elements and the same dtype, unless both start at the same memory."""
+    """Copy source, of any shape, into target, of as many elements and the same dtype, unless both start at the same memory."""
     if target.data_ptr() != source.data_ptr():
         target.view(-1).copy_(source.view(-1))
 

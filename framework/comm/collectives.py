@@ -76,7 +76,7 @@ def all_gather(out: Tensor, x: Tensor, axis: Communicator) -> None:
 
 @torch.compiler.disable
 def start_all_gather(out: Tensor, x: Tensor, axis: Communicator, label: str = "") -> Pending:
-    """Start `all_gather`. Bytes: (n-1) x, or (n-1)/n of out."""
+    """Start `all_gather`, of tensors shaped as there. Bytes: (n-1) x, or (n-1)/n of out."""
     _check(out, x, ratio=axis.size)
     if axis.size == 1:
         # The caller reads `out`, which usually is x's memory already.
@@ -100,7 +100,8 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Communicator) -> None:
 def start_reduce_scatter(
     out: Tensor, x: Tensor, axis: Communicator, label: str = "", reduce_dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start `reduce_scatter`. reduce_dtype: what travels, x's dtype if None. Bytes: (n-1)/n of x in reduce_dtype."""
+    """Start `reduce_scatter`, of tensors shaped as there. reduce_dtype: what travels, x's dtype if None. Bytes: (n-1)/n of x in
+    reduce_dtype."""
     _check(x, out, ratio=axis.size)
     if axis.size == 1:
         copy(out, x)
@@ -136,7 +137,7 @@ def start_all_to_all(
     out_splits: Sequence[int] | None = None,
     in_splits: Sequence[int] | None = None,
 ) -> Pending:
-    """Start `all_to_all`. Bytes: the rows meant for others."""
+    """Start `all_to_all`, of tensors shaped as there. Bytes: the rows meant for others."""
     _check(x)
     _check(out)
     if axis.size == 1:

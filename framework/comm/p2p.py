@@ -32,7 +32,7 @@ def start_receive(x: Tensor, axis: Communicator, source: int) -> Pending:
 def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
 ) -> Pending:
-    """Start (tensor, to) sends and (tensor, source) receives over the axis as one batch.
+    """Start (tensor, to) sends and (tensor, source) receives over the axis as one batch; each tensor of any shape.
 
     Operations that depend on one another around a cycle of ranks belong in one batch: NCCL runs separate ones in
     turn, and two ranks that both send first would wait for each other. Raises AssertionError for a tensor that is not contiguous

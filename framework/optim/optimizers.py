@@ -1,4 +1,4 @@
-"""One door to the optimizers: groups of shards in, one update in place. A new optimizer is a file and a line of OPTIMIZERS.
+"""The one way to the optimizers: groups of shards in, one update in place. A new optimizer is a file and a line of OPTIMIZERS.
 
 The clipping divisor and the skip flag go into the kernel, so that clipping costs no pass over memory and a step with
 infinite or NaN gradients is skipped without asking the device.

@@ -50,5 +50,5 @@ class Validation:
 
     @property
     def free_fraction(self) -> float:
-        """Share of the microbatches that ran where ranks would have stood still."""
+        """Share of the microbatches that ran where ranks would have been idle."""
         return self.num_free / max(self.num_taken, 1)

@@ -40,11 +40,11 @@ class StageActions(Protocol):
         """Tensors for the next stage, or on the last stage the microbatch's scalar loss. received: empty on the first stage."""
 
     def validate(self, microbatch: int, received: Tensors) -> Tensors:
-        """The forward of a validation microbatch: called without autograd, draws no random numbers."""
+        """The forward of a validation microbatch, of tensors shaped as in `forward`: without autograd and random numbers."""
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
-        """The whole backward. outputs: edges of the outputs that require a gradient, with the gradients of those outputs; none
-        for the loss. is_last: whether this is the stage's last backward of the step, which completes its gradients."""
+        """The whole backward. outputs: edges of the outputs that require a gradient, with their gradients, of their
+        shapes; none for the loss. is_last: of this stage in this step: it completes the gradients."""
 
     def backward_input(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> Any:
         """The gradient of the input alone; returns what `backward_weights` needs to finish the microbatch."""
@@ -77,7 +77,7 @@ class ActivationSpec:
     device: torch.device
 
     def make_buffers(self) -> Tensors:
-        """Uninitialised tensors on `device` into which one microbatch's message is received."""
+        """Uninitialised tensors on `device` into which one microbatch's message is received: [B, T, width], [num_sums]."""
         hidden = torch.empty(self.tokens.hidden_shape(self.width), dtype=self.dtype, device=self.device)
         if not self.num_sums:
             return (hidden,)
@@ -128,7 +128,7 @@ class Links:
         self._arriving |= {action: (place, received) for action, place in places.items()}
 
     def take(self, action: Action) -> Tensors:
-        """The tensors of a receive; waits until they have arrived."""
+        """The tensors of a receive, shaped as `ActivationSpec` says; waits until they have arrived."""
         place, pending = self._arriving.pop(action)
         pending.wait()
         message = self._lowered.messages[action]

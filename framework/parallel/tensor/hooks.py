@@ -61,7 +61,7 @@ def gather_behind(region: Region, tokens: ShardedTokens, module: nn.Module, args
 
 
 def end_region(region: Region, module: nn.Module, args: Any, output: Tensor) -> None:
-    """Behind a module that ends a region without a border out, the head: the logits stay divided."""
+    """Behind a module that ends a region without a border out, the head: the logits, [B, S, V_r], stay divided."""
     region.end(output)
 
 

@@ -67,7 +67,7 @@ class RegionCall:
         self.kept = self._input = None
 
     def start_gather(self, kept: Tensor) -> None:
-        """Start to gather the input again over `tp`, once for all layers that ask."""
+        """Start to gather the input again over `tp`, once for all layers that ask. kept: [B, s, D]."""
         if self._gathering is None:
             self._gathering = self.border.start_gather(kept)
 
@@ -126,7 +126,8 @@ class Region:
         return self.border.leave_matmul(x, matmul)
 
     def end(self, y: Tensor) -> None:
-        """Nothing behind this computes inside the region. y: on the device whose generator goes back to the outer stream."""
+        """Nothing behind this computes inside the region. y: any shape, on the device whose generator goes back to the outer
+        stream."""
         self.call.close()
         if self.rng is not None and self._outer is not None:
             self.rng.restore(y, self._outer)

@@ -43,7 +43,7 @@ class RngStreams:
         self._before: tuple[torch.Generator, Tensor] | None = None
 
     def start_outside(self, x: Tensor) -> None:
-        """Begin the stream of the tokens that this rank alone holds, until `end_outside`."""
+        """Begin the stream of the tokens that this rank alone holds, until `end_outside`. x: any shape; its device counts."""
         generator = torch_generator(x)
         self._before = generator, self._switch(generator, generator.initial_seed() ^ self._outside_mask)
 
@@ -55,14 +55,15 @@ class RngStreams:
             self._before = None
 
     def start_inside(self, x: Tensor, name: str, differs: bool) -> Tensor:
-        """Begin the stream of region `name`, of this rank alone if it differs. Returns the generator's state until then."""
+        """Begin the stream of region `name`, of this rank alone if it differs. Returns the generator's state until then, bytes
+        [n]. x: any shape; its device counts."""
         generator = torch_generator(x)
         seed = generator.initial_seed() ^ seed_for("region", name)
         # The seed outside may carry the rank's mask already: a second one would take it off again.
         return self._switch(generator, seed ^ self._outside_mask ^ (self._rank_mask if differs else 0))
 
     def restore(self, x: Tensor, state: Tensor) -> None:
-        """Go on where an outer stream was left."""
+        """Go on where an outer stream was left. x: any shape, on its device; state: what `start_inside` has returned, [n]."""
         torch_generator(x).set_state(state)
 
     def _switch(self, generator: torch.Generator, seed: int) -> Tensor:
@@ -73,7 +74,7 @@ class RngStreams:
 
 
 def torch_generator(x: Tensor) -> torch.Generator:
-    """The generator that operations on x's device take random numbers from."""
+    """The generator that operations on x's device take random numbers from. x: any shape."""
     return torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
 
 

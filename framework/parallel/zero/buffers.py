@@ -167,7 +167,7 @@ class UnitBuffer:
         return self._slice(self.plan.held[slot.name], values, origin)
 
     def counted(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
-        """The elements of `held` that this rank and no other counts in a norm and writes to a checkpoint."""
+        """The elements of `held`, flat, that this rank and no other counts in a norm and writes to a checkpoint."""
         assert not self.is_copy, f"{self.unit}: another stage on this rank counts it"
         return self._slice(self.plan.counted[slot.name], values, origin)
 
