@@ -240,7 +240,8 @@ def test_draws_are_alike_where_ranks_compute_alike(pool: RankPool) -> None:
 
 def draw_dropout(rank: int, world: int, rendezvous: str) -> tuple[Any, ...]:
     """Body: last hidden states and a draw inside the first attention, of both ranks; a gradient without and with activation
-    checkpointing. With sequence parallelism the same must hold of the gradient and the draw."""
+    checkpointing. With sequence parallelism the same must hold of the gradient and the draw, and a draw in front of the head
+    must be alike."""
     mesh = connect(Topology(tp=world), CPU, rendezvous, rank)
     (plain, again), (sharded, sharded_again) = (
         [drop(mesh.axis("tp"), sequence, checkpoints) for checkpoints in (False, True)] for sequence in (False, True)
@@ -248,10 +249,12 @@ def draw_dropout(rank: int, world: int, rendezvous: str) -> tuple[Any, ...]:
     mesh.close()
     assert torch.equal(sharded[2], sharded_again[2])
     assert not torch.equal(*sharded[1])
+    assert torch.equal(*sharded[3])
+    assert torch.equal(*plain[3])
     return plain[0], plain[1], plain[2], again[2]
 
 
-def drop(tp: Communicator, sequence: bool, checkpoints: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+def drop(tp: Communicator, sequence: bool, checkpoints: bool) -> tuple[Any, ...]:
     case = TensorCase(
         family("gpt2"), tp.size, sequence, dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
     )
@@ -260,15 +263,17 @@ def drop(tp: Communicator, sequence: bool, checkpoints: bool) -> tuple[tuple[Ten
     blocks = model.transformer.h
     states: list[Tensor] = []
     inside: list[Tensor] = []
+    behind: list[Tensor] = []
     blocks[-1].register_forward_hook(lambda module, args, out: states.append(out.detach()))
     blocks[0].attn.c_proj.register_forward_pre_hook(lambda module, args: inside.append(F.dropout(torch.ones(64), 0.5)))
+    model.lm_head.register_forward_pre_hook(lambda module, args: behind.append(F.dropout(torch.ones(64), 0.5)))
     for block in blocks if checkpoints else ():
         checkpoint_activations(block)
     torch.manual_seed(1)
     output = model(input_ids=torch.arange(TOKENS)[None] + 3).logits
-    everywhere = gather_objects((states[0], inside[0]), tp)
+    everywhere = list(zip(*gather_objects((states[0], inside[0], behind[0]), tp), strict=True))
     output.sum().backward()
-    return *zip(*everywhere, strict=True), blocks[0].mlp.c_fc.weight.grad
+    return *everywhere[:2], blocks[0].mlp.c_fc.weight.grad, everywhere[2]
 
 
 # --- bad input

@@ -35,7 +35,7 @@ def start_outside(rng: RngStreams, module: nn.Module, args: tuple[Any, ...], kwa
 
 
 def end_outside(rng: RngStreams, model: nn.Module, args: Any, output: Any) -> None:
-    """The model has run: the loss, and the embedding of the next microbatch, are computed alike again."""
+    """The tokens have come together, or the model, part of a pipeline, has run: what follows is computed alike again."""
     rng.end_outside()
 
 

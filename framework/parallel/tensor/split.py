@@ -268,7 +268,11 @@ class _Splitter:
                 self.model.register_forward_hook(partial(end_outside, self.rng))
         if self.plan.bounds.is_last:
             # Not in front of the head: models read the sequence's shape between the two.
-            self._last_module().register_forward_hook(partial(gather_behind, head_region, tokens))
+            last = self._last_module()
+            last.register_forward_hook(partial(gather_behind, head_region, tokens))
+            if self.rng is not None:
+                # From here on ranks hold the same tokens again: a dropout in front of the head must drop the same elements.
+                last.register_forward_hook(partial(end_outside, self.rng))
 
     def _last_module(self) -> nn.Module:
         """The final norm, or the last layer if there is none."""
