@@ -164,7 +164,7 @@ class Precision:
         "forward and backward; auto: bf16 where the device has it, else fp32, decided once by the launcher", "auto"
     )
     master: Literal["fp32", "fp64"] = key("the optimizer's weights; gradients are summed in it", "fp32")
-    reduce: Literal["bf16", "fp32", "fp64"] = key("gradients on the wire between ranks", "fp32")
+    reduce: Literal["bf16", "fp32", "fp64"] = key("dtype in which gradients travel between ranks", "fp32")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from framework.model.loss import count_loss_tokens
 from framework.parallel.pipeline.execute import _Step
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.recipe.schema import Zero
-from framework.train import step
+from framework.train.stage import RankStage
 from framework.verify.compare import Row
 from tests.ranks.parity import Case, run_cases
 from tests.ranks.pool import RankPool
@@ -25,13 +26,17 @@ Sabotage = Callable[[], AbstractContextManager[Any]]
 
 def average_microbatches() -> AbstractContextManager[Any]:
     """Each microbatch is divided by its own tokens and then averaged, as if all had equally many."""
-    whole = step._loss
+    whole = RankStage._part_of_loss
 
-    def loss(run: Any, stage: Any, outputs: Any, inputs: Any, num_tokens: Tensor, num_microbatches: int) -> Tensor:
-        own = step.count_loss_tokens(inputs.labels)
-        return whole(run, stage, outputs, inputs, own * num_microbatches, num_microbatches)
+    def part_of_loss(stage: RankStage, microbatch: int, output: Any, *sums: Tensor) -> Tensor:
+        inputs = stage.inputs
+        own = count_loss_tokens(inputs.microbatches[microbatch].labels) * inputs.num_microbatches
+        stage.start_step(replace(inputs, num_tokens=own))
+        loss = whole(stage, microbatch, output, *sums)
+        stage.start_step(inputs)
+        return loss
 
-    return patch.object(step, "_loss", loss)
+    return patch.object(RankStage, "_part_of_loss", part_of_loss)
 
 
 def reduce_before_the_last_backward() -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from framework.comm.connect import CONNECT_ATTEMPTS, Backends, connect, join_axe
 from framework.errors import ConnectionFailed, RanksDiffer
 from framework.mesh.descriptors import count_sockets
 from framework.mesh.topology import Topology
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.layout import share
@@ -319,7 +320,7 @@ def train_once(rank: int, world: int, rendezvous: str, recipe: Recipe) -> None:
     """Body: a run of one step, closed."""
     case = Case("", family("llama"), {"": recipe}, {"num_hidden_layers": 4})
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    run = build(recipe, case.config, mesh)
+    run = build(make_plan(recipe, case.config), mesh)
     train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
     mesh.close()
 

@@ -17,7 +17,6 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Recipe, Zero
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run, evaluate, train_step
-from framework.train.sums import StepValues
 from framework.verify.compare import compare
 from framework.verify.evidence import Evidence, TokenBatch, gather_full, make_batches
 from framework.verify.layout import owned_weights, share
@@ -104,13 +103,14 @@ def test_layers_that_one_of_four_ranks_enters_equal_one_process(pool: RankPool) 
     assert_equal(pool, 4, [replace(case, changes={"open_tokens": opened}, by_microbatch=True)])
 
 
-def train_steps(run: Run, recipe: Recipe, batches: list[TokenBatch], start: int = 0) -> list[StepValues]:
+def train_steps(run: Run, recipe: Recipe, batches: list[TokenBatch], start: int = 0) -> list[list[float]]:
     """Loss and norm of each step."""
     rows = recipe.batch.sequences_per_microbatch
-    return [
+    values = [
         train_step(run, share(batch, rows, run.mesh), step, recipe.optim.lr).read()
         for step, batch in enumerate(batches[start:], start)
     ]
+    return [[each.loss, each.gradient_norm] for each in values]
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:

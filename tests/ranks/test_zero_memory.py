@@ -139,7 +139,7 @@ def test_replicas_that_divide_the_update_divide_master_and_optimizer_state(stage
 
 def test_a_home_is_counted_where_it_is_and_refused_until_it_is_built() -> None:
     _, layouts, units = tables_model()
-    axes = {"shard": Axis("shard", 2, 0, (0, 1)), "replica": Axis("replica", 1, 0)}
+    axes = {"shard": Communicator(Axis("shard", 2, 0, (0, 1))), "replica": Communicator(Axis("replica", 1, 0))}
     dtypes, groups = dict.fromkeys(layouts, torch.bfloat16), dict.fromkeys(layouts, "all")
     lifetimes = replace(lifetimes_of(Zero(stage=3)), homes=Homes(moments=Home.HOST, master=Home.DISK))
     plan = plan_buffers(units, shard_over_batch(layouts), groups, dtypes, torch.float32, lifetimes, axes)[0]
@@ -153,8 +153,10 @@ def test_a_home_is_counted_where_it_is_and_refused_until_it_is_built() -> None:
 
 
 def test_parameters_with_zero_axes_of_their_own_get_a_buffer_of_their_own() -> None:
-    axes = {name: Axis(name, size, 0, tuple(range(size))) for name, size in (("shard", 4), ("replica", 1))}
-    axes |= {name: Axis(name, 2, 0, (0, 1)) for name in ("expert_shard", "expert_replica")}
+    axes = {
+        name: Communicator(Axis(name, size, 0, tuple(range(size)))) for name, size in (("shard", 4), ("replica", 1))
+    }
+    axes |= {name: Communicator(Axis(name, 2, 0, (0, 1))) for name in ("expert_shard", "expert_replica")}
     expert = Layout((6,), shard_axis="expert_shard", replica_axis="expert_replica")
     layouts = shard_over_batch({"norm": Layout((6,)), "experts": expert})
     units = [Unit("layers.0", ("layers.0",), tuple(layouts))]

@@ -65,7 +65,7 @@ def hold(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, list[t
         run = build(make_plan(recipe, case.config), mesh)
         for step, batch in enumerate(case.batches()[:2]):
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
-        found[label] = [(each.unit, each.start, each.reduced.clone(), each.master.clone()) for each in run.buffers]
+        found[label] = [(each.unit, each.plan.start, each.reduced.clone(), each.master.clone()) for each in run.buffers]
         mesh.close()
     return found
 
@@ -86,7 +86,7 @@ def count_bytes(rank: int, world: int, rendezvous: str, case: Case) -> dict[str,
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
-        run = build(recipe, case.config, mesh)
+        run = build(make_plan(recipe, case.config), mesh)
         train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-2)
         sent = ledger.snapshot(mesh)
         found[label] = {
