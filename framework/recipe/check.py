@@ -159,7 +159,7 @@ def _microbatches(recipe: Recipe) -> Iterator[Problem]:
 def _precision(recipe: Recipe) -> Iterator[Problem]:
     precision = recipe.precision
     if precision.compute != "fp64" and precision.reduce == "fp64" and precision.master != "fp64":
-        message = f"gradients are summed in the dtype of precision.master={precision.master}: a wider precision.reduce adds nothing"
+        message = f"gradients are summed in the dtype of precision.master={precision.master}: a wider one adds nothing"
         yield Problem("precision.reduce", "fp64", message, f"precision.reduce={precision.master}")
     if precision.compute != "fp64":
         return
