@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
+from framework.data.source import BAR_DELAY_S
 from framework.data.store import (
     SPLITS,
     STORE_VERSION,
@@ -43,8 +44,6 @@ from framework.errors import DataError
 # Shards that are removed after one fsync: few syncs for many small shards, little more disk for large ones.
 BATCH_BYTES = 64 << 20
 COPY_BYTES = 8 << 20
-# Most joins are over before anyone would look at a bar.
-BAR_DELAY_S = 2.0
 ENDS_DTYPE = np.dtype(np.int64)
 
 

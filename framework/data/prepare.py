@@ -26,7 +26,7 @@ from framework.data.join import JoinPlan, count_missing_bytes, is_tokenized, joi
 from framework.data.prepared import Place, Places, Prepared, check_vocabulary, find_prepared, locate, open_found
 from framework.data.records import read_records
 from framework.data.shard import ShardJob, check_bad_records, hash_document, tokenize_shards
-from framework.data.source import SourceFile, Span, download_dataset, plan_shards
+from framework.data.source import BAR_DELAY_S, SourceFile, Span, download_dataset, plan_shards
 from framework.data.store import (
     STORE_VERSION,
     BadRecord,
@@ -42,9 +42,6 @@ from framework.data.tokenize import TokenizerInfo, load_tokenizer, read_info, sa
 from framework.errors import EXIT_DONE, DataError
 from framework.recipe.schema import Recipe
 
-# Text that a BPE is trained on, spread evenly over the sources: a fraction of a minute. More changes few merges.
-BPE_TRAINING_BYTES = 64 << 20
-
 
 def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -> Prepared:
     """Tokenizes the sources of a recipe into stores under data.root, as far as they are not there, and opens them.
@@ -53,7 +50,7 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
     Killed at any moment, it goes on where it was when called again, to the same bytes; called twice at once, the second
     waits for the first. DataError for what the user can put right, a full disk included.
     """
-    places = locate(recipe)
+    places = locate(recipe, progress)
     root = Path(recipe.data.root)
     _make_root(root)
     try:
@@ -191,7 +188,7 @@ def _build(recipe: Recipe, places: Places, absent: Sequence[Place], workers: int
     tokenizer_folder, tokenizer = _keep_tokenizer(recipe, places, progress)
     check_vocabulary(recipe, tokenizer.vocab_size)
     threshold = _initial_threshold(recipe)
-    constructions = [Construction(place, files := _get_files(place), plan_shards(files)) for place in absent]
+    constructions = [Construction(place, files := _get_files(place), plan_shards(files, progress)) for place in absent]
     jobs = []
     for construction in constructions:
         construction.place.folder.mkdir(exist_ok=True)
@@ -330,13 +327,14 @@ def _train_tokenizer(recipe: Recipe, places: Places, progress: bool) -> object:
     assert recipe.data.bpe_vocab is not None, "checked when the places were named"
     if progress:
         print(f"training a byte-level BPE of {recipe.data.bpe_vocab} entries on the sources", file=sys.stderr)
-    return train_bpe(_sample_texts(recipe, places.stores), recipe.data.bpe_vocab)
+    return train_bpe(_sample_texts(recipe, places.stores, progress), recipe.data.bpe_vocab, progress)
 
 
-def _sample_texts(recipe: Recipe, stores: Sequence[Place]) -> Iterator[str]:
+def _sample_texts(recipe: Recipe, stores: Sequence[Place], progress: bool) -> Iterator[str]:
     """The text of every n-th shard of all sources, held-out documents left out."""
-    shards = [(place, spans) for place in stores for spans in plan_shards(_get_files(place))]
+    shards = [(place, spans) for place in stores for spans in plan_shards(_get_files(place), progress)]
     num_bytes = sum(span.num_bytes for _, spans in shards for span in spans)
-    for place, spans in shards[:: num_bytes // BPE_TRAINING_BYTES + 1]:
+    chosen = shards[:: num_bytes // recipe.data.bpe_text_bytes + 1]
+    for place, spans in tqdm(chosen, desc="read text", unit=" shards", delay=BAR_DELAY_S, disable=not progress):
         texts = (record.text for span in spans for record in read_records(span, place.source.field))
         yield from (text for text in texts if text and hash_document(text) >= _initial_threshold(recipe))

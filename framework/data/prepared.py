@@ -21,7 +21,7 @@ from framework.data.join import is_tokenized
 from framework.data.source import SourceFile, list_files
 from framework.data.store import SPLITS, TOKENS_VERSION, Split, StoreMeta, TokenStream, open_stream
 from framework.errors import DataError, StorageError
-from framework.recipe.schema import Recipe, Source
+from framework.recipe.schema import Data, Recipe, Source
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,11 @@ class Prepared(Found):
         return sum(source.streams[split].num_tokens for source in self.sources)
 
 
-def locate(recipe: Recipe) -> Places:
-    """Names the folders. Reads no data; DataError where a source is missing and no complete store of it is left."""
+def locate(recipe: Recipe, progress: bool = False) -> Places:
+    """Names the folders. Reads no data. progress: bars on stderr.
+
+    DataError where a source is missing and no complete store of it is left.
+    """
     sources = {name: source for name, source in recipe.data.sources.items() if source.weight > 0}
     if not sources:
         raise DataError("data.sources has no source of positive weight. Set data.sources.<name>.path")
@@ -100,7 +103,7 @@ def locate(recipe: Recipe) -> Places:
     files: dict[str, tuple[SourceFile, ...] | None] = {}
     for name, source in sources.items():
         try:
-            files[name] = list_files(name, source)
+            files[name] = list_files(name, source, progress)
         except DataError as error:
             files[name] = None
             missing = missing or error
@@ -135,7 +138,10 @@ def _describe_tokenizer(
             "a folder or hub name, or data.bpe_vocab to the size of one to train on the sources"
         )
     described = [_describe_source(source) for source in sources.values()]
-    return {"bpe_vocab": recipe.data.bpe_vocab, "validation": recipe.data.validation, "sources": described}, files
+    words = {"bpe_vocab": recipe.data.bpe_vocab, "validation": recipe.data.validation, "sources": described}
+    if recipe.data.bpe_text_bytes != Data.bpe_text_bytes:  # with the default, names stay as they were without this key
+        words["bpe_text_bytes"] = recipe.data.bpe_text_bytes
+    return words, files
 
 
 def _list_tokenizer_files(folder: Path) -> tuple[SourceFile, ...]:

@@ -22,11 +22,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, Literal, TypeVar, cast
 
 import fsspec
 import pyarrow
 import pyarrow.parquet
+from tqdm import tqdm
 
 from framework.errors import DataError
 from framework.recipe.schema import Source
@@ -40,6 +41,7 @@ TEXT_DOCUMENT_BYTES = 128 << 10
 MIN_SHARD_BYTES = 512 << 10
 MAX_SHARDS = 4096
 
+T = TypeVar("T")
 Kind = Literal["jsonl", "json", "text", "parquet", "arrow"]
 KIND_OF_SUFFIX: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -51,6 +53,9 @@ KIND_OF_SUFFIX: dict[str, Kind] = {
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 STDLIB = "python-stdlib"
 WHOLE = sys.maxsize
+
+# Most phases are over before anyone would look at a bar.
+BAR_DELAY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,21 +79,21 @@ class Span:
     num_bytes: int
 
 
-def list_files(name: str, source: Source) -> tuple[SourceFile, ...]:
+def list_files(name: str, source: Source, progress: bool = False) -> tuple[SourceFile, ...]:
     """The files of a local source, sorted by name; () for a hub dataset, which has none before it is downloaded.
 
-    Looks at names, sizes and times only. DataError where there is nothing.
+    Looks at names, sizes and times only. progress: a bar on stderr. DataError where there is nothing.
     """
     if source.path == STDLIB:
-        return _list_standard_library()
+        return _list_standard_library(progress)
     if source.format == "hub":
         return ()
     path = Path(source.path).expanduser()
     if path.is_file():
         return (_stat(path, path.name, _kind_of(path, source.format)),)
     if path.is_dir():
-        return _list_folder(name, source, path)
-    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+        return _list_folder(name, source, path, progress)
+    matches = [Path(match) for match in _show(glob.iglob(str(path), recursive=True), "list files", progress)]
     files = _sort(
         _stat(match, match.as_posix(), _kind_of(match, source.format)) for match in matches if match.is_file()
     )
@@ -110,7 +115,12 @@ def is_hub_name(path: str) -> bool:
     )
 
 
-def _list_standard_library() -> tuple[SourceFile, ...]:
+def _show(items: Iterable[T], phase: str, progress: bool) -> Iterable[T]:
+    """`items`, counted on a bar while they are taken, where that takes long: on a network file system, minutes."""
+    return tqdm(items, desc=phase, unit=" files", delay=BAR_DELAY_S, disable=not progress)
+
+
+def _list_standard_library(progress: bool) -> tuple[SourceFile, ...]:
     """Every .py file of the running interpreter's standard library: a real corpus that every machine has.
 
     Without its tests: many distributions leave them out, and some are undecodable on purpose.
@@ -121,12 +131,15 @@ def _list_standard_library() -> tuple[SourceFile, ...]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in left_out]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    return _sort(_stat(path, path.relative_to(root).as_posix(), "text") for path in paths)
+    return _sort(
+        _stat(path, path.relative_to(root).as_posix(), "text") for path in _show(paths, "list files", progress)
+    )
 
 
-def _list_folder(name: str, source: Source, folder: Path) -> tuple[SourceFile, ...]:
+def _list_folder(name: str, source: Source, folder: Path, progress: bool) -> tuple[SourceFile, ...]:
     """The files below a folder, hidden ones left out: those of the recipe's format, or all if they are of one kind."""
-    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    paths = _show(folder.rglob("*"), "list files", progress)
+    names = (path.relative_to(folder) for path in paths if path.is_file())
     kinds = {name: _kind_of(name, "auto") for name in names if not any(part.startswith(".") for part in name.parts)}
     if "arrow" in kinds.values():  # written by `save_to_disk`: the json files beside the data are about it
         kinds = {name: kind for name, kind in kinds.items() if kind == "arrow"}
@@ -196,13 +209,16 @@ def download_dataset(name: str, source: Source) -> tuple[SourceFile, ...]:
     return tuple(_stat(path, path.name, "arrow") for path in paths)
 
 
-def plan_shards(files: Iterable[SourceFile]) -> list[list[Span]]:
-    """Cuts a source into shards of about equal bytes: a function of its files alone, not of the number of workers."""
+def plan_shards(files: Iterable[SourceFile], progress: bool = False) -> list[list[Span]]:
+    """Cuts a source into shards of about equal bytes: a function of its files alone, not of the number of workers.
+
+    progress: a bar on stderr, for the heads of parquet, Arrow and json files are read.
+    """
     files = tuple(files)
     shard_bytes = max(MIN_SHARD_BYTES, sum(file.num_bytes for file in files) // MAX_SHARDS)
     shards: list[list[Span]] = []
     filled = shard_bytes
-    for span in (span for file in files for span in _cut_file(file, shard_bytes)):
+    for span in (span for file in _show(files, "plan shards", progress) for span in _cut_file(file, shard_bytes)):
         if filled >= shard_bytes:
             shards.append([])
             filled = 0

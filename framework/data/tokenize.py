@@ -50,8 +50,11 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         ) from error
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE of at most `vocab_size` entries, the end-of-text token included; equal texts give equal entries."""
+def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Any:
+    """A byte-level BPE of at most `vocab_size` entries, the end-of-text token included; equal texts give equal entries.
+
+    progress: the library's own bars, on a terminal: only it knows how many merges there are to come.
+    """
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -61,7 +64,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, so that nothing is ever unknown
-        show_progress=False,
+        show_progress=progress,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)

@@ -82,6 +82,9 @@ class Data:
     bpe_vocab: int | None = key(
         "train a byte-level BPE of this many entries where there is no tokenizer", None, low=260
     )
+    bpe_text_bytes: int = key(
+        "bytes of text that the BPE is trained on, spread evenly over the sources", 64 << 20, low=1
+    )
     pack: Literal["concat", "documents"] = key(
         "concat: documents follow one another and attend across; documents: positions restart and attention stays inside",
         "concat",

@@ -24,9 +24,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from framework.data import prepare as prepare_module
 from framework.data.join import JoinPlan
 from framework.data.prepare import prepare, prepare_command, settle_threshold
-from framework.data.prepared import Prepared, compute_entropy, find_prepared, open_found
+from framework.data.prepared import (
+    Prepared,
+    _describe_source,
+    _key,
+    compute_entropy,
+    find_prepared,
+    locate,
+    open_found,
+)
 from framework.data.shard import ShardJob, hash_document, tokenize_shards
-from framework.data.source import MIN_SHARD_BYTES
+from framework.data.source import MIN_SHARD_BYTES, list_files, plan_shards
 from framework.data.store import ShardReport, Split, write_atomically
 from framework.data.tokenize import load_encoder
 from framework.errors import EXIT_DONE, EXIT_USER, DataError
@@ -194,6 +202,21 @@ def test_a_store_outlives_its_source(tmp_path: Path) -> None:
     assert find_prepared(recipe).fingerprint == build(recipe).fingerprint == fingerprint
     with pytest.raises(DataError, match="no such file"):
         find_prepared(replace(recipe, data=replace(recipe.data, bpe_vocab=301)))
+
+
+def test_the_text_of_the_bpe_names_its_store_unless_it_is_the_default(tmp_path: Path) -> None:
+    """Stores and runs from before the key was there must be found again, so the default adds nothing to a name."""
+    texts = [text * 200 for text in make_texts(500)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    recipe = make_recipe(tmp_path / "tokens", source)
+    few = replace(recipe, data=replace(recipe.data, bpe_text_bytes=1))
+    assert len(plan_shards(list_files("s0", few.data.sources["s0"]))) > 1
+    sampled = [sum(1 for _ in prepare_module._sample_texts(each, locate(each).stores, False)) for each in (few, recipe)]
+    assert 0 < 2 * sampled[0] < sampled[1]
+    assert locate(few).tokenizer != locate(recipe).tokenizer
+    assert locate(few).stores[0].folder != locate(recipe).stores[0].folder
+    words = {"bpe_vocab": 300, "validation": 0.1, "sources": [_describe_source(few.data.sources["s0"])]}
+    assert f"tokenizer-{_key(words)}-" in str(locate(recipe).tokenizer)
 
 
 def test_equal_text_elsewhere_has_an_equal_fingerprint(tmp_path: Path) -> None:

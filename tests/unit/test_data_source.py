@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from framework.data import source as source_module
 from framework.data.records import Record, count_rows_before, read_records
 from framework.data.source import (
     TEXT_DOCUMENT_BYTES,
@@ -223,6 +224,20 @@ def offline_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     datasets.disable_progress_bars()
+
+
+def test_listing_that_takes_long_shows_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(source_module, "BAR_DELAY_S", 0.0)
+    for n in range(3):
+        (tmp_path / f"{n}.txt").write_text("text")
+    for path in (str(tmp_path), f"{tmp_path}/*.txt", "python-stdlib"):
+        files = list_files("s", Source(path), progress=True)
+        assert "list files: " in capsys.readouterr().err
+        assert list_files("s", Source(path)) == files
+        assert plan_shards(files, progress=True) == plan_shards(files)
+        assert "plan shards: " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("offline_datasets")
