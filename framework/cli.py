@@ -93,8 +93,13 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.multirun:
         return _sweep(arguments)
     recipe = _compose_run(arguments)
+    from framework.launch.phases import LOAD, PhaseBar
+
+    bar = PhaseBar((LOAD,))
+    bar.begin(LOAD)
     from framework.launch.local import train
 
+    bar.close()
     return train(recipe, arguments.overrides, arguments.recipes)
 
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.fingerprint import take_fingerprint
+from framework.launch.phases import LOAD, RANK_PHASES, PhaseBar
 from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, is_task
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
@@ -86,12 +87,21 @@ def _train(run_dir: Path) -> int:
     with run.attend():
         if is_task():
             return _train_task(run, recipe, threads)
-        import torch
+        bar = PhaseBar(RANK_PHASES if os.environ.get("RANK", "0") == "0" else ())
+        try:
+            return _train_here(recipe, run_dir, threads, bar)
+        finally:
+            bar.close()
 
-        from framework.launch.train import train_rank
 
-        torch.set_num_threads(threads)
-        return train_rank(recipe, run_dir, fingerprint=take_fingerprint(recipe))
+def _train_here(recipe: Recipe, run_dir: Path, threads: int, bar: PhaseBar) -> int:
+    bar.begin(LOAD)
+    import torch
+
+    from framework.launch.train import train_rank
+
+    torch.set_num_threads(threads)
+    return train_rank(recipe, run_dir, fingerprint=take_fingerprint(recipe), bar=bar)
 
 
 def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:

@@ -15,6 +15,7 @@ from framework.data.loader import Loader, validation_batches
 from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, MeshwrightError, TopologyError
+from framework.launch.phases import BUILD, CONNECT, OPEN_DATA, PhaseBar
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.parallel.pipeline.draw import save_timeline
@@ -39,20 +40,24 @@ def train_rank(
     run_dir: Path,
     stop: StopRequest | None = None,
     fingerprint: Mapping[str, str] | None = None,
+    bar: PhaseBar | None = None,
 ) -> int:
     """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
-    fingerprint: what must be equal on all ranks.
+    fingerprint: what must be equal on all ranks. bar: shows the phases before the first step; closed by then.
     """
+    bar = bar or PhaseBar()
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
     check_nodes(recipe)
     plan = make_plan(recipe, load_config(recipe.model, find_folder))
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
+    bar.begin(CONNECT)
     mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
+    bar.begin(OPEN_DATA)
     prepared = open_data(recipe, plan.config, mesh.axis("world"))
     with nullcontext(stop) if stop else StopRequest() as requests:
-        code = _train(plan, prepared, mesh, run_dir, requests)
+        code = _train(plan, prepared, mesh, run_dir, requests, bar)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.
     mesh.close()
     return code
@@ -76,12 +81,14 @@ def _train(
     mesh: Mesh,
     run_dir: Path,
     stop: StopRequest,
+    bar: PhaseBar,
 ) -> int:
     recipe, derived = plan.recipe, plan.derived
     world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
     # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
     found = tell(partial(find_newest, root), world)
     resumes = found.newest is not None
+    bar.begin(BUILD)
     run = build(plan, mesh, resumes)
     state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:
@@ -90,6 +97,7 @@ def _train(
             " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
     info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy)
+    bar.close()
     observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
 
     # Draws nothing of what is trained on: every pass begins at the split's first sequence.
