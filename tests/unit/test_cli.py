@@ -84,10 +84,10 @@ class TestCheck:
     def test_prints_the_recipe_and_what_follows(self, run):
         code, out, err = run("check", "experiment=quickstart", "launch.ranks=4", "batch.sequences_per_step=32")
         assert (code, err) == (0, "")
-        assert "  lr: 0.002" in out
+        assert "  lr: 0.004" in out
         assert "4 ranks: dp 4 x tp 1" in out
-        assert "32 sequences of 256 tokens = 8,192 tokens" in out
-        assert "1 microbatch of 8 on each of 4 dp ranks" in out
+        assert "32 sequences of 128 tokens = 4,096 tokens" in out
+        assert "2 microbatches of 4 on each of 4 dp ranks" in out
 
     def test_the_printed_recipe_is_the_recipe(self, run, tmp_path):
         from framework.recipe.compose import compose, load_recipe

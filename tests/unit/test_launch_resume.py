@@ -51,7 +51,7 @@ def test_a_pipeline_may_begin_end_and_change_its_cut_and_its_schedule(run):
         "model.config.new_key=1",
         "model.freeze=[embed]",
         "train.seed=7",
-        "batch.context=128",
+        "batch.context=512",
         "batch.sequences_per_step=64",
         "data.validation=0.3",
         "data.sources.more={path: /data}",

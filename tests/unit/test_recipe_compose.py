@@ -50,7 +50,7 @@ class TestHydraSemantics:
 
     def test_an_experiment_beats_a_group_chosen_on_the_command_line(self):
         recipe = recipe_of("experiment=quickstart", "optim=lion")
-        assert (recipe.optim.name, recipe.optim.lr) == ("lion", 2.0e-3)
+        assert (recipe.optim.name, recipe.optim.lr) == ("lion", 4.0e-3)
 
     def test_the_command_line_beats_an_experiment(self):
         assert recipe_of("experiment=quickstart", "optim.lr=0.5").optim.lr == 0.5
