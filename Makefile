@@ -1,7 +1,7 @@
 # `make train` and `make test` work on a fresh machine with Python >= 3.11 and nothing else typed.
 PYTHON ?= python3
 BIN := .venv/bin
-# Python compiles a module when it is first imported; compiling all of torch and transformers takes longer than a short run.
+# Without compiling every module of torch and transformers, which takes longer than a short run: a run imports few of them.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: install develop train test test-grid lint clean
@@ -20,7 +20,13 @@ develop: .venv/developed
 	$(PIP) --editable '.[dev,bench]'
 	touch $@
 
-train: install
+# What a run imports is compiled by one process, not by every rank at once.
+.venv/compiled: .venv/installed
+	$(BIN)/python -c "import framework.launch.local, framework.launch.train, framework.model.generate, matplotlib.pyplot"
+	$(BIN)/python -c "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
+	touch $@
+
+train: .venv/compiled
 	$(BIN)/meshwright train experiment=quickstart
 
 lint: develop
