@@ -20,10 +20,11 @@ develop: .venv/developed
 	$(PIP) --editable '.[dev,bench]'
 	touch $@
 
-# What a run imports is compiled by one process, not by every rank at once.
+# What a run imports is compiled by one process, not by every rank at once, and not by each anew where the environment
+# forbids Python to keep what it has compiled.
 .venv/compiled: .venv/installed
-	$(BIN)/python -c "import framework.launch.local, framework.launch.train, framework.model.generate, matplotlib.pyplot"
-	$(BIN)/python -c "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import framework.launch.local, framework.launch.train, framework.model.generate, framework.launch.export, framework.track.summary, matplotlib.pyplot"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
 	touch $@
 
 train: .venv/compiled
