@@ -16,8 +16,10 @@ develop: .venv/developed
 	$(PIP) --editable .
 	touch $@
 
+# Tests start hundreds of processes: here everything is compiled once. Some packages ship files of other Pythons, hence the dash.
 .venv/developed: .venv/installed
 	$(PIP) --editable '.[dev,bench]'
+	-PYTHONDONTWRITEBYTECODE= $(BIN)/python -m compileall -qq -j 0 .venv/lib
 	touch $@
 
 # What a run imports is compiled by one process, not by every rank at once, and not by each anew where the environment
