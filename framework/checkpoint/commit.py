@@ -51,7 +51,7 @@ NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoints:
     """The checkpoints that a run finds when it starts. newest: the newest whole one, None for a run that has never saved.
     damaged: the newer ones, with what is wrong with each."""
 
@@ -92,7 +92,7 @@ def newest_checkpoint(root: Path) -> Path | None:
     return found.newest
 
 
-def find_newest(root: Path, known: Mapping[Path, DamagedCheckpoint] | None = None) -> Found:
+def find_newest(root: Path, known: Mapping[Path, DamagedCheckpoint] | None = None) -> FoundCheckpoints:
     """The newest whole checkpoint in `root`, and the newer ones that are damaged. known: damage that readers have met.
 
     Raises CheckpointError where there is or was a checkpoint and none is whole: starting over is the user's decision. Raises
@@ -103,13 +103,13 @@ def find_newest(root: Path, known: Mapping[Path, DamagedCheckpoint] | None = Non
         try:
             if known and path in known:
                 raise known[path]
-            return Found(path, damaged, open_checkpoint(path))
+            return FoundCheckpoints(path, damaged, open_checkpoint(path))
         except DamagedCheckpoint as damage:
             damaged[path] = damage
     refusal = _refuse_to_start_over(root, damaged)
     if refusal is not None:
         raise refusal
-    return Found(None, {})
+    return FoundCheckpoints(None, {})
 
 
 def open_checkpoint(path: Path) -> Manifest:
@@ -183,7 +183,7 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def set_aside_newer(found: Found) -> None:
+def set_aside_newer(found: FoundCheckpoints) -> None:
     """Rename the damaged checkpoints that a run goes on without, which has loaded an older one. A rename that fails is said."""
     for path, damage in found.damaged.items():
         with reported(f"damaged checkpoint cannot be set aside ({damage})"):

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from framework.checkpoint.blocks import BlockCache, BlockFile
-from framework.checkpoint.commit import Found, find_newest, newest_checkpoint, open_checkpoint, set_aside_newer
+from framework.checkpoint.commit import (
+    FoundCheckpoints,
+    find_newest,
+    newest_checkpoint,
+    open_checkpoint,
+    set_aside_newer,
+)
 from framework.checkpoint.index import (
     DamagedCheckpoint,
     Entry,
@@ -71,7 +77,7 @@ def load_checkpoint(
 
 
 def load_newest(
-    root: Path, entries: Iterable[Entry], world: Communicator, found: Found | None = None
+    root: Path, entries: Iterable[Entry], world: Communicator, found: FoundCheckpoints | None = None
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint under `root` that is whole; its state, or None for a run that has never saved. Collective.
 

@@ -89,5 +89,5 @@ class Communicator:
         return like.new_empty(numel)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Let later operations use a buffer that `take_buffer` gave. Nobody may read or write it after this."""
+        """Let later operations use a buffer, [n], that `take_buffer` gave. Nobody may read or write it after this."""
         self._buffers.append(buffer)

@@ -46,8 +46,8 @@ def exchange(
 def exchange_apart(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
 ) -> tuple[Pending, Pending]:
-    """An `exchange` with two Pendings, for what is sent and for what is received: the received may be used while the sent is
-    still under way. NCCL tells of a batch as a whole: there either waits for both."""
+    """An `exchange` of tensors of any shapes with two Pendings, for what is sent and for what is received: the received may be
+    used while the sent is still under way. NCCL tells of a batch as a whole: there either waits for both."""
     started = _start(sends, receives, axis)
     tensors = [x for x, _ in sends], [x for x, _ in receives]
     return Pending(started.sent, tensors[0]), Pending(started.received, tensors[1], started.finish)

@@ -2,13 +2,13 @@
 
 from transformers import PretrainedConfig
 
-from framework.data.prepared import Found
+from framework.data.prepared import FoundStores
 from framework.errors import DataError, RecipeError
 from framework.model.packing import keeps_documents_apart
 from framework.recipe.schema import Recipe
 
 
-def check_data_fits(recipe: Recipe, found: Found, config: PretrainedConfig) -> None:
+def check_data_fits(recipe: Recipe, found: FoundStores, config: PretrainedConfig) -> None:
     """Every token has an embedding, every position one, and packed documents are understood by the model. Raises DataError or
     RecipeError."""
     vocabulary = config.get_text_config().vocab_size

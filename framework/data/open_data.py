@@ -5,7 +5,7 @@ from transformers import PretrainedConfig
 from framework.comm.communicator import Communicator
 from framework.comm.objects import share_errors, tell
 from framework.data.fit import check_data_fits
-from framework.data.prepared import Found, Prepared, find_prepared, open_found
+from framework.data.prepared import FoundStores, Prepared, find_prepared, open_found
 from framework.recipe.schema import Recipe
 
 
@@ -13,7 +13,7 @@ def open_data(recipe: Recipe, config: PretrainedConfig, world: Communicator) -> 
     """The prepared data on this rank. Rank 0 alone lists the source files and looks for the stores; the others open the few
     files that it names. An error on one rank is every rank's. Collective."""
 
-    def find() -> Found:
+    def find() -> FoundStores:
         found = find_prepared(recipe)
         check_data_fits(recipe, found, config)
         return found

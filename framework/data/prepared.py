@@ -60,7 +60,7 @@ class PreparedSource(FoundSource):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundStores:
     """All sources of positive weight, in the recipe's order, and their common tokenizer. A kilobyte per source when pickled:
     one rank looks it up and tells the others.
 
@@ -79,7 +79,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Prepared(Found):
+class Prepared(FoundStores):
     """The data with every source opened."""
 
     sources: tuple[PreparedSource, ...]
@@ -178,7 +178,7 @@ def _find_only(recipe: Recipe, stem: str, missing: DataError | None) -> Path:
     )
 
 
-def find_prepared(recipe: Recipe, places: Places | None = None) -> Found:
+def find_prepared(recipe: Recipe, places: Places | None = None) -> FoundStores:
     """Finds and checks what `prepare` has built, without opening tokens. Looks at every source file's name, size and time,
     unless `places` are those of an earlier look.
 
@@ -209,7 +209,7 @@ def find_prepared(recipe: Recipe, places: Places | None = None) -> Found:
             f"Set data.validation=0 (and train.validate_every_steps=null), or give more documents"
         )
     identity = [[source.name, source.weight, source.meta.fingerprint] for source in sources]
-    return Found(
+    return FoundStores(
         sources=sources,
         tokenizer=tokenizer,
         vocab_size=first.vocab_size,
@@ -233,7 +233,7 @@ def _check_source(place: Place, meta: StoreMeta, recipe: Recipe) -> FoundSource:
     return FoundSource(place.name, place.source.weight, place.folder, meta)
 
 
-def open_found(found: Found) -> Prepared:
+def open_found(found: FoundStores) -> Prepared:
     """Maps the tokens into memory: per source at most four files are opened, and nothing else is looked at.
 
     DataError where a file is missing or has the wrong size, StorageError where it cannot be opened (EMFILE, EIO, ESTALE).

@@ -104,7 +104,8 @@ def assemble(model: PreTrainedModel, assembly: Assembly, read: Callable[[str], T
 def to_checkpoint(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Entries of the state dict as `save_pretrained` names and splits them.
 
-    A part of the state dict may be given if it holds all entries that one conversion joins, as a layer does.
+    Shapes and dtypes are those of the entries. A part of the state dict may be given if it holds all entries that one conversion
+    joins, as a layer does.
     """
     return revert_weight_conversion(model, tensors)
 

@@ -80,8 +80,8 @@ def set_parameter(model: nn.Module, names: tuple[str, ...], parameter: nn.Parame
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are part of the model's state dict, by name: values that no optimizer changes, yet weights all the same
-    (DeepSeek's correction of its router's bias)."""
+    """The buffers that are part of the model's state dict, by name, in their own shapes and dtypes: values that no
+    optimizer changes, yet weights all the same (DeepSeek's correction of its router's bias)."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict() if name in buffers}
 

@@ -69,7 +69,7 @@ class Matmul:
 
     @property
     def weight(self) -> Tensor:
-        """The layer's parameter, as it holds it."""
+        """The layer's parameter, as it holds it: [N, K], or [K, N]."""
         weight = self._parameters["weight"]
         assert weight is not None, "a linear layer without a weight"
         return weight

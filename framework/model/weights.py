@@ -69,8 +69,9 @@ def write_weights(
 ) -> Path:
     """Write a model as a folder that `from_pretrained` loads, with the keys and values of `save_pretrained`.
 
-    tensors: full CPU tensors by entry of the state dict, one dict per unit; together all entries, a tied weight under
-    any of its names. Floating-point tensors are stored in `dtype`, or in fp32 where the family keeps that.
+    tensors: full CPU tensors, in the shapes of the whole model, by entry of the state dict, one dict per unit; together all
+    entries, a tied weight under any of its names. Floating-point tensors are stored in `dtype`, or in fp32 where the family
+    keeps that.
     Memory: one unit and its converted copy. The folder appears complete or not at all.
     Raises ModelError if the folder has content already or the disk too little room.
     """

@@ -20,7 +20,7 @@ class UpdateKind(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class FlatShard:
     """What this rank updates of one or several parameters. value, gradient: [n] in the master dtype; value is updated in place.
     layouts: which elements of which parameters these are, one after another."""
 
@@ -34,7 +34,7 @@ class ShardGroup:
     """Shards that are updated alike. kind: what each of them holds."""
 
     name: str
-    shards: tuple[Shard, ...]
+    shards: tuple[FlatShard, ...]
     lr_ratio: float
     weight_decay: float
     kind: UpdateKind = UpdateKind.PER_ELEMENT

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from framework.errors import LayoutError
 from framework.optim.adamw import ADAMW
-from framework.optim.contract import Method, Shard, ShardGroup
+from framework.optim.contract import FlatShard, Method, ShardGroup
 from framework.optim.lion import LION
 from framework.optim.sgd import SGD
 from framework.recipe.schema import Optim
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Method] = {"adamw": ADAMW, "lion": LION, "sgd": SGD}
 class Missed:
     """Elements [start, stop) of a shard that this rank's backward did not reach. is_reached: by another's; on the device."""
 
-    shard: Shard
+    shard: FlatShard
     start: int
     stop: int
     is_reached: Tensor
@@ -44,7 +44,7 @@ class FlatOptimizer:
         method = OPTIMIZERS[optim.name]
         check_kinds(optim.name, method, groups)
         # A rank whose stages are frozen counts updates as the others do.
-        nothing = Shard((), torch.zeros(0, device=device), torch.zeros(0, device=device))
+        nothing = FlatShard((), torch.zeros(0, device=device), torch.zeros(0, device=device))
         by_shard = {shard: group for group in groups for shard in group.shards} or {
             nothing: ShardGroup("nothing", (nothing,), 1.0, 0.0)
         }
@@ -73,7 +73,7 @@ class FlatOptimizer:
         self._inner.found_inf = skip.float()  # type: ignore[attr-defined]
         self._inner.step()
 
-    def state(self, shard: Shard, name: str) -> Tensor:
+    def state(self, shard: FlatShard, name: str) -> Tensor:
         """A per-element state of a shard: [n], in its dtype."""
         return self._inner.state[shard.value][name]
 

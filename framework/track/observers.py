@@ -11,7 +11,7 @@ from framework.track.console import Console
 from framework.track.jsonl import Jsonl
 from framework.track.report import Observer, RunInfo, StepReport, save_run_info
 from framework.track.summary import Summary
-from framework.track.wandb import Wandb
+from framework.track.wandb import WandbObserver
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo) -> Observers:
     console = Console()
     observers: list[Observer] = [console, Jsonl(run_dir)]
     if recipe.track.wandb.mode != "disabled":
-        observers.append(Wandb(run_dir, console.say))
+        observers.append(WandbObserver(run_dir, console.say))
     observers.append(Summary(run_dir, console.say))
     save_run_info(run_dir, run)
     opened = Observers(observers)

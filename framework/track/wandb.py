@@ -36,7 +36,7 @@ _EXIT_SAID_WHY = 1
 _EXIT_KILLED = 1
 
 
-class Wandb:
+class WandbObserver:
     """Starts the mirror, relays what it says, and ends it. Only `close` waits for wandb, and for `close_timeout_s`."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None], close_timeout_s: float = 60.0):

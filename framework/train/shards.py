@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from framework.optim.contract import Shard, ShardGroup
+from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.groups import GroupAssignment
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.plan_buffers import Span
+from framework.parallel.zero.plan_buffers import GroupSpan
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,8 +14,8 @@ class OwnedShard:
     """A shard of the optimizer and where it lies: `span` of `buffer`."""
 
     buffer: UnitBuffer
-    span: Span
-    shard: Shard
+    span: GroupSpan
+    shard: FlatShard
 
 
 def own_shards(buffers: Iterable[UnitBuffer]) -> list[OwnedShard]:
@@ -42,8 +42,8 @@ def group_shards(shards: Sequence[OwnedShard], assignments: Iterable[GroupAssign
     ]
 
 
-def _shard(buffer: UnitBuffer, span: Span) -> Shard:
+def _shard(buffer: UnitBuffer, span: GroupSpan) -> FlatShard:
     where = slice(span.start - buffer.plan.start, span.stop - buffer.plan.start)
     held = [buffer.held(slot, buffer.master) for slot in buffer.slots if slot.group == span.group]
     layouts = tuple(layout for layout, values in held if values.numel())
-    return Shard(layouts, buffer.master[where], buffer.reduced[where])
+    return FlatShard(layouts, buffer.master[where], buffer.reduced[where])

@@ -75,7 +75,7 @@ class RankStage:
         return (self._part_of_loss(microbatch, *outputs),) if self.model.bounds.is_last else outputs
 
     def validate(self, microbatch: int, received: Tensors) -> Tensors:
-        """As `forward`; on the last stage the sum of the losses of the microbatch's tokens."""
+        """As `forward`, [B, T, D]; on the last stage the sum of the losses of the microbatch's tokens, a scalar."""
         self._set_dropout(is_on=False)
         outputs = self._compute(microbatch, received, None)
         if not self.model.bounds.is_last:
@@ -84,12 +84,12 @@ class RankStage:
         return (self._loss(outputs[0].logits, labels, one),)
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
-        """See the executor's protocol."""
+        """Reduce what is complete. gradients: [B, T, D] each, of `outputs`; none of the loss. See the executor's protocol."""
         self.gradients.start_backward(is_last)
         self._run_backward(outputs, gradients)
 
     def backward_input(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> DeferredGradients:
-        """The gradients of activations; returns the calls that bring those of weights."""
+        """The gradients of activations, [B, T, D]; returns the calls that bring those of weights."""
         self.gradients.start_input_backward()
         self._run_backward(outputs, gradients)
         return self.gradients.end_input_backward()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from framework.checkpoint.commit import Found
+from framework.checkpoint.commit import FoundCheckpoints
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
 from framework.mesh.layout import Layout
@@ -37,7 +37,7 @@ class RunState:
         return cls(**values)
 
 
-def restore(run: Run, checkpoints: Path, found: Found | None = None) -> RunState:
+def restore(run: Run, checkpoints: Path, found: FoundCheckpoints | None = None) -> RunState:
     """Fill a run from the newest whole checkpoint, whatever layout saved it. found: what rank 0 has told of them already."""
     values = load_newest(checkpoints, read_entries(run), run.mesh.axis("world"), found)
     assert values is not None, f"no checkpoint in {checkpoints}"

@@ -38,11 +38,12 @@ class StepSums:
 
     @property
     def loss(self) -> Tensor:
+        """The loss of the whole batch, a scalar, once it is summed over the world."""
         return self.vector[0]
 
     def take_root(self) -> Tensor:
-        """The norm, once the squares are summed over the world. In place: the host reads what the device clips by, to the last
-        bit."""
+        """The norm, a scalar, once the squares are summed over the world. In place: the host reads what the device clips by,
+        to the last bit."""
         return self.vector[1].sqrt_()
 
 

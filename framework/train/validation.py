@@ -32,7 +32,7 @@ class Validation:
         return taken
 
     def add(self, microbatches: Iterable[Microbatch], losses: Iterable[Tensor]) -> None:
-        """losses: sums over the tokens of each; nothing on a rank without the last stage."""
+        """Note the losses of microbatches: scalars, sums over the tokens of each; nothing on a rank without the last stage."""
         found = list(losses)
         self._losses += found
         if found:

@@ -19,6 +19,7 @@ from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError
 from framework.launch import train
+from framework.launch.phases import PhaseBar
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
@@ -174,7 +175,7 @@ def train_body(rank, world, rendezvous, recipe, run_dirs):
     mesh = connect(Topology(dp=world), CPU, rendezvous, rank, timeout_s=15)
     # Observers draw a report, which takes longer than the steps.
     with StopRequest() as stop, patch.object(train, "open_observers", lambda *words: Observers()):
-        code = train._train(make_plan(recipe, config), prepared, mesh, run_dirs[rank], stop)
+        code = train._train(make_plan(recipe, config), prepared, mesh, run_dirs[rank], stop, PhaseBar())
     mesh.close()
     return code
 

@@ -16,7 +16,7 @@ from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
-from framework.optim.contract import Shard, ShardGroup
+from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.optimizers import FlatOptimizer
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
@@ -58,7 +58,7 @@ def measure_held(buffers: list[UnitBuffer]) -> Held:
         for buffer in buffers
         for span in buffer.plan.spans
     ]
-    shards = tuple(Shard((), buffer.master[where], buffer.reduced[where]) for buffer, where in slices)
+    shards = tuple(FlatShard((), buffer.master[where], buffer.reduced[where]) for buffer, where in slices)
     optimizer = FlatOptimizer(Optim(name="adamw"), [ShardGroup("default", shards, 1.0, 0.0)], CPU)
     states = count_bytes(optimizer.state(each, name) for each, name in product(shards, optimizer.state_names))
     return Held(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from framework.errors import LayoutError
-from framework.optim.contract import Shard, ShardGroup, UpdateKind
+from framework.optim.contract import FlatShard, ShardGroup, UpdateKind
 from framework.optim.optimizers import OPTIMIZERS, FlatOptimizer, state_names
 from framework.recipe.schema import Optim
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def make_group(kind: UpdateKind = UpdateKind.PER_ELEMENT) -> ShardGroup:
-    return ShardGroup("default", (Shard((), torch.ones(5), torch.ones(5)),), 1.0, 0.0, kind)
+    return ShardGroup("default", (FlatShard((), torch.ones(5), torch.ones(5)),), 1.0, 0.0, kind)
 
 
 def test_the_table_has_what_a_recipe_may_name() -> None:

@@ -16,7 +16,7 @@ import pytest
 from framework.recipe import schema
 from framework.track.jsonl import Jsonl
 from framework.track.report import RunInfo, StepReport, save_run_info
-from framework.track.wandb import MAX_RANKS_CHARTED, Wandb, chart_values
+from framework.track.wandb import MAX_RANKS_CHARTED, WandbObserver, chart_values
 
 # A wandb that writes down what it is asked; {slots} are filled per test.
 FAKE = """
@@ -60,7 +60,7 @@ def train(run_dir, steps, info, exit_code=0, close_timeout_s=30.0):
     """Report each step as training would; returns (what was said, the longest report in seconds, close in seconds)."""
     said: list[str] = []
     save_run_info(run_dir, info)
-    jsonl, wandb = Jsonl(run_dir), Wandb(run_dir, said.append, close_timeout_s)
+    jsonl, wandb = Jsonl(run_dir), WandbObserver(run_dir, said.append, close_timeout_s)
     jsonl.open(info)
     wandb.open(info)
     longest_s = 0.0
@@ -180,7 +180,7 @@ def test_the_mirror_of_a_killed_run_sends_all_that_was_written_and_ends_by_itsel
         from tests.unit.test_track_wandb import *
         run_dir = Path(sys.argv[1])
         save_run_info(run_dir, run_info("online"))
-        jsonl, wandb = Jsonl(run_dir), Wandb(run_dir, print)
+        jsonl, wandb = Jsonl(run_dir), WandbObserver(run_dir, print)
         jsonl.open(run_info("online")); wandb.open(run_info("online"))
         for step in range(1, 8): jsonl.report(report(step))
         os.kill(os.getpid(), signal.SIGKILL)

@@ -47,7 +47,8 @@ class StageActions(Protocol):
         shapes; none for the loss. is_last: of this stage in this step: it completes the gradients."""
 
     def backward_input(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> Any:
-        """The gradient of the input alone; returns what `backward_weights` needs to finish the microbatch."""
+        """The gradient of the input alone, [B, s, width] as `backward` leaves it; returns what `backward_weights` needs to
+        finish the microbatch."""
 
     def backward_weights(self, deferred: Any, is_last: bool) -> None:
         """The weight gradients that `backward_input` left out."""
@@ -100,7 +101,8 @@ class Links:
         self._leaving: list[tuple[Message, Pending]] = []
 
     def start(self, actions: Sequence[Action], outputs: dict[Action, Tensors]) -> None:
-        """Start sends and receives that are neighbours in the list of actions. `outputs` loses what is sent."""
+        """Start sends and receives that are neighbours in the list of actions. `outputs` loses what is sent.
+        Messages over `pp` have the shapes of the ActivationSpec."""
         batch: list[Action] = []
         for action in actions:
             # NCCL completes a batch as a whole. With two receives in one, the tensor that is needed first would wait for the

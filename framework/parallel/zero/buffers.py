@@ -59,7 +59,7 @@ class BufferPool:
         return made
 
     def give_back(self, tensor: Tensor) -> None:
-        """Return the whole memory behind a tensor from `take`, not only the elements that were asked for."""
+        """Return the whole memory behind a tensor, [n], from `take`, not only the elements that were asked for."""
         self._idle.append(tensor.new_empty(0).set_(tensor.untyped_storage()))
 
 
@@ -167,16 +167,17 @@ class UnitBuffer:
         return self._slice(self.plan.held[slot.name], values, origin)
 
     def counted(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
-        """The elements of `held`, flat, that this rank and no other counts in a norm and writes to a checkpoint."""
+        """The elements of `held`, [n], that this rank and no other counts in a norm and writes to a checkpoint."""
         assert not self.is_copy, f"{self.unit}: another stage on this rank counts it"
         return self._slice(self.plan.counted[slot.name], values, origin)
 
     def read(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
-        """The elements of `held` that this rank reads for all ranks of `axes.reading`, which own the same."""
+        """The elements of `held`, [n], that this rank reads for all ranks of `axes.reading`, which own the same."""
         return self._slice(self.plan.read[slot.name], values, origin)
 
     def share_read(self, values: Tensor, origin: int | None = None) -> None:
-        """Complete a tensor over what is owned, or a span of it as for `held`, of which each rank of `axes.reading` has a share.
+        """Complete a tensor over what is owned, [numel_owned], or a span of it as for `held`, of which each rank of
+        `axes.reading` has a share.
 
         Collective over `axes.reading`: an all-reduce of the tensor's bytes, in place. The others' parts are zero, and a sum of
         whole numbers keeps every bit, of NaN and of -0.0, too.

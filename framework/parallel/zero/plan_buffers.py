@@ -46,7 +46,7 @@ class SlotInterval:
 
 
 @dataclass(frozen=True)
-class Span:
+class GroupSpan:
     """Elements [start, stop) of a buffer that this rank owns and that are in one optimizer group."""
 
     group: str
@@ -136,13 +136,15 @@ class BufferPlan:
         return self.start + self.numel_owned
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[GroupSpan, ...]:
         """The elements that this rank owns of each optimizer group, without empty ones."""
         # One span for a group, because its slots lie side by side: the optimizer is one fused call on each.
         bounds: dict[str, Run] = {}
         for slot in self.slots:
             bounds[slot.group] = (bounds.get(slot.group, (slot.start, 0))[0], slot.stop)
-        clipped = [Span(group, max(low, self.start), min(high, self.stop)) for group, (low, high) in bounds.items()]
+        clipped = [
+            GroupSpan(group, max(low, self.start), min(high, self.stop)) for group, (low, high) in bounds.items()
+        ]
         return tuple(span for span in clipped if span.start < span.stop)
 
     @cached_property
