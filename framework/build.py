@@ -92,7 +92,7 @@ def assemble(
     """What a rank trains with: its stages, one optimizer over all of them, and the facts that a step asks for."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
     shards = own_shards(buffers)
-    balance = plan.load_balancing
+    auxiliary = plan.load_balancing
     return Run(
         stages=stages,
         pipeline=plan.pipeline,
@@ -103,7 +103,7 @@ def assemble(
         activations=ActivationSpec(
             tokens,
             plan.config.get_text_config().hidden_size,
-            0 if balance is None else balance.num_sums,
+            0 if auxiliary is None else auxiliary.num_sums,
             plan.compute_dtype,
             mesh.device,
         ),

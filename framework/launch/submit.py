@@ -102,13 +102,13 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
 def _check_layouts(recipes: Sequence[Recipe]) -> None:
     """Raise now what the ranks of a job would raise, and print the largest need. Runs of a sweep that differ in nothing that a
     layout depends on are planned once."""
-    # A second or two, which only what is queued pays: a mistake found by the job may have waited for days.
-    from framework.plan.check import check_layout, describe_need
+    # Imported here, because torch takes seconds, which only what is queued pays: a job would find the mistake days later.
+    from framework.plan.check import check_layout, describe_need, most_bytes
 
     groups = ("model", "batch", "parallel", "pipeline", "zero", "memory", "precision", "optim")
     different = {repr([getattr(recipe, name) for name in groups]): recipe for recipe in recipes}
     plans = [check_layout(recipe) for recipe in different.values()]
-    print(f"plan     {describe_need(max(plans, key=lambda plan: plan.size.total))}")
+    print(f"plan     {describe_need(max(plans, key=most_bytes))}")
 
 
 def check_machine(recipe: Recipe, dry_run: bool) -> None:

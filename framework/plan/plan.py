@@ -1,6 +1,7 @@
 """Plan: everything that is known of a run's layout before a device is touched. Made once, by `make_plan`, equal on every rank.
 
-Whoever asks a question about a layout asks the Plan: `meshwright plan`, `build`, `verify`, the run's description, benchmarks.
+Whoever asks a question about a layout asks the Plan: `meshwright plan`, `submit`, `doctor`, `build`, `verify`, the run's
+description, benchmarks.
 It owns no memory and sends no byte; its model is on meta. What differs between ranks is asked of it by the rank's number.
 """
 
@@ -96,10 +97,10 @@ class Plan:
     def lay_out(self, rank: int, axes: Mapping[str, Communicator], device: torch.device) -> "RankPlan":
         """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
         tokens = self.token_layout(rank)
-        own = [
-            bounds for bounds in self.pipeline.stages if self.pipeline.rank_of_stage[bounds.index] == axes["pp"].rank
+        stages = [
+            lay_out_stage(self._copy(bounds), self._stage(bounds, axes, tokens, device))
+            for bounds in self._own_stages(rank)
         ]
-        stages = [lay_out_stage(self._copy(bounds), self._stage(bounds, axes, tokens, device)) for bounds in own]
         return RankPlan(rank, tuple(stages), tokens)
 
     def token_layout(self, rank: int) -> TokenLayout:
@@ -133,14 +134,18 @@ class Plan:
         """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden
         states over `tp` and over `pp`."""
         place, accumulation = self.topology.index("pp", rank), self.derived.accumulation
-        own = [bounds for bounds in self.pipeline.stages if self.pipeline.rank_of_stage[bounds.index] == place]
         messages = sum(action.kind in SENDS for action in self.pipeline.lowered(accumulation).ranks[place])
-        num_layers = sum(bounds.stop - bounds.start for bounds in own)
+        num_layers = sum(bounds.stop - bounds.start for bounds in self._own_stages(rank))
         sent = bytes_sent(self.of_rank(rank).buffers, accumulation, DTYPES[self.recipe.precision.reduce])
         return sent | {
             "tp": self.activations.sent_per_layer * accumulation * num_layers,
             "pp": self.activations.hidden_bytes * messages,
         }
+
+    def _own_stages(self, rank: int) -> list[StageBounds]:
+        """The stages of the rank, in order of computation."""
+        place, owners = self.topology.index("pp", rank), self.pipeline.rank_of_stage
+        return [bounds for bounds in self.pipeline.stages if owners[bounds.index] == place]
 
     def _copy(self, bounds: StageBounds) -> PreTrainedModel:
         return copy_stage(self.whole, self.units, bounds, self.returns_tuple)

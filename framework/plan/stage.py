@@ -17,13 +17,17 @@ from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffer
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """units: whole or in part this stage's; ties: all names of each of its parameters in its model; buffers: without memory."""
+    """ties: all names of each of the stage's parameters in its model; buffers: without memory."""
 
     plan: StagePlan
     model: StageModel
-    units: tuple[Unit, ...]
     ties: Mapping[str, tuple[str, ...]]
     buffers: list[BufferPlan]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Those that are whole or in part this stage's."""
+        return self.plan.own_units
 
 
 def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
@@ -34,7 +38,7 @@ def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
     dtypes = find_compute_dtypes(model, plan)
     lifetimes = lifetimes_of(plan.recipe.zero)
     buffers = plan_buffers(plan.own_units, layouts, groups, dtypes, plan.master_dtype, lifetimes, plan.axes)
-    return PlannedStage(plan, stage, plan.own_units, own_ties(model, plan.ties), buffers)
+    return PlannedStage(plan, stage, own_ties(model, plan.ties), buffers)
 
 
 def _find_routers(model: PreTrainedModel, plan: StagePlan) -> Routers | None:
