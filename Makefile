@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Without compiling every module of torch and transformers, which takes longer than a short run: a run imports few of them.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: install develop train test test-grid lint clean
+.PHONY: install develop train test test-slurm test-grid lint clean
 
 # Two stamps: training does not wait for what only tests and benches import.
 install: .venv/installed
@@ -37,14 +37,21 @@ lint: develop
 	$(BIN)/ruff format --check framework tests scripts
 	$(BIN)/mypy
 
-# Tests of several ranks have the machine for themselves; those of one process share it.
+# Two tests at a time: ranks wait for each other half of the time. A file's tests stay on one worker, which its fixtures are
+# made for; files in the order of their names, in which those of one process come last and even out.
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: lint
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not grid" --numprocesses 2 --dist worksteal tests/unit
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not grid" --ignore tests/unit
+	$(PYTEST) $(TWO) -m "not grid" --ignore tests/slurm
+
+# On a real SLURM cluster of this machine (scripts/local_cluster.sh install); REQUIRE_SLURM=1: a skipped test is a failure.
+test-slurm: develop
+	$(PYTEST) tests/slurm
 
 # More families, ranks and ties of what `make test` shows. PART=0 to 6, or today: a seventh of it, as CI runs each day.
 test-grid: develop
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m grid $(if $(PART),--grid-part $(PART))
+	$(PYTEST) $(TWO) -m grid $(if $(PART),--grid-part $(PART))
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -44,6 +44,19 @@ def place(tmp_path_factory):
     return place
 
 
+@pytest.fixture(scope="module")
+def piped(place):
+    """`runs/piped`: a pipeline of two ranks that was interrupted behind step 5, of which step 3 was drawn. Rank 0, which
+    reports, is not the last stage, which has the loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        interrupt_after("piped", 5)
+        layout = ("parallel.pp=2", "launch.ranks=2", "pipeline.schedule=zb_h1", "batch.sequences_per_microbatch=1")
+        assert train("run.id=piped", *layout, "track.timeline_step=3") == EXIT_RESUME
+    return Path("runs/piped")
+
+
 @pytest.fixture(autouse=True)
 def here(place, monkeypatch):
     monkeypatch.chdir(place)
@@ -118,35 +131,27 @@ def test_run_goes_on_with_another_number_of_ranks(capfd):
         assert torch.allclose(weight, weights("whole")[name], rtol=1e-4, atol=1e-6), name
 
 
-def test_a_pipeline_goes_on_as_one_stage_and_is_exported(tmp_path, capfd):
-    """Rank 0, which reports, is not the last stage, which has the loss."""
-    interrupt_after("piped", 5)
-    layout = ("parallel.pp=2", "launch.ranks=2", "pipeline.schedule=zb_h1", "batch.sequences_per_microbatch=1")
-    assert train("run.id=piped", *layout) == EXIT_RESUME
-    assert export_command(Path("runs/piped"), tmp_path / "out") == EXIT_DONE
+def test_a_step_of_a_pipeline_is_drawn(piped):
+    events = json.loads((piped / "timeline.json").read_text())["traceEvents"]
+    expected = {f"{stage}{kind}{number}" for stage in (0, 1) for kind in "FIW" for number in range(4)}
+    assert {each["name"] for each in events} == expected
+    assert {each["tid"] for each in events} == {0, 1}
+    assert (piped / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_pipeline_is_exported_and_goes_on_as_one_stage_also_where_it_cannot_be_drawn(piped, tmp_path, capfd, caplog):
+    assert export_command(piped, tmp_path / "out") == EXIT_DONE
     exported, saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), weights("piped")
     assert saved.keys() < exported.keys()  # the tied head
     for name, weight in saved.items():
         assert torch.equal(exported[name], weight), name
-    assert resume("piped", "parallel.pp=1", "launch.ranks=1", "pipeline.schedule=1f1b") == EXIT_DONE
+    (piped / "timeline.json").unlink()
+    (piped / "timeline.json").mkdir()
+    one_stage = ("parallel.pp=1", "launch.ranks=1", "pipeline.schedule=1f1b", f"track.timeline_step={STEPS - 1}")
+    assert resume("piped", *one_stage) == EXIT_DONE
     assert "changed  pipeline.schedule: zb_h1 -> 1f1b" in capfd.readouterr().out
+    assert "timeline failed, training goes on: IsADirectoryError" in caplog.text
     assert losses("piped") == pytest.approx(losses("whole"), rel=1e-5)
-
-
-def test_a_step_is_drawn_and_training_outlives_that_it_cannot_be(capfd):
-    layout = ("parallel.pp=2", "launch.ranks=2", "batch.sequences_per_microbatch=1", "train.steps=4")
-    assert train("run.id=drawn", *layout, "track.timeline_step=3") == EXIT_DONE
-    trace = Path("runs/drawn/timeline.json")
-    events = json.loads(trace.read_text())["traceEvents"]
-    expected = {f"{stage}{kind}{number}" for stage in (0, 1) for kind in "FB" for number in range(4)}
-    assert {each["name"] for each in events} == expected
-    assert {each["tid"] for each in events} == {0, 1}
-    assert Path("runs/drawn/timeline.png").read_bytes().startswith(b"\x89PNG")
-    trace.unlink()
-    trace.mkdir()
-    assert resume("drawn", "train.steps=6", "track.timeline_step=5") == EXIT_DONE
-    assert "timeline failed, training goes on: IsADirectoryError" in capfd.readouterr().err
-    assert list(losses("drawn")) == list(range(1, 7))
 
 
 def test_a_run_goes_on_in_the_dtype_that_its_beginning_settled(capfd):

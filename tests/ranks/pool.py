@@ -1,10 +1,15 @@
 """RankPool: processes that live for the whole test session and run body after body as ranks of a small world.
 
 A body is a top-level function `body(rank, world, rendezvous, *args)`; it connects its own mesh through the fresh file
-rendezvous and returns something picklable. Starting a body costs milliseconds, where a process start with torch and
-transformers costs seconds.
+rendezvous and returns something picklable. Starting a body costs milliseconds.
+
+Ranks 1, 2, 3 are forked from a process that has imported torch and transformers (`tests/ranks/preload.py`): four that import
+them by themselves take 15 CPU seconds, once for each session and once more behind each test in which a rank dies. Rank 0 is a
+process of its own: forked ones have one hash seed, and with it one order of their sets, so what depends on that order would
+never differ between ranks.
 """
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -103,7 +108,8 @@ class RankPool:
             worker.pipe.recv_bytes()
 
     def _start_worker(self, index: int) -> Worker:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if index else "spawn")
+        context.set_forkserver_preload(["tests.ranks.preload"])
         pipe, pipe_of_worker = context.Pipe()
         process = context.Process(target=_serve, args=(pipe_of_worker, self._stack_file(index)), daemon=True)
         process.start()
@@ -129,15 +135,8 @@ class RankPool:
 
 def _serve(pipe: Connection, stack_file: Path) -> None:
     """The life of a worker: run bodies until the session closes the pipe."""
-    # Before torch is imported: it reads the number of threads then, and transformers whether it may call the hub.
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    import faulthandler
+    import tests.ranks.preload  # noqa: F401  what is forked has it already
 
-    import torch
-    import transformers  # noqa: F401  imported once here, so that no body pays for it
-
-    torch.set_num_threads(1)
-    gc.freeze()  # what libraries have made stays: the collection behind every body need not look through it
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         pipe.send_bytes(b"ready")

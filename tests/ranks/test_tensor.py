@@ -83,6 +83,20 @@ def test_every_family_split_equals_whole(pool: RankPool, batch: int) -> None:
 
 
 def test_heads_ties_and_odd_sequences_equal_whole(pool: RankPool) -> None:
+    """Of each thing that `test_heads_ties_and_odd_sequences_of_more_families_equal_whole` has, one."""
+    cases = [
+        TensorCase(family("qwen3"), 4, False, {"num_key_value_heads": 2, "tie_word_embeddings": False}),
+        TensorCase(family("phi3"), 4, True, {"num_key_value_heads": 1}),
+        TensorCase(family("falcon"), 4, True, CHANGES["falcon"] | {"multi_query": False, "alibi": True}),
+        TensorCase(family("qwen3_moe"), 4, True, {"output_router_logits": True}),
+        TensorCase(family("opt"), 4, False, {"pad_token_id": 96}),
+        TensorCase(family("mixtral"), 4, True, tokens=13),
+    ]
+    assert_equal(pool, cases)
+
+
+@pytest.mark.grid
+def test_heads_ties_and_odd_sequences_of_more_families_equal_whole(pool: RankPool) -> None:
     """One, two or four key-value heads on four ranks, alone and packed; alibi; norms per head; balanced experts."""
     cases = [
         TensorCase(family("qwen3"), 4, sequence, {"num_key_value_heads": kv, "tie_word_embeddings": tied})

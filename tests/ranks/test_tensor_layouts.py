@@ -1,13 +1,17 @@
 """Tensor-parallel layouts of the whole training step: with ZeRO, data parallelism, accumulation and clipping they are the run
 of stock Hugging Face and torch in one process: losses, norms, gradients, weights. `test_tensor.py` splits each family alone."""
 
+from collections.abc import Iterable
 from itertools import product
 from operator import attrgetter
+from typing import Any
 
 import pytest
 
 from framework.recipe.schema import Parallel, Recipe, Zero
 from tests.families import FAMILIES, Family, family
+from tests.grid import few_of
+from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parity import WITHOUT_FP64, WITHOUT_INITIALISER
@@ -21,6 +25,7 @@ NAMES = (
 # (tp, dp, sequence, stage) of four ranks at most. A family's split knows nothing of ZeRO: each meets every value once or more.
 PAIRS = ((2, 2, True, 3), (2, 2, False, 1), (2, 1, True, 0), (4, 1, True, 3))
 CROSS = tuple((2, dp, sequence, stage) for dp, sequence, stage in product((1, 2), (True, False), (0, 1, 3)))
+CROSS_PAIRS = cover_pairs(((2,), (1, 2), (True, False), (0, 1, 3)), lambda *row: True)
 TIES = (("llama", False), ("llama", True), ("gpt2", True))
 
 
@@ -29,14 +34,22 @@ def layout(precision: str, tp: int, dp: int, sequence: bool, stage: int) -> Reci
     return small_recipe(precision, tp * dp, 2, SEQUENCES, 0.05, Zero(stage=stage), parallel)
 
 
-def layouts(precision: str, ways: tuple[tuple[int, int, bool, int], ...]) -> dict[str, Recipe]:
+def layouts(precision: str, ways: Iterable[tuple[Any, ...]]) -> dict[str, Recipe]:
     return {
         f"tp {tp}, dp {dp}, sequence {sequence}, stage {stage}": layout(precision, tp, dp, sequence, stage)
         for tp, dp, sequence, stage in ways
     }
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.grid)])
+def test_any_two_of_data_parallelism_sequence_and_stage_equal_one_process(pool: RankPool) -> None:
+    changes = {"tie_word_embeddings": True}
+    cases = [Case("llama", family("llama"), layouts("fp64", CROSS_PAIRS), changes)]
+    cases.append(Case("llama in fp32", family("llama"), layouts("fp32", PAIRS[-1:]), changes))
+    assert_equal(pool, 4, cases)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("tied", [True, False])
 def test_every_combination_with_zero_equals_one_process(pool: RankPool, tied: bool) -> None:
     changes = {"tie_word_embeddings": tied}
     cases = [Case("llama", family("llama"), layouts("fp64", CROSS), changes)]
@@ -44,12 +57,12 @@ def test_every_combination_with_zero_equals_one_process(pool: RankPool, tied: bo
     assert_equal(pool, 4, cases)
 
 
-def test_stages_of_split_layers_equal_one_process(pool: RankPool) -> None:
+@pytest.mark.parametrize(("name", "tied"), few_of(TIES, lambda *row: row == ("gpt2", True)))
+def test_stages_of_split_layers_equal_one_process(pool: RankPool, name: str, tied: bool) -> None:
     """tp 2 under pp 2, tied across the stages and untied."""
     parallel = Parallel(tp=2, pp=2, sequence=False)
     layouts = {f"stage {z}": small_recipe("fp64", 4, 2, SEQUENCES, 0.05, Zero(stage=z), parallel) for z in (0, 3)}
-    cases = [Case(f"{name} {tied}", family(name), layouts, {"tie_word_embeddings": tied}) for name, tied in TIES]
-    assert_equal(pool, 4, cases)
+    assert_equal(pool, 4, [Case(f"{name} {tied}", family(name), layouts, {"tie_word_embeddings": tied})])
 
 
 @pytest.mark.grid

@@ -23,6 +23,7 @@ from framework.train.step import train_step
 from framework.verify.layout import share
 from tests import tiny_run
 from tests.families import family
+from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
@@ -78,7 +79,7 @@ def cases() -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", few_of(cases(), lambda case: case.name.startswith("gpt2")), ids=lambda case: case.name)
 def test_replicas_are_bitwise_equal_after_20_steps(pool: RankPool, case: Case) -> None:
     assert pool.run(WORLD, train, case, "") == [([], "")] * WORLD
 

@@ -4,7 +4,7 @@ import gc
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ from framework.verify.compare import compare
 from framework.verify.evidence import Evidence, TokenBatch, gather_full, make_batches
 from framework.verify.layout import owned_weights, share
 from tests.families import Family, build_config, family
+from tests.grid import few_of
+from tests.ranks.covering import cover_pairs
 from tests.ranks.crossed_model import CROSSED
 from tests.ranks.parity import CONTEXT, CPU, Case, assert_equal, small_recipe, topology_of, train_layouts, worst_error
 from tests.ranks.pool import RankPool
@@ -44,28 +46,28 @@ def assert_bitwise_equal(found: dict[str, Evidence]) -> None:
             assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == [], f"{label}, {first}"
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.grid)])
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.grid) for stage in (1, 2)), 3])
-def test_prefetch_and_kept_parameters_are_bitwise_equal(pool: RankPool, stage: int, world: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "world", "tied"), few_of(product((1, 2, 3), (2, 4), (True, False)), lambda *row: row == (3, 2, True))
+)
+def test_prefetch_and_kept_parameters_are_bitwise_equal(pool: RankPool, stage: int, world: int, tied: bool) -> None:
     ways = [
         *(Zero(stage=stage, prefetch_units=depth) for depth in (0, 1, 2, 9)),
         *(Zero(stage=stage, prefetch_units=depth, keep_gathered=True) for depth in (0, 1)),
     ]
     recipe = small_recipe("fp32", world, 3, SEQUENCES, clip_norm=0.05)
-    for tied in (True, False):
-        layouts = {str(zero): replace(recipe, zero=zero) for zero in ways}
-        assert_bitwise_equal(train(pool, world, Case("", family("gemma2"), layouts, {"tie_word_embeddings": tied})))
+    layouts = {str(zero): replace(recipe, zero=zero) for zero in ways}
+    assert_bitwise_equal(train(pool, world, Case("", family("gemma2"), layouts, {"tie_word_embeddings": tied})))
 
 
-def test_dividing_the_update_among_replicas_is_bitwise_equal(pool: RankPool) -> None:
+@pytest.mark.parametrize(("stage", "precision"), few_of([(1, "fp32"), (3, "bf16")], lambda stage, _: stage == 3))
+def test_dividing_the_update_among_replicas_is_bitwise_equal(pool: RankPool, stage: int, precision: str) -> None:
     """Of two replicas a + b is b + a. Norms are summed in another grouping, so nothing is clipped by them."""
-    for stage, precision in ((1, "fp32"), (3, "bf16")):
-        ways = [Zero(stage, 2), Zero(stage, 2, optimizer_within="all")]
-        layouts = {str(zero): small_recipe(precision, 4, 3, SEQUENCES, None, zero) for zero in ways}
-        found = train(pool, 4, Case("", family("llama"), layouts))
-        norms = found[str(ways[0])].norms
-        assert found[str(ways[1])].norms == pytest.approx(norms, rel=1e-6)
-        assert_bitwise_equal({label: replace(evidence, norms=norms) for label, evidence in found.items()})
+    ways = [Zero(stage, 2), Zero(stage, 2, optimizer_within="all")]
+    layouts = {str(zero): small_recipe(precision, 4, 3, SEQUENCES, None, zero) for zero in ways}
+    found = train(pool, 4, Case("", family("llama"), layouts))
+    norms = found[str(ways[0])].norms
+    assert found[str(ways[1])].norms == pytest.approx(norms, rel=1e-6)
+    assert_bitwise_equal({label: replace(evidence, norms=norms) for label, evidence in found.items()})
 
 
 def crossed_layouts(precision: str, world: int, clip_norm: float | None) -> dict[str, Recipe]:
@@ -76,12 +78,12 @@ def crossed_layouts(precision: str, world: int, clip_norm: float | None) -> dict
     return {str(zero): small_recipe(precision, world, 3, SEQUENCES, clip_norm, zero) for zero in ways}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", few_of([2, 3, 4], lambda world: world == 3))
 def test_parameters_read_elsewhere_than_where_they_stand_equal_one_process(pool: RankPool, world: int) -> None:
     assert_equal(pool, world, [Case("crossed", CROSSED, crossed_layouts("fp64", world, 0.005))])
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", few_of([2, 3, 4], lambda world: world == 4))
 def test_fp32_parameters_in_bf16_units_are_the_same_at_all_stages(pool: RankPool, world: int) -> None:
     """A scale of one element has a buffer of its own, of which most ranks hold nothing but padding."""
     found = train(pool, world, Case("crossed", CROSSED, crossed_layouts("bf16", world, None)))
@@ -91,12 +93,17 @@ def test_fp32_parameters_in_bf16_units_are_the_same_at_all_stages(pool: RankPool
         assert worst_error(compare(evidence, of_stage_0)) < 1e-3, label
 
 
-def test_layers_that_one_of_four_ranks_enters_equal_one_process(pool: RankPool) -> None:
+ENTERED = ((1, 2, 3), (None, 2), ACCUMULATE, (0, 1))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [cover_pairs(ENTERED, lambda *row: True), pytest.param([*product(*ENTERED)], marks=pytest.mark.grid)],
+    ids=["pairs", "all"],
+)
+def test_layers_that_one_of_four_ranks_enters_equal_one_process(pool: RankPool, rows: list[tuple[Any, ...]]) -> None:
     """Layer 1 runs on rank 3 alone, in the first of two microbatches; layer 3 on no rank."""
-    ways = [
-        Zero(stage, within, accumulate, prefetch_units=depth)
-        for stage, within, accumulate, depth in product((1, 2, 3), (None, 2), ACCUMULATE, (0, 1))
-    ]
+    ways = [Zero(stage, within, accumulate, prefetch_units=depth) for stage, within, accumulate, depth in rows]
     case = Case("spare", SPARE, {str(zero): small_recipe("fp64", 4, 2, 8, 0.02, zero) for zero in ways})
     opened = [int(batch.input_ids[3, 0]) for batch in case.batches()]
     assert [row for row in range(8) if int(case.batches()[0].input_ids[row, 0]) in opened] == [3]
@@ -151,9 +158,9 @@ def resume_and_train(rank: int, world: int, rendezvous: str, case: Case, root: P
 @pytest.mark.parametrize(
     ("family_of", "precision", "zero"),
     [
-        (family("gemma2"), "fp32", STAGE_3),
+        pytest.param(family("gemma2"), "fp32", STAGE_3, marks=pytest.mark.grid),
         (family("mixtral"), "bf16", Zero(stage=3, shard_within=2, accumulate="local")),
-        (CROSSED, "bf16", Zero(stage=3, keep_gathered=True)),
+        pytest.param(CROSSED, "bf16", Zero(stage=3, keep_gathered=True), marks=pytest.mark.grid),
         (family("gpt2"), "bf16", Zero(stage=3, shard_within=2, optimizer_within="all")),
     ],
     ids=["gemma2", "mixtral", "crossed", "gpt2"],
@@ -229,9 +236,10 @@ def watch_memory(rank: int, world: int, rendezvous: str, recipe: Recipe, num_ste
     return live
 
 
-def test_many_steps_at_stage_3_leave_memory_flat(pool: RankPool) -> None:
+@pytest.mark.parametrize("steps", few_of([50, 500], lambda steps: steps == 50))
+def test_many_steps_at_stage_3_leave_memory_flat(pool: RankPool, steps: int) -> None:
     keeping = Zero(stage=3, accumulate="local", keep_gathered=True)
-    for zero, num_microbatches, num_steps in ((STAGE_3, 1, 500), (keeping, 2, 40)):
+    for zero, num_microbatches, num_steps in ((STAGE_3, 1, steps), (keeping, 2, 20)):
         recipe = small_recipe("bf16", 2, num_microbatches, 4, 0.05, zero)
         for early, late in pool.run(2, watch_memory, recipe, num_steps):
             assert early == late

@@ -31,25 +31,36 @@ ZEROS = (
     Zero(stage=3, shard_within=2),
     Zero(stage=2, shard_within=2, optimizer_within="all"),
 )
+# No shards, over all ranks, replicas that sum, replicas that divide the update.
+FEW = (ZEROS[0], ZEROS[3], ZEROS[6], ZEROS[7])
 # At most three roundings, each of terms that are no more than twice as large as their sum.
 ROUNDING = 3 * 2 * 2**-9
+WAYS = [pytest.param(FEW, id="few"), pytest.param(ZEROS, marks=pytest.mark.grid, id="all")]
 
 
-def recipes(compute: str, reduce: str, accumulation: int) -> dict[str, Recipe]:
+def recipes(compute: str, reduce: str, accumulation: int, zeros: tuple[Zero, ...] = ZEROS) -> dict[str, Recipe]:
     precision = Precision(compute, "fp32", reduce)  # type: ignore[arg-type]
     return {
         f"{reduce}, {zero}": replace(small_recipe(compute, WORLD, accumulation, 16, 0.05, zero), precision=precision)
-        for zero in ZEROS
+        for zero in zeros
     }
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.grid)])
-def test_a_bf16_wire_agrees_with_an_fp32_wire_within_rounding(pool: RankPool, name: str) -> None:
-    layouts = recipes("fp32", "bf16", 2) | recipes("fp32", "fp32", 2)
+@pytest.mark.parametrize(
+    ("name", "zeros"),
+    [
+        pytest.param("llama", FEW, id="few"),
+        *(pytest.param(name, ZEROS, marks=pytest.mark.grid, id=name) for name in ("llama", "gpt2")),
+    ],
+)
+def test_a_bf16_wire_agrees_with_an_fp32_wire_within_rounding(
+    pool: RankPool, name: str, zeros: tuple[Zero, ...]
+) -> None:
+    layouts = recipes("fp32", "bf16", 2, zeros) | recipes("fp32", "fp32", 2, zeros)
     found = {
         label: each for (_, label), each in pool.run(WORLD, train_layouts, [Case("", family(name), layouts)])[0].items()
     }
-    for zero in ZEROS:
+    for zero in zeros:
         rounded, exact = found[f"bf16, {zero}"], found[f"fp32, {zero}"]
         errors = {row.quantity: row.error for row in compare(rounded, exact)}
         assert 1e-4 < errors["gradient, step 1"] < ROUNDING, (zero, errors)
@@ -70,9 +81,10 @@ def hold(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, list[t
     return found
 
 
-def test_replicas_hold_bitwise_equal_gradients_and_weights(pool: RankPool) -> None:
-    by_rank = pool.run(WORLD, hold, Case("", family("llama"), recipes("bf16", "bf16", 2)))
-    for zero in ZEROS:
+@pytest.mark.parametrize("zeros", WAYS)
+def test_replicas_hold_bitwise_equal_gradients_and_weights(pool: RankPool, zeros: tuple[Zero, ...]) -> None:
+    by_rank = pool.run(WORLD, hold, Case("", family("llama"), recipes("bf16", "bf16", 2, zeros)))
+    for zero in zeros:
         first: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         for held in by_rank:
             for unit, start, reduced, master in held[f"bf16, {zero}"]:
@@ -96,10 +108,11 @@ def count_bytes(rank: int, world: int, rendezvous: str, case: Case) -> dict[str,
     return found
 
 
-def test_a_bf16_wire_sends_half_the_bytes_of_gradients(pool: RankPool) -> None:
-    layouts = recipes("fp32", "bf16", 2) | recipes("fp32", "fp32", 2)
+@pytest.mark.parametrize("zeros", WAYS)
+def test_a_bf16_wire_sends_half_the_bytes_of_gradients(pool: RankPool, zeros: tuple[Zero, ...]) -> None:
+    layouts = recipes("fp32", "bf16", 2, zeros) | recipes("fp32", "fp32", 2, zeros)
     for found in pool.run(WORLD, count_bytes, Case("", family("llama"), layouts)):
-        for zero in ZEROS:
+        for zero in zeros:
             wide = found[f"fp32, {zero}"]
             half = {name: num if "gather" in name else num // 2 for name, num in wide.items()}
             assert found[f"bf16, {zero}"] == half, zero
