@@ -11,7 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -151,6 +151,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sources", action="store_true", help="say which file or override set each value")
     parser.add_argument(
+        "--model", action="store_true", help="build the model and lay every rank out too, without memory: some seconds"
+    )
+    parser.add_argument(
         "--keys",
         nargs="?",
         const="",
@@ -171,11 +174,18 @@ def _check(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     composition = compose(arguments.overrides, arguments.recipes)
     recipe = composition.require()
+    need = _describe_need(recipe, composition.origins) if arguments.model else ""
     text = describe_sources(recipe, composition.origins) if arguments.sources else to_yaml(recipe).rstrip()
     print(hide_secrets(text))
     print()
-    print(describe_derived(derive(recipe)))
+    print(describe_derived(derive(recipe)) + need)
     return EXIT_DONE
+
+
+def _describe_need(recipe: Recipe, origins: Mapping[str, str]) -> str:
+    from framework.plan.check import check_layout, describe_need
+
+    return f"\nmodel         {describe_need(check_layout(recipe, origins))}"
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -325,6 +335,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
         raise RecipeError(
             f"run.id={taken} would name {ids.count(taken)} runs of this sweep: leave it out, or give each its own"
         )
+    from framework.plan.check import check_layouts
+
+    check_layouts(recipes)
     folders = [part for folder in arguments.recipes for part in ("--recipes", str(folder))]
     return _run_in_turn([["train", *folders, *combination] for combination in combinations])
 

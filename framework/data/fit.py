@@ -1,10 +1,13 @@
 """Does the prepared data fit the model?"""
 
+from collections.abc import Iterator
+
 from transformers import PretrainedConfig
 
 from framework.data.prepared import FoundStores
 from framework.errors import DataError, RecipeError
 from framework.model.packing import keeps_documents_apart
+from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
 
 
@@ -17,14 +20,23 @@ def check_data_fits(recipe: Recipe, found: FoundStores, config: PretrainedConfig
             f"model.config.vocab_size={vocabulary} is smaller than the tokenizer's {found.vocab_size} entries"
             f" ({found.tokenizer}): set model.config.vocab_size to at least {found.vocab_size}, or use a smaller tokenizer"
         )
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < recipe.batch.context:
-        raise RecipeError(
-            f"batch.context={recipe.batch.context} is longer than the model's positions,"
-            f" model.config.max_position_embeddings={limit}: shorten the one or raise the other"
-        )
+    problems = list(find_sequence_problems(recipe, config))
+    if problems:
+        raise RecipeError(render_problems(problems))
+
+
+def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator[Problem]:
+    """What the model alone says of sequences: has it as many positions, does it keep packed documents apart?"""
+    limit, context = getattr(config.get_text_config(), "max_position_embeddings", None), recipe.batch.context
+    if isinstance(limit, int) and 0 < limit < context:
+        message = f"longer than the {limit:,} positions of the model, model.config.max_position_embeddings"
+        fix = f"batch.context={limit}"
+        if recipe.model.weights is None:
+            fix += f"; or model.config.max_position_embeddings={context}"
+        yield Problem("batch.context", context, message, fix)
     if recipe.data.pack == "documents" and not keeps_documents_apart(config):
-        raise RecipeError(
-            f"data.pack=documents, but in {config.model_type} models documents that share a row see one another: the model does"
-            " not derive its mask from positions, or carries state along. Use data.pack=concat"
+        message = (
+            f"in {config.model_type} models documents that share a row see one another: the model does not derive its mask from"
+            " positions, or carries state along"
         )
+        yield Problem("data.pack", "documents", message, "data.pack=concat")

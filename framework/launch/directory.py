@@ -78,6 +78,13 @@ class RunDirectory:
     def record(self) -> Path:
         return self.path / "run.json"
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a rank has left a step or a checkpoint: what has not may be begun anew under another recipe."""
+        metrics = self.path / "metrics.jsonl"
+        traces = (self.checkpoints, self.checkpoints.with_name("checkpoints.json"))
+        return any(path.exists() for path in traces) or (metrics.exists() and metrics.stat().st_size > 0)
+
     @classmethod
     def create(cls, root: Path, run_id: str | None, name: str) -> "RunDirectory":
         """A directory for a new run: `root/run_id`, or the first free `root/name-NNN` after the last one taken.

@@ -43,13 +43,20 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
     return _begin(recipe, overrides)
 
 
-def summarize(recipe: Recipe) -> str:
-    """What is about to be trained, in a few lines."""
+def check_model(recipe: Recipe) -> str:
+    """Lay every rank out before anything is written, and return the model's type. Raises what ranks would raise."""
+    from framework.plan.check import check_layout  # torch and transformers take seconds, which `status` does not pay
+
+    return check_layout(recipe).config.model_type
+
+
+def summarize(recipe: Recipe, model_type: str) -> str:
+    """What is about to be trained, in a few lines. model_type: of the model itself, for pretrained weights know theirs."""
     derived, sources = derive(recipe), ", ".join(recipe.data.sources)
     degrees = " ".join(f"{axis}={getattr(derived, axis)}" for axis in ("pp", "dp", "cp", "tp", "ep"))
     origin = f"weights of {recipe.model.weights}" if recipe.model.weights else f"from scratch, seed {recipe.train.seed}"
     lines = {
-        "model": f"{recipe.model.family}, {origin}",
+        "model": f"{model_type}, {origin}",
         "data": f"{sources}, {derived.total_tokens:,} tokens in {recipe.train.steps:,} steps",
         "batch": f"{derived.sequences_per_step} sequences of {derived.context} tokens = {derived.accumulation} x"
         f" {derived.sequences_per_microbatch} on each of {derived.dp} data-parallel ranks",
@@ -77,7 +84,8 @@ def rank_variables(recipe: Recipe) -> dict[str, str]:
 def _begin(recipe: Recipe, overrides: list[str]) -> int:
     """A new run. Its directory is made once the data is there: bad data leaves no run behind."""
     recipe = settle(recipe)
-    print(summarize(recipe))
+    model_type = check_model(recipe)
+    print(summarize(recipe, model_type))
     prepared = prepare(recipe)
     run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
@@ -87,8 +95,8 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
                 f"{run.path} was begun by another process meanwhile. To go on with it: {resume_command(run, recipe)}"
             )
         refuse_leftovers(run)
+        keep_tokenizer(run, prepared.tokenizer)
         with explain_errors(run.path):
-            shutil.copytree(prepared.tokenizer, run.tokenizer, dirs_exist_ok=True)
             save_recipe(recipe, run.recipe)
         run.note_launch(overrides, {})
         return _launch(run, recipe, from_step=0)
@@ -105,15 +113,25 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
                 f"{run.path} is finished: {step:,} of {chosen.train.steps:,} steps are done. To train on: {more}"
             )
         recipe = settle(chosen)
-        print(summarize(recipe))
+        model_type = check_model(recipe)
+        print(summarize(recipe, model_type))
         for change in changes:
             print(f"changed  {change.key}: {change.was} -> {change.now}")
-        prepare(recipe)
+        prepared = prepare(recipe)
+        if not run.has_trained:
+            keep_tokenizer(run, prepared.tokenizer)
         if changes or recipe != chosen:
             with explain_errors(run.path):
                 save_recipe(recipe, run.recipe)
         run.note_launch(overrides, {change.key: change.now for change in changes})
         return _launch(run, recipe, from_step=step)
+
+
+def keep_tokenizer(run: RunDirectory, tokenizer: Path) -> None:
+    """The run's own copy of the tokenizer, in the place of that of a recipe which never trained."""
+    with explain_errors(run.path):
+        shutil.rmtree(run.tokenizer, ignore_errors=True)
+        shutil.copytree(tokenizer, run.tokenizer)
 
 
 def _launch(run: RunDirectory, recipe: Recipe, from_step: int) -> int:

@@ -55,19 +55,20 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     """The recipe that the run goes on with, and what it changes. Raises RunError for a change that makes another run.
 
     Values of the command line are set in the saved recipe. Its group choices (`experiment=quickstart`) were made when the
-    run began: they must still say the same of all that cannot change; of the rest the saved values stay.
+    run began: they must still say the same of all that cannot change; of the rest the saved values stay. A run that has not
+    trained a step may change in anything: its recipe may be the mistake that ended it.
     """
-    saved = load_recipe(run.recipe)
+    saved, chooses = load_recipe(run.recipe), bool(parse_overrides(overrides, search_path(recipe_dirs)).choices)
     resumed = keep_settled(saved, compose(overrides, recipe_dirs, base=run.recipe).require())
+    composed = keep_settled(saved, compose(overrides, recipe_dirs).require()) if chooses else resumed
     changes = find_changes(saved, resumed)
-    refused = [change for change in changes if not change.is_allowed]
-    if parse_overrides(overrides, search_path(recipe_dirs)).choices:
-        named = {change.key for change in refused}
-        composed = keep_settled(saved, compose(overrides, recipe_dirs).require())
-        others = [change for change in find_changes(saved, composed) if not change.is_allowed]
-        refused += [change for change in others if change.key not in named]
-    if refused:
-        raise RunError(explain_refusal(run, refused, saved.launch.kind))
+    refused = {change.key: change for change in changes if not change.is_allowed}
+    others = [change for change in find_changes(saved, composed) if not change.is_allowed]
+    refused |= {change.key: change for change in others if change.key not in refused}
+    if refused and run.has_trained:
+        raise RunError(explain_refusal(run, list(refused.values()), saved.launch.kind))
+    if refused:  # nothing was trained under the saved recipe, so this one takes its place as a whole
+        resumed, changes = composed, find_changes(saved, composed)
     return resumed, [change for change in changes if not change.key.startswith("run.")]
 
 

@@ -4,7 +4,6 @@ check -> data -> run directory: recipe.yaml, code/, slurm/job.sh -> sbatch -> wh
 """
 
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch.directory import RunDirectory, explain_errors, write_private
-from framework.launch.local import refuse_leftovers, resume_command, saved_step, summarize
+from framework.launch.local import keep_tokenizer, refuse_leftovers, resume_command, saved_step, summarize
 from framework.launch.resume import Change, resume_recipe
 from framework.launch.settle import settle
 from framework.launch.slurm import (
@@ -42,10 +41,9 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     if recipe.run.id is not None and run.recipe.exists():
         return _resume(run, overrides, recipe_dirs, dry_run)
     if dry_run:
-        return _show(render(recipe, run.path.absolute(), Path.cwd()))
+        return _show([recipe], render(recipe, run.path.absolute(), Path.cwd()))
     recipe = settle(recipe)
-    print(summarize(recipe))
-    _check_layouts([recipe])
+    print(_check_layouts([recipe]))
     prepared = prepare(recipe)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
@@ -74,10 +72,9 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
             " over other keys than those of launch and parallel, or submit the runs one by one"
         )
     if dry_run:
-        return _show(scripts[0])
+        return _show(recipes, scripts[0])
     recipes = [settle(recipe) for recipe in recipes]
-    print(summarize(recipes[0]))
-    _check_layouts(recipes)
+    print(_check_layouts(recipes))
     tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
     sweep = RunDirectory.create(root, first.run.id, name)
     runs = [RunDirectory.create(root, f"{sweep.id}-{index}", name) for index in range(len(recipes))]
@@ -99,16 +96,12 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     return EXIT_DONE
 
 
-def _check_layouts(recipes: Sequence[Recipe]) -> None:
-    """Raise now what the ranks of a job would raise, and print the largest need. Runs of a sweep that differ in nothing that a
-    layout depends on are planned once."""
-    # Imported here, because torch takes seconds, which only what is queued pays: a job would find the mistake days later.
-    from framework.plan.check import check_layout, describe_need, most_bytes
+def _check_layouts(recipes: Sequence[Recipe]) -> str:
+    """Raise now what the ranks of a job would raise after the queue. Returns what is about to be trained, in a few lines."""
+    from framework.plan.check import check_layouts, describe_need  # torch takes seconds, which only what is queued pays
 
-    groups = ("model", "batch", "parallel", "pipeline", "zero", "memory", "precision", "optim")
-    different = {repr([getattr(recipe, name) for name in groups]): recipe for recipe in recipes}
-    plans = [check_layout(recipe) for recipe in different.values()]
-    print(f"plan     {describe_need(max(plans, key=most_bytes))}")
+    plan = check_layouts(recipes)
+    return f"{summarize(recipes[0], plan.config.model_type)}\nplan     {describe_need(plan)}"
 
 
 def check_machine(recipe: Recipe, dry_run: bool) -> None:
@@ -149,7 +142,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
     """Queue the next part of a run, under the saved recipe and the changes that it allows."""
     recipe, changes = resume_recipe(run, overrides, recipe_dirs)
     if dry_run:
-        return _show(render(recipe, run.path.absolute(), Path.cwd()))
+        return _show([recipe], render(recipe, run.path.absolute(), Path.cwd()))
     busy = active_job(run)
     if busy is not None:
         raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `scancel {busy}`")
@@ -159,7 +152,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
             more = resume_command(run, recipe, f"train.steps={2 * step}")
             raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
         recipe = settle(recipe)
-        print(summarize(recipe))
+        print(_check_layouts([recipe]))
         for change in changes:
             print(f"changed  {change.key}: {change.was} -> {change.now}")
         prepared = prepare(recipe)
@@ -169,8 +162,8 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
 
 def _write(run: RunDirectory, recipe: Recipe, tokenizer: Path) -> None:
     """All that the job reads."""
+    keep_tokenizer(run, tokenizer)
     with explain_errors(run.path):
-        shutil.copytree(tokenizer, run.tokenizer, dirs_exist_ok=True)
         copy_code(run.code)
         run.script.parent.mkdir(exist_ok=True)
         write_private(run.script, render(recipe, run.path.absolute(), Path.cwd()).text)
@@ -199,8 +192,9 @@ def _next_steps(run: RunDirectory, jobs: list[str], more: list[str]) -> str:
     )
 
 
-def _show(script: Script) -> int:
+def _show(recipes: Sequence[Recipe], script: Script) -> int:
     """A dry run: on stdout the script and nothing else, so that it can be kept; the line that matters on stderr."""
+    _check_layouts(recipes)
     print(script.text, end="")
     print(f"\nwould submit this script; its ranks start with\n  {script.srun}", file=sys.stderr)
     return EXIT_DONE

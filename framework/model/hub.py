@@ -5,6 +5,7 @@ different commits.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from framework.errors import ModelError
 from framework.recipe.schema import Model
 
+CONFIG_FILES = ("config.json",)
+FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+
 
 def resolve_folder(name_or_path: str, revision: str | None = None) -> Path:
     """The local folder of a model: `name_or_path` itself if it is one, else the snapshot of that Hugging Face hub name.
@@ -22,21 +26,27 @@ def resolve_folder(name_or_path: str, revision: str | None = None) -> Path:
     branch or tag; None: the newest. Raises ModelError when there is neither such a folder nor a hub model that can be reached.
     """
     folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        return folder
+    return folder if folder.is_dir() else _fetch(name_or_path, revision)
+
+
+def _fetch(name_or_path: str, revision: str | None, files: Sequence[str] = FILES) -> Path:
     try:
-        return _snapshot(name_or_path, revision, is_offline=False)
+        return _snapshot(name_or_path, revision, files, is_offline=False)
     except HFValidationError as error:
-        raise ModelError(f"{name_or_path} is no folder here and no hub name (owner/name): correct the path") from error
+        raise ModelError(
+            f"model.weights={name_or_path} is no folder here and no hub name (owner/name): correct the path"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{_at(name_or_path, revision)} is no folder here, no snapshot of it is in the hub cache, and the hub cannot be"
-            f" reached: run `{_download(name_or_path, revision)}` where there is internet, or give the path of a local folder"
+            f"model.weights={_at(name_or_path, revision)} is no folder here, no snapshot of it is in the hub cache, and the hub"
+            f" cannot be reached: run `{_download(name_or_path, revision)}` where there is internet, or give the path of a local"
+            " folder"
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
-            f"{_at(name_or_path, revision)} is no folder here and the hub refuses it ({str(error).splitlines()[0]}): "
-            "correct the name or the revision; for a gated or private model accept its terms and run `hf auth login`"
+            f"model.weights={_at(name_or_path, revision)} is no folder here and the hub refuses it"
+            f" ({str(error).splitlines()[0]}): correct the name or the revision; for a gated or private model accept its terms"
+            " and run `hf auth login`"
         ) from error
 
 
@@ -46,13 +56,22 @@ def find_folder(name_or_path: str, revision: str | None = None) -> Path:
     if folder.is_dir():
         return folder
     try:
-        return _snapshot(name_or_path, revision, is_offline=True)
+        return _snapshot(name_or_path, revision, FILES, is_offline=True)
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise ModelError(
             f"model.weights={_at(name_or_path, revision)} is not in the hub cache that this rank sees ({constants.HF_HUB_CACHE}),"
             f" and ranks do not ask the hub. The launching process fetched it: set HF_HOME to a folder that all nodes share, or"
             f" run `{_download(name_or_path, revision)}` on every node"
         ) from error
+
+
+def fetch_config(name_or_path: str, revision: str | None = None) -> Path:
+    """The folder of a model with its configuration in it, for a question that needs no weights: none are fetched.
+
+    Raises what `resolve_folder` raises.
+    """
+    folder = Path(name_or_path).expanduser()
+    return folder if folder.is_dir() else _fetch(name_or_path, revision, CONFIG_FILES)
 
 
 def pin_revision(model: Model) -> Model:
@@ -87,11 +106,11 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _snapshot(name: str, revision: str | None, is_offline: bool) -> Path:
+def _snapshot(name: str, revision: str | None, files: Sequence[str], is_offline: bool) -> Path:
     folder = snapshot_download(
         name,
         revision=revision,
-        allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"],
+        allow_patterns=list(files),
         ignore_patterns=["*/*", "consolidated*"],
         local_files_only=is_offline,
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -19,21 +20,21 @@ from transformers import (
 )
 
 from framework.errors import ModelError
-from framework.model.hub import resolve_folder
+from framework.model.hub import fetch_config
 from framework.recipe.schema import Model
 
+# What Hugging Face raises for values of a config that it does not take.
+REFUSALS = (ValueError, TypeError, KeyError, StrictDataclassError)
 
-def load_config(model: Model, locate: Callable[[str, str | None], Path] = resolve_folder) -> PretrainedConfig:
+
+def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_config) -> PretrainedConfig:
     """The Hugging Face config of the recipe: the pretrained one where `model.weights` is set, with `model.config` on top.
 
-    locate: the folder of hub weights at a revision; ranks pass `find_folder`, which never asks the hub.
+    locate: the folder of hub weights at a revision; ranks pass `find_folder`, which never asks the hub. No weights are fetched.
     Raises ModelError for an unknown family and for a key that the family's config does not have, with the nearest names.
     """
     if model.weights is not None:
-        config = AutoConfig.from_pretrained(locate(model.weights, model.revision))
-        _refuse_unknown_keys(config, model)
-        config.update(model.config)
-        return _for_training(config)
+        return _for_training(_load_pretrained_config(model, locate(model.weights, model.revision)))
     if model.family not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model.family, list(CONFIG_MAPPING), n=3)
         raise ModelError(
@@ -41,9 +42,25 @@ def load_config(model: Model, locate: Callable[[str, str | None], Path] = resolv
         )
     _refuse_unknown_keys(CONFIG_MAPPING[model.family](), model)
     try:
-        return _for_training(AutoConfig.for_model(model.family, **model.config))
-    except (TypeError, ValueError, KeyError) as error:
-        raise ModelError(f"model.config is refused by {model.family}: {error}") from error
+        config = AutoConfig.for_model(model.family, **model.config)
+    except REFUSALS as error:
+        raise ModelError(f"model.config is refused by {model.family}: {_reason(error)}") from error
+    return _for_training(config)
+
+
+def _load_pretrained_config(model: Model, folder: Path) -> PretrainedConfig:
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.weights={model.weights}: {folder} has no config.json, so it is no model that Hugging Face saved. Give the"
+            " folder that holds config.json and the safetensors files"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        _refuse_unknown_keys(config, model)
+        config.update(model.config)
+    except (OSError, *REFUSALS) as error:
+        raise ModelError(f"model.weights={model.weights}: its config.json cannot be used: {_reason(error)}") from error
+    return config
 
 
 def load_config_file(path: Path) -> PretrainedConfig:
@@ -51,7 +68,7 @@ def load_config_file(path: Path) -> PretrainedConfig:
     try:
         values = json.loads(path.read_text())
         return _for_training(AutoConfig.for_model(values.pop("model_type"), **values))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, *REFUSALS) as error:
         raise ModelError(f"{path} is no readable Hugging Face config with a model_type: {error!r}") from error
 
 
@@ -64,8 +81,10 @@ def build_meta(config: PretrainedConfig, attention: str = "auto") -> PreTrainedM
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
-    except (ValueError, ImportError, TypeError) as error:
-        raise ModelError(f"the {config.model_type} model cannot be built from model.config: {error}") from error
+    except (ImportError, AssertionError, *REFUSALS) as error:
+        raise ModelError(
+            f"the {config.model_type} model cannot be built from model.config: {_reason(error)}"
+        ) from error
 
 
 def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.dtype) -> None:
@@ -81,9 +100,28 @@ def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.d
 
 def _for_training(config: PretrainedConfig) -> PretrainedConfig:
     """The config without key-value cache, with which a model ignores packed positions silently (docs/models.md)."""
+    _refuse_uneven_heads(config.get_text_config())
     config.use_cache = False
     config.get_text_config().use_cache = False
     return config
+
+
+def _refuse_uneven_heads(config: PretrainedConfig) -> None:
+    # Such a model is built without a word, and fails in the first attention.
+    heads, kv = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv, int) and (kv < 1 or heads % kv):
+        legal = " or ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ModelError(
+            f"model.config.num_key_value_heads={kv} does not divide model.config.num_attention_heads={heads}, and each key-value"
+            f" head serves equally many heads: model.config.num_key_value_heads={legal}"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """What Hugging Face says, without the name of its validator in the line above."""
+    if isinstance(error, KeyError):
+        return f"{error} is not known"
+    return str(error).strip().splitlines()[-1].strip() if isinstance(error, StrictDataclassError) else str(error)
 
 
 def _refuse_unknown_keys(known: PretrainedConfig, model: Model) -> None:

@@ -1,17 +1,52 @@
-"""Is a recipe's layout one that ranks can build? Asked before a job is queued, where the answer costs seconds and no GPU."""
+"""Is a recipe's layout one that ranks can build? Asked before anything is written, where the answer costs seconds and no GPU."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from transformers import PretrainedConfig
+
+from framework.data.fit import find_sequence_problems
+from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
 from framework.plan.plan import Plan, make_plan
+from framework.recipe.origins import origin_of
+from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 
+# The groups of keys that a layout depends on.
+GROUPS = ("model", "batch", "parallel", "pipeline", "zero", "memory", "precision", "optim")
 
-def check_layout(recipe: Recipe) -> Plan:
+
+def check_layout(recipe: Recipe, origins: Mapping[str, str] | None = None) -> Plan:
     """The recipe's plan, with each rank of one pipeline laid out: ranks that differ in other coordinates are laid out alike.
 
     Raises what the ranks would raise: ModelError, TopologyError, RecipeError, ScheduleError. Asks the hub for a config that is
-    not here yet.
+    not here yet. origins: where the recipe's keys were set, for messages.
     """
-    plan = make_plan(recipe, load_config(recipe.model))
+    config = load_config(recipe.model)
+    problems = [
+        replace(problem, origin=origin_of(origins or {}, problem.key) if origins else "")
+        for problem in find_sequence_problems(recipe, config)
+    ]
+    try:
+        plan = _lay_out(recipe, config)
+    except MeshwrightError as error:
+        if not problems:
+            raise
+        raise RecipeError(f"{render_problems(problems)}\n\n{error}") from error
+    if problems:
+        raise RecipeError(render_problems(problems))
+    return plan
+
+
+def check_layouts(recipes: Sequence[Recipe]) -> Plan:
+    """The plan that holds most bytes a rank. Runs of a sweep that differ in nothing that a layout depends on are planned once."""
+    different = {repr([recipe.data.pack, *(getattr(recipe, name) for name in GROUPS)]): recipe for recipe in recipes}
+    return max(map(check_layout, different.values()), key=most_bytes)
+
+
+def _lay_out(recipe: Recipe, config: PretrainedConfig) -> Plan:
+    plan = make_plan(recipe, config)
     for rank in plan.topology.ranks("pp", 0):
         plan.of_rank(rank)
     return plan

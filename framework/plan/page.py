@@ -6,7 +6,6 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE, RecipeError
 from framework.mesh.placement import place
-from framework.model.load import load_config
 from framework.model.units import Unit
 from framework.parallel.pipeline.describe_pipeline import describe_pipeline
 from framework.parallel.pipeline.draw import save_picture
@@ -15,9 +14,10 @@ from framework.parallel.pipeline.simulate import simulate
 from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
+from framework.plan.check import check_layout
 from framework.plan.layouts_page import describe_layouts
 from framework.plan.memory import RankMemory
-from framework.plan.plan import Plan, make_plan
+from framework.plan.plan import Plan
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Recipe
 
@@ -27,7 +27,7 @@ PICTURES = (".svg", ".png", ".pdf")
 def plan_command(recipe: Recipe, schedule_to: Path | None = None) -> int:
     """Print model, batch, units, bytes per rank, traffic and schedule; write the schedule to a file if one is given. Raises what
     the recipe or the model has wrong."""
-    plan = make_plan(recipe, load_config(recipe.model))
+    plan = check_layout(recipe)
     print("\n".join(describe_plan(plan)))
     if schedule_to is not None:
         save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation)

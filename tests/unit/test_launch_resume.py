@@ -12,9 +12,10 @@ from framework.recipe.keys import list_keys
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of the quickstart with another learning rate."""
+    """A run of the quickstart with another learning rate, which has trained a step."""
     run = RunDirectory.create(tmp_path, "x", "demo")
     save_recipe(compose(["experiment=quickstart", "optim.lr=0.003", "run.id=x"]).require(), run.recipe)
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
     return run
 
 
@@ -97,3 +98,14 @@ def test_every_pattern_of_what_may_change_names_a_key():
     keys = [key.path for key in list_keys()]
     for pattern, _ in MAY_CHANGE:
         assert any(Change(key, 0, 1).is_allowed for key in keys if key.startswith(pattern.partition("*")[0])), pattern
+
+
+@pytest.mark.parametrize("overrides", [["optim.lr=0.1"], ["experiment=quickstart", "optim=lion"]])
+def test_a_run_that_has_not_trained_takes_the_corrected_recipe(run, overrides):
+    (run.path / "metrics.jsonl").unlink()
+    recipe, changes = resume(run, *overrides)
+    assert recipe.optim.lr != 0.003
+    assert changes
+    (run.path / "checkpoints.json").touch()  # its checkpoints may be gone; it has trained
+    with pytest.raises(RunError, match="begun with another recipe"):
+        resume(run, *overrides)

@@ -123,8 +123,8 @@ def _count_layers(
         return [len(layers)]
     if num_stages > len(layers):
         raise RecipeError(
-            f"parallel.pp makes {num_stages} stages, and the model has {len(layers)} layers, of which each stage needs one:"
-            " lower parallel.pp or pipeline.virtual_stages"
+            f"parallel.pp={max(rank_of_stage) + 1} makes {num_stages} stages, and the model has {len(layers)} layers, of which"
+            " each stage needs one: lower parallel.pp or pipeline.virtual_stages"
         )
     if settings.layers is None:
         return balance_ranks(split_by_cost(layers, *ends, num_stages), layers, *ends, rank_of_stage)

@@ -52,8 +52,8 @@ class Counts:
             blocks = f" in {self.blocks} blocks" if self.blocks > 1 else ""
             linear = "".join(f", {name} {sizes}" for name, sizes in self.linear.items())
             raise TopologyError(
-                f"parallel.tp={degree} does not divide the {self.q} heads with {self.kv} key-value heads{blocks}{linear} of"
-                f" {where}: use parallel.tp in {legal}"
+                f"parallel.tp={degree} does not divide the {self.q} heads (num_attention_heads) with {self.kv} key-value heads"
+                f" (num_key_value_heads){blocks}{linear} of {where}: use parallel.tp in {legal}"
             )
 
     def divides(self, degree: int) -> bool:

@@ -1,0 +1,90 @@
+"""A recipe that no rank could build is refused before anything is written, with the key, the reason and a way out."""
+
+import time
+
+import pytest
+
+from framework import cli
+from framework.errors import EXIT_DONE, EXIT_USER
+from framework.plan.check import check_layout, check_layouts
+from framework.recipe.compose import compose
+
+QUICKSTART = ("experiment=quickstart", "launch.device=cpu")
+# What passed `check` and failed on the ranks: overrides of the quickstart, and what the error says.
+MISTAKES = {
+    "unknown family": (("model.family=lama",), ("model.family=lama", "nearest: llama")),
+    "misspelt key": (("model.config.num_hiden_layers=3",), ("model.config.num_hiden_layers", "num_hidden_layers")),
+    "unknown value": (("model.config.hidden_act=relux",), ("model.config", "relux")),
+    "wrong type": (("model.config.hidden_size=wide",), ("model.config", "hidden_size", "wide")),
+    "uneven heads": (("model.config.num_key_value_heads=3",), ("num_key_value_heads=1 or 2 or 4",)),
+    "pp over layers": (
+        ("parallel.pp=4", "launch.ranks=4"),
+        ("parallel.pp=4 makes 4 stages", "the model has 2 layers"),
+    ),
+    "tp over heads": (
+        ("parallel.tp=8", "launch.ranks=8"),
+        ("parallel.tp=8", "4 heads (num_attention_heads)", "2 key-value heads (num_key_value_heads)", "[1, 2, 4]"),
+    ),
+    "context over positions": (
+        ("batch.context=4096",),
+        ("batch.context = 4096", "2,048 positions", "max_position_embeddings=4096"),
+    ),
+    "both": (
+        ("batch.context=4096", "parallel.tp=8", "launch.ranks=8"),
+        ("batch.context = 4096", "parallel.tp=8 does not divide"),
+    ),
+    "packing": (("data.pack=documents", "~model", "model.family=mamba", "data.bpe_vocab=300"), ("data.pack=concat",)),
+    "weights that are nowhere": (
+        ("model.weights=/nowhere/m", "data.bpe_vocab=null", "model.config={}"),
+        ("model.weights=/nowhere/m is no folder here",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_check_with_the_model_names_key_reason_and_fix(name, capsys):
+    overrides, says = MISTAKES[name]
+    assert cli.main(["check", *QUICKSTART, *overrides]) == EXIT_DONE  # as it stands in the files, nothing is wrong
+    capsys.readouterr()
+    assert cli.main(["check", "--model", *QUICKSTART, *overrides]) == EXIT_USER
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert not [words for words in says if words not in " ".join(err.split())], err
+
+
+@pytest.mark.parametrize("command", [["train"], ["submit", "--dry-run"], ["train", "-m", "optim.lr=1e-3,1e-4"]])
+@pytest.mark.parametrize("name", ["misspelt key", "pp over layers", "tp over heads", "context over positions"])
+def test_what_no_rank_could_build_leaves_nothing_behind(command, name, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    slurm = ["launch=slurm", "launch.gres=null"] if command[0] == "submit" else []
+    overrides, says = MISTAKES[name]
+    code = cli.main([*command, *QUICKSTART, *slurm, *overrides])
+    out, err = capfd.readouterr()
+    assert code == EXIT_USER
+    assert says[0] in err
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_that_ranks_can_build_says_what_it_needs(capsys):
+    assert cli.main(["check", "--model", *QUICKSTART]) == EXIT_DONE
+    assert "model         500,352 parameters in fp32, at most" in capsys.readouterr().out
+
+
+def test_the_layout_of_a_large_model_is_checked_in_less_than_three_seconds():
+    recipe = compose(
+        ["model=llama3_1_70b", "launch.ranks=64", "parallel.tp=8", "parallel.pp=8", "batch.sequences_per_microbatch=1"]
+    ).require()
+    before_s = time.process_time()
+    check_layout(recipe)
+    assert time.process_time() - before_s < 3.0
+
+
+def test_the_largest_of_a_sweep_is_found_and_a_mistake_in_any_is_raised():
+    small, large, tall = (
+        compose([*QUICKSTART, *overrides]).require()
+        for overrides in ([], ["model.config.hidden_size=256"], ["model.config.num_key_value_heads=3"])
+    )
+    assert check_layouts([small, large, small]).size.total == check_layout(large).size.total
+    with pytest.raises(Exception, match="num_key_value_heads=3 does not divide"):
+        check_layouts([small, tall])
