@@ -25,7 +25,7 @@ develop: .venv/developed
 # What a run imports is compiled by one process, not by every rank at once, and not by each anew where the environment
 # forbids Python to keep what it has compiled.
 .venv/compiled: .venv/installed
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import framework.launch.local, framework.launch.train, framework.model.generate, framework.launch.export, framework.track.summary, matplotlib.pyplot"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import framework.launch.local, framework.launch.train, framework.launch.generate, framework.track.summary, matplotlib.pyplot"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
 	touch $@
 

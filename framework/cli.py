@@ -267,7 +267,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from framework.model.generate import generate_command
+    from framework.launch.generate import generate_command
 
     folder = _find_run(arguments.run)
     return generate_command(folder, arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.seed)

@@ -6,17 +6,20 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import Reader
+from framework.data.tokenize import load_tokenizer
 from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta, load_config
-from framework.model.materialize import persistent_buffers
-from framework.model.units import Unit, find_units
+from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter
+from framework.model.special_tokens import find_token_ids, set_token_ids
+from framework.model.units import Unit, find_units, tied_names
 from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe
 
@@ -28,17 +31,45 @@ def export_command(run: Path, to: Path) -> int:
     checkpoint, ModelError when `to` has content already, CheckpointError when the checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
-    newest = newest_checkpoint(directory.checkpoints)
-    if newest is None:
-        raise RunError(f"{run} has no whole checkpoint yet: nothing to export")
-    recipe, reader = load_recipe(directory.recipe), Reader(newest)
-    model = build_meta(load_config(recipe.model), recipe.model.attention)
+    model, reader = _plan_model(directory)
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
     write_weights(to, model, _read_units(reader, model, units), dtype)
     shutil.copytree(directory.tokenizer, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("info.json"))
     print(f"exported step {reader.manifest.step:,} of {run} to {to}")
     return EXIT_DONE
+
+
+def load_model(run: Path) -> tuple[PreTrainedModel, int]:
+    """The model of the newest checkpoint of `run`, on the CPU and in the dtype of its weights, and the checkpoint's step.
+
+    Raises what `export_command` raises.
+    """
+    model, reader = _plan_model(RunDirectory.open(run))
+    units, ties = find_units(model), tied_names(model)
+    for unit in units:  # rotary tables and masks, which no checkpoint holds; before any weight that it would overwrite
+        initialize_unit(model, unit, seed=0, names=())
+    for unit in units:
+        for name, weight in _read(reader, "weight/", unit.parameters).items():
+            set_parameter(model, ties[name], Parameter(weight, requires_grad=False))
+    if buffers := persistent_buffers(model):
+        for name, value in _read(reader, "buffer/", buffers).items():
+            path, _, name = name.rpartition(".")
+            model.get_submodule(path)._buffers[name] = value
+    return model, reader.manifest.step
+
+
+def _plan_model(directory: RunDirectory) -> tuple[PreTrainedModel, Reader]:
+    """The run's model on meta, with its tokenizer's special tokens, and the newest checkpoint."""
+    newest = newest_checkpoint(directory.checkpoints)
+    if newest is None:
+        raise RunError(f"{directory.path} has no whole checkpoint yet: nothing to export")
+    settings = load_recipe(directory.recipe).model
+    model = build_meta(load_config(settings), settings.attention)
+    # Runs of older versions have the family's ids in their recipes, not the tokenizer's.
+    tokenizer = load_tokenizer(str(directory.tokenizer))
+    set_token_ids(model, find_token_ids(model.config, tokenizer, settings.weights is not None))
+    return model, Reader(newest)
 
 
 def _read_units(reader: Reader, model: PreTrainedModel, units: list[Unit]) -> Iterator[dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, explain_errors
 from framework.launch.resume import resume_recipe
-from framework.launch.settle import settle
+from framework.launch.settle import settle, settle_tokens
 from framework.mesh.placement import place
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
@@ -87,6 +87,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     model_type = check_model(recipe)
     print(summarize(recipe, model_type))
     prepared = prepare(recipe)
+    recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock():
@@ -119,6 +120,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
             print(f"changed  {change.key}: {change.was} -> {change.now}")
         prepared = prepare(recipe)
         if not run.has_trained:
+            recipe = settle_tokens(recipe, prepared.tokenizer)
             keep_tokenizer(run, prepared.tokenizer)
         if changes or recipe != chosen:
             with explain_errors(run.path):
@@ -152,7 +154,7 @@ def _launch(run: RunDirectory, recipe: Recipe, from_step: int) -> int:
 def _show_sample(run: RunDirectory, prompt: str) -> None:
     """Export the run and let it continue a text: what a newcomer wants to see. Imported here, because it needs torch."""
     from framework.launch.export import export_command
-    from framework.model.generate import EXPORT_FOLDER, generate_command
+    from framework.launch.generate import EXPORT_FOLDER, generate_command
 
     folder = run.path / EXPORT_FOLDER
     shutil.rmtree(folder, ignore_errors=True)

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from framework.errors import RecipeError
 from framework.plan.target import resolve_precision, target_device
 from framework.recipe.derive import derive
 from framework.recipe.environment import fill
+from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.schema import Launch, Recipe
 
 
@@ -55,6 +57,21 @@ def settle_device(launch: Launch, world: int, count_gpus: Callable[[], int]) -> 
     return replace(launch, device="cuda" if count >= world else "cpu")
 
 
+def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
+    """The recipe whose model.config has the special tokens of the tokenizer that made the data, whatever the family's are."""
+    from framework.data.tokenize import load_tokenizer
+    from framework.model.load import load_config
+    from framework.model.special_tokens import find_token_ids
+
+    model, config = recipe.model, load_config(recipe.model)
+    ids = find_token_ids(config, load_tokenizer(str(tokenizer_folder)), model.weights is not None)
+    ids = {name: value for name, value in ids.items() if model.weights is None or value != getattr(config, name)}
+    for name in ids.keys() & model.config.keys():
+        if model.config[name] != ids[name]:
+            print(f"note     model.config.{name}={ids[name]}, the tokenizer's; the recipe has {model.config[name]}")
+    return replace(recipe, model=replace(model, config={**model.config, **ids}))
+
+
 def keep_settled(saved: Recipe, other: Recipe) -> Recipe:
     """`other` with what the run's beginning has settled, where it leaves that open: it is part of the run."""
     precision, model = other.precision, other.model
@@ -62,6 +79,8 @@ def keep_settled(saved: Recipe, other: Recipe) -> Recipe:
         precision = replace(precision, compute=saved.precision.compute)
     if model.revision is None and model.weights == saved.model.weights:
         model = replace(model, revision=saved.model.revision)
+    ids = {name: value for name, value in saved.model.config.items() if name in TOKEN_IDS}
+    model = replace(model, config=model.config | ids)
     return replace(other, precision=precision, model=model)
 
 

@@ -14,7 +14,7 @@ from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch.directory import RunDirectory, explain_errors, write_private
 from framework.launch.local import keep_tokenizer, refuse_leftovers, resume_command, saved_step, summarize
 from framework.launch.resume import Change, resume_recipe
-from framework.launch.settle import settle
+from framework.launch.settle import settle, settle_tokens
 from framework.launch.slurm import (
     WAITING_OR_RUNNING,
     Script,
@@ -45,6 +45,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     recipe = settle(recipe)
     print(_check_layouts([recipe]))
     prepared = prepare(recipe)
+    recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock():
@@ -76,6 +77,7 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     recipes = [settle(recipe) for recipe in recipes]
     print(_check_layouts(recipes))
     tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
+    recipes = [settle_tokens(recipe, tokenizer) for recipe, tokenizer in zip(recipes, tokenizers, strict=True)]
     sweep = RunDirectory.create(root, first.run.id, name)
     runs = [RunDirectory.create(root, f"{sweep.id}-{index}", name) for index in range(len(recipes))]
     for run in (sweep, *runs):
@@ -156,6 +158,8 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
         for change in changes:
             print(f"changed  {change.key}: {change.was} -> {change.now}")
         prepared = prepare(recipe)
+        if not run.has_trained:
+            recipe = settle_tokens(recipe, prepared.tokenizer)
         _write(run, recipe, prepared.tokenizer)
         return _queue(run, recipe, overrides, changes)
 

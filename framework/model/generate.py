@@ -1,15 +1,13 @@
 """Text from a trained model: the first thing a newcomer wants to see."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from framework.errors import ModelError
-
-EXPORT_FOLDER = "export"
+from framework.model.special_tokens import find_end
 
 
 def generate(
@@ -41,6 +39,7 @@ def generate(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             use_cache=True,
+            eos_token_id=find_end(model.generation_config.eos_token_id, tokenizer),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **sampling,
         )
@@ -49,34 +48,13 @@ def generate(
     return after.removeprefix(before)
 
 
-def generate_command(
-    run_or_folder: Path, prompt: str, max_new_tokens: int = 100, temperature: float = 0.8, seed: int = 0
-) -> int:
-    """Print `prompt` and a continuation by an exported Hugging Face folder, or by the export of a run directory."""
-    folder = _exported_folder(run_or_folder)
+def load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and the tokenizer of a Hugging Face folder. ModelError where it does not hold both."""
     disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} holds no model with a tokenizer that Hugging Face can load: {error}") from error
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    print(prompt + generate(model, tokenizer, prompt, max_new_tokens, temperature, seed=seed))
-    return 0
-
-
-def _exported_folder(run_or_folder: Path) -> Path:
-    for folder in (run_or_folder, run_or_folder / EXPORT_FOLDER):
-        if (folder / "config.json").is_file():
-            return folder
-    if (run_or_folder / "recipe.yaml").is_file():
-        raise ModelError(
-            f"{run_or_folder} is a run that is not exported yet: "
-            f"run `meshwright export {run_or_folder} --to {run_or_folder / EXPORT_FOLDER}` first"
-        )
-    raise ModelError(
-        f"{run_or_folder} is neither a run directory nor a Hugging Face folder (no recipe.yaml, no config.json)"
-    )
 
 
 def _start(tokenizer: PreTrainedTokenizerBase) -> list[int]:

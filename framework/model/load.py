@@ -21,6 +21,7 @@ from transformers import (
 
 from framework.errors import ModelError
 from framework.model.hub import fetch_config
+from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.schema import Model
 
 # What Hugging Face raises for values of a config that it does not take.
@@ -40,9 +41,12 @@ def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_
         raise ModelError(
             f"model.family={model.family} is no Hugging Face model type; nearest: {', '.join(near) or 'none'}"
         )
-    _refuse_unknown_keys(CONFIG_MAPPING[model.family](), model)
+    known = CONFIG_MAPPING[model.family]()
+    _refuse_unknown_keys(known, model)
+    # A family's default ids are those of another tokenizer; the launcher adds this one's to model.config.
+    unset = {name: None for name in TOKEN_IDS if name in known.to_dict()}
     try:
-        config = AutoConfig.for_model(model.family, **model.config)
+        config = AutoConfig.for_model(model.family, **(unset | model.config))
     except REFUSALS as error:
         raise ModelError(f"model.config is refused by {model.family}: {_reason(error)}") from error
     return _for_training(config)

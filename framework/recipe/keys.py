@@ -10,6 +10,12 @@ from framework.recipe.schema import Recipe
 
 NAME = "NAME"  # stands in a path for a name that the user chooses, as in data.sources.NAME.weight
 
+TOKEN_IDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)  # of model.config: the launcher sets those of the tokenizer
+
 
 @dataclass(frozen=True)
 class Key:

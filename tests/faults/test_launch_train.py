@@ -293,6 +293,20 @@ def test_export_is_what_from_pretrained_loads(tmp_path, capsys):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer("mesh axis").input_ids) == "mesh axis"
+    for place in (model.config, model.generation_config):
+        assert (place.bos_token_id, place.eos_token_id, place.pad_token_id) == (None, tokenizer.eos_token_id, None)
+    assert load_recipe(Path("runs/whole/recipe.yaml")).model.config["eos_token_id"] == tokenizer.eos_token_id
+
+
+def test_a_run_generates_with_its_newest_checkpoint_as_its_export_does(tmp_path, capsys):
+    export_command(Path("runs/whole"), tmp_path / "out")
+    capsys.readouterr()
+    texts = []
+    for name in ("whole", str(tmp_path / "out")):
+        assert main(["generate", name, "--prompt", "mesh", "--max-new-tokens=8", "--temperature=0"]) == EXIT_DONE
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len("mesh\n")
 
 
 def test_export_does_not_touch_a_folder_with_content(tmp_path):

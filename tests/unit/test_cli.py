@@ -182,7 +182,7 @@ class TestArguments:
         assert tuple(rest) == expected
 
     def test_commands_on_runs_pass_their_arguments_on(self, run, rooms, tmp_path):
-        generated = rooms("framework.model.generate", "generate_command")
+        generated = rooms("framework.launch.generate", "generate_command")
         run("generate", str(tmp_path), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "9", "--seed", "3")
         assert generated.pop() == (tmp_path, "def", 9, 0.0, 3)
         exported = rooms("framework.launch.export", "export_command")

@@ -1,5 +1,6 @@
 """Continuations of a tiny model, against a loop of whole forward passes without a cache."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from framework.errors import ModelError
-from framework.model.generate import generate, generate_command
+from framework.launch.generate import generate_command
+from framework.model.generate import generate
 from tests.families import build_config, family
 
 TEXT = ["def f(x):\n    return x + 1\n", "for i in range(10):\n    print(i)\n"]
@@ -43,6 +45,20 @@ def test_greedy_continuation_equals_whole_forward_passes(model, tokenizer) -> No
             ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     expected = tokenizer.decode(ids[prompt_length:], skip_special_tokens=True)
     assert generate(model, tokenizer, "def g", max_new_tokens=12, temperature=0.0) == expected
+
+
+def test_a_text_ends_at_the_tokenizers_end_whatever_the_config_says(model, tokenizer) -> None:
+    wrong = deepcopy(model)
+    wrong.generation_config.eos_token_id = 2
+    with torch.no_grad():  # of the final norm's gain a head that always prefers one token is made
+        for parameter in wrong.model.layers.parameters():
+            parameter.zero_()
+        wrong.model.norm.weight.fill_(1.0)
+        for token, expected_tokens in ((0, 0), (2, 5)):
+            wrong.model.embed_tokens.weight.fill_(1.0)
+            wrong.lm_head.weight.zero_()[token] = 1.0
+            text = generate(wrong, tokenizer, "a", max_new_tokens=5, temperature=0.0)
+            assert text == tokenizer.decode([token] * expected_tokens)
 
 
 def test_draws_depend_on_the_seed_alone(model, tokenizer) -> None:
@@ -84,10 +100,10 @@ def test_command_prints_prompt_and_continuation_of_a_folder_and_of_a_run(
 
 
 def test_command_says_what_is_missing(model, tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="neither a run directory nor"):
+    with pytest.raises(ModelError, match="neither a run nor"):
         generate_command(tmp_path, "a")
     (tmp_path / "recipe.yaml").touch()
-    with pytest.raises(ModelError, match=f"meshwright export {tmp_path} --to {tmp_path}/export"):
+    with pytest.raises(ModelError, match="no whole checkpoint yet"):
         generate_command(tmp_path, "a")
     model.save_pretrained(tmp_path / "export")
     with pytest.raises(ModelError, match="no model with a tokenizer"):
