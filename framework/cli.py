@@ -165,7 +165,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 def _check(arguments: argparse.Namespace) -> int:
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
-    from framework.recipe.describe import describe_derived, describe_keys, describe_sources
+    from framework.recipe.describe import describe_blend, describe_derived, describe_keys, describe_sources
     from framework.recipe.environment import hide_secrets
     from framework.recipe.saved import to_yaml
 
@@ -178,7 +178,7 @@ def _check(arguments: argparse.Namespace) -> int:
     text = describe_sources(recipe, composition.origins) if arguments.sources else to_yaml(recipe).rstrip()
     print(hide_secrets(text))
     print()
-    print(describe_derived(derive(recipe)) + need)
+    print(f"{describe_derived(derive(recipe))}\ndata          {describe_blend(recipe.data)}{need}")
     return EXIT_DONE
 
 

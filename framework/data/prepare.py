@@ -42,6 +42,9 @@ from framework.data.tokenize import TokenizerInfo, load_tokenizer, read_info, sa
 from framework.errors import EXIT_DONE, DataError
 from framework.recipe.schema import Recipe
 
+# So many times more or less than asked for are said to be held out.
+UNEVEN = 3.0
+
 
 def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -> Prepared:
     """Tokenizes the sources of a recipe into stores under data.root, as far as they are not there, and opens them.
@@ -102,6 +105,29 @@ def describe(prepared: Prepared) -> str:
     return "\n".join(rows)
 
 
+def summarize_data(prepared: Prepared, validation: float) -> str:
+    """A line per source: its share of the samples and its tokens; then what a user may not expect of them.
+
+    validation: data.validation, the share of documents that was asked for.
+    """
+    weight, lines = sum(source.weight for source in prepared.sources), []
+    for source in prepared.sources:
+        held_out, train = (source.streams[split].num_tokens for split in ("validation", "train"))
+        share = held_out / (held_out + train)
+        tokens = f"{train:,} tokens to train on, {held_out:,} held out ({share:.1%})"
+        lines.append(f"tokens   {source.name}: {source.weight / weight:.0%} of the samples, {tokens}")
+        if validation > 0 and not 1 / UNEVEN < share / validation < UNEVEN:
+            documents = sum(stream.num_documents for stream in source.streams.values())
+            lines.append(
+                f"note     data.validation={validation:g} holds out whole documents by chance, and {source.name} has"
+                f" {documents:,}: {share:.1%} of its tokens are held out. Many documents of similar length come nearer"
+            )
+    if len(prepared.sources) > 1:
+        first = prepared.sources[0].name
+        lines.append(f"note     sources are blended by weight: data.sources.{first}.weight=0 would leave {first} out")
+    return "\n".join(lines)
+
+
 def count_cores() -> int:
     """Cores that this process may use (a SLURM or container mask counts), where the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -115,7 +141,7 @@ def _count_cpu_s() -> float:
 def _make_root(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+    except OSError as error:
         raise DataError(f"data.root={root}: no folder can be made there ({error.strerror}). Set another one") from error
 
 
@@ -240,6 +266,7 @@ def _make_job(
 ) -> ShardJob:
     return ShardJob(
         source=construction.place.name,
+        source_bytes=sum(file.num_bytes for file in construction.files),
         folder=construction.place.folder,
         shard=shard,
         spans=tuple(construction.shards[shard]),
@@ -247,6 +274,7 @@ def _make_job(
         tokenizer_folder=folder,
         tokenizer=tokenizer,
         threshold=threshold,
+        validation=recipe.data.validation,
         max_bad_records=recipe.data.bad_records,
     )
 
@@ -316,11 +344,17 @@ def _keep_tokenizer(recipe: Recipe, places: Places, progress: bool) -> tuple[Pat
     with _lock(places.tokenizer, progress):
         info = read_info(places.tokenizer)
         if info is None:
-            name = recipe.model.tokenizer or recipe.model.weights
-            revision = None if recipe.model.tokenizer else recipe.model.revision
-            tokenizer = load_tokenizer(name, revision) if name else _train_tokenizer(recipe, places, progress)
-            info = save_tokenizer(tokenizer, places.tokenizer)
+            info = save_tokenizer(_make_tokenizer(recipe, places, progress), places.tokenizer)
     return places.tokenizer, info
+
+
+def _make_tokenizer(recipe: Recipe, places: Places, progress: bool) -> object:
+    model = recipe.model
+    if model.tokenizer is not None:
+        return load_tokenizer(model.tokenizer)
+    if model.weights is not None:
+        return load_tokenizer(model.weights, model.revision, "model.weights")
+    return _train_tokenizer(recipe, places, progress)
 
 
 def _train_tokenizer(recipe: Recipe, places: Places, progress: bool) -> object:

@@ -222,7 +222,8 @@ def find_prepared(recipe: Recipe, places: Places | None = None) -> FoundStores:
 def _check_source(place: Place, meta: StoreMeta, recipe: Recipe) -> FoundSource:
     if meta.num_bad_records > recipe.data.bad_records:
         raise DataError(
-            f"{place.folder / 'quarantine.jsonl'} lists {meta.num_bad_records} bad records of data.sources.{place.name}, "
+            f"{place.folder / 'quarantine.jsonl'} lists {meta.num_bad_records} bad "
+            f"record{'s' if meta.num_bad_records > 1 else ''} of data.sources.{place.name}, "
             f"data.bad_records={recipe.data.bad_records}. Repair the source, or raise data.bad_records"
         )
     if meta.splits["train"].num_tokens < 2:

@@ -101,7 +101,7 @@ def _parse(index: int, line: str, field: str) -> Record:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        return Record(index, None, f"not JSON: {error.msg} at column {error.colno}")
+        return Record(index, None, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
     return _take_field(index, value, field)
 
 

@@ -23,7 +23,16 @@ import xxhash
 
 from framework.data.records import Record, count_rows_before, read_records
 from framework.data.source import Span
-from framework.data.store import SPLITS, BadRecord, ShardReport, SplitWriter, choose_dtype, shard_path, unfinished_path
+from framework.data.store import (
+    SPLITS,
+    BadRecord,
+    ShardReport,
+    Split,
+    SplitWriter,
+    choose_dtype,
+    shard_path,
+    unfinished_path,
+)
 from framework.data.tokenize import Encode, TokenizerInfo, load_encoder
 from framework.errors import DataError
 
@@ -31,13 +40,17 @@ from framework.errors import DataError
 DESCRIPTORS_PER_WORKER = 2
 DESCRIPTORS_KEPT = 64
 
+# Of a source's bytes: as much is held out of a document that would hold out most of the source.
+LARGEST_SHARE = 0.1
+
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One shard to write. source: its name; threshold: a document whose hash is below it is held out;
-    max_bad_records: data.bad_records."""
+    """One shard to write. source, source_bytes: its name and the size of all its files; threshold: a document whose hash is below
+    it is held out; validation, max_bad_records: data.validation and data.bad_records."""
 
     source: str
+    source_bytes: int
     folder: Path
     shard: int
     spans: tuple[Span, ...]
@@ -45,6 +58,7 @@ class ShardJob:
     tokenizer_folder: Path
     tokenizer: TokenizerInfo
     threshold: int
+    validation: float
     max_bad_records: int
 
     @property
@@ -72,7 +86,8 @@ def tokenize_shard(job: ShardJob) -> ShardReport:
                 check_bad_records(job.source, bad_records, job.max_bad_records)
             else:
                 hashes.append(document.hash)
-                writers["validation" if document.hash < job.threshold else "train"].add(document.ids)
+                for split, ids in split_document(document, job).items():
+                    writers[split].add(ids)
         reports = {split: writer.finish() for split, writer in writers.items()}
     report = ShardReport(
         threshold=job.threshold,
@@ -99,10 +114,25 @@ def clear_shard(folder: Path, shard: int) -> None:
 
 @dataclass(frozen=True)
 class Document:
-    """ids: [n] int64, closed by the end-of-sequence id."""
+    """num_bytes: of its text. ids: [n] int64, closed by the end-of-sequence id."""
 
     hash: int
+    num_bytes: int
     ids: np.ndarray
+
+
+def split_document(document: Document, job: ShardJob) -> dict[Split, np.ndarray]:
+    """The document's tokens by split: all in one, but of a held-out document that is more than half of its source only the
+    beginning is held out, a tenth of the source or data.validation, and the rest is trained on."""
+    if document.hash >= job.threshold:
+        return {"train": document.ids}
+    if 2 * document.num_bytes <= job.source_bytes:
+        return {"validation": document.ids}
+    share = max(job.validation, LARGEST_SHARE) * job.source_bytes / document.num_bytes
+    stop = max(1, int(share * document.ids.size))
+    if stop >= document.ids.size:
+        return {"validation": document.ids}
+    return {"validation": np.append(document.ids[:stop], job.tokenizer.eos_id), "train": document.ids[stop:]}
 
 
 def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
@@ -133,16 +163,17 @@ def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Documen
         return f"token id {ids.max()} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}"
     if not ids.size or ids[-1] != tokenizer.eos_id:
         ids = np.append(ids, tokenizer.eos_id)
-    return Document(hash_document(record.text), ids)
+    return Document(hash_document(record.text), len(record.text.encode()), ids)
 
 
 def check_bad_records(source: str, bad_records: list[BadRecord], allowed: int) -> None:
     """DataError, naming the first, where a source has more bad records than data.bad_records."""
     if len(bad_records) > allowed:
-        first = bad_records[0]
+        first, count = bad_records[0], len(bad_records)
         raise DataError(
-            f"{first.file}, row {first.row}: {first.reason}. data.sources.{source} has at least {len(bad_records)} bad "
-            f"records and data.bad_records={allowed}: repair the file, or raise data.bad_records to quarantine them"
+            f"{first.file}, row {first.row}: {first.reason}. data.sources.{source} has at least {count} bad "
+            f"record{'s' if count > 1 else ''} and data.bad_records={allowed}: repair the file, or raise data.bad_records to "
+            f"quarantine {'them' if count > 1 else 'it'}"
         )
 
 

@@ -25,6 +25,10 @@ END_OF_TEXT = "<|endoftext|>"
 # Has what normalisers, pre-tokenizers and post-processors treat specially.
 PROBE = "  Is it\tthe same?\n\n\tdef f(x): return x**2  # Äpfel, 猫, 🦊, e\u0301, 12345  "
 
+_OTHER_TOKENIZER = (
+    "Set model.tokenizer to the folder or the hub name of one; pretrained weights need that of their training"
+)
+
 Encode = Callable[[str], np.ndarray]
 
 
@@ -37,17 +41,26 @@ class TokenizerInfo:
     eos_id: int
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> Any:
-    """The tokenizer of a folder or of the hub, there at `revision` or the newest. DataError where there is none."""
+def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tokenizer") -> Any:
+    """The tokenizer of a folder or of the hub, there at `revision` or the newest. key: of the recipe, which names it.
+
+    DataError where there is none, ModelError where there is neither such a folder nor a hub that can be asked.
+    """
     from transformers import AutoTokenizer  # two seconds, and the workers do not need it
 
+    from framework.model.hub import fetch_tokenizer
+
+    folder = fetch_tokenizer(name, revision, key)
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise DataError(
-            f"model.tokenizer: no tokenizer can be loaded from {name} ({str(error).partition(chr(10))[0]}). "
-            f"Set model.tokenizer to a folder or a hub name that has one"
+            f"{key}={name}: no tokenizer can be loaded from it ({str(error).partition(chr(10))[0]}). {_OTHER_TOKENIZER}"
         ) from error
+    # Of a folder with a model's config alone transformers makes a tokenizer that knows special tokens and no text.
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise DataError(f"{key}={name} has no tokenizer: no text would become tokens. {_OTHER_TOKENIZER}")
+    return tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
-from framework.data.prepare import prepare
+from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, EXIT_RESUME, MeshwrightError, RecipeError, RunError
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
@@ -20,6 +20,7 @@ from framework.launch.settle import settle, settle_tokens
 from framework.mesh.placement import place
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
+from framework.recipe.describe import describe_blend
 from framework.recipe.environment import fill
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
@@ -52,12 +53,12 @@ def check_model(recipe: Recipe) -> str:
 
 def summarize(recipe: Recipe, model_type: str) -> str:
     """What is about to be trained, in a few lines. model_type: of the model itself, for pretrained weights know theirs."""
-    derived, sources = derive(recipe), ", ".join(recipe.data.sources)
+    derived = derive(recipe)
     degrees = " ".join(f"{axis}={getattr(derived, axis)}" for axis in ("pp", "dp", "cp", "tp", "ep"))
     origin = f"weights of {recipe.model.weights}" if recipe.model.weights else f"from scratch, seed {recipe.train.seed}"
     lines = {
         "model": f"{model_type}, {origin}",
-        "data": f"{sources}, {derived.total_tokens:,} tokens in {recipe.train.steps:,} steps",
+        "data": f"{describe_blend(recipe.data)}, {derived.total_tokens:,} tokens in {recipe.train.steps:,} steps",
         "batch": f"{derived.sequences_per_step} sequences of {derived.context} tokens = {derived.accumulation} x"
         f" {derived.sequences_per_microbatch} on each of {derived.dp} data-parallel ranks",
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
@@ -87,6 +88,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     model_type = check_model(recipe)
     print(summarize(recipe, model_type))
     prepared = prepare(recipe)
+    print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
@@ -119,6 +121,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
         for change in changes:
             print(f"changed  {change.key}: {change.was} -> {change.now}")
         prepared = prepare(recipe)
+        print(summarize_data(prepared, recipe.data.validation))
         if not run.has_trained:
             recipe = settle_tokens(recipe, prepared.tokenizer)
             keep_tokenizer(run, prepared.tokenizer)

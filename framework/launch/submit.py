@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from framework.data.prepare import prepare
+from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch.directory import RunDirectory, explain_errors, write_private
 from framework.launch.local import keep_tokenizer, refuse_leftovers, resume_command, saved_step, summarize
@@ -45,6 +45,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     recipe = settle(recipe)
     print(_check_layouts([recipe]))
     prepared = prepare(recipe)
+    print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))

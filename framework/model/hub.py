@@ -16,7 +16,8 @@ from framework.errors import ModelError
 from framework.recipe.schema import Model
 
 CONFIG_FILES = ("config.json",)
-FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+FILES = ("*.safetensors", *TOKENIZER_FILES)
 
 
 def resolve_folder(name_or_path: str, revision: str | None = None) -> Path:
@@ -26,25 +27,25 @@ def resolve_folder(name_or_path: str, revision: str | None = None) -> Path:
     branch or tag; None: the newest. Raises ModelError when there is neither such a folder nor a hub model that can be reached.
     """
     folder = Path(name_or_path).expanduser()
-    return folder if folder.is_dir() else _fetch(name_or_path, revision)
+    return folder if folder.is_dir() else _fetch(name_or_path, revision, FILES)
 
 
-def _fetch(name_or_path: str, revision: str | None, files: Sequence[str] = FILES) -> Path:
+def _fetch(name_or_path: str, revision: str | None, files: Sequence[str], key: str = "model.weights") -> Path:
     try:
         return _snapshot(name_or_path, revision, files, is_offline=False)
     except HFValidationError as error:
         raise ModelError(
-            f"model.weights={name_or_path} is no folder here and no hub name (owner/name): correct the path"
+            f"{key}={name_or_path} is no folder here and no hub name (owner/name): correct the path"
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"model.weights={_at(name_or_path, revision)} is no folder here, no snapshot of it is in the hub cache, and the hub"
+            f"{key}={_at(name_or_path, revision)} is no folder here, no snapshot of it is in the hub cache, and the hub"
             f" cannot be reached: run `{_download(name_or_path, revision)}` where there is internet, or give the path of a local"
             " folder"
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
-            f"model.weights={_at(name_or_path, revision)} is no folder here and the hub refuses it"
+            f"{key}={_at(name_or_path, revision)} is no folder here and the hub refuses it"
             f" ({str(error).splitlines()[0]}): correct the name or the revision; for a gated or private model accept its terms"
             " and run `hf auth login`"
         ) from error
@@ -72,6 +73,12 @@ def fetch_config(name_or_path: str, revision: str | None = None) -> Path:
     """
     folder = Path(name_or_path).expanduser()
     return folder if folder.is_dir() else _fetch(name_or_path, revision, CONFIG_FILES)
+
+
+def fetch_tokenizer(name_or_path: str, revision: str | None, key: str) -> Path:
+    """The folder of a tokenizer that the recipe's `key` names. Raises what `resolve_folder` raises."""
+    folder = Path(name_or_path).expanduser()
+    return folder if folder.is_dir() else _fetch(name_or_path, revision, TOKENIZER_FILES, key)
 
 
 def pin_revision(model: Model) -> Model:

@@ -9,7 +9,7 @@ from framework.recipe.keys import Key, flatten, list_groups, list_keys
 from framework.recipe.overrides import list_options
 from framework.recipe.problem import show
 from framework.recipe.saved import plain
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Data, Recipe
 
 
 def describe_derived(derived: Derived) -> str:
@@ -24,6 +24,14 @@ def describe_derived(derived: Derived) -> str:
         ("run", f"{d.total_tokens // d.tokens_per_step:,} steps = {d.total_tokens:,} tokens"),
     )
     return "\n".join(f"{name:13} {text}" for name, text in rows)
+
+
+def describe_blend(data: Data) -> str:
+    """The sources that are read, with their shares of the samples where there are several."""
+    weights = {name: source.weight for name, source in data.sources.items() if source.weight > 0}
+    if len(weights) < 2:
+        return ", ".join(weights)
+    return ", ".join(f"{name} {weight / sum(weights.values()):.0%}" for name, weight in weights.items())
 
 
 def describe_sources(recipe: Recipe, origins: Mapping[str, str]) -> str:

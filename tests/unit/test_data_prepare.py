@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from framework.data import prepare as prepare_module
 from framework.data.join import JoinPlan
-from framework.data.prepare import prepare, prepare_command, settle_threshold
+from framework.data.prepare import prepare, prepare_command, settle_threshold, summarize_data
 from framework.data.prepared import (
     Prepared,
     _describe_source,
@@ -36,8 +36,8 @@ from framework.data.prepared import (
 from framework.data.shard import ShardJob, hash_document, tokenize_shards
 from framework.data.source import MIN_SHARD_BYTES, list_files, plan_shards
 from framework.data.store import ShardReport, Split, write_atomically
-from framework.data.tokenize import load_encoder
-from framework.errors import EXIT_DONE, EXIT_USER, DataError
+from framework.data.tokenize import load_encoder, load_tokenizer
+from framework.errors import EXIT_DONE, EXIT_USER, DataError, ModelError
 from framework.recipe.schema import Data, Model, Recipe, Source
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
@@ -369,7 +369,8 @@ def test_bad_records_are_an_error_that_names_file_and_row(tmp_path: Path) -> Non
     source.write_bytes(source.read_bytes() + b'{"text": "broken\n{"body": "x"}\n')
     recipe = make_recipe(tmp_path / "tokens", source)
     with pytest.raises(
-        DataError, match=r"a.jsonl, row 21: not JSON.*s0 has at least 1 bad.*data.bad_records=0"
+        DataError,
+        match=r"a.jsonl, row 21: not JSON.*s0 has at least 1 bad record and data.bad_records=0.* quarantine it$",
     ) as caught:
         build(recipe)
     assert caught.value.exit_code == EXIT_USER
@@ -475,6 +476,12 @@ def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
         build(recipe)
 
 
+def test_a_root_below_what_is_no_folder_of_the_users_is_an_error(tmp_path: Path) -> None:
+    recipe = make_recipe(Path("/proc/tokens"), write_jsonl(tmp_path / "a.jsonl", make_texts(5)))
+    with pytest.raises(DataError, match=r"data.root=/proc/tokens: no folder can be made there .*Set another one"):
+        build(recipe)
+
+
 def test_a_root_without_file_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: Any, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -491,11 +498,31 @@ def test_no_tokenizer_is_an_error_that_names_the_keys(tmp_path: Path) -> None:
         build(make_recipe(tmp_path / "tokens", source, bpe_vocab=None))
     (tmp_path / "empty").mkdir()
     recipe = replace(make_recipe(tmp_path / "tokens", source), model=Model(tokenizer=str(tmp_path / "empty")))
-    with pytest.raises(DataError, match=r"model.tokenizer: no tokenizer can be loaded from .*empty"):
+    with pytest.raises(DataError, match=r"model.tokenizer=.*empty: no tokenizer can be loaded"):
         build(recipe)
 
 
 # The tokenizer
+
+
+def test_weights_without_a_tokenizer_are_refused_and_leave_no_store(tmp_path: Path) -> None:
+    """transformers makes a tokenizer of the config alone: every text would become nothing but the ends of documents."""
+    AutoConfig.for_model("qwen3", vocab_size=300).save_pretrained(tmp_path / "weights")
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(5))
+    recipe = make_recipe(tmp_path / "tokens", source, bpe_vocab=None)
+    with pytest.raises(DataError, match=r"model.weights=.*weights has no tokenizer.*Set model.tokenizer to"):
+        build(replace(recipe, model=Model(weights=str(tmp_path / "weights"))))
+    assert not list((tmp_path / "tokens").glob("*/store.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("/no/such", "is no folder here"), ("owner/absent", "`hf download owner/absent`")]
+)
+def test_a_tokenizer_that_is_nowhere_says_what_to_do(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for key in ("model.tokenizer", "model.weights"):
+        with pytest.raises(ModelError, match=f"{key}={name} .*{says}"):
+            load_tokenizer(name, key=key)
 
 
 def test_a_given_tokenizer_is_used_as_it_is_and_kept(tmp_path: Path) -> None:
@@ -529,3 +556,42 @@ def test_a_trained_tokenizer_is_deterministic_and_lossless(tmp_path: Path) -> No
     text = " tabs\t, Umlaute äöü, 猫 and 🦊\r\n  <|endofte"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert load_encoder(kept[0])(text).tolist() == tokenizer(text)["input_ids"]
+
+
+# Two documents, one of them nearly all of the text
+
+
+@pytest.mark.parametrize("held_out", ["long", "short"])
+def test_a_long_document_does_not_take_the_text_from_training(held_out: str, tmp_path: Path) -> None:
+    long = "a rather long document " * 4000
+    short = next(
+        text for text in make_texts(100) if (hash_document(text) < hash_document(long)) == (held_out == "short")
+    )
+    prepared = build(
+        make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", [long, short]), validation=0.01)
+    )
+    held, trained = (prepared.count_tokens(split) for split in ("validation", "train"))
+    assert 0 < held < 0.15 * trained
+    assert "".join(read_documents(prepared, "validation") + read_documents(prepared, "train")) in (
+        long + short,
+        short + long,
+    )
+    note = summarize_data(prepared, 0.01)
+    assert f"s0: 100% of the samples, {trained:,} tokens to train on, {held:,} held out" in note
+    if held_out == "long":
+        assert "note     data.validation=0.01 holds out whole documents by chance, and s0 has 3" in note
+
+
+def test_documents_of_ordinary_length_are_held_out_whole(tmp_path: Path) -> None:
+    texts = make_texts(200)
+    prepared = build(make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", texts)))
+    held, trained = (read_documents(prepared, split) for split in ("validation", "train"))
+    assert sorted(held + trained) == sorted(texts)
+    assert "note" not in summarize_data(prepared, 0.1)
+
+
+def test_a_blend_says_the_share_of_each_source(tmp_path: Path) -> None:
+    paths = [write_jsonl(tmp_path / f"{seed}.jsonl", make_texts(50, seed)) for seed in (1, 2)]
+    lines = summarize_data(build(make_recipe(tmp_path / "tokens", *paths)), 0.1).splitlines()
+    assert [line.split(" of the samples")[0] for line in lines[:2]] == ["tokens   s0: 50%", "tokens   s1: 50%"]
+    assert lines[-1] == "note     sources are blended by weight: data.sources.s0.weight=0 would leave s0 out"

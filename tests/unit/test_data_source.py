@@ -123,7 +123,7 @@ def test_shards_cover_all_files_and_do_not_cut_small_ones(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b'{"text": "broken', "not JSON"),
+        (b'{"text": "broken', "not JSON: Invalid control character at column 17"),
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"content": "x", "id": 1}', "field `text` is missing (there is: content, id)"),
         (b'{"text": 3}', "not a string but int"),
