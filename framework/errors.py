@@ -31,6 +31,12 @@ class ConnectionFailed(MeshwrightError):
     exit_code = EXIT_FAILED
 
 
+class HungError(MeshwrightError):
+    """A step did not end: this rank waited for others, or for something else, and was ended. Another attempt may succeed."""
+
+    exit_code = EXIT_FAILED
+
+
 class RanksDiffer(MeshwrightError):
     """Ranks of one run were started with different recipes, code, libraries or devices."""
 

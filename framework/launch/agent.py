@@ -37,6 +37,13 @@ LOST_PEER = (
     "ConnectionFailed",
 )
 
+# The agent kills what has not ended 30 s after the first failure; what dies of itself is noticed within a second.
+LATE_S = 15
+_SIGNAL_HINTS = {
+    signal.SIGKILL: ": out of memory? `dmesg` knows",
+    signal.SIGABRT: ": NCCL ends a rank so when a collective times out, and has then said which one above",
+}
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -122,22 +129,47 @@ def run_ranks(
 def judge(failures: Mapping[int, ProcessFailure]) -> Outcome:
     """The run's exit code and the one message that matters, from the failures of its ranks by rank.
 
-    The first rank that failed of itself is the cause. The others fail because it is gone, or are ended by the agent.
+    The first rank that failed of itself is the cause. The others fail because it is gone, or are ended by the agent, first by
+    SIGTERM and half a minute later by SIGKILL: a death so long after the first failure says that the rank hung, not why.
     """
-    rank, cause = min(failures.items(), key=lambda item: _precedence(item[1]))
+    first_s = min(failure.timestamp for failure in failures.values())
+    rank, cause = min(failures.items(), key=lambda item: _precedence(item[1], first_s))
     code = cause.exitcode if cause.exitcode > 0 else 128 - cause.exitcode
+    others = "".join(
+        f"\n[rank {other}] {said}"
+        for other, failure in sorted(failures.items())
+        if other != rank and (said := _say_hung(failure, first_s))
+    )
     if cause.exitcode < 0:
         number = signal.Signals(-cause.exitcode)
-        hint = ": out of memory? `dmesg` knows" if number == signal.SIGKILL else ""
-        return Outcome(code, f"[rank {rank}] process {cause.pid} was killed by {number.name}{hint}")
-    return Outcome(code, f"[rank {rank}] {_read_error(cause)}" if _has_error(cause) else "")
+        hint = _SIGNAL_HINTS.get(number, "")
+        return Outcome(code, f"[rank {rank}] process {cause.pid} was killed by {number.name}{hint}{others}")
+    return Outcome(code, f"[rank {rank}] {_read_error(cause)}{others}" if _has_error(cause) else "")
 
 
-def _precedence(failure: ProcessFailure) -> tuple[int, float]:
-    """Lower is nearer to the cause: own errors by the time they were recorded, deaths, lost peers, the agent's SIGTERM."""
+def _precedence(failure: ProcessFailure, first_s: float) -> tuple[int, float]:
+    """Lower is nearer to the cause: own errors by the time they were recorded, deaths, lost peers and hung steps, the agent's
+    SIGTERM and SIGKILL. first_s: when the first rank failed."""
     if _has_error(failure):
-        return (2 if _has_lost_peer(failure) else 0), os.stat(failure.error_file).st_mtime_ns
-    return (3 if failure.exitcode == -signal.SIGTERM else 1), failure.exitcode
+        return (2 if _has_lost_peer(failure) or _is_hung(failure) else 0), os.stat(failure.error_file).st_mtime_ns
+    is_ended = failure.exitcode == -signal.SIGTERM or _is_killed_late(failure, first_s)
+    return (3 if is_ended else 1), failure.exitcode
+
+
+def _say_hung(failure: ProcessFailure, first_s: float) -> str:
+    """A word on a rank that did not end by itself once another had failed; empty for others."""
+    if _is_killed_late(failure, first_s):
+        return f"process {failure.pid} did not end when it was asked to, and was killed: it hung"
+    return _read_error(failure) if _has_error(failure) and _is_hung(failure) else ""
+
+
+def _is_killed_late(failure: ProcessFailure, first_s: float) -> bool:
+    return failure.exitcode == -signal.SIGKILL and failure.timestamp - first_s > LATE_S
+
+
+def _is_hung(failure: ProcessFailure) -> bool:
+    message: Any = failure.message
+    return message["message"].startswith(f"{errors.HungError.__name__}:")
 
 
 def _has_error(failure: ProcessFailure) -> bool:

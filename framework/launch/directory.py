@@ -167,6 +167,18 @@ class RunDirectory:
         with file:
             yield
 
+    def find_holder(self) -> str | None:
+        """Who holds the run, `process PID on HOST since WHEN`; None if nobody does."""
+        path = self.path / "lock"
+        if not path.is_file():
+            return None
+        with open(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip()
+        return None
+
     def read_record(self) -> dict[str, Any]:
         """The content of run.json."""
         with explain_errors(self.path):

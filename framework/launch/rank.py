@@ -6,6 +6,7 @@ Torch is imported late: how many threads it may use is read from the environment
 import ctypes
 import faulthandler
 import os
+import re
 import signal
 import sys
 import traceback
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, MeshwrightError
+from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, HungError, MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.fingerprint import take_fingerprint
 from framework.launch.phases import LOAD, RANK_PHASES, PhaseBar
@@ -27,6 +28,7 @@ from framework.train.faults import StopRequest
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
 RUN_FREE_WITHIN_S = 60.0
+_PACKAGE = Path(__file__).parents[1]
 
 
 def main(run_dir: Path) -> int:
@@ -43,6 +45,7 @@ def main(run_dir: Path) -> int:
 def tell(error: Exception) -> int:
     """Say the error that is being handled, and return its exit code: to the launcher's error file where there is a launcher,
     so that ranks which fail alike are heard once, else on stderr; a user's mistake without a traceback."""
+    error = _explain_timeout(error)
     is_explained = isinstance(error, MeshwrightError)
     code = error.exit_code if isinstance(error, MeshwrightError) else EXIT_FAILED
     if is_task():
@@ -55,6 +58,27 @@ def tell(error: Exception) -> int:
         place = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"{place}{error if is_explained else traceback.format_exc()}", file=sys.stderr)
     return code
+
+
+def end_hung(error: HungError) -> None:
+    """Say the error and end this rank, from another thread than the one that hangs."""
+    code = tell(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _explain_timeout(error: Exception) -> Exception:
+    """gloo's error of a collective whose time is up as a HungError that says where this rank waited; others as they are."""
+    found = re.search(r"[Tt]imed out waiting (\d+)ms", str(error))
+    if not isinstance(error, RuntimeError) or found is None:
+        return error
+    ours = [each for each in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(each.filename).parents]
+    places = "".join(f"\n  {each.filename}:{each.lineno} in {each.name}" for each in reversed(ours[-4:]))
+    return HungError(
+        f"a collective timed out: this rank waited {int(found[1]) / 1000:,.0f} s for ranks that did not come to it, for they hang"
+        f" or have taken another path (track.debug_collectives=true finds such). It waited at{places}"
+    )
 
 
 def count_threads(launch: Launch, num_neighbours: int) -> int:
@@ -101,7 +125,7 @@ def _train_here(recipe: Recipe, run_dir: Path, threads: int, bar: PhaseBar) -> i
     from framework.launch.train import train_rank
 
     torch.set_num_threads(threads)
-    return train_rank(recipe, run_dir, fingerprint=take_fingerprint(recipe), bar=bar)
+    return train_rank(recipe, run_dir, fingerprint=take_fingerprint(recipe), bar=bar, end_hung=end_hung)
 
 
 def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
@@ -116,7 +140,7 @@ def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
         check_node(run.path, recipe.launch.device)
         torch.set_num_threads(threads)
         with run.hold(RUN_FREE_WITHIN_S) if os.environ["RANK"] == "0" else nullcontext():
-            return train_rank(recipe, run.path, stop, take_fingerprint(recipe))
+            return train_rank(recipe, run.path, stop, take_fingerprint(recipe), end_hung=end_hung)
 
 
 def _tell_job(error: Exception, code: int) -> None:

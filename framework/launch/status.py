@@ -3,10 +3,10 @@
 Works for local runs, after the job is gone, and on machines without SLURM.
 """
 
-import fcntl
 import re
 import shlex
 import statistics
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe
 from framework.track.console import format_duration
 from framework.track.jsonl import METRICS_FILE, read_records
+from framework.train.faults import LONG_S, LONG_STEPS
 
 RECENT_STEPS = 50  # whose median is the pace
 _SAID_BY_SCRIPT = re.compile(r"\S+ \S+  job \d+: (?P<text>.*)")
@@ -66,7 +67,7 @@ def describe_run(run: RunDirectory) -> str:
         *[("job", _describe_job(job, state)) for job, state in jobs],
         ("here", _describe_holder(run) if not jobs else ""),
         ("restarts", _describe_history(history)),
-        ("step", _describe_steps(run, recipe)),
+        ("step", _describe_steps(run, recipe, time.time() if _is_running(run, jobs) else None)),
         ("saved", trouble or (f"step {step:,}" if step else "no checkpoint yet")),
         ("log", f"{run.job_log}: {line}" if (line := telling_line(run.job_log)) else ""),
         ("next", _next_command(run, recipe, jobs, is_done)),
@@ -120,17 +121,16 @@ def _describe_job(job: str, state: JobState | None) -> str:
     return f"{job} {state.state}{why}{place}{since}"
 
 
+def _is_running(run: RunDirectory, jobs: list[tuple[str, JobState | None]]) -> bool:
+    return any(state and state.state == "RUNNING" for _, state in jobs) or run.find_holder() is not None
+
+
 def _describe_holder(run: RunDirectory) -> str:
     """Who holds a local run's lock."""
-    path = run.path / "lock"
-    if not path.is_file():
-        return ""
-    with open(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return f"running: {file.read().strip()}"
-    return "not running"
+    holder = run.find_holder()
+    if holder is not None:
+        return f"running: {holder}"
+    return "not running" if (run.path / "lock").is_file() else ""
 
 
 def _describe_history(history: History | None) -> str:
@@ -140,7 +140,8 @@ def _describe_history(history: History | None) -> str:
     return f"{max(0, history.starts - 1)}" + (f"; the ranks ended with {ends}" if ends else "")
 
 
-def _describe_steps(run: RunDirectory, recipe: Recipe) -> str:
+def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> str:
+    """now_s: the clock, of a run that runs: how long ago it reported its last step."""
     metrics = run.path / METRICS_FILE
     records = list(read_records(metrics)) if metrics.is_file() else []
     total = recipe.train.steps
@@ -150,7 +151,14 @@ def _describe_steps(run: RunDirectory, recipe: Recipe) -> str:
     pace_s = statistics.median(record["step_s"] for record in records[-RECENT_STEPS:])
     left = total - last["step"]
     eta = f", {format_duration(pace_s * left)} of training left" if left else ""
-    return f"{last['step']:,} of {total:,} ({last['step'] / total:.0%}), loss {last['loss']:.4f}{eta}"
+    age = "" if now_s is None else _describe_age(now_s - last["unix_s"], pace_s * recipe.track.every_steps)
+    return f"{last['step']:,} of {total:,} ({last['step'] / total:.0%}), loss {last['loss']:.4f}{age}{eta}"
+
+
+def _describe_age(age_s: float, pace_s: float) -> str:
+    """How old the last report is, and whether that is long for reports which come every pace_s seconds."""
+    hangs = age_s > max(LONG_S, LONG_STEPS * pace_s)
+    return f", {format_duration(age_s)} ago" + (": it saves, validates, or hangs" if hangs else "")
 
 
 def _waits_for_the_clock(state: JobState) -> bool:
@@ -162,6 +170,9 @@ def _waits_for_the_clock(state: JobState) -> bool:
 
 
 def _next_command(run: RunDirectory, recipe: Recipe, jobs: list[tuple[str, JobState | None]], is_done: bool) -> str:
+    holder = run.find_holder()
+    if not jobs and holder is not None:
+        return f"kill {holder.split()[1]}    # there; saves and stops"
     active = [(job, state) for job, state in jobs if state and state.state in WAITING_OR_RUNNING]
     if not active:
         export = f"{shlex.join(['meshwright', 'export', str(run.path)])} --to DIR"

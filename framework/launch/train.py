@@ -1,6 +1,7 @@
 """One rank of a run, from its saved recipe to its exit code: plan, connect, build, train."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from framework.comm.objects import tell
 from framework.data.loader import Loader, validation_batches
 from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
-from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, MeshwrightError, TopologyError
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
 from framework.launch.phases import BUILD, CONNECT, OPEN_DATA, PhaseBar
 from framework.model.hub import find_folder
 from framework.model.load import load_config
@@ -26,7 +27,7 @@ from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
-from framework.train.faults import StopRequest
+from framework.train.faults import StepWatch, StopRequest, end_process
 from framework.train.loop import Loop
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.validation import Validation
@@ -41,11 +42,13 @@ def train_rank(
     stop: StopRequest | None = None,
     fingerprint: Mapping[str, str] | None = None,
     bar: PhaseBar | None = None,
+    end_hung: Callable[[HungError], None] = end_process,
 ) -> int:
     """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
     fingerprint: what must be equal on all ranks. bar: shows the phases before the first step; closed by then.
+    end_hung: ends this process where a step hangs and it is asked to stop.
     """
     bar = bar or PhaseBar()
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
@@ -56,8 +59,9 @@ def train_rank(
     mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
     bar.begin(OPEN_DATA)
     prepared = open_data(recipe, plan.config, mesh.axis("world"))
-    with nullcontext(stop) if stop else StopRequest() as requests:
-        code = _train(plan, prepared, mesh, run_dir, requests, bar)
+    say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
+    with nullcontext(stop) if stop else StopRequest() as requests, StepWatch(requests, end_hung, say) as watch:
+        code = _train(plan, prepared, mesh, run_dir, requests, watch, bar)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.
     mesh.close()
     return code
@@ -81,6 +85,7 @@ def _train(
     mesh: Mesh,
     run_dir: Path,
     stop: StopRequest,
+    watch: StepWatch,
     bar: PhaseBar,
 ) -> int:
     recipe, derived = plan.recipe, plan.derived
@@ -126,7 +131,7 @@ def _train(
     code = EXIT_FAILED
     try:
         with loader:
-            for step in loop.steps(stop):
+            for step in loop.steps(stop, watch):
                 if recipe.track.debug_collectives:
                     check_replicas(run.buffers, world, step)
                 if step == recipe.track.timeline_step:

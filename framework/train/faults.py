@@ -1,12 +1,30 @@
-"""Requests to stop: a signal sets a flag that the loop polls, so that a step is never cut in the middle."""
+"""Requests to stop: a signal sets a flag that the loop polls, so that a step is never cut in the middle.
+
+A step that does not end polls nothing, and while the main thread waits inside a library Python runs no handler. So a thread
+watches the steps: it hears signals through the file descriptor that C writes to, and ends a rank whose step hangs.
+"""
 
 import os
+import select
 import signal
-from contextlib import suppress
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+
+from framework.errors import HungError
 
 # SIGINT: Ctrl-C. SIGTERM: schedulers, launchers and preemption. SIGUSR1: a job's time limit is near.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+# Asked to stop, a step is given so long, or three times the longest of the last ones, before it is taken for hung.
+PATIENCE_S, PATIENCE_STEPS, RECENT_STEPS = 8.0, 3.0, 50
+# A step is first said to take long after such times, whichever is longer, then after each doubling.
+LONG_S, LONG_STEPS = 60.0, 10.0
 
 STOPPING = "stopping after this step and saving; Ctrl-C again stops at once"
 
@@ -22,8 +40,13 @@ class StopRequest:
         self.requested = False
         self._interrupts = 0
         self._former: dict[signal.Signals, object] = {}
+        self._former_wakeup = -1
+        self._heard, self._written = -1, -1
 
     def __enter__(self) -> "StopRequest":
+        self._heard, self._written = os.pipe()
+        os.set_blocking(self._written, False)
+        self._former_wakeup = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
         self._former = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         return self
 
@@ -32,6 +55,16 @@ class StopRequest:
     ) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._former_wakeup)
+        os.close(self._heard)
+        os.close(self._written)
+
+    def listen(self, timeout_s: float) -> bool:
+        """Whether a stop signal comes within the time. For a thread: it hears what comes while the main thread, which runs the
+        handlers, is held up in a library."""
+        if not select.select([self._heard], [], [], timeout_s)[0]:
+            return False
+        return any(number in STOP_SIGNALS for number in os.read(self._heard, 64))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
@@ -42,6 +75,82 @@ class StopRequest:
             # No unwinding: it could wait for other ranks. A save that is cut here leaves the former checkpoints intact.
             say_from_handler("stopped at once; the run resumes from its newest checkpoint")
             os._exit(128 + signal.SIGINT)
+
+
+def end_process(error: HungError) -> None:
+    """Say the error and end, past Python's teardown, which would wait for the main thread."""
+    say_from_handler(str(error))
+    os._exit(error.exit_code)
+
+
+class StepWatch:
+    """From enter to exit a thread ends this rank, through `end`, when it is asked to stop and the step under way hangs.
+
+    say: hears of steps that take long, None on ranks that stay silent. What is not in `step`, such as a save, is not judged.
+    """
+
+    def __init__(
+        self,
+        stop: StopRequest,
+        end: Callable[[HungError], None] = end_process,
+        say: Callable[[str], None] | None = None,
+        patience_s: float = PATIENCE_S,
+    ):
+        self._stop, self._end, self._say, self._patience_s = stop, end, say, patience_s
+        self._main = threading.main_thread().ident
+        self._under_way: tuple[int, float] | None = None  # the step and when it began
+        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="step-watch", daemon=True)
+
+    def __enter__(self) -> "StepWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around all that a step may wait in."""
+        started = time.monotonic()
+        self._under_way = number, started
+        try:
+            yield
+        finally:
+            self._under_way = None
+        self._recent_s.append(time.monotonic() - started)
+
+    def _watch(self) -> None:
+        is_asked, said_s = False, 0.0
+        while not self._is_closed.is_set():
+            is_asked = self._stop.listen(0.5) or is_asked
+            under_way, longest = self._under_way, max(list(self._recent_s), default=0.0)
+            if under_way is None:
+                said_s = 0.0
+                continue
+            number, seconds = under_way[0], time.monotonic() - under_way[1]
+            if is_asked and seconds > max(self._patience_s, PATIENCE_STEPS * longest):
+                self._end(HungError(self._explain(number, seconds, longest)))
+            # The first step may compile, load libraries and connect: nothing says how long it should take.
+            elif self._say and longest and seconds > max(LONG_S, LONG_STEPS * longest, 2 * said_s):
+                said_s = seconds
+                self._say(
+                    f"step {number:,} takes {seconds:.0f} s so far, the longest of the last ones took {longest:.3g} s"
+                )
+
+    def _explain(self, number: int, seconds: float, longest: float) -> str:
+        before = f", where the longest of the last ones took {longest:.3g} s" if longest else ""
+        frame = sys._current_frames().get(self._main or 0)
+        stack = traceback.extract_stack(frame)[-4:] if frame else []
+        places = "".join(f"\n  {each.filename}:{each.lineno} in {each.name}" for each in reversed(stack))
+        return (
+            f"asked to stop, this rank was in step {number:,} for {seconds:.0f} s{before}: it hangs, and ends without saving."
+            f" It was at{places}"
+        )
 
 
 def say_from_handler(text: str) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from framework.track.flops import mfu
 from framework.track.memory import peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
-from framework.train.faults import StopRequest
+from framework.train.faults import StepWatch, StopRequest
 from framework.train.state import RunState
 from framework.train.step import Run, run_alone, train_step
 from framework.train.sums import Flags, StepValues
@@ -80,14 +81,16 @@ class Loop:
         self._last_save_s = time.monotonic()
         self._flags = Flags()
 
-    def steps(self, stop: StopRequest) -> Iterator[int]:
+    def steps(self, stop: StopRequest, watch: StepWatch) -> Iterator[int]:
         """Send one step after another to the device and yield its number, until `train.steps` or until any rank's `stop` asks.
-        Ends with what is left of a validation. Collective, as all of the methods are.
+        Ends with what is left of a validation. Collective, as all of the methods are. watch: is told of each step.
 
         NumericsError after too many steps in a row that were not finite.
         """
         while self.state.step < self.recipe.train.steps and not self._flags.stop:
-            self._take_step(self._own_flags(stop))
+            # How long a step takes that also validates nobody knows beforehand.
+            with watch.step(self.state.step + 1) if self._validation is None else nullcontext():
+                self._take_step(self._own_flags(stop))
             yield self.state.step
         self.end_validation()
 

@@ -6,13 +6,15 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from framework.errors import EXIT_DONE, EXIT_RESUME, DataError, NumericsError
 from framework.launch.directory import RunDirectory
-from framework.launch.rank import run_process, tell
-from framework.train.faults import StopRequest
+from framework.launch.rank import end_hung, run_process, tell
+from framework.train.faults import StepWatch, StopRequest
 
 RANK = int(os.environ["RANK"])
 
@@ -72,7 +74,17 @@ def die_on_one_rank(folder: Path) -> int:
     reduce_forever(folder, at_work=lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def reduce_forever(folder, at_work) -> None:
+def hang_until_asked(folder: Path) -> int:
+    """Rank 1 does not come to a collective, in which rank 0 waits."""
+    reduce_forever(folder, at_work=lambda: _hang(folder))
+
+
+def hang_until_time_is_up(folder: Path) -> int:
+    """The same, with a collective that waits 2 s."""
+    reduce_forever(folder, at_work=lambda: _hang(folder), timeout_s=2.0)
+
+
+def reduce_forever(folder, at_work, timeout_s=1800.0) -> None:
     """A real process group; after some rounds rank 1 does `at_work` instead."""
     import torch
 
@@ -81,12 +93,23 @@ def reduce_forever(folder, at_work) -> None:
     from framework.mesh.topology import Topology
 
     mesh = connect(Topology(dp=2), torch.device("cpu"))
-    with StopRequest():
-        while True:
-            for _ in range(5):
-                all_reduce(torch.ones(4), mesh.axis("world"))
-            if RANK == 1:
-                at_work()
+    # Not `connect`'s: on a busy machine a rank may need longer than that to start.
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), mesh.axis("world").group)
+    with StopRequest() as stop, StepWatch(stop, end_hung, patience_s=1.0) as watch:
+        for step in count(1):
+            with watch.step(step):
+                for _ in range(5):
+                    all_reduce(torch.ones(4), mesh.axis("world"))
+                if RANK == 1:
+                    at_work()
+            if RANK == 0:
+                get_ready(folder)
+
+
+def _hang(folder: Path) -> None:
+    get_ready(folder)
+    while True:
+        time.sleep(60)
 
 
 def _raise(error: Exception) -> None:

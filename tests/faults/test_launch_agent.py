@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NUMERICS, EXIT_RESUME, EXIT_USER, RunError
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NUMERICS, EXIT_RESUME, EXIT_USER, RunError
 from framework.launch.agent import run_ranks
 from framework.launch.directory import RunDirectory
 
@@ -101,6 +101,26 @@ def test_killed_rank_is_the_cause_and_not_the_peers_that_lost_it(folder):
     assert outcome.code == 128 + signal.SIGKILL
     assert outcome.message.startswith("[rank 1] process ")
     assert "killed by SIGKILL" in outcome.message
+
+
+def test_a_collective_whose_time_is_up_is_the_cause_and_not_the_end_of_the_rank_that_hung(folder):
+    outcome = launch("hang_until_time_is_up", folder)
+    assert outcome.code == EXIT_FAILED
+    assert outcome.message.startswith("[rank 0] a collective timed out: this rank waited 2 s")
+    assert "framework/comm/collectives.py" in outcome.message
+    assert "\n[rank 1] asked to stop, this rank was in step 1 for " in outcome.message
+    assert "rank_program.py" in outcome.message.partition("[rank 1]")[2]
+    assert "SIGKILL" not in outcome.message
+
+
+def test_a_hung_run_obeys_sigterm(folder):
+    """Its collectives wait for half an hour, and no handler of Python's runs meanwhile on rank 0."""
+    signal_when_ready(folder, signal.SIGTERM)
+    outcome = launch("hang_until_asked", folder)
+    asked = max((folder / f"ready-{rank}").stat().st_mtime for rank in range(2))
+    assert time.time() - asked < 10
+    assert outcome.code == EXIT_FAILED
+    assert "it hangs, and ends without saving" in outcome.message
 
 
 def test_ranks_of_a_killed_launcher_save_and_end(folder):

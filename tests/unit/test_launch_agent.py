@@ -1,11 +1,12 @@
 """Agent: which of several failed ranks is the cause, and how it is told."""
 
+import signal
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
 
-from framework.errors import ConnectionFailed, MeshwrightError, RecipeError, StorageError
+from framework.errors import ConnectionFailed, HungError, MeshwrightError, RecipeError, StorageError
 from framework.launch.agent import judge
 
 
@@ -38,3 +39,20 @@ def test_a_rank_that_lost_the_others_is_not_the_cause(tmp_path, monkeypatch):
     lost = fail(tmp_path, monkeypatch, 0, ConnectionFailed("only 1 of 2 ranks have connected"))
     cause = fail(tmp_path, monkeypatch, 1, StorageError("disk: gone"))
     assert judge({0: lost, 1: cause}).message == "[rank 1] disk: gone"
+
+
+def test_a_rank_that_the_agent_killed_did_not_run_out_of_memory(tmp_path, monkeypatch):
+    """Rank 1 hung, so a collective of rank 0 timed out; half a minute after that the agent ended what was left."""
+    waited = fail(tmp_path, monkeypatch, 0, HungError("a collective timed out"))
+    hung = ProcessFailure(1, 101, -signal.SIGKILL, "none")
+    hung.timestamp = waited.timestamp + 30
+    outcome = judge({0: waited, 1: hung})
+    assert outcome.code == 1
+    assert outcome.message.startswith("[rank 0] a collective timed out\n[rank 1] process 101 did not end")
+    assert "memory" not in outcome.message
+
+
+def test_a_rank_that_was_killed_first_is_the_cause(tmp_path, monkeypatch):
+    killed = ProcessFailure(1, 101, -signal.SIGKILL, "none")
+    lost = fail(tmp_path, monkeypatch, 0, RuntimeError("gloo/transport: Connection closed by peer"))
+    assert "out of memory?" in judge({0: lost, 1: killed}).message

@@ -1,0 +1,51 @@
+"""Status: how old the last step of a run is, and what stops it."""
+
+import json
+import time
+
+import pytest
+
+from framework.launch.directory import RunDirectory
+from framework.launch.status import describe_run
+from framework.recipe.compose import compose, save_recipe
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory.create(tmp_path, "mine", "run")
+    save_recipe(compose(["train.steps=100"]).require(), run.recipe)
+    return run
+
+
+def report(run, age_s, steps=20, step_s=0.5):
+    """So many steps, of which the last one was reported so many seconds ago."""
+    records = [
+        {"step": step, "loss": 5.0, "step_s": step_s, "unix_s": time.time() - age_s} for step in range(1, steps + 1)
+    ]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_running_run_says_how_old_its_last_step_is_and_what_stops_it(run):
+    report(run, age_s=3)
+    with run.lock():
+        described = describe_run(run)
+        holder = run.find_holder()
+    assert holder is not None
+    assert "step     20 of 100 (20%), loss 5.0000, 00:03 ago, 00:40 of training left" in described
+    assert f"running: {holder}" in described
+    assert "saves and stops" in described
+
+
+def test_a_run_that_reports_nothing_for_long_may_hang(run):
+    report(run, age_s=1830)
+    with run.lock():
+        assert "30:30 ago: it saves, validates, or hangs" in describe_run(run)
+
+
+def test_the_age_of_a_step_is_no_matter_of_a_run_that_has_ended(run):
+    report(run, age_s=1830)
+    with run.lock():
+        pass
+    described = describe_run(run)
+    assert " ago" not in described
+    assert "not running" in described
