@@ -8,6 +8,7 @@ mistakes of all of them are one list.
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from framework.errors import RecipeError
 from framework.recipe.check import check_recipe
@@ -16,7 +17,7 @@ from framework.recipe.files import compose_files, search_path
 from framework.recipe.keys import flatten
 from framework.recipe.origins import origin_of
 from framework.recipe.overrides import apply_values, expand_sweep, parse_overrides
-from framework.recipe.problem import Problem, render_problems
+from framework.recipe.problem import COMMAND_LINE, Problem, render_problems
 from framework.recipe.resolve import resolve
 from framework.recipe.saved import load_recipe, read_base, save_recipe
 from framework.recipe.schema import Recipe
@@ -57,6 +58,7 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
     tree, origins, unread = compose_files(folders, command.choices) if base is None else read_base(base)
     misplaced = apply_values(tree, command.values, origins)
     plain, unresolved = resolve(tree, origins)
+    _let_ranks_follow(plain.get("launch"), origins)
     recipe, wrong = to_recipe(plain, origins)
     failed = {problem.key for problem in unresolved}
     # A key is not missing if its interpolation failed, nor if the files could not be read and it may well be in them.
@@ -66,3 +68,12 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
         problems += check_recipe(recipe, origins, broken=[problem.key for problem in problems])
     origins = {key: origin_of(origins, key) for key in flatten(asdict(recipe))}
     return Composition(None if problems else recipe, recipe, problems, origins)
+
+
+def _let_ranks_follow(launch: Any, origins: dict[str, str]) -> None:
+    """`launch.nodes` of the command line counts more than a file's `launch.ranks`: an experiment for one node is then one for
+    two, `experiment=pretrain_gpt2 launch=slurm launch.nodes=2`. What is typed beside it still has to agree."""
+    typed = {key for key in ("launch.nodes", "launch.ranks") if origins.get(key) == COMMAND_LINE}
+    if typed == {"launch.nodes"} and isinstance(launch, dict) and launch.get("kind") == "slurm" and launch.get("nodes"):
+        launch["ranks"] = None
+        origins["launch.ranks"] = "follows from launch.nodes"

@@ -72,3 +72,17 @@ def test_a_site_that_needs_an_account_asks_for_it():
 def test_nodes_and_ranks_follow_from_what_is_said(overrides, world, nodes, ranks_per_node):
     derived = derive(compose([*SLURM, *overrides]).require())
     assert (derived.world, derived.nodes, derived.ranks_per_node) == (world, nodes, ranks_per_node)
+
+
+@pytest.mark.parametrize("experiment", ["pretrain_llama3_2_1b", "pretrain_gpt2", "finetune_qwen3_0_6b"])
+def test_a_shipped_experiment_runs_on_as_many_nodes_as_are_said(experiment):
+    words = [f"experiment={experiment}", "launch=slurm", "launch.nodes=2"]
+    words += ["data.sources.files.path=x"] if experiment.startswith("finetune") else []
+    derived = derive(compose(words).require())
+    assert (derived.world, derived.nodes, derived.ranks_per_node) == (16, 2, 8)
+
+
+def test_ranks_that_are_said_beside_nodes_have_to_agree():
+    words = ["experiment=pretrain_gpt2", "launch=slurm", "launch.nodes=2", "launch.ranks=8"]
+    (problem,) = compose(words).problems
+    assert problem.key == "launch.nodes"
