@@ -94,7 +94,10 @@ def _train(arguments: argparse.Namespace) -> int:
         return _sweep(arguments)
     recipe = _compose_run(arguments)
     from framework.launch.phases import LOAD, PhaseBar
+    from framework.launch.rank import let_threads_sleep
 
+    if recipe.launch.device != "cuda":  # a single rank lives in this process, which is about to import torch
+        let_threads_sleep()
     bar = PhaseBar((LOAD,))
     bar.begin(LOAD)
     from framework.launch.local import train
@@ -317,7 +320,23 @@ def _compose_run(arguments: argparse.Namespace) -> Recipe:
         saved = Path(run.root) / run.id / "recipe.yaml"
         if saved.is_file():
             composition = compose(arguments.overrides, arguments.recipes, base=saved)
-    return composition.require()
+    recipe = composition.require()
+    if run.id is None and not arguments.recipes:
+        _require_subject(arguments.overrides)
+    return recipe
+
+
+def _require_subject(overrides: Sequence[str]) -> None:
+    """Raises RecipeError where nothing says what to train: config.yaml's own model is no first run, it takes hours."""
+    from framework.recipe.describe import describe_experiments
+    from framework.recipe.files import search_path
+
+    if not any(re.match(r"\+*(experiment|model|data)[.=]", override) for override in overrides):
+        raise RecipeError(
+            "nothing says what to train: choose an experiment, or a model and data. The first run, of a minute or so, is\n\n"
+            f"  meshwright train experiment=quickstart\n\nexperiments:\n{describe_experiments(search_path())}\n\n"
+            "`meshwright check --help` lists all recipes."
+        )
 
 
 def _find_run(name: str) -> Path:

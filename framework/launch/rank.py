@@ -88,6 +88,12 @@ def count_threads(launch: Launch, num_neighbours: int) -> int:
     return launch.threads_per_rank or launch.cpus_per_rank or max(1, cores // num_neighbours)
 
 
+def let_threads_sleep() -> None:
+    """Have OpenMP's threads sleep where they wait for one another, and not spin; a choice of the user's stands. Torch reads it
+    when it is imported. Between two small operations spinning takes the very cores that others need: docs/benchmarks.md."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def run_process(work: Callable[[], int]) -> NoReturn:
     """The life of a rank's process: `work`, to its exit code. Ends without Python's teardown, which can wait forever for a
     peer that is gone."""
@@ -108,6 +114,8 @@ def _train(run_dir: Path) -> int:
     recipe = load_recipe(run.recipe)
     threads = count_threads(recipe.launch, derive(recipe).ranks_per_node)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if recipe.launch.device == "cpu":
+        let_threads_sleep()
     with run.attend():
         if is_task():
             return _train_task(run, recipe, threads)

@@ -1,11 +1,15 @@
 """Recipes and their keys in words, for `check` and `--help`."""
 
+import itertools
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
 from framework.recipe.derive import Derived
 from framework.recipe.keys import Key, flatten, list_groups, list_keys
+from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
 from framework.recipe.problem import show
 from framework.recipe.saved import plain
@@ -57,6 +61,19 @@ def describe_groups(folders: Sequence[Path]) -> str:
     known = [group for group in list_groups() if any((root / group).is_dir() for root in folders)]
     groups = {group: list_options(group, folders) for group in [*known, *sorted(found - set(known))]}
     return "\n".join(f"  {group:15} {' '.join(options)}" for group, options in groups.items() if options)
+
+
+def describe_experiments(folders: Sequence[Path]) -> str:
+    """The experiments, one a line, each with the first sentence of the comment at its top."""
+    rows = {}
+    for name in list_options("experiment", folders):
+        file = find_file(f"experiment/{name}", folders)
+        lines = file.read_text().splitlines() if file else []
+        comment = [line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
+        text = " ".join(line for line in comment if not line.startswith("@package"))
+        first = re.split(r"\. |: meshwright", text)[0].rstrip(".")
+        rows[name] = textwrap.shorten(first, 96, placeholder=" ...")
+    return "\n".join(f"  {name:21} {text}" for name, text in rows.items())
 
 
 def describe_group_keys() -> str:

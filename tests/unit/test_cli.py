@@ -228,6 +228,34 @@ class TestTrain:
         assert (recipe.launch.ranks, recipe.optim.lr) == (2, 0.5)
         assert (overrides, folders) == (["experiment=quickstart", "optim.lr=0.5"], [])
 
+    @pytest.mark.parametrize("argv", [(), ("train.steps=50", "optim=lion"), ("launch.ranks=2",)])
+    def test_no_run_starts_where_nothing_says_what_to_train(self, run, rooms, argv):
+        calls = rooms("framework.launch.local", "train")
+        code, out, err = run("train", *argv)
+        assert (code, out, calls) == (EXIT_USER, "", [])
+        assert "\n  meshwright train experiment=quickstart\n" in err
+        assert "  pretrain_gpt2         GPT-2 small from scratch on 10 billion tokens of FineWeb-Edu" in err
+        assert max(map(len, err.splitlines())) <= 130
+
+    @pytest.mark.parametrize("word", ["experiment=quickstart", "model=gpt2", "data.sources.a.path=x", "run.id=mine"])
+    def test_one_word_on_what_to_train_is_enough(self, run, rooms, word):
+        rooms("framework.launch.local", "train", code=5)
+        assert run("train", word)[0] == 5
+
+    @pytest.mark.parametrize(("own", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+    def test_threads_of_a_rank_on_cpus_sleep_while_they_wait(self, run, rooms, monkeypatch, own, expected):
+        """Before torch is imported: its OpenMP reads the environment once. What the user has set stands."""
+        import os
+
+        monkeypatch.setenv("OMP_WAIT_POLICY", own or "")
+        if own is None:
+            monkeypatch.delenv("OMP_WAIT_POLICY")
+        rooms("framework.launch.local", "train")
+        run("train", "experiment=quickstart", "launch.device=cuda", "precision.compute=fp32")
+        assert os.environ.get("OMP_WAIT_POLICY") == own
+        run("train", "experiment=quickstart")
+        assert os.environ["OMP_WAIT_POLICY"] == expected
+
     def test_values_for_a_run_that_exists_are_judged_beside_what_it_saved(self, run, rooms, tmp_path):
         """9 sequences are no batch of config.yaml's microbatches of 8; of the saved ones of 3 they are."""
         from framework.recipe.compose import compose, save_recipe
