@@ -1,5 +1,6 @@
 """Typed errors. A user's mistake says what was found, why it cannot work and how to fix it; `exit_code` tells a
-launcher what to do next (0 done; 85 saved, run me again; 86 the user's mistake, do not retry; 87 bad node; 88 numerics)."""
+launcher what to do next (0 done; 85 saved, run me again; 86 the user's mistake, do not retry; 87 bad node; 88 numerics; 89
+out of memory)."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -7,6 +8,7 @@ EXIT_RESUME = 85
 EXIT_USER = 86
 EXIT_NODE = 87
 EXIT_NUMERICS = 88
+EXIT_MEMORY = 89
 # What a shell reports of a program that Ctrl-C ended: 128 + SIGINT.
 EXIT_INTERRUPTED = 130
 
@@ -97,3 +99,9 @@ class NumericsError(MeshwrightError):
     """Training left the finite numbers."""
 
     exit_code = EXIT_NUMERICS
+
+
+class OutOfMemory(MeshwrightError):
+    """A device, or the host, has no memory for what the layout needs."""
+
+    exit_code = EXIT_MEMORY

@@ -1,7 +1,7 @@
 #!/bin/bash
 # {{ title }}: rendered by `meshwright submit` from slurm/{{ template }}. One srun starts all ranks; this script starts them
 # again, requeues the job or stops, according to how they ended:
-#   0 done    85 saved, run me again    86 the user's mistake    87 bad node    88 numerics    other: a failure
+#   0 done    85 saved, run me again    86 the user's mistake    87 bad node    88 numerics    89 out of memory    other: a failure
 {% for option in options %}
 #SBATCH {{ option }}
 {% endfor %}
@@ -150,6 +150,9 @@ while :; do
     0)  stop 0 "done" ;;
     86) stop 86 "ended with 86, a mistake in the input: not started again" ;;
     88) stop 88 "ended with 88, the numbers left the finite range: not started again" ;;
+    89) if [ "$(newest_step)" -le "$step" ]; then    # else it fits, but for what it met late: a longer document, a fragment
+          stop 89 "ended with 89, out of memory: not started again, it would end in the same way. What to lower is above"
+        fi ;;
   esac
   if [ "$(field JobState)" != RUNNING ]; then    # somebody else ends this job
     if [ -n "$near_end" ] && [ "$(date +%s)" -ge "$limit_s" ]; then requeue "cut by the time limit before it had saved"; fi

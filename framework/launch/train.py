@@ -23,6 +23,7 @@ from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.simulate import Timeline
 from framework.parallel.zero.replicas import check_replicas
 from framework.plan.plan import Plan, make_plan
+from framework.plan.relief import explain_out_of_memory
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
@@ -94,8 +95,9 @@ def _train(
     found = tell(partial(find_newest, root), world)
     resumes = found.newest is not None
     bar.begin(BUILD)
-    run = build(plan, mesh, resumes)
-    state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
+    with explain_out_of_memory(plan, mesh.rank):
+        run = build(plan, mesh, resumes)
+        state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:
         raise DataError(
             f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
@@ -130,7 +132,7 @@ def _train(
     loop = Loop(run, state, recipe, loader, observers, info)
     code = EXIT_FAILED
     try:
-        with loader:
+        with explain_out_of_memory(plan, mesh.rank), loader:
             for step in loop.steps(stop, watch):
                 if recipe.track.debug_collectives:
                     check_replicas(run.buffers, world, step)

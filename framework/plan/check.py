@@ -9,6 +9,7 @@ from framework.data.fit import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
 from framework.plan.plan import Plan, make_plan
+from framework.plan.relief import show_bytes
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
@@ -59,8 +60,7 @@ def most_bytes(plan: Plan) -> int:
 
 def describe_need(plan: Plan) -> str:
     """The model's size and the most memory that a rank is planned to hold, in a line."""
-    most = most_bytes(plan)
-    size = f"{most / 2**30:,.1f} GiB" if most >= 2**30 else f"{most / 2**20:,.0f} MiB"
     return (
-        f"{plan.size.total:,} parameters in {plan.recipe.precision.compute}, at most {size} a rank, kernels not counted"
+        f"{plan.size.total:,} parameters in {plan.recipe.precision.compute}, at most {show_bytes(most_bytes(plan))} a rank,"
+        " kernels not counted"
     )

@@ -45,3 +45,12 @@ def test_what_is_set_aside_unfinished_or_emptied_is_no_checkpoint(tmp_path):
     assert call("newest_step", tmp_path) == "100"
     (tmp_path / "checkpoints" / "step-00000100" / "manifest.json").unlink()
     assert call("newest_step", tmp_path) == "20"
+
+
+@pytest.mark.parametrize(("step", "newest", "ends"), [(20, 20, True), (0, 0, True), (20, 40, False)])
+def test_a_job_that_ran_out_of_memory_is_started_again_only_after_progress(step, newest, ends):
+    """Without a newer checkpoint it would end in the same way, as often as launch.retries allows."""
+    branch = re.search(r"^    89\) .*?;;$", SCRIPT, re.M | re.S)[0]
+    words = f"newest_step() {{ echo {newest}; }}\nstop() {{ echo stop $1; }}\nstep={step} code=89\ncase $code in\n{branch}\nesac"
+    said = subprocess.run(["bash", "-euc", words], capture_output=True, text=True, check=True).stdout.strip()
+    assert said == ("stop 89" if ends else "")

@@ -1,0 +1,86 @@
+"""Out of memory: what of the plan to lower, in which order, and what is left to hold after each."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from framework.errors import MeshwrightError, OutOfMemory
+from framework.plan.plan import Plan, make_plan
+from framework.recipe.check import check_recipe
+from framework.recipe.schema import Recipe
+
+# A change that saves less than this share of a rank's memory is not worth a line.
+WORTH_SAYING = 0.01
+
+
+@contextmanager
+def explain_out_of_memory(plan: Plan, rank: int) -> Iterator[None]:
+    """Raises OutOfMemory where the device, or the host's allocator, has no memory for what is done meanwhile."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(f"{str(error).splitlines()[0]}\n{describe_relief(plan, rank)}") from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch has a class for GPUs' memory only."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def describe_relief(plan: Plan, rank: int) -> str:
+    """What the rank is planned to hold, and changes of the recipe that leave the run the same and lower it, the cheapest first;
+    each with those before it."""
+    memory = plan.memory(rank)
+    parts = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in memory.held.items() if size)
+    lines = [f"This rank is planned to hold {show_bytes(memory.total)} and what kernels use: {parts}."]
+    rows = list(find_relief(plan, rank))
+    if rows:
+        lines.append("What lowers that and leaves the run the same, the cheapest first, each with those before it:")
+        lines += [f"  {change:<38} {show_bytes(size)}" for change, size in rows]
+    lines.append(
+        "Beyond that: more ranks, to shard over or for parallel.tp and parallel.pp; or a shorter batch.context."
+    )
+    return "\n".join(lines)
+
+
+def find_relief(plan: Plan, rank: int) -> Iterator[tuple[str, int]]:
+    """(override, bytes that the rank holds with it and with those before), those that are worth it and fit the recipe."""
+    recipe, best = plan.recipe, plan.memory(rank).total
+    for group, key, value in _changes(plan):
+        changed = replace(recipe, **{group: replace(getattr(recipe, group), **{key: value})})  # type: ignore[arg-type]
+        size = _planned_bytes(changed, plan, rank)
+        if size is not None and size < (1 - WORTH_SAYING) * best:
+            recipe, best = changed, size
+            yield f"{group}.{key}={str(value).lower()}", size
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, str, Any]]:
+    """(group, key, value), by what they cost a step: next to nothing, more microbatches, messages, computing forwards twice."""
+    derived, stage, microbatch = plan.derived, plan.recipe.zero.stage, plan.derived.sequences_per_microbatch
+    stages = range(stage + 1, 4 if derived.dp * derived.cp > 1 else 0)
+    yield from (("zero", "stage", 1) for each in stages if each == 1)
+    yield "memory", "chunked_loss", True
+    smaller = [size for size in range(microbatch // 2, 0, -1) if microbatch % size == 0]
+    yield from (("batch", "sequences_per_microbatch", size) for size in smaller[:1])
+    yield from (("zero", "stage", 2) for each in stages if each == 2)
+    yield from (("batch", "sequences_per_microbatch", size) for size in dict.fromkeys([*smaller[1::2], *smaller[-1:]]))
+    yield "memory", "activation_checkpointing", "full"
+    yield from (("zero", "stage", 3) for each in stages if each == 3)
+
+
+def _planned_bytes(recipe: Recipe, plan: Plan, rank: int) -> int | None:
+    """None where the recipe contradicts itself, or its layout does not fit the model."""
+    try:
+        return None if check_recipe(recipe, {}) else make_plan(recipe, plan.config).memory(rank).total
+    except MeshwrightError:
+        return None
+
+
+def show_bytes(size: int) -> str:
+    """In GiB, below one in MiB."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

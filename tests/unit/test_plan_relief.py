@@ -1,0 +1,69 @@
+"""Out of memory: what is said to lower, and that the numbers are those of the plans with it."""
+
+import pytest
+import torch
+
+from framework.errors import EXIT_MEMORY, OutOfMemory
+from framework.model.load import load_config
+from framework.plan.plan import make_plan
+from framework.plan.relief import explain_out_of_memory, find_relief, show_bytes
+from framework.recipe.compose import compose
+
+WORDS = ("model=tiny_llama", "data=python_stdlib", "launch.ranks=4", "launch.device=cpu", "precision=fp32")
+WORDS += ("batch.sequences_per_step=32", "batch.sequences_per_microbatch=8", "batch.context=512")
+
+
+def plan_of(*words):
+    recipe = compose([*WORDS, *words]).require()
+    return make_plan(recipe, load_config(recipe.model))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of()
+
+
+def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those_before(plan):
+    rows = list(find_relief(plan, 0))
+    changes = [change for change, _ in rows]
+    assert changes == [
+        "zero.stage=1",
+        "batch.sequences_per_microbatch=4",
+        "zero.stage=2",
+        "batch.sequences_per_microbatch=2",
+        "batch.sequences_per_microbatch=1",
+        "memory.activation_checkpointing=full",
+        "zero.stage=3",
+    ]
+    for number, (_, size) in enumerate(rows, start=1):
+        assert plan_of(*changes[:number]).memory(0).total == size
+    sizes = [plan.memory(0).total, *(size for _, size in rows)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_nothing_is_said_that_does_not_fit_the_recipe():
+    alone = plan_of("launch.ranks=1", "batch.sequences_per_microbatch=1", "memory=full_checkpointing")
+    assert not [change for change, _ in find_relief(alone, 0) if "chunked" not in change]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.\nmore"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        MemoryError("cannot allocate"),
+    ],
+)
+def test_every_way_to_be_out_of_memory_is_one_error_with_the_numbers(plan, error):
+    with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(plan, 0):
+        raise error
+    said = str(caught.value)
+    assert caught.value.exit_code == EXIT_MEMORY
+    assert said.startswith(str(error).splitlines()[0])
+    assert f"planned to hold {show_bytes(plan.memory(0).total)}" in said
+    assert "  zero.stage=1 " in said
+
+
+def test_another_error_stays_what_it_is(plan):
+    with pytest.raises(RuntimeError, match="shapes"), explain_out_of_memory(plan, 0):
+        raise RuntimeError("shapes do not match")
