@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     commands = _commands()
     name = argv[0] if argv else "--help"
+    if name in ("--version", "-V", "version"):
+        print(_describe_version())
+        return EXIT_DONE
     if name in ("-h", "--help", "help"):
         print(_overview(commands))
         return EXIT_DONE
@@ -198,10 +201,10 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=["fp64", "fp32", "bf16"],
-        help="compare in it: to 1e-9, to 1e-5 (default), to measured bounds",
+        help="compare in it: to 1e-9, to 1e-5 (default), to measured bounds; --fp64 and --bf16 say the same",
     )
-    parser.add_argument("--fp64", dest="dtype", action="store_const", const="fp64", help="the same as --dtype fp64")
-    parser.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", help="the same as --dtype bf16")
+    parser.add_argument("--fp64", dest="dtype", action="store_const", const="fp64", help=argparse.SUPPRESS)
+    parser.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)")
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="ranks (default: what the layout needs, at most 4 by dp)"
@@ -335,7 +338,7 @@ def _require_subject(overrides: Sequence[str]) -> None:
         raise RecipeError(
             "nothing says what to train: choose an experiment, or a model and data. The first run, of a minute or so, is\n\n"
             f"  meshwright train experiment=quickstart\n\nexperiments:\n{describe_experiments(search_path())}\n\n"
-            "`meshwright check --help` lists all recipes."
+            "`meshwright train --help-recipe` lists all recipes."
         )
 
 
@@ -405,6 +408,20 @@ def _run_process(command: Sequence[str]) -> tuple[int, bool]:
 # --- arguments and help
 
 
+# Beneath the options of every command that takes a recipe.
+_OVERRIDES = """OVERRIDE:  experiment=quickstart  model=gpt2   choose recipes
+           train.steps=500  optim.lr=3e-4      set values
+--help-recipe lists them all; `meshwright check --keys WORD` explains keys."""
+
+
+class _HelpRecipe(argparse.Action):
+    """Prints what all commands that take a recipe have in common."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(_explain_overrides())
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse, but a mistake is an error as any other: explained, with our exit code."""
 
@@ -415,29 +432,29 @@ class _Parser(argparse.ArgumentParser):
 def _parse(command: Command, argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=f"meshwright {command.name}",
+        usage=f"meshwright {command.name} [options] OVERRIDE ..." if command.composes else None,
         description=command.summary[0].upper() + command.summary[1:] + ".",
-        epilog=_explain_overrides() if command.composes and {"-h", "--help"} & set(argv) else None,
+        epilog=_OVERRIDES if command.composes else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     if command.composes:
-        parser.add_argument(
-            "overrides", nargs="*", metavar="OVERRIDE", help="recipes to choose and values to set, see below"
-        )
+        parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=argparse.SUPPRESS)  # the epilog's
+        parser.add_argument("--help-recipe", action=_HelpRecipe, nargs=0, help="list all recipes and keys, and exit")
         parser.add_argument(
             "--recipes",
             action="append",
             default=[],
             type=Path,
             metavar="DIR",
-            help="a folder of your own recipes, searched before the shipped ones; may be given several times",
+            help="a folder of your own recipes, which come first; repeatable",
         )
     command.add_options(parser)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown and not command.composes:
         parser.error(f"there is no option {' '.join(unknown)}")
     if unknown:
-        raise RecipeError(_explain_flags(unknown, parser.format_usage()))
+        raise RecipeError(_explain_flags(unknown, parser.format_help()))
     return arguments
 
 
@@ -449,10 +466,27 @@ def _overview(commands: Iterable[Command]) -> str:
             "",
             *lines,
             "",
-            "`meshwright COMMAND --help` explains a command and lists the recipes.",
+            "`meshwright COMMAND --help` explains a command, `meshwright train --help-recipe` lists recipes and keys.",
             "The first run:  meshwright train experiment=quickstart",
         ]
     )
+
+
+def _describe_version() -> str:
+    """Ours with its commit, and of what it runs on; nothing of it is imported."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from framework.launch.snapshot import describe_commit
+
+    found = describe_commit()
+    commit = f" (commit {found['commit'][:9]}{', edited' if found['edited'] else ''})" if found else ""
+    try:
+        own = version("meshwright")
+    except PackageNotFoundError:  # run from its source
+        own = "not installed"
+    others = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    return ", ".join([f"meshwright {own}{commit}", f"Python {platform.python_version()}", *others])
 
 
 def _explain_overrides() -> str:
@@ -471,12 +505,12 @@ keys (`meshwright check --keys [WORD]` explains them):
 {describe_group_keys()}"""
 
 
-def _explain_flags(flags: Iterable[str], usage: str) -> str:
+def _explain_flags(flags: Iterable[str], help_text: str) -> str:
     from framework.recipe.overrides import explain_flag
     from framework.recipe.problem import render_problems
     from framework.recipe.suggest import nearest
 
-    options = re.findall(r"--[a-z-]+", usage)
+    options = re.findall(r"--[a-z-]+", help_text)
     guesses = {flag: nearest(flag.partition("=")[0], options) for flag in flags}
     mistyped = [f"there is no option {flag}; did you mean {guess[0]}?" for flag, guess in guesses.items() if guess]
     keys = [explain_flag(flag) for flag, guess in guesses.items() if not guess]

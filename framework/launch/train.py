@@ -137,7 +137,7 @@ def _train(
                 if recipe.track.debug_collectives:
                     check_replicas(run.buffers, world, step)
                 if step == recipe.track.timeline_step:
-                    _draw_timeline(loop, run_dir, observers)
+                    _draw_timeline(loop, plan.title, run_dir, observers)
                 if loop.must_validate():
                     loop.begin_validation(Validation(open_validation()))
                     if loop.is_done or recipe.pipeline.fill_bubbles == "none":
@@ -163,9 +163,9 @@ def _save(loop: Loop, root: Path) -> None:
     loop.end_save()
 
 
-def _draw_timeline(loop: Loop, run_dir: Path, observers: Observers) -> None:
+def _draw_timeline(loop: Loop, title: str, run_dir: Path, observers: Observers) -> None:
     """What the ranks of this rank's pipeline did in the last step; rank 0 draws its own."""
     timeline = Timeline(tuple(gather_objects(loop.timed, loop.run.mesh.axis("pp"))))
     if loop.run.mesh.rank == 0:
         simulated = loop.run.pipeline.simulated(loop.derived.accumulation, timeline)
-        observers.contain("timeline", partial(save_timeline, run_dir, simulated, timeline))
+        observers.contain("timeline", partial(save_timeline, run_dir, title, simulated, timeline))

@@ -8,7 +8,7 @@ from framework.errors import EXIT_DONE, RecipeError
 from framework.mesh.placement import place
 from framework.model.units import Unit
 from framework.parallel.pipeline.describe_pipeline import describe_pipeline
-from framework.parallel.pipeline.draw import save_picture
+from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, save_picture
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import simulate
 from framework.parallel.pipeline.table import write_table
@@ -30,7 +30,7 @@ def plan_command(recipe: Recipe, schedule_to: Path | None = None) -> int:
     plan = check_layout(recipe)
     print("\n".join(describe_plan(plan)))
     if schedule_to is not None:
-        save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation)
+        save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
         print(f"\nwrote the schedule to {schedule_to}")
     return EXIT_DONE
 
@@ -61,7 +61,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
 
-def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int) -> None:
+def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int, title: str) -> None:
     """Write a table that `pipeline.table` reads, or a picture of the simulated times. Raises RecipeError for other endings."""
     schedule = pipeline.make(num_microbatches)
     if not path.parent.is_dir():
@@ -69,7 +69,8 @@ def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int) -> None
     if path.suffix == ".csv":
         write_table(path, schedule)
     elif path.suffix in PICTURES:
-        save_picture(path, {schedule.name: simulate(schedule, pipeline.costs)}, schedule.num_ranks)
+        panel = Panel(schedule.name, simulate(schedule, pipeline.costs), SIMULATED_UNIT)
+        save_picture(path, title, [panel], schedule.num_ranks)
     else:
         raise RecipeError(
             f"--schedule-to {path}: end the name in .csv for a table, in {', '.join(PICTURES)} for a picture"

@@ -78,6 +78,16 @@ class Plan:
         """Numbers of parameters of the whole model."""
         return measure_model(self.whole)
 
+    @property
+    def title(self) -> str:
+        """Model and layout in a line, for pictures."""
+        degrees = [
+            f"{axis}={size}" for axis in ("pp", "dp", "cp", "tp", "ep") if (size := getattr(self.derived, axis)) > 1
+        ]
+        layout = ", ".join([" ".join(degrees) or "one rank", f"zero {self.recipe.zero.stage}"])
+        batch = f"{self.derived.accumulation} microbatches of {self.derived.sequences_per_microbatch} x {self.derived.context}"
+        return f"{self.config.model_type}, {self.size.total:,} parameters; {layout}; {batch} tokens"
+
     @cached_property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward, of the whole model."""

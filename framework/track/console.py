@@ -1,9 +1,11 @@
 """The run on the terminal: a progress bar where there is a terminal, one plain line per report in a log; the same fields
-in the same order in both. Ends with a summary block."""
+in the same order in both, of which a bar has as many as fit. Ends with a summary block."""
 
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from tqdm import tqdm
@@ -11,11 +13,12 @@ from tqdm import tqdm
 from framework.errors import EXIT_DONE, EXIT_RESUME
 from framework.track.report import RunInfo, StepReport
 
-_BAR = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
+_BAR = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} | {desc}"
+_COLUMNS = 80  # of a terminal that does not say
 
 
 class Console:
-    """Writes to one stream, standard error by default. A bar tells elapsed and remaining time; a line the remaining."""
+    """Writes to one stream, standard error by default."""
 
     def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic):
         self._stream = stream or sys.stderr
@@ -33,10 +36,8 @@ class Console:
             self._bar = tqdm(
                 total=run.total_steps,
                 initial=run.start_step,
-                desc=run.run_id,
                 file=self._stream,
                 bar_format=_BAR,
-                dynamic_ncols=True,
             )
 
     def report(self, report: StepReport) -> None:
@@ -45,13 +46,15 @@ class Console:
         self._last = report
         if report.validation_loss is not None:
             self._last_validation_loss = report.validation_loss
-        fields = format_fields(report)
+        fields = format_fields(report, self._remaining_s(report))
         if self._bar is not None:
-            self._bar.set_postfix_str(" | ".join(fields), refresh=False)
+            total = self._run.total_steps
+            room = _count_columns(self._stream) - len(f"100%|12345678| {report.step}/{total} | ") - 1
+            self._bar.set_description_str(_fit(fields, room), refresh=False)
             self._bar.update(report.step - self._bar.n)
+            self._bar.refresh()
         else:
-            remaining = format_duration(self._remaining_s(report))
-            self.say(" | ".join([f"step {report.step}/{self._run.total_steps}", *fields, f"eta {remaining}"]))
+            self.say(" | ".join([f"step {report.step}/{self._run.total_steps}", *fields]))
 
     def say(self, line: str) -> None:
         """One line of text that does not tear the progress bar."""
@@ -74,23 +77,45 @@ class Console:
         return pace_s * (self._run.total_steps - report.step)
 
 
-def format_fields(report: StepReport) -> list[str]:
-    """The fields of a line. MFU is absent where the device has no stated peak, validation loss where none was measured."""
+def format_fields(report: StepReport, remaining_s: float) -> list[str]:
+    """The fields of a line, what one looks for first at its beginning. MFU is absent where the device has no stated peak,
+    validation loss where none was measured."""
     fields = [
         f"loss {report.loss:.4f}",
-        f"grad {report.gradient_norm:.3g}",
-        f"lr {report.lr:.2e}",
         f"{format_count(report.tokens_per_s)} tokens/s",
-        f"wait {report.data_wait_s / report.step_s if report.step_s else 0:.1%}",
+        f"eta {format_duration(remaining_s)}",
     ]
-    if report.mfu is not None:
-        fields.append(f"mfu {report.mfu:.1%}")
     if report.validation_loss is not None:
         free = report.validation_free_fraction
         fields.append(
             f"validation {report.validation_loss:.4f}" + ("" if free is None else f" ({free:.0%} in bubbles)")
         )
-    return fields
+    if report.mfu is not None:
+        fields.append(f"mfu {report.mfu:.1%}")
+    return [
+        *fields,
+        f"grad {report.gradient_norm:.3g}",
+        f"lr {report.lr:.2e}",
+        f"wait {report.data_wait_s / report.step_s if report.step_s else 0:.1%}",
+    ]
+
+
+def _fit(fields: Sequence[str], room: int) -> str:
+    """As many of the first fields as fit into so many columns, whole ones."""
+    text = ""
+    for field in fields:
+        longer = f"{text} | {field}" if text else field
+        if len(longer) > room:
+            break
+        text = longer
+    return text
+
+
+def _count_columns(stream: TextIO) -> int:
+    """Asked for each report: a window may change its size."""
+    with suppress(OSError):
+        return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
+    return _COLUMNS
 
 
 def format_count(count: float) -> str:

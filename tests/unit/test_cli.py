@@ -64,12 +64,26 @@ class TestHelp:
 
     def test_commands_that_compose_list_recipes_and_keys(self, capsys):
         with pytest.raises(SystemExit):
-            cli.main(["check", "--help"])
+            cli.main(["check", "--help-recipe"])
         out = capsys.readouterr().out
         assert "llama3_2_1b" in out
         assert "quickstart" in out
         assert "optim.schedule    name warmup_steps" in out
-        assert "--sources" in out
+
+    @pytest.mark.parametrize("command", [*COMMANDS, "submit", "status", "doctor"])
+    def test_the_help_of_a_command_fits_a_screen(self, command, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 80
+
+    def test_the_version_says_what_runs(self, run):
+        code, out, _ = run("--version")
+        assert code == 0
+        assert out.startswith("meshwright ")
+        assert f"Python {sys.version.split()[0]}, torch 2." in out
 
     def test_keys_are_explained_and_searched(self, run):
         _, out, _ = run("check", "--keys")

@@ -94,16 +94,16 @@ def test_a_table_is_a_schedule_and_a_missing_or_waiting_one_is_refused(tmp_path:
 
 def test_a_planned_schedule_is_written_as_a_table_that_is_read_again_and_as_a_picture(tmp_path: Path) -> None:
     pipeline = pipeline_of("pipeline.schedule=zbv")
-    save_schedule(tmp_path / "mine.csv", pipeline, 8)
+    save_schedule(tmp_path / "mine.csv", pipeline, 8, "llama, pp=2")
     again = pipeline_of(f"pipeline.table={tmp_path}/mine.csv")
     assert again.make(8).actions == pipeline.make(8).actions
     assert again.stages == pipeline.stages
-    save_schedule(tmp_path / "mine.svg", pipeline, 8)
+    save_schedule(tmp_path / "mine.svg", pipeline, 8, "llama, pp=2")
     assert (tmp_path / "mine.svg").read_text().startswith("<?xml")
     with pytest.raises(RecipeError, match=r"--schedule-to .*mine.txt: end the name in .csv for a table, in .svg"):
-        save_schedule(tmp_path / "mine.txt", pipeline, 8)
+        save_schedule(tmp_path / "mine.txt", pipeline, 8, "llama, pp=2")
     with pytest.raises(RecipeError, match=r"there is no folder .*missing"):
-        save_schedule(tmp_path / "missing" / "mine.csv", pipeline, 8)
+        save_schedule(tmp_path / "missing" / "mine.csv", pipeline, 8, "llama, pp=2")
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "gemma3n_text", "zamba2", "mamba"])

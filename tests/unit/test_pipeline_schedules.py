@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
-from framework.parallel.pipeline.draw import draw_grid, save_picture
+from framework.parallel.pipeline.draw import Panel, draw_grid, save_picture
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from framework.parallel.pipeline.simulate import Costs, Timeline, needs, peak_live, simulate, unit_costs, validate
@@ -312,8 +312,17 @@ def test_grid_shows_every_rank_on_one_scale() -> None:
 def test_pictures_of_timelines_are_written(tmp_path: Path, ending: str) -> None:
     schedule = make_schedule("zbv", 2, 4, 2)
     path = tmp_path / f"schedule.{ending}"
-    save_picture(path, {"simulated": simulate(schedule, unit_costs(4)), "nothing": Timeline(((), ()))}, 2)
+    panels = [
+        Panel("simulated", simulate(schedule, unit_costs(4)), "FLOPs"),
+        Panel("none", Timeline(((), ())), "seconds"),
+    ]
+    save_picture(path, "llama, 4 layers; pp=2, zero 0", panels, 2)
     assert path.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
+    if ending == "svg":  # matplotlib notes each text beside its outlines
+        drawn = path.read_text()
+        assert all(
+            f"<!-- {text} -->" in drawn for text in ("llama, 4 layers; pp=2, zero 0", "FLOPs", "seconds", "rank 1")
+        )
 
 
 class TestCut:

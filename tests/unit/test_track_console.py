@@ -37,13 +37,13 @@ def test_a_log_has_one_line_per_report_with_the_same_fields_in_the_same_order():
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split(" | ")[0] for line in steps] == ["step 1/100", "step 2/100", "step 3/100"]
     names = [[field.split()[0] for field in line.split(" | ")] for line in steps]
-    assert names == [["step", "loss", "grad", "lr", "1.02k", "wait", "eta"]] * 3
-    assert "loss 3.2500 | grad 0.75 | lr 3.00e-04 | 1.02k tokens/s | wait 2.0%" in steps[0]
+    assert names == [["step", "loss", "1.02k", "eta", "grad", "lr", "wait"]] * 3
+    assert "loss 3.2500 | 1.02k tokens/s | eta 00:50 | grad 0.75 | lr 3.00e-04 | wait 2.0%" in steps[0]
 
 
 def test_the_remaining_time_follows_the_clock_not_the_step_time():
     lines = run_console(io.StringIO(), [report(10), report(20), report(30)], seconds_per_report=30.0).splitlines()
-    etas = [line.split("eta ")[1] for line in lines if "eta" in line]
+    etas = [line.split("eta ")[1].split()[0] for line in lines if "eta" in line]
     assert etas == [
         "00:45",
         "04:00",
@@ -51,11 +51,24 @@ def test_the_remaining_time_follows_the_clock_not_the_step_time():
     ]  # 90 steps of 0.5 s; then 3 s per step, which includes validation and saving
 
 
-def test_a_terminal_gets_a_bar_with_the_fields_of_the_log():
-    text = run_console(Terminal(), [report(step, mfu=0.41) for step in range(1, 101)])
-    bar = text.split("\r")[-1]
-    assert "100/100" in bar
-    assert "loss 3.2500 | grad 0.75 | lr 3.00e-04 | 1.02k tokens/s | wait 2.0% | mfu 41.0%" in bar
+def bars_of(text):
+    return [bar.rstrip() for bar in text.split("summary")[0].split("\r") if "%|" in bar]
+
+
+def test_a_terminal_of_80_columns_gets_a_bar_with_the_first_fields_of_the_log():
+    bars = bars_of(run_console(Terminal(), [report(step, mfu=0.41) for step in range(1, 101)]))
+    assert "100/100 | loss 3.2500 | 1.02k tokens/s | eta 00:00 | mfu 41.0%" in bars[-1]
+    assert all("loss 3.2500 | 1.02k tokens/s | eta " in bar for bar in bars[2:])
+    assert max(len(bar.splitlines()[0]) for bar in bars) <= 80
+
+
+def test_the_bar_of_a_long_run_fits_80_columns_and_cuts_no_field(monkeypatch):
+    bars = bars_of(run_console(Terminal(), [report(step, validation_loss=3.25) for step in (1, 50)], 36000.0))
+    assert all(
+        bar.splitlines()[0].split(" | ")[-1].split()[0] in ("loss", "eta", "validation", "grad") for bar in bars[1:]
+    )
+    monkeypatch.setattr("framework.track.console._count_columns", lambda _: 200)
+    assert bars_of(run_console(Terminal(), [report(1)]))[-1].splitlines()[0].endswith("wait 2.0%")
 
 
 def test_a_resumed_bar_starts_at_the_step_it_goes_on_from():

@@ -1,7 +1,8 @@
 """Schedules and timelines as text and as pictures."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from framework.parallel.pipeline.actions import Kind, Schedule
@@ -41,15 +42,30 @@ def draw_grid(schedule: Schedule, width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) -> None:
-    """Draw timelines by title, one above the other, each on its own scale. The file's suffix chooses SVG, PNG or PDF."""
+@dataclass(frozen=True)
+class Panel:
+    """One timeline of a picture. unit: of its times, as its axis says."""
+
+    name: str
+    timeline: Timeline
+    unit: str
+
+
+SIMULATED_UNIT = "FLOPs for each token of a microbatch; messages cost nothing"
+MEASURED_UNIT = "seconds by the ranks' clocks, from the first action"
+
+
+def save_picture(path: Path, title: str, panels: Sequence[Panel], num_ranks: int) -> None:
+    """Draw timelines one above the other, each on its own scale. The file's suffix chooses SVG, PNG or PDF."""
     # A second to import, which no run should pay that draws nothing.
     from matplotlib.figure import Figure
 
     # Figure, not pyplot: pyplot keeps figures alive in global state and looks for a display.
-    figure = Figure(figsize=(14, (0.5 * num_ranks + 1.2) * len(timelines)), layout="constrained")
-    axes = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
-    for panel, (title, timeline) in zip(axes, timelines.items(), strict=True):
+    figure = Figure(figsize=(14, (0.5 * num_ranks + 1.5) * len(panels) + 0.4), layout="constrained")
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for panel, drawn in zip(axes, panels, strict=True):
+        timeline = drawn.timeline
         # Measured times are of a clock with any origin.
         first = min((rank[0].start for rank in timeline.ranks if rank), default=0.0)
         for number, rank in enumerate(timeline.ranks):
@@ -65,12 +81,13 @@ def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) 
                     panel.text(
                         middle, number, str(each.action.microbatch), ha="center", va="center", fontsize=7, color=color
                     )
-        panel.set_title(f"{title}: bubble {timeline.bubble:.1%}", fontsize=9, loc="left")
+        panel.set_xlabel(drawn.unit, fontsize=8)
+        panel.set_title(f"{drawn.name}: bubble {timeline.bubble:.1%}", fontsize=9, loc="left")
         panel.set_yticks(range(num_ranks), [f"rank {number}" for number in range(num_ranks)])
         panel.invert_yaxis()
         panel.margins(x=0.0)
         panel.spines[["top", "right"]].set_visible(False)
-    actions = [each.action for timeline in timelines.values() for rank in timeline.ranks for each in rank]
+    actions = [each.action for drawn in panels for rank in drawn.timeline.ranks for each in rank]
     there = {action.kind for action in actions}
     # The legend shows the kinds that occur. Bars of width 0 stand for them, since no drawn bar has the hue of a whole kind.
     handles = [
@@ -84,11 +101,11 @@ def save_picture(path: Path, timelines: Mapping[str, Timeline], num_ranks: int) 
     figure.savefig(path)
 
 
-def save_timeline(folder: Path, simulated: Timeline, measured: Timeline) -> None:
+def save_timeline(folder: Path, title: str, simulated: Timeline, measured: Timeline) -> None:
     """Write timeline.json, a trace of the measured timeline, and timeline.png, both timelines."""
     save_trace(folder / "timeline.json", measured)
-    pictures = {"simulated": simulated, "measured, in seconds": measured}
-    save_picture(folder / "timeline.png", pictures, len(measured.ranks))
+    panels = [Panel("simulated", simulated, SIMULATED_UNIT), Panel("measured", measured, MEASURED_UNIT)]
+    save_picture(folder / "timeline.png", title, panels, len(measured.ranks))
 
 
 def save_trace(path: Path, timeline: Timeline) -> None:
