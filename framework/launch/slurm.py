@@ -289,7 +289,7 @@ def _mounts(recipe: Recipe, run_dir: Path, here: Path) -> list[str]:
 
 def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).resolve().parents[2] / "slurm"),
+        loader=jinja2.FileSystemLoader(Path(__file__).parents[1] / "shipped" / "slurm"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

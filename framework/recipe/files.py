@@ -17,11 +17,7 @@ from framework.recipe.problem import Problem, label_of, shipped_recipes
 
 
 def search_path(recipe_dirs: Sequence[Path] = ()) -> list[Path]:
-    """The folders in which recipes are found, the first one first: the user's own, then the shipped ones.
-
-    The shipped ones are the repository's `recipes/`, beside the package. An installation without it (a wheel) works with a
-    `--recipes` folder that has a config.yaml of its own.
-    """
+    """The folders in which recipes are found, the first one first: the user's own, then the shipped ones."""
     folders = [Path(folder).expanduser().resolve() for folder in recipe_dirs]
     for folder in folders:
         if not folder.is_dir():
@@ -30,8 +26,8 @@ def search_path(recipe_dirs: Sequence[Path] = ()) -> list[Path]:
         folders.append(shipped_recipes())
     if find_file("config", folders) is None:
         raise RecipeError(
-            f"no recipes: {shipped_recipes()} does not exist and no --recipes folder has a config.yaml; "
-            "install from a clone of the repository (pip install --editable .) or give --recipes DIR"
+            f"no recipes: {shipped_recipes()} does not exist and no --recipes folder has a config.yaml;"
+            " install Meshwright anew, or give --recipes DIR"
         )
     return folders
 

@@ -43,8 +43,8 @@ def render_problems(problems: Sequence[Problem]) -> str:
 
 
 def shipped_recipes() -> Path:
-    """The repository's `recipes/`, beside the package."""
-    return Path(__file__).resolve().parents[2] / "recipes"
+    """The folder of the recipes that come with the package: a link to the repository's `recipes/`, in a wheel its files."""
+    return (Path(__file__).parents[1] / "shipped" / "recipes").resolve()
 
 
 def label_of(file: Path) -> str:
