@@ -76,6 +76,8 @@ def _commands() -> tuple[Command, ...]:
             _add_status,
             False,
         ),
+        Command("save", "have a running run save a checkpoint now and go on", _save, _add_run, False),
+        Command("stop", "have a running run save and end, here or in SLURM's queue", _stop, _add_run, False),
         Command(
             "doctor", "what is installed and within reach, and how to fix what is not", _doctor, _add_nothing, True
         ),
@@ -145,6 +147,22 @@ def _status(arguments: argparse.Namespace) -> int:
     from framework.launch.status import status_command
 
     return status_command(_find_run(arguments.run))
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's id or folder")
+
+
+def _save(arguments: argparse.Namespace) -> int:
+    from framework.launch.request import save_command
+
+    return save_command(_find_run(arguments.run))
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from framework.launch.request import stop_command
+
+    return stop_command(_find_run(arguments.run))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ retries={{ retries }}
 restarts_without_checkpoint={{ restarts_without_checkpoint }}
 jobs_in_chain={{ chain }}
 go_on="go on with  "{{ go_on }}
+asked=                              # set once the run was asked to stop
 near_end=                           # set once the time limit is near
 
 say() { printf '%(%F %T)T  job %s: %s\n' -1 "$job" "$*"; }
@@ -45,6 +46,7 @@ field() { scontrol --oneliner show job "$job" | grep -oE " $1=[^ ]*" | cut -d= -
 
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
+  rm -f "$run"/request-*
   if [ "$jobs_in_chain" -gt 1 ]; then scancel --quiet --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; fi
   exit "$1"
 }
@@ -146,6 +148,7 @@ while :; do
   say "starts {{ ranks }} on $SLURM_JOB_NODELIST, from step $step"
   start_ranks
   note "end code=$code step=$(newest_step)"
+  if [ -e "$run/request-stop" ]; then asked=yes; fi    # by `meshwright stop`, which waits until the file is gone
   case $code in
     0)  stop 0 "done" ;;
     86) stop 86 "ended with 86, a mistake in the input: not started again" ;;
@@ -154,6 +157,7 @@ while :; do
           stop 89 "ended with 89, out of memory: not started again, it would end in the same way. What to lower is above"
         fi ;;
   esac
+  if [ -n "$asked" ]; then stop "$code" "ended with $code at step $(newest_step), as it was asked to: $go_on"; fi
   if [ "$(field JobState)" != RUNNING ]; then    # somebody else ends this job
     if [ -n "$near_end" ] && [ "$(date +%s)" -ge "$limit_s" ]; then requeue "cut by the time limit before it had saved"; fi
     if [ "$(field PreemptTime)" != None ]; then start_soon; fi

@@ -7,6 +7,7 @@ runs/quickstart-001/
     lock            held by the launching process; its text names the holder
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
     checkpoints/    step-N folders
+    request-save, request-stop  what `meshwright save` and `stop` ask of a run that runs
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
     log/            one error file per failed rank and launch
     job.log         of a submitted run: what its jobs and ranks say, one after another
@@ -31,6 +32,7 @@ from typing import Any, TextIO
 
 from framework.checkpoint.storage import LASTING, storage_error
 from framework.errors import RunError, RunInUse
+from framework.train.faults import SAVE_FILE, STOP_FILE
 
 # A file system without file locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -118,7 +120,8 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run against every other launcher. Released when the process ends, however it ends.
+        """Hold the run against every other launcher. Released when the process ends, however it ends. What is asked of the run
+        meanwhile (`request-stop`) is forgotten with it.
 
         Raises RunError while another process holds it, or while ranks of a launcher that died still run.
         """
@@ -135,6 +138,8 @@ class RunDirectory:
                         f" themselves; try again in a while"
                     )
             _name_holder(file)
+            self.forget_requests()  # of a launcher that was killed
+            stack.callback(self.forget_requests)
             held = stack.pop_all()
         with held:
             yield
@@ -178,6 +183,11 @@ class RunDirectory:
             except BlockingIOError:
                 return file.read().strip()
         return None
+
+    def forget_requests(self) -> None:
+        """Take away what was asked of the run: `meshwright stop` waits for that."""
+        for name in (SAVE_FILE, STOP_FILE):
+            (self.path / name).unlink(missing_ok=True)
 
     def read_record(self) -> dict[str, Any]:
         """The content of run.json."""

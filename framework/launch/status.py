@@ -17,7 +17,8 @@ from typing import Any
 from framework.errors import EXIT_DONE, MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.local import resume_command, saved_step
-from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
+from framework.launch.request import find_jobs, is_running
+from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe
 from framework.track.console import format_duration
@@ -54,7 +55,7 @@ def status_command(path: Path) -> int:
 def describe_run(run: RunDirectory) -> str:
     """The lines of one run, those that have nothing to say left out."""
     recipe, launch = load_recipe(run.recipe), _last_launch(run)
-    jobs = [(job, find_job(job)) for job in launch.get("jobs", [])]
+    jobs = find_jobs(run)
     history = read_history(run, launch.get("jobs", []))
     step, trouble = 0, ""
     try:
@@ -67,7 +68,7 @@ def describe_run(run: RunDirectory) -> str:
         *[("job", _describe_job(job, state)) for job, state in jobs],
         ("here", _describe_holder(run) if not jobs else ""),
         ("restarts", _describe_history(history)),
-        ("step", _describe_steps(run, recipe, time.time() if _is_running(run, jobs) else None)),
+        ("step", _describe_steps(run, recipe, time.time() if is_running(run, jobs) else None)),
         ("saved", trouble or (f"step {step:,}" if step else "no checkpoint yet")),
         ("log", f"{run.job_log}: {line}" if (line := telling_line(run.job_log)) else ""),
         ("next", _next_command(run, recipe, jobs, is_done)),
@@ -121,10 +122,6 @@ def _describe_job(job: str, state: JobState | None) -> str:
     return f"{job} {state.state}{why}{place}{since}"
 
 
-def _is_running(run: RunDirectory, jobs: list[tuple[str, JobState | None]]) -> bool:
-    return any(state and state.state == "RUNNING" for _, state in jobs) or run.find_holder() is not None
-
-
 def _describe_holder(run: RunDirectory) -> str:
     """Who holds a local run's lock."""
     holder = run.find_holder()
@@ -170,9 +167,8 @@ def _waits_for_the_clock(state: JobState) -> bool:
 
 
 def _next_command(run: RunDirectory, recipe: Recipe, jobs: list[tuple[str, JobState | None]], is_done: bool) -> str:
-    holder = run.find_holder()
-    if not jobs and holder is not None:
-        return f"kill {holder.split()[1]}    # there; saves and stops"
+    if is_running(run, jobs):
+        return shlex.join(["meshwright", "stop", str(run.path)]) + "    # saves and stops"
     active = [(job, state) for job, state in jobs if state and state.state in WAITING_OR_RUNNING]
     if not active:
         export = f"{shlex.join(['meshwright', 'export', str(run.path)])} --to DIR"

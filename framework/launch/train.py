@@ -61,7 +61,8 @@ def train_rank(
     bar.begin(OPEN_DATA)
     prepared = open_data(recipe, plan.config, mesh.axis("world"))
     say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
-    with nullcontext(stop) if stop else StopRequest() as requests, StepWatch(requests, end_hung, say) as watch:
+    folder = run_dir if mesh.rank == 0 else None
+    with nullcontext(stop) if stop else StopRequest() as requests, StepWatch(requests, end_hung, say, folder) as watch:
         code = _train(plan, prepared, mesh, run_dir, requests, watch, bar)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.
     mesh.close()
@@ -144,6 +145,7 @@ def _train(
                         loop.end_validation()
                 if loop.must_save():
                     _save(loop, root)
+                    watch.end_save()
             if not loop.is_done:
                 _save(loop, root)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME

@@ -1,4 +1,5 @@
-"""Requests to stop: a signal sets a flag that the loop polls, so that a step is never cut in the middle.
+"""Requests to stop and to save: a signal, or a file in the run's folder, sets a flag that the loop polls, so that a step is
+never cut in the middle.
 
 A step that does not end polls nothing, and while the main thread waits inside a library Python runs no handler. So a thread
 watches the steps: it hears signals through the file descriptor that C writes to, and ends a rank whose step hangs.
@@ -14,6 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 
 from framework.errors import HungError
@@ -23,21 +25,27 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # Asked to stop, a step is given so long, or three times the longest of the last ones, before it is taken for hung.
 PATIENCE_S, PATIENCE_STEPS, RECENT_STEPS = 8.0, 3.0, 50
+# How often requests are looked for in the run's folder, by rank 0 alone.
+POLL_S = 0.5
 # A step is first said to take long after such times, whichever is longer, then after each doubling.
 LONG_S, LONG_STEPS = 60.0, 10.0
+
+# In the run's folder, made by `meshwright save` and `stop`; slurm/job.sh knows the second one's name, too.
+SAVE_FILE, STOP_FILE = "request-save", "request-stop"
 
 STOPPING = "stopping after this step and saving; Ctrl-C again stops at once"
 
 
 class StopRequest:
-    """From enter to exit the stop signals only set `requested`; afterwards they do what they did before.
+    """From enter to exit the stop signals only set `requested`; afterwards they do what they did before. wants_save: a checkpoint
+    is asked for, and training goes on.
 
     A second SIGINT ends the process at once, with nothing saved: the user's way out. Enter it in the main thread, where
     Python delivers signals. One rank's flag says nothing of the others': the loop sums the flags over the world.
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self.wants_save = False
         self._interrupts = 0
         self._former: dict[signal.Signals, object] = {}
         self._former_wakeup = -1
@@ -86,7 +94,8 @@ def end_process(error: HungError) -> None:
 class StepWatch:
     """From enter to exit a thread ends this rank, through `end`, when it is asked to stop and the step under way hangs.
 
-    say: hears of steps that take long, None on ranks that stay silent. What is not in `step`, such as a save, is not judged.
+    say: hears of steps that take long, None on ranks that stay silent. folder: the run's, where the thread looks for requests,
+    None on ranks that do not. What is not in `step`, such as a save, is not judged.
     """
 
     def __init__(
@@ -94,9 +103,10 @@ class StepWatch:
         stop: StopRequest,
         end: Callable[[HungError], None] = end_process,
         say: Callable[[str], None] | None = None,
+        folder: Path | None = None,
         patience_s: float = PATIENCE_S,
     ):
-        self._stop, self._end, self._say, self._patience_s = stop, end, say, patience_s
+        self._stop, self._end, self._say, self._folder, self._patience_s = stop, end, say, folder, patience_s
         self._main = threading.main_thread().ident
         self._under_way: tuple[int, float] | None = None  # the step and when it began
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -127,7 +137,7 @@ class StepWatch:
     def _watch(self) -> None:
         is_asked, said_s = False, 0.0
         while not self._is_closed.is_set():
-            is_asked = self._stop.listen(0.5) or is_asked
+            is_asked = self._stop.listen(POLL_S) or self._look() or is_asked
             under_way, longest = self._under_way, max(list(self._recent_s), default=0.0)
             if under_way is None:
                 said_s = 0.0
@@ -141,6 +151,21 @@ class StepWatch:
                 self._say(
                     f"step {number:,} takes {seconds:.0f} s so far, the longest of the last ones took {longest:.3g} s"
                 )
+
+    def _look(self) -> bool:
+        """Take requests from the run's folder over; whether one is to stop."""
+        if self._folder is None:
+            return False
+        self._stop.wants_save |= (self._folder / SAVE_FILE).exists()
+        is_stop = (self._folder / STOP_FILE).exists()
+        self._stop.requested |= is_stop
+        return is_stop
+
+    def end_save(self) -> None:
+        """What was asked to be saved is."""
+        self._stop.wants_save = False
+        if self._folder is not None:
+            (self._folder / SAVE_FILE).unlink(missing_ok=True)
 
     def _explain(self, number: int, seconds: float, longest: float) -> str:
         before = f", where the longest of the last ones took {longest:.3g} s" if longest else ""

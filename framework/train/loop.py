@@ -105,7 +105,7 @@ class Loop:
         return every is not None and (self.state.step % every == 0 or self.is_done)
 
     def must_save(self) -> bool:
-        """Whether a checkpoint is due: by steps, by rank 0's clock, or because the run is done."""
+        """Whether a checkpoint is due: by steps, by rank 0's clock, asked for, or because the run is done."""
         every = self.recipe.checkpoint.every_steps
         return (every is not None and self.state.step % every == 0) or self._flags.save or self.is_done
 
@@ -158,7 +158,7 @@ class Loop:
     def _own_flags(self, stop: StopRequest) -> Flags:
         minutes = self.recipe.checkpoint.every_minutes
         is_due = minutes is not None and time.monotonic() - self._last_save_s > 60 * minutes
-        return Flags(stop=stop.requested, save=is_due and self.run.mesh.rank == 0)
+        return Flags(stop=stop.requested, save=(is_due and self.run.mesh.rank == 0) or stop.wants_save)
 
     def _report_validation(self) -> None:
         """Report a validation that has run, with the step whose weights it was of."""

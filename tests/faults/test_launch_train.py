@@ -20,6 +20,7 @@ from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunE
 from framework.launch import local
 from framework.launch.directory import RunDirectory
 from framework.launch.export import _read, export_command
+from framework.launch.request import save_command, stop_command
 from framework.launch.status import status_command
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from tests import tiny_run
@@ -129,6 +130,28 @@ def test_run_goes_on_with_another_number_of_ranks(capfd):
     assert losses("moved") == pytest.approx(losses("whole"), rel=1e-5)
     for name, weight in weights("moved").items():
         assert torch.allclose(weight, weights("whole")[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_a_run_saves_and_stops_as_it_is_asked_from_outside(capfd):
+    codes, run = [], RunDirectory(Path("runs/asked"))
+
+    def ask():
+        while not (run.path / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        codes.append(save_command(run.path))
+        codes.append(stop_command(run.path))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert train("run.id=asked", "train.steps=100000", "checkpoint.every_steps=null", "launch.ranks=2") == EXIT_RESUME
+    asking.join()
+    assert codes == [EXIT_DONE, EXIT_DONE]
+    saved = [int(path.name.removeprefix("step-")) for path in sorted(run.checkpoints.glob("step-*"))]
+    assert len(saved) == 2
+    out = capfd.readouterr().out
+    assert f"saved    step {saved[0]:,}\n" in out
+    assert f"stopped  step {saved[1]:,}\nresume   meshwright train run.id=asked" in out
+    assert not list(run.path.glob("request-*"))
 
 
 def test_a_step_of_a_pipeline_is_drawn(piped):

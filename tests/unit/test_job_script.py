@@ -54,3 +54,16 @@ def test_a_job_that_ran_out_of_memory_is_started_again_only_after_progress(step,
     words = f"newest_step() {{ echo {newest}; }}\nstop() {{ echo stop $1; }}\nstep={step} code=89\ncase $code in\n{branch}\nesac"
     said = subprocess.run(["bash", "-euc", words], capture_output=True, text=True, check=True).stdout.strip()
     assert said == ("stop 89" if ends else "")
+
+
+def test_a_run_that_was_asked_to_stop_is_not_requeued(tmp_path):
+    """85 says that the run can go on; who asked it to stop does not want that now."""
+    (tmp_path / "request-stop").touch()
+    part = re.search(r"^  if \[ -e \"\$run/request-stop\".*?^  if \[ -n \"\$asked\" \][^\n]*$", SCRIPT, re.M | re.S)[0]
+    stop = re.search(r"^stop\(\) \{.*?^\}$", SCRIPT, re.M | re.S)[0]
+    given = "run=$0 code=85 asked= go_on=submit jobs_in_chain=1\nsay() { echo $*; }\nnewest_step() { echo 20; }"
+    done = subprocess.run(
+        ["bash", "-euc", f"{given}\n{stop}\n{part}", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (85, "ended with 85 at step 20, as it was asked to: submit")
+    assert not (tmp_path / "request-stop").exists()

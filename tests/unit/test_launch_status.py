@@ -33,7 +33,7 @@ def test_a_running_run_says_how_old_its_last_step_is_and_what_stops_it(run):
     assert holder is not None
     assert "step     20 of 100 (20%), loss 5.0000, 00:03 ago, 00:40 of training left" in described
     assert f"running: {holder}" in described
-    assert "saves and stops" in described
+    assert f"next     meshwright stop {run.path}    # saves and stops" in described
 
 
 def test_a_run_that_reports_nothing_for_long_may_hang(run):

@@ -1,0 +1,77 @@
+"""`meshwright save` and `meshwright stop`: what is asked of a run that runs, on this machine or in a job.
+
+A file in the run's folder, which rank 0 looks for: it needs no signal that reaches every rank, and no KillWait of SLURM's ends
+a save that takes long.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
+from framework.launch.directory import RunDirectory, explain_errors
+from framework.launch.local import resume_command, saved_step
+from framework.launch.slurm import JobState, find_job
+from framework.recipe.compose import load_recipe
+from framework.train.faults import SAVE_FILE, STOP_FILE
+
+# So long the commands wait for the run to answer: a step, a save, and what a network file system takes to show a file.
+ANSWER_S = 600.0
+POLL_S = 0.2
+
+
+def save_command(path: Path, answer_s: float = ANSWER_S) -> int:
+    """Have the run save at the end of its step, and wait for that. Raises RunError where it does not run."""
+    run = RunDirectory.open(path)
+    if not is_running(run, find_jobs(run)):
+        raise RunError(f"{path} does not run: its newest checkpoint is of step {saved_step(run):,}")
+    return _ask(run, SAVE_FILE, "saved", answer_s)
+
+
+def stop_command(path: Path, answer_s: float = ANSWER_S) -> int:
+    """Have the run save and end, and cancel its jobs that still wait. Raises RunError where there is nothing to stop."""
+    run = RunDirectory.open(path)
+    jobs = find_jobs(run)
+    waiting = [job for job, state in jobs if state and state.state == "PENDING"]
+    if waiting:
+        subprocess.run(["scancel", *waiting], check=False)
+        print(f"cancelled {' '.join(waiting)}, waiting in the queue")
+    if is_running(run, jobs):
+        return _ask(run, STOP_FILE, "stopped", answer_s)
+    if not waiting:
+        raise RunError(f"{path} does not run: its newest checkpoint is of step {saved_step(run):,}")
+    return EXIT_DONE
+
+
+def find_jobs(run: RunDirectory) -> list[tuple[str, JobState | None]]:
+    """The jobs of the newest launch, with what SLURM knows of them."""
+    launches = run.read_record()["launches"] if run.record.is_file() else []
+    return [(job, find_job(job)) for job in (launches[-1] if launches else {}).get("jobs", [])]
+
+
+def is_running(run: RunDirectory, jobs: list[tuple[str, JobState | None]]) -> bool:
+    """Whether a job of the run runs, or a process holds it."""
+    return any(state and state.state == "RUNNING" for _, state in jobs) or run.find_holder() is not None
+
+
+def _ask(run: RunDirectory, name: str, answer: str, answer_s: float) -> int:
+    """Leave the request, wait until it has been taken away, and say what came of it."""
+    file, before = run.path / name, saved_step(run)
+    with explain_errors(run.path):
+        file.touch()
+    print(f"asked    {run.path}, which answers after its step; Ctrl-C ends only this waiting", flush=True)
+    deadline = time.monotonic() + answer_s
+    while file.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if file.exists():
+        print(f"waiting  no answer in {answer_s:.0f} s: see `meshwright status {run.path}`", file=sys.stderr)
+        return EXIT_FAILED
+    step = saved_step(run)
+    if step == before:
+        print(f"ended    without a newer checkpoint than that of step {before:,}", file=sys.stderr)
+        return EXIT_FAILED
+    print(f"{answer:<8} step {step:,}")
+    if name == STOP_FILE:
+        print(f"resume   {resume_command(run, load_recipe(run.recipe))}")
+    return EXIT_DONE
