@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from framework.build import build
 from framework.comm.collectives import gather_objects
+from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
 from framework.data.loader import Microbatch
 from framework.mesh.topology import Topology
@@ -81,7 +82,7 @@ class Setting:
 
     precision: fp32, or bf16 with fp32 master weights and fp32 gradient sums. same_product: our layers use torch's own
     matrix product instead of the faster one (framework/model/matmul.py), so that only the rest is compared. tp: neighbours
-    that take the same tokens. pp: ranks of a pipeline, which take the same tokens too.
+    that take the same tokens. pp: ranks of a pipeline, which take the same tokens too. model: of a LlamaConfig.
     """
 
     case: Case
@@ -95,6 +96,7 @@ class Setting:
     same_product: bool = False
     tp: int = 1
     pp: int = 1
+    model: dict[str, Any] = field(default_factory=MODEL.copy)
 
     @property
     def dp(self) -> int:
@@ -125,7 +127,7 @@ def tokens_of(setting: Setting) -> Tensor:
     Drawn by Zipf's law, which a model learns within a few steps: equal losses then say that the updates are equal too.
     """
     sequences = setting.steps * setting.case.accumulation * setting.dp * setting.case.sequences
-    shares = 1.0 / torch.arange(1, MODEL["vocab_size"] + 1)
+    shares = 1.0 / torch.arange(1, setting.model["vocab_size"] + 1)
     draws = torch.multinomial(
         shares, sequences * (setting.case.context + 1), replacement=True, generator=torch.Generator().manual_seed(0)
     )
@@ -222,7 +224,7 @@ class Ours:
                 sequences_per_microbatch=case.sequences,
                 context=case.context,
             ),
-            model=schema.Model(family="llama", config=MODEL, weights=setting.weights),
+            model=schema.Model(family="llama", config=setting.model, weights=setting.weights),
             precision=schema.Precision(compute=setting.precision),  # type: ignore[arg-type]
             optim=schema.Optim(
                 lr=LR,
@@ -237,7 +239,8 @@ class Ours:
             pipeline=pipeline,
             launch=schema.Launch(ranks=setting.world, device="cpu"),
         )
-        self.run = build(make_plan(recipe, load_config(recipe.model)), mesh if zero.stage else _unsharded(mesh))
+        plan = make_plan(recipe, load_config(recipe.model))
+        self.run = build(plan, mesh_over(mesh, plan.topology))
         self._step = 0
 
     def step(self, microbatches: Sequence[Microbatch]) -> float:
@@ -249,10 +252,17 @@ class Ours:
         """Nothing to end."""
 
 
-def _unsharded(mesh: Mesh) -> Mesh:
-    """The mesh of stage 0 over the same process group: every rank holds everything, and all are replicas."""
-    axes = mesh.axes | {"shard": mesh.axes["replica"], "replica": mesh.axes["shard"]}
-    return replace(mesh, topology=replace(mesh.topology, shard=1), axes=axes)
+def mesh_over(mesh: Mesh, topology: Topology) -> Mesh:
+    """Another topology's mesh over the process group of this one: each axis is of all ranks, or of one."""
+    world = mesh.axis("world")
+    axes = topology.axes(mesh.rank)
+    assert all(axis.size in (1, world.size) for axis in axes.values()), f"{topology} needs groups of its own"
+    groups = [world.group] if world.size > 1 else [None]
+    return replace(
+        mesh,
+        topology=topology,
+        axes={name: Communicator(axis, groups[0] if axis.size > 1 else None) for name, axis in axes.items()},
+    )
 
 
 def measure(setting: Setting, build_side: Builder, names: list[str], rendezvous: str, results: Path) -> None:
@@ -267,7 +277,7 @@ def measure(setting: Setting, build_side: Builder, names: list[str], rendezvous:
         microbatches = microbatches_of(setting, tokens, step)
         first = step % len(names)
         for name in names[first:] + names[:first]:
-            wall, cpu, loss = _time_step(sides[name], microbatches, setting.world)
+            wall, cpu, loss = time_step(sides[name], microbatches, setting.world)
             wall_s[name].append(wall)
             cpu_s[name].append(cpu)
             losses[name].append(loss)
@@ -291,7 +301,7 @@ def join(setting: Setting, rendezvous: str) -> Mesh:
     return connect(setting.topology, torch.device("cpu"), rendezvous, setting.rank)
 
 
-def _time_step(side: Side, microbatches: list[Microbatch], world: int) -> tuple[float, float, float]:
+def time_step(side: Side, microbatches: list[Microbatch], world: int) -> tuple[float, float, float]:
     """(wall seconds from barrier to barrier, CPU seconds averaged over ranks, loss of the whole batch)."""
     if world > 1:
         dist.barrier()
@@ -388,12 +398,12 @@ def title(against: str) -> str:
     )
 
 
-def save_weights(folder: str) -> None:
+def save_weights(folder: str, model: dict[str, Any] = MODEL) -> None:
     """The weights that every side starts from."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**model)).save_pretrained(folder)
 
 
 def parse_clip_norm(text: str) -> float | None:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from interleave import (
-    MODEL,
     WARMUP_ROUNDS,
     Case,
     Ours,
@@ -100,7 +99,8 @@ class Torch:
         own = [stage for stage, rank in enumerate(ranks) if rank == axis.rank]
         self._parts = cut_parts(setting, own, choose_layers(setting, virtual_stages, name in IN_A_V, cut))
         stages = [
-            make_stage(part, number, len(ranks), case) for number, part in zip(own, self._parts.children(), strict=True)
+            make_stage(part, number, len(ranks), setting)
+            for number, part in zip(own, self._parts.children(), strict=True)
         ]
         num_tokens = case.accumulation * case.sequences * case.context
 
@@ -131,9 +131,9 @@ class Torch:
 def choose_layers(setting: Setting, virtual_stages: int, is_v: bool, cut: str) -> list[int]:
     """Layers of each stage: equally many, or by cost as ours cuts by itself for stages in a V or in a loop."""
     if cut == "layers":
-        return split_evenly(MODEL["num_hidden_layers"], setting.pp * virtual_stages)
+        return split_evenly(setting.model["num_hidden_layers"], setting.pp * virtual_stages)
     with torch.device("meta"):
-        whole = LlamaForCausalLM(LlamaConfig(**MODEL))
+        whole = LlamaForCausalLM(LlamaConfig(**setting.model))
     costs = unit_flops(whole, find_units(whole), setting.case.context)
     schedule: Any = "zbv" if is_v else "1f1b" if virtual_stages == 1 else "interleaved"
     pipeline = Pipeline(schedule=schedule, virtual_stages=virtual_stages)
@@ -148,11 +148,11 @@ def cut_parts(setting: Setting, own: Sequence[int], layers: Sequence[int]) -> nn
     return nn.ModuleList(Part(whole, *bounds[stage], setting.case.context) for stage in own)
 
 
-def make_stage(part: nn.Module, number: int, num_stages: int, case: Case) -> pipelining.PipelineStage:
+def make_stage(part: nn.Module, number: int, num_stages: int, setting: Setting) -> pipelining.PipelineStage:
     """With the shapes of what comes in and goes out."""
-    shape = case.sequences, case.context
-    hidden = torch.empty(*shape, MODEL["hidden_size"], requires_grad=True)
-    logits = torch.empty(*shape, MODEL["vocab_size"], requires_grad=True)
+    shape = setting.case.sequences, setting.case.context
+    hidden = torch.empty(*shape, setting.model["hidden_size"], requires_grad=True)
+    logits = torch.empty(*shape, setting.model["vocab_size"], requires_grad=True)
     return pipelining.PipelineStage(
         part,
         number,
