@@ -17,7 +17,7 @@ from framework.recipe.schema import Optim
 
 
 class Lion(torch.optim.Optimizer):
-    """Updates all parameters of a group with multi-tensor operations; state per parameter: `exp_avg`, in its dtype.
+    """Updates one parameter after the other; state per parameter: `exp_avg`, in its dtype.
 
     grad_scale: gradients are divided by it, in place. found_inf: 1.0 leaves parameters and moments as they were.
     """
@@ -42,31 +42,25 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._update(params, group["lr"], group["betas"], group["weight_decay"])
+            for param in group["params"]:
+                # One by one: what an update allocates for a while is of one parameter's size, not of a group's.
+                if param.grad is not None:
+                    self._update(param, param.grad, group["lr"], group["betas"], group["weight_decay"])
         return loss
 
-    def _update(self, params: list[Tensor], lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        grads = [p.grad for p in params if p.grad is not None]
-        moments = [self._moment(p) for p in params]
+    def _update(self, param: Tensor, grad: Tensor, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        moment = self._moment(param)
         # 1 or 0; a tensor where found_inf is set, so the host never asks which. fp64: 1 - b2 must not round to fp32.
         taken: Tensor | float = 1.0
         if self.grad_scale is not None:
-            torch._foreach_div_(grads, self.grad_scale)
+            grad.div_(self.grad_scale)
         if self.found_inf is not None:
             taken = 1.0 - self.found_inf.double()
-            for grad in grads:
-                grad.masked_fill_(self.found_inf > 0, 0.0)  # 0 * inf would be NaN below
-        signs = torch._foreach_lerp(moments, grads, 1 - betas[0])
-        torch._foreach_sign_(signs)
-        torch._foreach_mul_(signs, taken * lr)
-        torch._foreach_mul_(params, 1 - taken * (lr * weight_decay))
-        torch._foreach_sub_(params, signs)
-        del signs  # one transient copy of the parameters at a time
-        changes = torch._foreach_sub(grads, moments)
-        torch._foreach_mul_(changes, taken * (1 - betas[1]))
-        torch._foreach_add_(moments, changes)
+            grad.masked_fill_(self.found_inf > 0, 0.0)  # 0 * inf would be NaN below
+        sign = moment.lerp(grad, 1 - betas[0]).sign_().mul_(taken * lr)
+        param.mul_(1 - taken * (lr * weight_decay)).sub_(sign)
+        del sign  # one transient copy of the parameter at a time
+        moment.add_((grad - moment).mul_(taken * (1 - betas[1])))
 
     def _moment(self, param: Tensor) -> Tensor:
         state = self.state[param]

@@ -45,15 +45,15 @@ class FlatOptimizer:
         check_kinds(optim.name, method, groups)
         # A rank whose stages are frozen counts updates as the others do.
         nothing = FlatShard((), torch.zeros(0, device=device), torch.zeros(0, device=device))
-        by_shard = {shard: group for group in groups for shard in group.shards} or {
-            nothing: ShardGroup("nothing", (nothing,), 1.0, 0.0)
-        }
-        self.shards = tuple(by_shard)
+        filled = [group for group in groups if group.shards] or [ShardGroup("nothing", (nothing,), 1.0, 0.0)]
+        self.shards = tuple(shard for group in filled for shard in group.shards)
         self.state_names = method.state_names(optim)
-        self._lr_ratios = [group.lr_ratio for group in by_shard.values()]
+        self._lr_ratios = [group.lr_ratio for group in filled]
         self._kernel_divides = all(shard.gradient.dtype == torch.float32 for shard in self.shards)
-        # One group of torch's for each shard: what an update allocates for a while (Lion) is then of a shard's size.
-        settings = [{"params": [shard.value], "weight_decay": group.weight_decay} for shard, group in by_shard.items()]
+        # One call for all shards of a group: each call of a fused kernel costs the host as much as four layers' norms.
+        settings = [
+            {"params": [shard.value for shard in group.shards], "weight_decay": group.weight_decay} for group in filled
+        ]
         self._inner = method.make(optim, settings)
         for shard in self.shards:
             state = self._inner.state[shard.value]
