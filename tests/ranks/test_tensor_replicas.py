@@ -14,7 +14,7 @@ from framework.build import build
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, DriftError
-from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.gradients import Bucket, GradientSync
 from framework.parallel.zero.replicas import check_replicas, find_drift
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
@@ -34,11 +34,8 @@ WORLD = 4
 def forget_tp() -> Any:
     """Gradients are not summed over tp: law 1 without its line."""
 
-    def without(sync: GradientSync, buffer: Any) -> Any:
-        partial = tuple(axis for axis in buffer.plan.axes.partial if axis.name != "tp")
-        plan = replace(buffer.plan, axes=replace(buffer.plan.axes, partial=partial))
-        with patch.object(buffer, "plan", plan):
-            yield from whole(sync, buffer)
+    def without(sync: GradientSync, bucket: Bucket) -> Any:
+        yield from whole(sync, replace(bucket, partial=tuple(axis for axis in bucket.partial if axis.name != "tp")))
 
     whole = GradientSync._sum_replicas
     return patch.object(GradientSync, "_sum_replicas", without)

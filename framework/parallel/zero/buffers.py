@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.comm.collectives import all_reduce
+from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout
 from framework.model.matmul import accumulate_matmul
@@ -32,6 +33,9 @@ DeferredGradients = dict[str, list[Callable[[], None]]]
 # A pooled tensor serves a need of at least half its size: embedding and head, which are about as large, share one, but a shard
 # never takes a whole unit's memory, which the next unit would then have to allocate anew.
 LARGEST_WASTE = 2
+
+# Elements of a block between the starts of two gradients are a multiple of this: 64 bytes of fp32, 128 of fp64.
+BLOCK_ALIGNMENT = 16
 
 
 class BufferPool:
@@ -63,16 +67,40 @@ class BufferPool:
         self._idle.append(tensor.new_empty(0).set_(tensor.untyped_storage()))
 
 
+class GradientBlock:
+    """Main gradients side by side in one flat tensor, so that one message sums those of several units. flat: [numel], once the
+    first of them has been taken."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+        self.flat = torch.empty(0)
+
+    def reserve(self, numel: int) -> int:
+        """Where the next gradient, [numel], begins."""
+        start = self.numel
+        # On a boundary of 64 bytes, as tensors of their own would begin: kernels may add in another order elsewhere.
+        self.numel += -(-numel // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+        return start
+
+    def take(self, start: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The gradient [numel] that was reserved at `start`: zeros."""
+        if not self.flat.numel():
+            self.flat = torch.zeros(self.numel, dtype=dtype, device=device)
+        return self.flat[start : start + numel]
+
+
 class UnitBuffer:
     """The memory of one unit's parameters that share a lifetime, a dtype and their axes, as `plan` says. None until `allocate`.
 
-    pool: the stage's, in which its units take turns with their full gradients. parameters, grad_views: by parameter name.
+    pool: the stage's, in which its units take turns with their full gradients. block, block_start: where the gradient lies, if
+    this rank keeps all of it for the whole step; else None. parameters, grad_views: by parameter name.
     is_copy: another stage on this rank has the same parameters and counts them.
     is_complete: backward has left the unit, so no gradient of this microbatch may come any more.
     """
 
-    def __init__(self, plan: BufferPlan, pool: BufferPool):
-        self.plan, self.pool = plan, pool
+    def __init__(self, plan: BufferPlan, pool: BufferPool, block: GradientBlock | None = None):
+        self.plan, self.pool, self.block = plan, pool, block
+        self.block_start = 0 if block is None else block.reserve(plan.numel_padded)
         self.parameters: dict[str, nn.Parameter] = {}
         self.grad_views: dict[str, GradView] = {}
         self.is_copy = self.is_complete = False
@@ -126,7 +154,10 @@ class UnitBuffer:
         plan, dtype = self.plan, self.plan.dtypes.master
         if plan.lifetimes.keeps_gradients:
             # The sum lands in this rank's part of the full gradient itself: after the reduction nobody reads the rest.
-            self.gradient = torch.zeros(plan.numel_padded, dtype=dtype, device=device)
+            if self.block is None:
+                self.gradient = torch.zeros(plan.numel_padded, dtype=dtype, device=device)
+            else:
+                self.gradient = self.block.take(self.block_start, plan.numel_padded, dtype, device)
             self.summed = self.gradient[plan.part_start : plan.part_start + plan.numel_part]
         else:
             self.summed = torch.zeros(plan.numel_part, dtype=dtype, device=device)
@@ -214,12 +245,17 @@ class GradView:
         self.is_written = self.is_reached = False
         self.deferred: DeferredGradients | None = None
         self._buffer, self._slot = buffer, slot
+        self._shape = slot.layout.shape_local
+        # Kept where the gradient is: in the pool, the memory behind it changes with each unit that takes its turn.
+        self._kept = self._make_view() if buffer.plan.lifetimes.keeps_gradients else None
 
     @property
     def view(self) -> Tensor:
-        """The parameter's gradient, of its local shape, master dtype. Not kept: the memory behind it changes with each unit
-        that takes its turn in the pool."""
-        return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._slot.layout.shape_local)
+        """The parameter's gradient, of its local shape, master dtype."""
+        return self._make_view() if self._kept is None else self._kept
+
+    def _make_view(self) -> Tensor:
+        return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._shape)
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the parameter's local shape, cast to the master dtype. Raises LayoutError after its unit's
@@ -273,6 +309,13 @@ class GradView:
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:
-    """The buffers of one stage, which share a pool; without memory until each is allocated."""
+    """The buffers of one stage, which share a pool; without memory until each is allocated. Gradients that this rank keeps whole
+    lie in blocks, one for all that are summed over the same axes."""
     pool = BufferPool()
-    return [UnitBuffer(plan, pool) for plan in plans]
+    blocks: dict[tuple[Communicator, ...], GradientBlock] = {}
+
+    def make(plan: BufferPlan) -> UnitBuffer:
+        is_in_block = plan.is_trained and plan.is_whole and plan.lifetimes.keeps_gradients
+        return UnitBuffer(plan, pool, blocks.setdefault(plan.axes.partial, GradientBlock()) if is_in_block else None)
+
+    return [make(plan) for plan in plans]

@@ -33,6 +33,8 @@ class ExposedCommunication:
 
     def wait(self, operations: Collection[Pending]) -> None:
         """Wait until the results of all may be used; on CUDA, by what the current stream does next: the host goes on."""
+        if not operations:
+            return
         before = self._mark()
         # Round by round: what follows from an operation is started before the next one is waited for, so that second halves
         # of several operations are under way together.

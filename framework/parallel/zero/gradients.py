@@ -11,7 +11,7 @@ nothing else to know.
     all-reduce over a partial axis 2 (m-1)/m P/n, once a step
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +22,30 @@ from torch import Tensor
 
 from framework.comm.algorithms import Pending
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
-from framework.parallel.zero.buffers import DeferredGradients, GradView, UnitBuffer
+from framework.comm.communicator import Communicator
+from framework.parallel.zero.buffers import DeferredGradients, GradientBlock, GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
 # long as the backward of a unit and a half before anyone waits. FSDP2 allows one unless told otherwise.
 REDUCTIONS_IN_FLIGHT = 2
+
+# Units are summed over replicas together up to so many bytes. An all-reduce costs the host and gloo's threads 0.1 ms however little
+# it sends, as long as 0.3 MB take on their way; DDP of torch begins with a bucket of this size for the same reason.
+BUCKET_BYTES = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Buffers whose parts are summed over replicas in one message: neighbours in a block, or a single one.
+
+    reduced: what this rank owns of them, [n], side by side. partial: the axes over which they are summed, one after the other.
+    """
+
+    buffers: tuple[UnitBuffer, ...]
+    reduced: Tensor
+    partial: tuple[Communicator, ...]
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,8 @@ class GradientSync:
         self._of_unit: dict[str, list[UnitBuffer]] = {}
         for buffer in self.buffers:
             self._of_unit.setdefault(buffer.unit, []).append(buffer)
+        self._bucket_of = {buffer: bucket for bucket in make_buckets(self.buffers) for buffer in bucket.buffers}
+        self._unsummed: Counter[Bucket] = Counter()  # buffers of a bucket that are still to come in this step
         self._is_last_backward = False
         self._deferred: DeferredGradients | None = None
         self._has_reduced: set[UnitBuffer] = set()
@@ -77,6 +96,7 @@ class GradientSync:
         for _, _, grad_view in self.grad_views:
             grad_view.is_written = grad_view.is_reached = False
         self._has_reduced = set()
+        self._unsummed = Counter(self._bucket_of.values())
 
     def start_backward(self, is_last: bool) -> None:
         """Announce the backward of a microbatch, and whether it is the step's last."""
@@ -171,16 +191,48 @@ class GradientSync:
         if not buffer.plan.lifetimes.keeps_gradients:
             buffer.pool.give_back(reduction.full)
         # Once a step and not for each microbatch: a sum over replicas of a sum over microbatches, and 1/k of the bytes.
-        if self._is_last_backward and (pending := next(rest := self._sum_replicas(buffer), None)) is not None:
-            self._replica_sums.append((pending, rest))
+        if self._is_last_backward:
+            bucket = self._bucket_of[buffer]
+            self._unsummed[bucket] -= 1
+            if not self._unsummed[bucket] and (pending := next(rest := self._sum_replicas(bucket), None)) is not None:
+                self._replica_sums.append((pending, rest))
 
-    def _sum_replicas(self, buffer: UnitBuffer) -> Iterator[Pending]:
-        """The sums that a part still needs, [numel_part] to [numel_owned], one after the other: each reads what the one before
-        has written, so it may be started only when that has been waited for."""
-        label = f"gradient of {buffer.unit}"
-        yield start_reduce_scatter(buffer.reduced, buffer.summed, buffer.plan.axes.update, label, self.reduce_dtype)
-        for axis in buffer.plan.axes.partial:
-            yield start_all_reduce(buffer.reduced, axis, label=label, reduce_dtype=self.reduce_dtype)
+    def _sum_replicas(self, bucket: Bucket) -> Iterator[Pending]:
+        """The sums that a bucket's parts still need, [numel_part] to [numel_owned], one after the other: each reads what the one
+        before has written, so it may be started only when that has been waited for."""
+        label, first = f"gradient of {bucket.buffers[0].unit}", bucket.buffers[0]
+        if first.plan.axes.update.size > 1:
+            yield start_reduce_scatter(bucket.reduced, first.summed, first.plan.axes.update, label, self.reduce_dtype)
+        for axis in bucket.partial:
+            yield start_all_reduce(bucket.reduced, axis, label=label, reduce_dtype=self.reduce_dtype)
+
+
+def make_buckets(buffers: Sequence[UnitBuffer]) -> list[Bucket]:
+    """The buckets of allocated buffers, which are given in the order in which they are reduced. Neighbours in a block are
+    together, up to BUCKET_BYTES."""
+    buckets: list[list[UnitBuffer]] = []
+    filling: dict[tuple[GradientBlock, tuple[Communicator, ...]], list[UnitBuffer]] = {}
+    for buffer in buffers:
+        if buffer.block is None:
+            buckets.append([buffer])
+            continue
+        bucket = filling.setdefault((buffer.block, buffer.plan.axes.partial), [])
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(buffer)
+        if sum(each.gradient.nbytes for each in bucket) >= BUCKET_BYTES:
+            del filling[buffer.block, buffer.plan.axes.partial]
+    return [_make_bucket(bucket) for bucket in buckets]
+
+
+def _make_bucket(buffers: list[UnitBuffer]) -> Bucket:
+    first, block = buffers[0], buffers[0].block
+    partial = tuple(axis for axis in first.plan.axes.partial if axis.size > 1)
+    if block is None:
+        return Bucket(tuple(buffers), first.reduced, partial)
+    # A block's gradients lie in the order of computation, and a backward goes through them from the last to the first.
+    last = buffers[-1]
+    return Bucket(tuple(buffers), block.flat[last.block_start : first.block_start + first.plan.numel_padded], partial)
 
 
 def _collect(weak: ref[GradView], parameter: Tensor) -> None:

@@ -19,12 +19,15 @@ from framework.parallel.zero.exposed_communication import ExposedCommunication
 class ParameterSync:
     """The full parameters of one stage's units, which are named by their index.
 
-    unsharded: units that are there or on their way. transient: those of them whose lifetime ends with their use.
+    unsharded: units that are there or on their way; always those of which this rank owns all. transient: those of them whose
+    lifetime ends with their use.
     """
 
     def __init__(self, units: Sequence[Sequence[UnitBuffer]], exposed: ExposedCommunication):
         self.units = units
-        self.unsharded: set[int] = set()
+        # What needs no message is never asked for: at stage 0 that is every unit, several times in each microbatch.
+        self._whole = {index for index, unit in enumerate(units) if all(buffer.plan.is_whole for buffer in unit)}
+        self.unsharded: set[int] = set(self._whole)
         self.transient: set[int] = set()
         self._exposed = exposed
         self._unshards: dict[int, list[Pending]] = {}
@@ -46,7 +49,8 @@ class ParameterSync:
     def unshard(self, index: int) -> None:
         """Return when the unit's parameters can be read."""
         self.start_unshard(index)
-        self._exposed.wait(self._unshards.pop(index, ()))
+        if index in self._unshards:
+            self._exposed.wait(self._unshards.pop(index))
 
     def reshard(self, index: int) -> None:
         """Give an unsharded unit's memory back, where it is not resident."""
@@ -69,7 +73,7 @@ class ParameterSync:
         """Reshard all units, because what ranks own is about to change. Also where memory is resident: its values become old, and
         the next use unshards again."""
         self._has_old_parts = True
-        for index in list(self.unsharded):
+        for index in self.unsharded - self._whole:
             self.reshard(index)
 
     def _start_part_updates(self) -> None:
@@ -78,7 +82,8 @@ class ParameterSync:
         if self._has_old_parts:
             self._has_old_parts = False
             self._part_updates = {
-                index: [_start_part_update(buffer) for buffer in unit] for index, unit in enumerate(self.units)
+                index: [_start_part_update(buffer) for buffer in unit if buffer.plan.axes.update.size > 1]
+                for index, unit in enumerate(self.units)
             }
 
 

@@ -98,6 +98,11 @@ class BufferPlan:
     def is_trained(self) -> bool:
         return self.slots[0].group != FROZEN
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank owns all of the buffer, and keeps it: nothing is ever gathered, nothing scattered."""
+        return self.lifetimes.resident_parameters and self.axes.shard.size == self.axes.update.size == 1
+
     @cached_property
     def numel(self) -> int:
         """Elements of parameters, without padding."""
