@@ -31,8 +31,8 @@ from framework.parallel.zero.plan_buffers import Slot
 # long as the backward of a unit and a half before anyone waits. FSDP2 allows one unless told otherwise.
 REDUCTIONS_IN_FLIGHT = 2
 
-# Units are summed over replicas together up to so many bytes. An all-reduce costs the host and gloo's threads 0.1 ms however little
-# it sends, as long as 0.3 MB take on their way; DDP of torch begins with a bucket of this size for the same reason.
+# Units are summed over replicas together up to so many bytes. An all-reduce costs the host and gloo's threads 0.1 ms however
+# little it sends, as long as 0.3 MB take on their way; DDP of torch begins with a bucket of this size for the same reason.
 BUCKET_BYTES = 2**20
 
 
