@@ -1,0 +1,184 @@
+"""Thirty things that a new user does, each as a command that is typed, with what must be seen and the exit code.
+
+    python scripts/try_as_user.py            # those that need no training: a minute, CI runs them
+    python scripts/try_as_user.py --all      # and those that train: three minutes more
+    python scripts/try_as_user.py --only 13  # one, with its whole output
+
+Each command and its output are printed, to be read by somebody; what is missing in it, and any traceback, is named at the end.
+They run in a folder of their own, offline, with the `meshwright` of this Python.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+EXIT_DONE, EXIT_RESUME, EXIT_USER = 0, 85, 86
+SHOWN_LINES = 14
+
+
+@dataclass(frozen=True)
+class Action:
+    """What is typed behind `meshwright`; the exit code; patterns that the output must have, in any order.
+
+    leaves_nothing: no file appears. lines: the most that it may print. interrupted: Ctrl-C once its third step is reported.
+    """
+
+    typed: str
+    code: int
+    seen: tuple[str, ...]
+    trains: bool = False
+    leaves_nothing: bool = False
+    lines: int | None = None
+    interrupted: bool = False
+
+
+def refused(typed: str, *seen: str, trains: bool = False) -> Action:
+    """A mistake: exit code 86, and nothing is written."""
+    return Action(typed, EXIT_USER, seen, trains=trains, leaves_nothing=True)
+
+
+def done(typed: str, *seen: str, trains: bool = False, lines: int | None = None) -> Action:
+    return Action(typed, EXIT_DONE, seen, trains=trains, lines=lines)
+
+
+QUICK = "experiment=quickstart"
+SMALL = f"{QUICK} train.steps=20 data.sources.stdlib.max_bytes=2000000 train.validate_every_steps=10 checkpoint.every_steps=10"
+ACTIONS = (
+    refused("train", "nothing says what to train", "experiment=quickstart", "pretrain_llama3_2_1b"),
+    done("--version", r"meshwright \d+\.\d+", "torch", "transformers"),
+    done("train --help", "usage: meshwright train", "--help-recipe", lines=40),
+    refused("check quickstart", "experiment=quickstart"),
+    refused(f"check {QUICK} zero=3", "zero=stage_3"),
+    refused(f"check {QUICK} train.steps:500", "train.steps=500"),
+    refused("check recipes/experiment/quickstart.yaml", "experiment=quickstart"),
+    refused(f"check {QUICK} trian.steps=5", "did you mean train.steps"),
+    refused("check data=files data.sources.files.field=content data.sources.files.path=texts", "data.sources.files.text=content"),
+    refused(f"check {QUICK} cutoff_len=2048 base_model=x val_set_size=0.1", "batch.context", "model.weights", "data.validation"),
+    refused(f"check {QUICK} flash_attention=true lora_r=8 load_in_4bit=true chat_template=x", "not in this version"),
+    refused(f"check --model {QUICK} model.family=lama", "nearest: llama"),
+    refused(f"check --model {QUICK} model.config.hiden_size=64", "hidden_size"),
+    refused(f"check --model {QUICK} model.config.num_key_value_heads=3", "num_key_value_heads=1 or 2 or 4"),
+    refused(f"check --model {QUICK} parallel.tp=3 launch.ranks=3", r"use parallel\.tp in"),
+    refused(f"submit --dry-run {QUICK} launch=slurm launch.ranks=4 parallel.pp=4", "the model has 2 layers"),
+    refused(f"check --model {QUICK} batch.context=99999", "2,048 positions", r"batch\.context=2048"),
+    refused("train run.id=nosuch", "no run nosuch"),
+    refused("status nosuch", "nosuch"),
+    refused("train ~model model.weights=/no/such/folder data=files data.sources.files.path=texts", "/no/such/folder"),
+    refused("train ~model model.weights=weights data=files data.sources.files.path=texts", "data.tokenizer", "tokenizer"),
+    refused("train ~model model.weights=org/name data=files data.sources.files.path=texts", "org/name", "offline"),
+    refused(f"train {QUICK} data.root=/proc/nowhere", "data.root", "/proc/nowhere"),
+    done("submit --dry-run experiment=pretrain_llama3_2_1b launch=slurm launch.nodes=2", "--nodes=2", "--ntasks-per-node"),
+    done("plan model=llama3_2_1b parallel.pp=4 launch.ranks=4 pipeline.schedule=zbv", "bytes of a rank", "zbv"),
+    done("doctor", "torch", "python"),
+    done(f"check {QUICK} data.sources.files.path=texts", "blend"),
+    done(f"verify {QUICK} zero.stage=3", "equal: this layout trains as one process does", trains=True),
+    done(f"train {SMALL} run.id=first", "validation loss", "meshwright generate", trains=True),
+    done("generate first --prompt 'def f('", "def f", trains=True),
+    Action(f"train {SMALL} train.steps=2000 run.id=second", EXIT_RESUME, ("train run.id=second",), True, interrupted=True),
+    done("status second", "last step", trains=True),
+    done("diff first second", "train.steps", "loss", trains=True),
+    done("export first --to out", "exported", trains=True),
+)  # fmt: skip
+
+
+def make_place(place: Path) -> None:
+    """Texts, and a folder of weights without a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    (place / "texts").mkdir()
+    for number in range(4):
+        (place / "texts" / f"{number}.txt").write_text(f"text {number} " * 200)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(place / "weights")
+
+
+def list_files(place: Path) -> set[Path]:
+    return {path for path in place.rglob("*") if path.is_file()}
+
+
+def interrupt(process: subprocess.Popen[str], metrics: Path) -> None:
+    """Ctrl-C once three steps are reported."""
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert time.monotonic() < deadline, f"no step in {metrics}"
+        assert process.poll() is None, "ended by itself"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+
+
+def wait(process: subprocess.Popen[str], seconds: float) -> str:
+    """The output until the process ends; one that does not is killed."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
+
+
+def run(action: Action, place: Path) -> tuple[str, list[str]]:
+    """The output, and what is wrong with it."""
+    before = list_files(place) if action.leaves_nothing else set()
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(
+        f"exec {sys.executable} -m framework {action.typed}", shell=True, cwd=place, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if action.interrupted:
+        interrupt(process, place / "runs" / action.typed.rpartition("=")[2] / "metrics.jsonl")
+    output = wait(process, 300 if action.trains else 60)
+    wrong = [f"no {pattern!r}" for pattern in action.seen if not re.search(pattern, output)]
+    checks: tuple[tuple[bool, Callable[[], str]], ...] = (
+        (process.returncode != action.code, lambda: f"exit code {process.returncode}, not {action.code}"),
+        ("Traceback" in output, lambda: "a traceback"),
+        (action.lines is not None and output.count("\n") > action.lines, lambda: f"{output.count(chr(10))} lines"),
+        (action.leaves_nothing and list_files(place) != before, lambda: "it left files"),
+    )
+    return output, wrong + [say() for is_wrong, say in checks if is_wrong]
+
+
+def show(output: str, is_whole: bool) -> str:
+    lines = output.replace("\r", "\n").rstrip().splitlines()
+    cut = 0 if is_whole else max(0, len(lines) - SHOWN_LINES)
+    return "\n".join([*([f"    ... {cut} lines"] if cut else []), *(f"    {line}" for line in lines[cut:])])
+
+
+def try_all(actions: Iterator[tuple[int, Action]], is_whole: bool) -> int:
+    """The number of actions in which something is wrong."""
+    found: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory(prefix="meshwright-user-") as folder:
+        make_place(Path(folder))
+        for number, action in actions:
+            output, wrong = run(action, Path(folder))
+            print(f"{number}. $ meshwright {action.typed}\n{show(output, is_whole)}\n", flush=True)
+            if wrong:
+                found[f"{number}. {action.typed}"] = wrong
+    for name, wrong in found.items():
+        print(f"WRONG {name}: {'; '.join(wrong)}")
+    return len(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="also those that train")
+    parser.add_argument("--only", type=int, metavar="N", help="the N-th alone, with its whole output")
+    options = parser.parse_args()
+    chosen = (
+        (number, action)
+        for number, action in enumerate(ACTIONS, 1)
+        if (options.only == number if options.only else options.all or not action.trains)
+    )
+    return int(try_all(chosen, is_whole=options.only is not None) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
