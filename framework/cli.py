@@ -309,13 +309,13 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, metavar="CHECKPOINT", help="a checkpoint's folder")
+    parser.add_argument("path", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's id or folder: its newest")
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.inspect import inspect_command
 
-    return inspect_command(arguments.path)
+    return inspect_command(_find_run(arguments.path))
 
 
 # --- recipes and runs
@@ -330,17 +330,20 @@ def _compose(arguments: argparse.Namespace) -> Recipe:
 def _compose_run(arguments: argparse.Namespace) -> Recipe:
     """The recipe to train. `train run.id=X train.steps=500` goes on with what run X saved rather than with config.yaml's
     defaults, so its values are judged beside those; a command that chooses recipes says itself what it wants."""
+    from framework.launch.resume import refuse_missing
     from framework.recipe.compose import compose
     from framework.recipe.files import search_path
     from framework.recipe.overrides import parse_overrides
 
     composition = compose(arguments.overrides, arguments.recipes)
     run = composition.draft.run
-    chosen = parse_overrides(arguments.overrides, search_path(arguments.recipes)).choices
-    if run.id is not None and not chosen:
+    command = parse_overrides(arguments.overrides, search_path(arguments.recipes))
+    if run.id is not None and not command.choices:
         saved = Path(run.root) / run.id / "recipe.yaml"
         if saved.is_file():
             composition = compose(arguments.overrides, arguments.recipes, base=saved)
+        elif not arguments.recipes:
+            refuse_missing(run, [value.key_or_group for value in command.values])
     recipe = composition.require()
     if run.id is None and not arguments.recipes:
         _require_subject(arguments.overrides)
@@ -375,11 +378,13 @@ def _sweep(arguments: argparse.Namespace) -> int:
         raise RecipeError(
             f"run.id={taken} would name {ids.count(taken)} runs of this sweep: leave it out, or give each its own"
         )
+    from framework.launch.sweep import begin_sweep
     from framework.plan.check import check_layouts
 
     check_layouts(recipes)
+    names = [[] if given else [f"run.id={made}"] for given, made in zip(ids, begin_sweep(recipes), strict=True)]
     folders = [part for folder in arguments.recipes for part in ("--recipes", str(folder))]
-    return _run_in_turn([["train", *folders, *combination] for combination in combinations])
+    return _run_in_turn([["train", *folders, *words, *name] for words, name in zip(combinations, names, strict=True)])
 
 
 def _compose_sweep(arguments: argparse.Namespace) -> tuple[list[Recipe], list[list[str]]]:

@@ -114,7 +114,8 @@ class RunDirectory:
         """An existing run. Raises RunError, with the runs beside it, when there is none at `path`."""
         run = cls(path)
         if not run.recipe.is_file():
-            beside = sorted(each.parent.name for each in path.parent.glob("*/recipe.yaml"))
+            where = path if path.is_dir() and not run.record.exists() else path.parent
+            beside = sorted(each.parent.name for each in where.glob("*/recipe.yaml"))
             raise RunError(f"{path} is not a run (it has no recipe.yaml). Runs there: {', '.join(beside) or 'none'}")
         return run
 

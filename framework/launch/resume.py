@@ -4,6 +4,7 @@ Every value of a run's recipe has shaped its weights, so a run whose recipe chan
 does not touch the training run itself (layouts, places, rhythms), or what only adds to it (more steps).
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,7 +19,10 @@ from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
 from framework.recipe.overrides import parse_overrides, write_resume
 from framework.recipe.problem import show
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Recipe, Run
+from framework.recipe.suggest import nearest
+
+SHOWN_RUNS = 10
 
 # Patterns of the keys that a resume may change, each with the reason why the run stays the same run.
 MAY_CHANGE = (
@@ -70,6 +74,21 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     if refused:  # nothing was trained under the saved recipe, so this one takes its place as a whole
         resumed, changes = composed, find_changes(saved, composed)
     return resumed, [change for change in changes if not change.key.startswith("run.")]
+
+
+def refuse_missing(run: Run, keys: Iterable[str]) -> None:
+    """Raises RunError where a command line that can only mean a resume (keys: what it sets) names a run that is not there."""
+    folder = Path(run.root) / str(run.id)
+    if folder.exists() or not all(Change(key, None, None).is_allowed for key in keys):
+        return
+    there = sorted(each.parent.name for each in Path(run.root).glob("*/recipe.yaml"))
+    near = nearest(str(run.id), there)
+    shown = ", ".join(there[-SHOWN_RUNS:]) + (f" and {len(there) - SHOWN_RUNS} more" if len(there) > SHOWN_RUNS else "")
+    raise RunError(
+        f"there is no run {folder} to go on with"
+        + (f"; did you mean run.id={near[0]}?" if near else ".")
+        + f" Runs there: {shown or 'none'}. For a new run of this name say what it trains, such as experiment=quickstart"
+    )
 
 
 def find_changes(saved: Recipe, other: Recipe) -> list[Change]:

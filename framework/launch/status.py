@@ -48,8 +48,18 @@ def status_command(path: Path) -> int:
     sweep = RunDirectory(path)
     members = _last_launch(sweep).get("runs", []) if sweep.record.is_file() else []
     folders = [path.parent / name for name in members] or [path]
-    print("\n\n".join(describe_run(RunDirectory.open(folder)) for folder in folders))
+    print(
+        "\n\n".join(
+            _describe_member(folder) if members else describe_run(RunDirectory.open(folder)) for folder in folders
+        )
+    )
     return EXIT_DONE
+
+
+def _describe_member(folder: Path) -> str:
+    """A run of a sweep, whose turn may still come."""
+    run = RunDirectory(folder)
+    return describe_run(run) if run.recipe.is_file() else f"run      {folder}, not begun"
 
 
 def describe_run(run: RunDirectory) -> str:

@@ -1,5 +1,6 @@
 """The program as a user meets it: outputs, exit codes, and how fast it answers."""
 
+import itertools
 import resource
 import subprocess
 import sys
@@ -288,7 +289,8 @@ class TestTrain:
 
 class TestSweep:
     @pytest.fixture
-    def processes(self, monkeypatch):
+    def processes(self, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
         started = []
 
         def start(codes):
@@ -309,11 +311,19 @@ class TestSweep:
         assert code == 0
         prefix = [sys.executable, "-m", "framework", "train", "--recipes", str(tmp_path)]
         assert started == [
-            [*prefix, f"optim={optim}", f"train.seed={seed}", "train.steps=50"]
-            for optim in ("adamw", "lion")
-            for seed in (1, 2)
+            [*prefix, f"optim={optim}", f"train.seed={seed}", "train.steps=50", f"run.id=run-sweep-001-{index}"]
+            for index, (optim, seed) in enumerate(itertools.product(("adamw", "lion"), (1, 2)))
         ]
         assert "[4/4]" in out
+
+    def test_status_knows_a_sweep_and_those_of_its_runs_that_have_not_begun(self, run, processes, tmp_path):
+        processes([(0, False)] * 2)
+        assert run("train", "-m", "train.seed=1,2")[0] == 0
+        code, out, _ = run("status", "run-sweep-001")
+        assert code == 0
+        assert out.split("\n\n") == [
+            f"run      runs/run-sweep-001-{index}, not begun" + "\n" * index for index in (0, 1)
+        ]
 
     def test_a_failure_stops_no_other_and_its_code_is_returned(self, run, processes):
         started = processes([(88, False), (0, False), (1, False)])
@@ -394,3 +404,42 @@ class TestSpeed:
         )
         assert done.stdout == "train.steps = 1000\n"
         assert done.stderr == ""
+
+
+class TestRunsByName:
+    @pytest.fixture
+    def runs(self, monkeypatch, tmp_path):
+        """Two runs as a launcher begins them, in ./runs."""
+        from framework.recipe.compose import compose, save_recipe
+
+        monkeypatch.chdir(tmp_path)
+        for name in ("demo-001", "demo-002"):
+            (tmp_path / "runs" / name).mkdir(parents=True)
+            save_recipe(compose([f"run.id={name}"]).require(), tmp_path / "runs" / name / "recipe.yaml")
+        return tmp_path / "runs"
+
+    @pytest.mark.parametrize(
+        "command", [["train"], ["submit", "launch.kind=slurm"], ["train", "train.steps=500", "launch.ranks=2"]]
+    )
+    def test_a_mistyped_run_is_not_a_new_one(self, command, run, runs):
+        code, _, err = run(*command, "run.id=demo-01")
+        assert code == EXIT_USER
+        assert "there is no run runs/demo-01 to go on with; did you mean run.id=demo-001?" in err
+        assert "Runs there: demo-001, demo-002. For a new run of this name say what it trains" in err
+        assert len(list(runs.iterdir())) == 2
+
+    def test_a_new_run_may_be_named(self, run, rooms, runs):
+        calls = rooms("framework.launch.local", "train")
+        for more in ("experiment=quickstart", "optim.lr=0.1"):
+            assert run("train", "run.id=mine", more)[0] == 0
+        assert [call[0].run.id for call in calls] == ["mine", "mine"]
+
+    def test_a_run_is_inspected_by_its_id(self, run, rooms, runs):
+        calls = rooms("framework.checkpoint.inspect", "inspect_command")
+        assert run("inspect", "demo-001")[0] == 0
+        assert calls == [(Path("runs/demo-001"),)]
+
+    def test_a_folder_of_runs_is_no_run_and_names_them(self, run, runs):
+        code, _, err = run("status", "runs")
+        assert code == EXIT_USER
+        assert "runs is not a run (it has no recipe.yaml). Runs there: demo-001, demo-002" in err
