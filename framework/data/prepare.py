@@ -25,7 +25,7 @@ from tqdm import tqdm
 from framework.data.join import JoinPlan, count_missing_bytes, is_tokenized, join_store
 from framework.data.prepared import Place, Places, Prepared, check_vocabulary, find_prepared, locate, open_found
 from framework.data.records import read_records
-from framework.data.shard import ShardJob, check_bad_records, hash_document, tokenize_shards
+from framework.data.shard import LARGEST_SHARE, ShardJob, check_bad_records, hash_document, tokenize_shards
 from framework.data.source import BAR_DELAY_S, SourceFile, Span, download_dataset, plan_shards
 from framework.data.store import (
     STORE_VERSION,
@@ -116,11 +116,10 @@ def summarize_data(prepared: Prepared, validation: float) -> str:
         share = held_out / (held_out + train)
         tokens = f"{train:,} tokens to train on, {held_out:,} held out ({share:.1%})"
         lines.append(f"tokens   {source.name}: {source.weight / weight:.0%} of the samples, {tokens}")
-        if validation > 0 and not 1 / UNEVEN < share / validation < UNEVEN:
-            documents = sum(stream.num_documents for stream in source.streams.values())
+        if validation > 0 and (share < validation / UNEVEN or share > max(UNEVEN * validation, LARGEST_SHARE)):
             lines.append(
-                f"note     data.validation={validation:g} holds out whole documents by chance, and {source.name} has"
-                f" {documents:,}: {share:.1%} of its tokens are held out. Many documents of similar length come nearer"
+                f"note     {source.name}: a hash of its text decides whether a document is held out, and with few or very long ones"
+                f" that is {share:.1%} of the tokens; data.validation asks for {validation:.1%}"
             )
     if len(prepared.sources) > 1:
         first = prepared.sources[0].name

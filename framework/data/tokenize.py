@@ -139,6 +139,14 @@ def load_encoder(folder: Path) -> Encode:
     return lambda text: np.asarray(backend.encode_batch_fast([text])[0].ids, dtype=np.int64)
 
 
+def decode_start(folder: Path, ids: np.ndarray, num_words: int = 4) -> str:
+    """The first words of the text of `ids`, on one line; `TEXT` where the kept tokenizer is of a kind that is slow to load."""
+    file = folder / "tokenizer.json"
+    text = Tokenizer.from_file(str(file)).decode(ids.tolist()) if file.exists() else ""
+    words = text.strip().partition("\n")[0].split()[:num_words]
+    return " ".join(words) or "TEXT"
+
+
 def _check_encoder(tokenizer: Any, folder: Path) -> None:
     expected, found = tokenizer(PROBE)["input_ids"], load_encoder(folder)(PROBE).tolist()
     if expected != found:

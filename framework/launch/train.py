@@ -15,6 +15,7 @@ from framework.comm.objects import tell
 from framework.data.loader import Loader, validation_batches
 from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
+from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
 from framework.launch.phases import BUILD, CONNECT, OPEN_DATA, PhaseBar
 from framework.model.hub import find_folder
@@ -35,6 +36,8 @@ from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
+# Of the data's beginning, from which the prompt of a suggested command is taken.
+PROMPT_TOKENS = 24
 
 
 def train_rank(
@@ -104,7 +107,8 @@ def _train(
             f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
             " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
-    info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy)
+    prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
+    info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy, prompt)
     bar.close()
     observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
 
@@ -155,6 +159,14 @@ def _train(
     finally:
         observers.close(code)
     return code
+
+
+def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
+    """A line that the model may be asked to continue: the recipe's, else the first words of what it is trained on."""
+    if recipe.train.sample is not None:
+        return recipe.train.sample.splitlines()[0]
+    stream = max(prepared.sources, key=lambda source: source.weight).streams["train"]
+    return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
 
 
 def _save(loop: Loop, root: Path) -> None:

@@ -154,5 +154,6 @@ def _summary(run: RunInfo, last: StepReport | None, validation_loss: float | Non
     lines.append(f"  throughput       {format_count(last.tokens_per_s)} tokens/s")
     if last.mfu is not None:
         lines.append(f"  mfu              {last.mfu:.1%}")
-    lines += [f"  {what:<15}  {command}" for what, command in run.next_commands(exit_code == EXIT_DONE).items()]
+    commands = run.next_commands(exit_code == EXIT_DONE, is_saved=exit_code in endings)
+    lines += [f"  {what:<15}  {command}" for what, command in commands.items()]
     return "\n".join(lines)

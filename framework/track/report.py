@@ -60,9 +60,10 @@ class RunInfo:
     unigram_entropy: float | None = None
     commands: dict[str, str] = field(default_factory=dict)
 
-    def next_commands(self, is_done: bool) -> dict[str, str]:
-        """What makes sense to type next: a run that is done cannot be resumed."""
-        return {what: command for what, command in self.commands.items() if not (is_done and what == "resume")}
+    def next_commands(self, is_done: bool, is_saved: bool) -> dict[str, str]:
+        """What makes sense to type next: a run that is done cannot be resumed, one that has not saved has no model to use."""
+        hidden = {"resume"} if is_done else set() if is_saved else self.commands.keys() - {"resume"}
+        return {what: command for what, command in self.commands.items() if what not in hidden}
 
 
 class Observer(Protocol):

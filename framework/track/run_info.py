@@ -12,8 +12,11 @@ from framework.track.flops import peak_flops
 from framework.track.report import RunInfo
 
 
-def describe_run(plan: Plan, mesh: Mesh, run_id: str, start_step: int, unigram_entropy: float | None) -> RunInfo:
-    """What observers are told first. unigram_entropy: of the validation split, nats per token."""
+def describe_run(
+    plan: Plan, mesh: Mesh, run_id: str, start_step: int, unigram_entropy: float | None, prompt: str
+) -> RunInfo:
+    """What observers are told first. unigram_entropy: of the validation split, nats per token; prompt: a text that the model may
+    continue."""
     recipe = plan.recipe
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     run = f"{recipe.run.root}/{run_id}"
@@ -35,6 +38,6 @@ def describe_run(plan: Plan, mesh: Mesh, run_id: str, start_step: int, unigram_e
         commands={
             "resume": write_resume(recipe.launch.kind, run_id, recipe.run.root),
             "export": shlex.join(["meshwright", "export", run, "--to", f"{run}/export"]),
-            "generate": shlex.join(["meshwright", "generate", f"{run}/export", "--prompt", "def "]),
+            "generate": shlex.join(["meshwright", "generate", run, "--prompt", prompt]),
         },
     )

@@ -95,7 +95,8 @@ def describe(run: RunInfo, curves: Curves, run_dir: Path) -> str:
     else:
         blocks.append(["Results", "  no step was reported"])
     blocks.append(_files(run_dir))
-    commands = run.next_commands(bool(curves["step"]) and curves["step"][-1] >= run.total_steps)
+    is_done = bool(curves["step"]) and curves["step"][-1] >= run.total_steps
+    commands = run.next_commands(is_done, is_saved=is_done or (run_dir / "checkpoints.json").exists())
     if commands:
         blocks.append(["Next", *_table(list(commands.items()))])
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"

@@ -36,7 +36,7 @@ from framework.data.prepared import (
 from framework.data.shard import ShardJob, hash_document, tokenize_shards
 from framework.data.source import MIN_SHARD_BYTES, list_files, plan_shards
 from framework.data.store import ShardReport, Split, write_atomically
-from framework.data.tokenize import load_encoder, load_tokenizer
+from framework.data.tokenize import decode_start, load_encoder, load_tokenizer
 from framework.errors import EXIT_DONE, EXIT_USER, DataError, ModelError
 from framework.recipe.schema import Data, Model, Recipe, Source
 
@@ -544,6 +544,14 @@ def test_a_given_tokenizer_is_used_as_it_is_and_kept(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(prepared.tokenizer)("two")["input_ids"] == [0, 3]
 
 
+def test_the_start_of_a_text_is_quoted_as_a_prompt(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", ["one two three four five\nsix"] * 3))
+    prepared = build(replace(recipe, data=replace(recipe.data, validation=0.0)))
+    stream = prepared.sources[0].streams["train"]
+    assert decode_start(prepared.tokenizer, stream.read(0, 24)) == "one two three four"
+    assert decode_start(prepared.tokenizer, stream.read(0, 0)) == "TEXT"
+
+
 def test_a_trained_tokenizer_is_deterministic_and_lossless(tmp_path: Path) -> None:
     texts = make_texts(300)
     kept = []
@@ -578,8 +586,7 @@ def test_a_long_document_does_not_take_the_text_from_training(held_out: str, tmp
     )
     note = summarize_data(prepared, 0.01)
     assert f"s0: 100% of the samples, {trained:,} tokens to train on, {held:,} held out" in note
-    if held_out == "long":
-        assert "note     data.validation=0.01 holds out whole documents by chance, and s0 has 3" in note
+    assert f"that is {held / (held + trained):.1%} of the tokens; data.validation asks for 1.0%" in note
 
 
 def test_documents_of_ordinary_length_are_held_out_whole(tmp_path: Path) -> None:

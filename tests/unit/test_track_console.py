@@ -120,3 +120,9 @@ def test_a_line_said_during_the_bar_is_a_line_of_its_own():
 )
 def test_counts_are_three_digits_with_a_prefix(count, text):
     assert format_count(count) == text
+
+
+def test_a_run_that_failed_promises_no_model():
+    text = run_console(io.StringIO(), [report(7)], exit_code=1)
+    assert "meshwright export-it" not in text
+    assert "meshwright resume-it" in text
