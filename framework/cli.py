@@ -76,6 +76,7 @@ def _commands() -> tuple[Command, ...]:
             _add_status,
             False,
         ),
+        Command("diff", "two runs beside one another: recipe, code, environment, curves", _diff, _add_diff, False),
         Command("save", "have a running run save a checkpoint now and go on", _save, _add_run, False),
         Command("stop", "have a running run save and end, here or in SLURM's queue", _stop, _add_run, False),
         Command(
@@ -140,13 +141,30 @@ def _add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's or a sweep's id or folder")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="a run's or a sweep's id or folder; several, or none for all: a line each",
+    )
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from framework.launch.status import status_command
+    from framework.launch.status import overview_command, status_command
 
-    return status_command(_find_run(arguments.run))
+    paths = [_find_run(name) for name in arguments.runs]
+    return status_command(paths[0]) if len(paths) == 1 else overview_command(paths, Path(Recipe().run.root))
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="RUN", help="a run's id or folder")
+    parser.add_argument("second", metavar="RUN", help="another one's")
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from framework.launch.diff import diff_command
+
+    return diff_command(_find_run(arguments.first), _find_run(arguments.second))
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -378,13 +396,17 @@ def _sweep(arguments: argparse.Namespace) -> int:
         raise RecipeError(
             f"run.id={taken} would name {ids.count(taken)} runs of this sweep: leave it out, or give each its own"
         )
+    from framework.launch.overview import describe_sweep
     from framework.launch.sweep import begin_sweep
     from framework.plan.check import check_layouts
 
     check_layouts(recipes)
-    names = [[] if given else [f"run.id={made}"] for given, made in zip(ids, begin_sweep(recipes), strict=True)]
+    runs = begin_sweep(recipes)
+    names = [[] if given else [f"run.id={run.id}"] for given, run in zip(ids, runs, strict=True)]
     folders = [part for folder in arguments.recipes for part in ("--recipes", str(folder))]
-    return _run_in_turn([["train", *folders, *words, *name] for words, name in zip(combinations, names, strict=True)])
+    code = _run_in_turn([["train", *folders, *words, *name] for words, name in zip(combinations, names, strict=True)])
+    print(*describe_sweep(runs), sep="\n")
+    return code
 
 
 def _compose_sweep(arguments: argparse.Namespace) -> tuple[list[Recipe], list[list[str]]]:

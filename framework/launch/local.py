@@ -17,6 +17,7 @@ from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, explain_errors
 from framework.launch.resume import resume_recipe
 from framework.launch.settle import settle, settle_tokens
+from framework.launch.snapshot import describe_software
 from framework.mesh.placement import place
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
@@ -101,7 +102,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
         keep_tokenizer(run, prepared.tokenizer)
         with explain_errors(run.path):
             save_recipe(recipe, run.recipe)
-        run.note_launch(overrides, {})
+        run.note_launch(overrides, {}, **describe_software())
         return _launch(run, recipe, from_step=0)
 
 
@@ -128,7 +129,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
         if changes or recipe != chosen:
             with explain_errors(run.path):
                 save_recipe(recipe, run.recipe)
-        run.note_launch(overrides, {change.key: change.now for change in changes})
+        run.note_launch(overrides, {change.key: change.now for change in changes}, **describe_software())
         return _launch(run, recipe, from_step=step)
 
 

@@ -3,8 +3,10 @@
 A job may wait for days and start many times; what is edited or updated meanwhile is not part of the run.
 """
 
+import platform
 import shutil
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,12 @@ def copy_code(to: Path) -> None:
     shutil.copytree(package, fresh / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(to, ignore_errors=True)
     fresh.rename(to)
+
+
+def describe_software() -> dict[str, Any]:
+    """What a launch is of: `describe_commit`, and the versions of Python and of the libraries that compute."""
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return describe_commit() | {"versions": {"python": platform.python_version(), **libraries}}
 
 
 def describe_commit() -> dict[str, Any]:

@@ -7,16 +7,17 @@ import re
 import shlex
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from framework.errors import EXIT_DONE, MeshwrightError
+from framework.errors import EXIT_DONE, MeshwrightError, RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.local import resume_command, saved_step
+from framework.launch.overview import describe_runs, list_runs
 from framework.launch.request import find_jobs, is_running
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.recipe.compose import load_recipe
@@ -47,19 +48,30 @@ def status_command(path: Path) -> int:
     """Print how the run, or each run of the sweep, at `path` stands. Raises RunError where there is none."""
     sweep = RunDirectory(path)
     members = _last_launch(sweep).get("runs", []) if sweep.record.is_file() else []
-    folders = [path.parent / name for name in members] or [path]
-    print(
-        "\n\n".join(
-            _describe_member(folder) if members else describe_run(RunDirectory.open(folder)) for folder in folders
-        )
-    )
+    if not members:
+        print(describe_run(RunDirectory.open(path)))
+        return EXIT_DONE
+    runs = [RunDirectory(path.parent / name) for name in members]
+    print("\n\n".join(_describe_member(run) for run in runs))
+    if begun := [run for run in runs if run.recipe.is_file()]:
+        print(f"\n{describe_runs(begun, marks_best=True)}")
     return EXIT_DONE
 
 
-def _describe_member(folder: Path) -> str:
+def overview_command(paths: Sequence[Path], root: Path) -> int:
+    """Print a line for each run at `paths`, for all runs in `root` where there are none. Raises RunError where one is no run."""
+    runs = [RunDirectory.open(path) for path in paths] or list_runs(root)
+    if not runs:
+        raise RunError(
+            f"{root} has no runs: give a run's folder, or start one with `meshwright train experiment=quickstart`"
+        )
+    print(describe_runs(runs, marks_best=False))
+    return EXIT_DONE
+
+
+def _describe_member(run: RunDirectory) -> str:
     """A run of a sweep, whose turn may still come."""
-    run = RunDirectory(folder)
-    return describe_run(run) if run.recipe.is_file() else f"run      {folder}, not begun"
+    return describe_run(run) if run.recipe.is_file() else f"run      {run.path}, not begun"
 
 
 def describe_run(run: RunDirectory) -> str:

@@ -24,7 +24,7 @@ from framework.launch.slurm import (
     require_sbatch,
     submit_script,
 )
-from framework.launch.snapshot import copy_code, describe_commit
+from framework.launch.snapshot import copy_code, describe_software
 from framework.recipe.compose import save_recipe
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
@@ -91,9 +91,9 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
         _write(run, recipe, tokenizers[index])
     job = submit_script(sweep.script)
-    sweep.note_launch([], {}, jobs=[job], runs=[run.id for run in runs], **describe_commit())
+    sweep.note_launch([], {}, jobs=[job], runs=[run.id for run in runs], **describe_software())
     for index, run in enumerate(runs):
-        run.note_launch(combinations[index], {}, jobs=[f"{job}_{index}"], **describe_commit())
+        run.note_launch(combinations[index], {}, jobs=[f"{job}_{index}"], **describe_software())
         print(f"run      {run.path}: {shlex.join(combinations[index])}")
     print(_next_steps(sweep, [job], [f"runs     {len(runs)}, at once {first.launch.at_once or len(runs)}"]))
     return EXIT_DONE
@@ -179,7 +179,7 @@ def _queue(run: RunDirectory, recipe: Recipe, overrides: list[str], changes: lis
     jobs: list[str] = []
     for _ in range(recipe.launch.chain):
         jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
-    run.note_launch(overrides, {change.key: change.now for change in changes}, jobs=jobs, **describe_commit())
+    run.note_launch(overrides, {change.key: change.now for change in changes}, jobs=jobs, **describe_software())
     print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, recipe)}"]))
     return EXIT_DONE
 

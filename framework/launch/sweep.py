@@ -7,8 +7,8 @@ from framework.launch.directory import RunDirectory
 from framework.recipe.schema import Recipe
 
 
-def begin_sweep(recipes: Sequence[Recipe]) -> list[str]:
-    """The ids of the runs, `NAME-sweep-001-0` and so on where the recipes give none. Their folders are made, so that they are
+def begin_sweep(recipes: Sequence[Recipe]) -> list[RunDirectory]:
+    """The runs, `NAME-sweep-001-0` and so on where the recipes give no id. Their folders are made, so that they are
     told from mistyped ones, and are named in the sweep's run.json."""
     root, name = Path(recipes[0].run.root), f"{recipes[0].run.name}-sweep"
     sweep = RunDirectory.create(root, None, name)
@@ -18,4 +18,4 @@ def begin_sweep(recipes: Sequence[Recipe]) -> list[str]:
     ]
     sweep.note_launch([], {}, runs=[run.id for run in runs])
     print(f"sweep    {sweep.path}, {len(runs)} runs; how they stand: meshwright status {sweep.path}", flush=True)
-    return ids
+    return runs

@@ -71,7 +71,7 @@ class TestHelp:
         assert "quickstart" in out
         assert "optim.schedule    name warmup_steps" in out
 
-    @pytest.mark.parametrize("command", [*COMMANDS, "submit", "status", "doctor"])
+    @pytest.mark.parametrize("command", [*COMMANDS, "submit", "status", "doctor", "diff", "save", "stop"])
     def test_the_help_of_a_command_fits_a_screen(self, command, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
         with pytest.raises(SystemExit):

@@ -1,0 +1,106 @@
+"""Runs beside one another: the table of many, with the best, and the difference of two."""
+
+import json
+
+import pytest
+
+from framework.cli import main
+from framework.errors import EXIT_DONE, EXIT_USER
+from framework.launch import overview
+from framework.launch.diff import describe_difference, spread
+from framework.launch.directory import RunDirectory
+from framework.recipe.compose import compose, save_recipe
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(name, *overrides, losses=(5.0, 4.0), validation=None, **launch):
+        run = RunDirectory.create(tmp_path / "runs", name, "run")
+        save_recipe(compose(["model=tiny_llama", *overrides]).require(), run.recipe)
+        run.note_launch(["model=tiny_llama", *overrides], {}, **launch)
+        records = [
+            {
+                "step": step,
+                "loss": loss,
+                "tokens_per_s": 1000.0 * step,
+                "validation_loss": None,
+                "unix_s": 0.0,
+                "step_s": 1.0,
+            }
+            for step, loss in enumerate(losses, start=1)
+        ]
+        if validation is not None:
+            records[0]["validation_loss"] = validation
+        (run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return run
+
+    return make
+
+
+def test_a_sweep_ends_with_a_line_for_each_run_and_the_best_is_marked(make):
+    """The lowest validation loss of any step, though another run has the lower loss in its last one."""
+    runs = [
+        make("a", "train.seed=1", "optim.lr=1e-3", losses=(5.0, 3.0), validation=4.5),
+        make("b", "train.seed=1", "optim.lr=3e-4", losses=(5.0, 4.0), validation=4.25),
+        make("c", "train.seed=1", "optim.lr=1e-4", losses=()),
+    ]
+    not_begun = RunDirectory.create(runs[0].path.parent, "d", "run")
+    table, hint = overview.describe_sweep([*runs, not_begun])
+    head, *rows = table.strip().splitlines()
+    assert head.split("  ")[0] == "run"
+    assert [row.split()[0] for row in rows] == ["a", "b", "c"]
+    assert rows[1].startswith("b *  no checkpoint  2/250  4.0000  4.2500")
+    assert "*" not in rows[0] + rows[2]
+    assert [row.split()[-1] for row in rows] == ["optim.lr=1e-3", "optim.lr=3e-4", "optim.lr=1e-4"]
+    assert "meshwright diff" in hint
+
+
+def test_status_of_several_runs_is_a_line_each_and_of_none_all_in_the_folder(make, monkeypatch, capsys):
+    run = make("a")
+    make("b"), make("c")
+    assert main(["status", str(run.path), str(run.path.parent / "c")]) == EXIT_DONE
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "a", "c"]
+    monkeypatch.chdir(run.path.parent.parent)
+    assert main(["status"]) == EXIT_DONE
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "a", "b", "c"]
+
+
+def test_status_without_runs_says_how_to_start_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == EXIT_USER
+    assert "runs has no runs" in capsys.readouterr().err
+
+
+def test_two_runs_differ_in_their_keys_their_code_and_their_curves(make):
+    first = make("a", "optim.lr=1e-3", commit="abc", edited=False, versions={"torch": "2.13.0"})
+    second = make("b", "train.seed=7", losses=(5.0, 4.5, 4.0), commit="def", edited=False, versions={"torch": "2.12.1"})
+    page = "\n".join(" ".join(line.split()) for line in describe_difference(first, second))
+    assert "train.seed 1234 7" in page
+    assert "optim.lr 0.001 0.0003" in page
+    assert "run.id" not in page
+    assert "commit abc def" in page
+    assert "torch 2.13.0 2.12.1" in page
+    assert "\n1 5.0000 5.0000 equal\n2 4.0000 4.5000 +0.5000\n" in page
+    assert "\n3 " not in page
+    assert "tokens/s, median 2,000 2,000 x 1.00" in page
+
+
+def test_runs_without_a_difference_say_so_in_a_word(make):
+    page = list(describe_difference(make("a"), make("b", losses=())))
+    assert {"recipe: equal", "code: was not recorded", "environment: equal", "curves: no step that both have"} <= set(
+        page
+    )
+
+
+def test_what_is_no_run_is_refused(make, tmp_path, capsys):
+    assert main(["diff", str(make("a").path), str(tmp_path / "runs" / "nothing")]) == EXIT_USER
+    assert "nothing is not a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("count", "most"), [(3, 12), (12, 12), (13, 12), (1000, 12)])
+def test_shown_steps_are_spread_from_the_first_to_the_last(count, most):
+    steps = list(range(1, count + 1))
+    shown = spread(steps, most)
+    assert len(shown) == min(count, most)
+    assert (shown[0], shown[-1]) == (1, count)
+    assert shown == sorted(set(shown))
