@@ -7,6 +7,7 @@ So the samples of one step are [cursor, cursor + M dp b) for every split into M 
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
@@ -121,19 +122,21 @@ def validation_batches(
     dp_size: int = 1,
     limit: int | None = None,
 ) -> Iterator[Microbatch]:
-    """One pass over the validation split: every sequence of every source once, on one of the dp ranks.
+    """One pass over the validation split: every sequence of every source once, on one of the dp ranks. A microbatch has
+    sequences of one source, the same on all ranks.
 
     limit (train.validation_sequences): at most so many, a fixed random choice that no seed changes. Each rank gets the same
     number of microbatches; sequences that are wanting have no labels (all -100), so a loss summed over labels is exact.
     """
     streams = [source.streams["validation"] for source in prepared.sources]
     source, sample = _list_samples([count_samples(stream.num_tokens, context) for stream in streams], limit)
-    per_round = dp_size * sequences_per_microbatch
-    missing = -len(sample) % per_round
-    source = np.append(source, np.zeros(missing, dtype=np.int64)).reshape(-1, dp_size, sequences_per_microbatch)
-    sample = np.append(sample, np.full(missing, NO_SAMPLE)).reshape(-1, dp_size, sequences_per_microbatch)
     packer = Packer(streams, context, pack, prepared.eos_id)
-    return (packer.pack(source[turn, dp_rank], sample[turn, dp_rank]) for turn in range(len(sample)))
+    for number in range(len(streams)):
+        own = sample[source == number]
+        missing = -len(own) % (dp_size * sequences_per_microbatch)
+        rounds = np.append(own, np.full(missing, NO_SAMPLE)).reshape(-1, dp_size, sequences_per_microbatch)
+        for each in rounds[:, dp_rank]:
+            yield replace(packer.pack(np.full_like(each, number), each), source=number)
 
 
 def _list_samples(sizes: list[int], limit: int | None) -> tuple[np.ndarray, np.ndarray]:

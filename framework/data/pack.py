@@ -32,12 +32,14 @@ Mode = Literal["concat", "documents"]
 class Microbatch:
     """The tokens of one forward pass of one rank: [b, T] int64 on the CPU, contiguous.
 
-    labels[:, t] is the target of input t (already shifted); -100: no loss. position_ids None: 0 to T - 1 in each row.
+    labels[:, t] is the target of input t (already shifted); -100: no loss. position_ids None: 0 to T - 1 in each row. source: of
+    validation, the number of the source that all rows are of.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None
+    source: int = 0
 
 
 def count_samples(num_tokens: int, context: int) -> int:

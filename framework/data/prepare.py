@@ -118,8 +118,8 @@ def summarize_data(prepared: Prepared, validation: float) -> str:
         lines.append(f"tokens   {source.name}: {source.weight / weight:.0%} of the samples, {tokens}")
         if validation > 0 and (share < validation / UNEVEN or share > max(UNEVEN * validation, LARGEST_SHARE)):
             lines.append(
-                f"note     {source.name}: a hash of its text decides whether a document is held out, and with few or very long ones"
-                f" that is {share:.1%} of the tokens; data.validation asks for {validation:.1%}"
+                f"note     {source.name}: a hash of its text decides whether a document is held out, and with few or very long"
+                f" ones that is {share:.1%} of the tokens; data.validation asks for {validation:.1%}"
             )
     if len(prepared.sources) > 1:
         first = prepared.sources[0].name

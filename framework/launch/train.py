@@ -108,7 +108,8 @@ def _train(
             " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
     prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
-    info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy, prompt)
+    sources = tuple(source.name for source in prepared.sources)
+    info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy, sources, prompt)
     bar.close()
     observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
 
@@ -144,7 +145,7 @@ def _train(
                 if step == recipe.track.timeline_step:
                     _draw_timeline(loop, plan.title, run_dir, observers)
                 if loop.must_validate():
-                    loop.begin_validation(Validation(open_validation()))
+                    loop.begin_validation(Validation(open_validation(), len(sources)))
                     if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                         loop.end_validation()
                 if loop.must_save():

@@ -27,7 +27,7 @@ class Console:
         self._run: RunInfo | None = None
         self._first: tuple[int, float] | None = None  # step and clock of the first report: later steps are all warm
         self._last: StepReport | None = None
-        self._last_validation_loss: float | None = None
+        self._last_validation: StepReport | None = None
 
     def open(self, run: RunInfo) -> None:
         self._run = run
@@ -45,7 +45,7 @@ class Console:
         self._first = self._first or (report.step, self._now())
         self._last = report
         if report.validation_loss is not None:
-            self._last_validation_loss = report.validation_loss
+            self._last_validation = report
         fields = format_fields(report, self._remaining_s(report))
         if self._bar is not None:
             total = self._run.total_steps
@@ -65,7 +65,7 @@ class Console:
         if self._bar is not None:
             self._bar.close()
         if self._run is not None:
-            self.say(_summary(self._run, self._last, self._last_validation_loss, exit_code))
+            self.say(_summary(self._run, self._last, self._last_validation, exit_code))
 
     def _remaining_s(self, report: StepReport) -> float:
         """By the mean pace since the first report, which includes validation and saving; at first by the step itself."""
@@ -139,7 +139,7 @@ def _headline(run: RunInfo) -> str:
     return f"run {run.run_id}: {size}, {run.total_steps} steps of {format_count(run.tokens_per_step)} tokens, {where}{start}"
 
 
-def _summary(run: RunInfo, last: StepReport | None, validation_loss: float | None, exit_code: int) -> str:
+def _summary(run: RunInfo, last: StepReport | None, validated: StepReport | None, exit_code: int) -> str:
     endings = {EXIT_DONE: "done", EXIT_RESUME: "stopped and saved"}
     ending = endings.get(exit_code, f"ended with exit code {exit_code}")
     if last is None:
@@ -148,9 +148,10 @@ def _summary(run: RunInfo, last: StepReport | None, validation_loss: float | Non
         f"{ending}: run {run.run_id}, step {last.step} of {run.total_steps}, {format_count(last.tokens)} tokens",
         f"  loss             {last.loss:.4f}",
     ]
-    if validation_loss is not None:
+    if validated is not None:
         entropy = f"  (unigram entropy {run.unigram_entropy:.4f})" if run.unigram_entropy is not None else ""
-        lines.append(f"  validation loss  {validation_loss:.4f}{entropy}")
+        lines.append(f"  validation loss  {validated.validation_loss:.4f}{entropy}")
+        lines += [f"    of {name:<12} {loss:.4f}" for name, loss in validated.validation_losses.items()]
     lines.append(f"  throughput       {format_count(last.tokens_per_s)} tokens/s")
     if last.mfu is not None:
         lines.append(f"  mfu              {last.mfu:.1%}")

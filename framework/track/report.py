@@ -28,6 +28,7 @@ class StepReport:
     memory_bytes: int
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
     validation_loss: float | None = None
+    validation_losses: dict[str, float] = field(default_factory=dict)
     validation_free_fraction: float | None = None
     skipped_steps: int = 0
     exposed_communication_s: float = 0.0
@@ -41,7 +42,7 @@ class RunInfo:
     config: the recipe as plain dicts, without what nobody else may see (`recipe/environment.py`). start_step: steps done
     before this process took over (0: a fresh run). degrees: {axis: size}. flops_per_token, peak_flops (of one device),
     unigram_entropy (nats per token): None if unknown.
-    commands: {what: command line}, what a user may want to type next.
+    sources: names of the data's sources. commands: {what: command line}, what a user may want to type next.
     """
 
     run_id: str
@@ -58,6 +59,7 @@ class RunInfo:
     flops_per_token: float | None = None
     peak_flops: float | None = None
     unigram_entropy: float | None = None
+    sources: tuple[str, ...] = ()
     commands: dict[str, str] = field(default_factory=dict)
 
     def next_commands(self, is_done: bool, is_saved: bool) -> dict[str, str]:

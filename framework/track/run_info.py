@@ -13,10 +13,16 @@ from framework.track.report import RunInfo
 
 
 def describe_run(
-    plan: Plan, mesh: Mesh, run_id: str, start_step: int, unigram_entropy: float | None, prompt: str
+    plan: Plan,
+    mesh: Mesh,
+    run_id: str,
+    start_step: int,
+    unigram_entropy: float | None,
+    sources: tuple[str, ...],
+    prompt: str,
 ) -> RunInfo:
-    """What observers are told first. unigram_entropy: of the validation split, nats per token; prompt: a text that the model may
-    continue."""
+    """What observers are told first. unigram_entropy: of the validation split, nats per token; sources: names of the data's;
+    prompt: a text that the model may continue."""
     recipe = plan.recipe
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     run = f"{recipe.run.root}/{run_id}"
@@ -35,6 +41,7 @@ def describe_run(
         flops_per_token=plan.flops_per_token,
         peak_flops=peak_flops(device),
         unigram_entropy=unigram_entropy,
+        sources=sources,
         commands={
             "resume": write_resume(recipe.launch.kind, run_id, recipe.run.root),
             "export": shlex.join(["meshwright", "export", run, "--to", f"{run}/export"]),

@@ -51,11 +51,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Curves:
-    """The metrics of a run by column, one value per reported step; `validation` is (step, loss)."""
+    """The metrics of a run by column, one value per reported step; `validation` is (step, loss), `by_source` of the last one."""
 
     columns: dict[str, list[Any]]
     validation: list[tuple[int, float]] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
+    by_source: dict[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> list[Any]:
         return self.columns[name]
@@ -77,14 +78,15 @@ def write_report(run_dir: Path) -> list[Path]:
 def collect_curves(records: Iterable[dict[str, Any]]) -> Curves:
     """Columns of the records; one pass, so that only the columns are held."""
     columns: dict[str, list[Any]] = {name: [] for name in _CURVES}
-    validation, last = [], {}
+    validation, last, by_source = [], {}, {}
     for record in records:
         for name, column in columns.items():
             column.append(record[name])
         if record["validation_loss"] is not None:
             validation.append((record["step"], record["validation_loss"]))
+            by_source = record.get("validation_losses", {})  # a run may have begun before there was such a field
         last = record
-    return Curves(columns, validation, last)
+    return Curves(columns, validation, last, by_source)
 
 
 def describe(run: RunInfo, curves: Curves, run_dir: Path) -> str:
@@ -182,6 +184,7 @@ def _results(run: RunInfo, curves: Curves) -> list[str]:
         step, loss = curves.validation[-1]
         best_step, best = min(curves.validation, key=lambda pair: pair[1])
         rows.append(("validation loss", f"{loss:.4f} at step {step}; lowest {best:.4f} at step {best_step}"))
+    rows += [(f"  of {name}", f"{loss:.4f} in the last validation") for name, loss in curves.by_source.items()]
     if run.unigram_entropy is not None:
         rows.append(("unigram entropy", f"{run.unigram_entropy:.4f}, the loss of knowing token frequencies only"))
     if curves.last["skipped_steps"]:

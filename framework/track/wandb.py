@@ -80,8 +80,8 @@ class WandbObserver:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             self._has_ended = True
-            upload = f"wandb sync {shlex.quote(str(self._run_dir / 'wandb'))}/*run-*"
-            self._say(f"wandb: not finished after {self._close_timeout_s:.0f} s, ended; upload later with: {upload}")
+            late = f"not finished after {self._close_timeout_s:.0f} s, ended"
+            self._say(f"wandb: {late}; upload later with: {write_sync(self._run_dir)}")
         self._relay(process)
         process.stdout.close()
 
@@ -119,9 +119,15 @@ def mirror(run_dir: Path, said_by_parent: IO[str]) -> None:
     run.finish(exit_code=EXIT_DONE if exit_code in (EXIT_DONE, EXIT_RESUME) else exit_code)
 
 
+def write_sync(run_dir: Path) -> str:
+    """The command that uploads all segments of a run: each start has one, wandb uploads those of one run in their order."""
+    return f"wandb sync {shlex.quote(str((run_dir / 'wandb').absolute()))}/*run-*"
+
+
 def chart_values(record: dict[str, Any]) -> dict[str, float]:
     """One record as wandb's flat charts: what is not measured is absent, axes and ranks are `traffic/dp/bytes`, `.../3`."""
     values = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "unix_s"}
+    values |= {f"validation_loss/{name}": loss for name, loss in (record.get("validation_losses") or {}).items()}
     for axis, counts in record.get("traffic", {}).items():
         values |= {f"traffic/{axis}/{what}": count for what, count in counts.items()}
     rates = record.get("tokens_per_s_per_rank", [])
@@ -169,8 +175,7 @@ def _start(info: RunInfo, run_dir: Path) -> Any:
         run = wandb.init(mode="offline", **arguments)
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    upload = f"offline; upload with: wandb sync {shlex.quote(str(Path(run.dir).parent))}"
-    _say(f"wandb: {why}{run.url or upload}")
+    _say(f"wandb: {why}{run.url or f'offline; upload with: {write_sync(run_dir)}'}")
     return run
 
 

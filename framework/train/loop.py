@@ -24,7 +24,7 @@ from framework.train.faults import StepWatch, StopRequest
 from framework.train.state import RunState
 from framework.train.step import Run, run_alone, train_step
 from framework.train.sums import Flags, StepValues
-from framework.train.validation import Validation
+from framework.train.validation import Validation, ValidationLoss
 
 # A run that has skipped so many steps in a row has left the finite numbers for good.
 SKIPPED_STEPS_LIMIT = 20
@@ -163,7 +163,7 @@ class Loop:
     def _report_validation(self) -> None:
         """Report a validation that has run, with the step whose weights it was of."""
         if self._validation is not None:
-            loss = self._validation.mean(self.run.mesh)
+            loss = self._validation.means(self.run.mesh)
             fills = self.recipe.pipeline.fill_bubbles != "none"
             free, self._validation = self._validation.free_fraction if fills else None, None
             self._conclude()
@@ -192,7 +192,7 @@ class Loop:
                 " optim.schedule.warmup_steps, or look at the data of these steps"
             )
 
-    def _report(self, validation_loss: float | None = None, free_fraction: float | None = None) -> None:
+    def _report(self, validation_loss: ValidationLoss | None = None, free_fraction: float | None = None) -> None:
         """Report the step that was concluded last, if that is due and still to be done.
 
         Only now are the ranks' times gathered, to rank 0, by the hosts: they have just read the sums of one all-reduce, so they
@@ -214,7 +214,7 @@ class Loop:
         pending: PendingStep,
         values: StepValues,
         times: Sequence[RankTimes],
-        validation_loss: float | None,
+        validation_loss: ValidationLoss | None,
         free_fraction: float | None,
     ) -> StepReport:
         tokens_per_s = self.derived.tokens_per_step / pending.seconds
@@ -235,10 +235,18 @@ class Loop:
             mfu=mfu(tokens_per_s, self._info.flops_per_token or 0.0, self._info.world, self._info.peak_flops),
             memory_bytes=peak_memory_bytes(self.run.mesh.device),
             traffic=pending.traffic,
-            validation_loss=validation_loss,
+            validation_loss=None if validation_loss is None else validation_loss.mean,
+            validation_losses=self._name_losses(validation_loss),
             validation_free_fraction=free_fraction,
             skipped_steps=self.state.skipped_steps,
         )
+
+    def _name_losses(self, found: ValidationLoss | None) -> dict[str, float]:
+        """By source, where there are several."""
+        names = self._info.sources
+        if found is None or len(names) < 2:
+            return {}
+        return {name: loss for name, loss in zip(names, found.by_source, strict=True) if loss is not None}
 
 
 def find_bubble(times: Sequence[RankTimes]) -> float:

@@ -1,6 +1,7 @@
 """A validation: one pass over its microbatches on the weights of one moment, in the bubbles of a training step or by itself."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -12,15 +13,25 @@ from framework.data.pack import Microbatch
 from framework.model.loss import count_loss_tokens
 
 
+@dataclass(frozen=True)
+class ValidationLoss:
+    """Mean losses per token: of all sources together, and of each; None for one without a token to predict."""
+
+    mean: float
+    by_source: tuple[float | None, ...]
+
+
 class Validation:
     """Gives microbatches and collects what was found of them; every rank has the same number.
 
-    The losses are added up in their order at the end, so it does not matter which of them ran where. num_taken: microbatches so
-    far; num_free: those of them that ran in bubbles.
+    The losses are added up in their order at the end, so it does not matter which of them ran where. num_sources: of which
+    microbatches are, by `Microbatch.source`. num_taken: microbatches so far; num_free: those of them that ran in bubbles.
     """
 
-    def __init__(self, microbatches: Iterable[Microbatch]):
+    def __init__(self, microbatches: Iterable[Microbatch], num_sources: int = 1):
         self._waiting = iter(microbatches)
+        self._num_sources = num_sources
+        self._sources: list[int] = []
         self._losses: list[Tensor] = []
         self._num_tokens: list[Tensor] = []
         self.num_taken = self.num_free = 0
@@ -29,6 +40,7 @@ class Validation:
         """The next ones; none at the end."""
         taken = list(islice(self._waiting, most))
         self.num_taken += len(taken)
+        self._sources += [each.source for each in taken]
         return taken
 
     def add(self, microbatches: Iterable[Microbatch], losses: Iterable[Tensor]) -> None:
@@ -38,15 +50,22 @@ class Validation:
         if found:
             self._num_tokens += [count_loss_tokens(each.labels) for each in microbatches]
 
-    def mean(self, mesh: Mesh) -> float:
-        """The mean loss per token over all ranks' microbatches; collective."""
-        sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        if self._losses:
-            sums[0] = torch.stack(self._losses).to(torch.float64).sum()
-            sums[1] = torch.stack(self._num_tokens).sum()
+    def means(self, mesh: Mesh) -> ValidationLoss:
+        """The same by source, too; collective."""
+        sums = torch.zeros(2, self._num_sources, dtype=torch.float64, device=mesh.device)
+        for number in sorted(set(self._sources)) if self._losses else ():
+            own = [index for index, source in enumerate(self._sources) if source == number]
+            sums[0, number] = torch.stack([self._losses[index] for index in own]).to(torch.float64).sum()
+            sums[1, number] = torch.stack([self._num_tokens[index] for index in own]).sum()
         for name in ("batch", "pp"):
             all_reduce(sums, mesh.axis(name))
-        return float(sums[0] / sums[1].clamp(min=1))
+        losses, num_tokens = sums.tolist()
+        by_source = [loss / count if count else None for loss, count in zip(losses, num_tokens, strict=True)]
+        return ValidationLoss(sum(losses) / max(sum(num_tokens), 1.0), tuple(by_source))
+
+    def mean(self, mesh: Mesh) -> float:
+        """The mean loss per token over all ranks' microbatches; collective."""
+        return self.means(mesh).mean
 
     @property
     def free_fraction(self) -> float:

@@ -193,3 +193,18 @@ def test_limited_validation_is_one_choice_for_every_layout_from_all_sources() ->
     ]
     assert choices[0] == choices[1] == choices[2]
     assert {source for source, _ in choices[0]} == {0, 1}
+
+
+def test_a_microbatch_of_validation_is_of_one_source_the_same_on_all_ranks() -> None:
+    """So the loss of a source is a sum over microbatches, and ranks need not say of what each of theirs was."""
+    prepared, ranks = make_prepared([7, 1, 4]), []
+    for rank in range(2):
+        batches = list(
+            validation_batches(
+                prepared, context=CONTEXT, pack="concat", sequences_per_microbatch=2, dp_rank=rank, dp_size=2
+            )
+        )
+        for each in batches:
+            assert all(source == each.source or source == 9 for source, _ in identify(each))  # 9999 fills up
+        ranks.append([each.source for each in batches])
+    assert ranks[0] == ranks[1] == [0, 0, 1, 2]

@@ -16,7 +16,7 @@ import pytest
 from framework.recipe import schema
 from framework.track.jsonl import Jsonl
 from framework.track.report import RunInfo, StepReport, save_run_info
-from framework.track.wandb import MAX_RANKS_CHARTED, WandbObserver, chart_values
+from framework.track.wandb import MAX_RANKS_CHARTED, WandbObserver, chart_values, write_sync
 
 # A wandb that writes down what it is asked; {slots} are filled per test.
 FAKE = """
@@ -238,3 +238,18 @@ def test_many_ranks_are_charted_by_the_slowest_and_the_fastest():
     rates = [float(rank) for rank in range(MAX_RANKS_CHARTED + 1)]
     values = chart_values({"step": 1, "tokens_per_s_per_rank": rates})
     assert values == {"step": 1, "tokens_per_s_per_rank/slowest": 0.0, "tokens_per_s_per_rank/fastest": 64.0}
+
+
+def test_one_line_uploads_all_segments_of_a_resumed_run(tmp_path):
+    """Each start has a segment of its own; `wandb sync` puts those of one run into their order."""
+    run = tmp_path / "it's a run"
+    for name in ("offline-run-20260101_000000-x", "offline-run-20260102_000000-x", "run-20260103_000000-x"):
+        (run / "wandb" / name).mkdir(parents=True)
+    (run / "wandb" / "latest-run").symlink_to("run-20260103_000000-x")
+    command = write_sync(run).replace("wandb sync", "printf '%s\\n'", 1)
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [Path(line).name[:11] for line in found] == ["offline-run", "offline-run", "run-2026010"]
+
+
+def test_losses_of_sources_are_charts_of_their_own():
+    assert chart_values({"validation_losses": {"web": 3.5}, "step": 1})["validation_loss/web"] == 3.5
