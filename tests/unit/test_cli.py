@@ -252,7 +252,7 @@ class TestTrain:
         assert "  pretrain_gpt2         GPT-2 small from scratch on 10 billion tokens of FineWeb-Edu" in err
         assert max(map(len, err.splitlines())) <= 130
 
-    @pytest.mark.parametrize("word", ["experiment=quickstart", "model=gpt2", "data.sources.a.path=x", "run.id=mine"])
+    @pytest.mark.parametrize("word", ["experiment=quickstart", "model=gpt2", "data.sources.a.path=x"])
     def test_one_word_on_what_to_train_is_enough(self, run, rooms, word):
         rooms("framework.launch.local", "train", code=5)
         assert run("train", word)[0] == 5
