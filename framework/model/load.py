@@ -7,9 +7,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -94,12 +96,17 @@ def build_meta(config: PretrainedConfig, attention: str = "auto") -> PreTrainedM
 def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.dtype) -> None:
     """Select the implementation of stacked experts' matmuls. `auto` keeps the family's, except in fp64, which has no grouped
     matmul."""
-    if not any(hasattr(module, "is_transposed") and hasattr(module, "has_gate") for module in model.modules()):
+    if not find_experts(model):
         return
     if implementation == "auto" and compute == torch.float64:
         implementation = "eager"
     if implementation != "auto":
         model.set_experts_implementation(implementation)
+
+
+def find_experts(model: nn.Module) -> list[Any]:
+    """The modules of stacked experts, for which Hugging Face has several implementations."""
+    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
 
 
 def _for_training(config: PretrainedConfig) -> PretrainedConfig:

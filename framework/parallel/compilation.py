@@ -4,6 +4,10 @@ A layer's forward is compiled, not its call: what this rank does on the way in a
 scatter tokens) are hooks of the call, and stay outside. Within a layer, collectives, their waits and the borders of
 tensor-parallel regions are calls that the compiler leaves alone: `torch.compiler.disable` stands on each of them. So it never
 guards on what counts or changes from step to step, and one set of graphs serves all layers that are alike.
+
+Experts that are multiplied one after another (`model.experts: eager`, and `auto` in fp64) are left alone too: which of them have
+tokens, and how many, is known from the data only. The compiler would make graphs for each number of tokens that it meets, until
+it gave up.
 """
 
 from collections.abc import Mapping
@@ -13,12 +17,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from framework.mesh.layout import Layout
+from framework.model.load import find_experts
 from framework.parallel.stage_plan import StagePlan
+
+# Graphs of one layer: in training and in validation, each with an attention mask and without (rows of one document each).
+GRAPHS_PER_LAYER = 4
 
 
 def compile_layers(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
     """Compile each layer's forward for the shapes that it meets, at its first call, if the recipe asks for it. Layouts stay."""
-    for layer in compiled_layers(model, plan):
+    if layers := compiled_layers(model, plan):
+        _allow_graphs(GRAPHS_PER_LAYER * len(layers))
+    for layer in layers:
+        for experts in find_experts(layer):
+            if experts.config._experts_implementation == "eager":
+                experts.forward = torch.compiler.disable(experts.forward)
         layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
     return layouts
 
@@ -28,3 +41,10 @@ def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> list[nn.Module]:
     if plan.recipe.memory.compile != "always":
         return []
     return [model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer]
+
+
+def _allow_graphs(count: int) -> None:
+    """Have torch keep at least so many graphs of one function. Some families' layers differ in a number (diffllama's lambda_init):
+    by default torch gives up after eight, warns in the log and runs the others uncompiled."""
+    config = torch._dynamo.config  # imported by torch here, which takes seconds that few recipes need
+    config.recompile_limit = max(config.recompile_limit, count)
