@@ -207,7 +207,13 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 def _check(arguments: argparse.Namespace) -> int:
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
-    from framework.recipe.describe import describe_blend, describe_derived, describe_keys, describe_sources
+    from framework.recipe.describe import (
+        describe_blend,
+        describe_compilation,
+        describe_derived,
+        describe_keys,
+        describe_sources,
+    )
     from framework.recipe.environment import hide_secrets
     from framework.recipe.saved import to_yaml
 
@@ -221,6 +227,8 @@ def _check(arguments: argparse.Namespace) -> int:
     print(hide_secrets(text))
     print()
     print(f"{describe_derived(derive(recipe))}\ndata          {describe_blend(recipe.data)}{need}")
+    if compilation := describe_compilation(recipe):
+        print(compilation)
     return EXIT_DONE
 
 

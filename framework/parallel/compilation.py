@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from framework.mesh.layout import Layout
 from framework.model.load import find_experts
 from framework.parallel.stage_plan import StagePlan
+from framework.recipe.derive import compiles
 
 # Graphs of one layer: in training and in validation, each with an attention mask and without (rows of one document each).
 GRAPHS_PER_LAYER = 4
@@ -38,13 +39,13 @@ def compile_layers(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: 
 
 def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> list[nn.Module]:
     """The layers of the stage that the recipe asks to compile: all or none."""
-    if plan.recipe.memory.compile != "always":
+    if not compiles(plan.recipe.memory):
         return []
     return [model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer]
 
 
 def _allow_graphs(count: int) -> None:
-    """Have torch keep at least so many graphs of one function. Some families' layers differ in a number (diffllama's lambda_init):
-    by default torch gives up after eight, warns in the log and runs the others uncompiled."""
-    config = torch._dynamo.config  # imported by torch here, which takes seconds that few recipes need
+    """Have torch keep at least so many graphs of one function. Layers may differ in a number (diffllama's lambda_init), and by
+    default torch gives up after eight: it warns in the log and runs the others uncompiled."""
+    config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from framework.errors import RecipeError
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Batch, Pipeline, Recipe
+from framework.recipe.schema import Batch, Memory, Pipeline, Recipe
+
+# Schedules that split a backward in two, and have nothing for the second half where a layer's backward is one graph.
+SPLIT_BACKWARDS = ("zb_h1", "zbv", "dualpipe_v")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class Derived:
     total_tokens: int  # of the whole run
     nodes: int = 1
     ranks_per_node: int = 1  # ranks on each node, at most launch.ranks_per_node
+
+
+def compiles(memory: Memory) -> bool:
+    """Whether layers are compiled. `auto` is never: on CPUs it is proved and does not pay, on GPUs nobody has run it."""
+    return memory.compile == "always"
 
 
 def derive(recipe: Recipe) -> Derived:

@@ -3,11 +3,11 @@
 import itertools
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
-from framework.recipe.derive import Derived
+from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles
 from framework.recipe.keys import Key, flatten, list_groups, list_keys
 from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
@@ -36,6 +36,27 @@ def describe_blend(data: Data) -> str:
     if len(weights) < 2:
         return ", ".join(weights)
     return ", ".join(f"{name} {weight / sum(weights.values()):.0%}" for name, weight in weights.items())
+
+
+def describe_compilation(recipe: Recipe) -> str:
+    """What `memory.compile` comes to and why, a line each; nothing where it is `never`."""
+    if recipe.memory.compile == "never":
+        return ""
+    return "\n".join(f"{'compile':13} {text}" for text in _say_what_compiles(recipe))
+
+
+def _say_what_compiles(recipe: Recipe) -> Iterator[str]:
+    if not compiles(recipe.memory):
+        yield "never (memory.compile=auto): equal to stock on CPUs, but slower for short runs; no GPU has run it"
+        return
+    yield "each layer's forward, at its first call" + (
+        "" if recipe.parallel.tp == 1 else "; with tp in pieces: graphs end where ranks communicate"
+    )
+    if recipe.model.experts == "eager" or (recipe.model.experts, recipe.precision.compute) == ("auto", "fp64"):
+        yield "but for experts, which are multiplied in a loop: how many tokens each has is known from the data only"
+    if recipe.pipeline.schedule in SPLIT_BACKWARDS:
+        schedule = recipe.pipeline.schedule
+        yield f"pipeline.schedule={schedule} fills no bubbles: a compiled layer's backward has its weights' gradients, too"
 
 
 def describe_sources(recipe: Recipe, origins: Mapping[str, str]) -> str:

@@ -152,7 +152,8 @@ class Memory:
         "full: keep each layer's input, compute the rest again", "none"
     )
     compile: Literal["auto", "never", "always"] = key(
-        "torch.compile of each layer's forward; auto: never, until it has been measured on GPUs", "auto"
+        "torch.compile of each layer's forward; auto: never (proved on CPUs, where it does not pay; no GPU has run it)",
+        "auto",
     )
     chunked_loss: bool = key("have the loss's fp32 logits of some tokens at a time only", False)
     gathered_inputs: Literal["keep", "regather"] = key(

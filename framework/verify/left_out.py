@@ -8,11 +8,11 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from framework.recipe.derive import derive
+from framework.recipe.derive import compiles, derive
 from framework.recipe.keys import flatten
 from framework.recipe.problem import show
 from framework.recipe.saved import plain
@@ -99,7 +99,7 @@ def describe(changes: list[ChangedValue], steps: int) -> str:
 def _resolve(recipe: Recipe) -> Recipe:
     """The recipe with keys that can say the same in two ways in one form."""
     derived = derive(recipe)
-    compile_ = "never" if recipe.memory.compile == "auto" else recipe.memory.compile
+    compile_: Literal["always", "never"] = "always" if compiles(recipe.memory) else "never"
     return replace(
         recipe,
         parallel=replace(recipe.parallel, dp=derived.dp),

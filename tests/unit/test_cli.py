@@ -104,6 +104,22 @@ class TestCheck:
         assert "32 sequences of 128 tokens = 4,096 tokens" in out
         assert "2 microbatches of 4 on each of 4 dp ranks" in out
 
+    def test_says_what_compilation_comes_to_and_why(self, run):
+        def say(*overrides):
+            lines = run("check", "experiment=quickstart", *overrides)[1].splitlines()
+            return [line for line in lines if line.startswith("compile ")]
+
+        (auto,) = say()
+        assert "never (memory.compile=auto)" in auto
+        assert "no GPU has run it" in auto
+        assert say("memory.compile=never") == []
+        (always,) = say("memory.compile=always")
+        assert "each layer's forward" in always
+        pipeline = ("parallel.pp=2", "launch.ranks=2", "pipeline.schedule=zb_h1")
+        _, experts, bubbles = say("memory.compile=always", "model.experts=eager", *pipeline)
+        assert "multiplied in a loop" in experts
+        assert "zb_h1 fills no bubbles" in bubbles
+
     def test_the_printed_recipe_is_the_recipe(self, run, tmp_path):
         from framework.recipe.compose import compose, load_recipe
 
