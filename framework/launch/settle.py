@@ -5,6 +5,7 @@ ask the hub for the newest weights. recipe.yaml holds what was decided; no rank 
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from framework.errors import RecipeError
 from framework.plan.target import resolve_precision, target_device
-from framework.recipe.derive import derive
+from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.schema import Launch, Recipe
@@ -23,9 +24,11 @@ from framework.recipe.schema import Launch, Recipe
 def settle(recipe: Recipe) -> Recipe:
     """The recipe with a device, a compute dtype and a commit of hub weights. Fetches those weights if they are not here.
 
-    RecipeError where this machine has too few GPUs for what is to be trained here.
+    RecipeError where this machine has too few GPUs for what is to be trained here, or no compiler for what is to be compiled.
     """
     launch = settle_device(recipe.launch, derive(recipe).world, partial(_count_gpus, recipe.launch))
+    if compiles(recipe.memory) and (launch.kind, launch.device) == ("local", "cpu"):
+        _require_compiler(launch)
     model = recipe.model
     if model.weights is not None:
         from framework.model.hub import pin_revision  # half a second, which few recipes need
@@ -70,6 +73,17 @@ def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
         if model.config[name] != ids[name]:
             print(f"note     model.config.{name}={ids[name]}, the tokenizer's; the recipe has {model.config[name]}")
     return replace(recipe, model=replace(model, config={**model.config, **ids}))
+
+
+def _require_compiler(launch: Launch) -> None:
+    """Inductor's kernels for CPUs are C++: without a compiler the first step would fail."""
+    variables = {**os.environ, **fill(launch.environment, os.environ)}
+    compiler = variables.get("CXX", "g++")
+    if shutil.which(compiler, path=variables.get("PATH")) is None:
+        raise RecipeError(
+            f"memory.compile=always, but there is no C++ compiler here ({compiler}), which torch.compile needs:"
+            " install one, name it by launch.environment.CXX, or use memory.compile=never"
+        )
 
 
 def keep_settled(saved: Recipe, other: Recipe) -> Recipe:

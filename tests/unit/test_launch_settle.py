@@ -56,6 +56,15 @@ def test_too_few_gpus_here_are_refused_before_any_rank_starts(gpus, fix):
         settle_device(Launch(device="cuda"), 2, lambda: gpus)
 
 
+def test_a_compiler_that_is_missing_is_said_before_any_rank_starts(tmp_path, monkeypatch):
+    recipe = compose(["memory.compile=always", "precision=fp32", "launch.device=cpu"]).require()
+    monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
+    with pytest.raises(RecipeError, match=r"no C\+\+ compiler here .*use memory.compile=never"):
+        settle(recipe)
+    (tmp_path / "compiler").touch(mode=0o755)
+    assert settle(recipe).memory.compile == "always"
+
+
 @pytest.mark.parametrize("overrides", [[], ["launch=slurm", "launch.nodes=1", "batch.sequences_per_step=64"]])
 def test_a_settled_recipe_leaves_nothing_to_the_ranks(overrides):
     recipe = settle(compose(overrides).require())
