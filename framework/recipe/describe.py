@@ -54,7 +54,8 @@ def _say_what_compiles(recipe: Recipe) -> Iterator[str]:
     )
     if recipe.model.experts == "eager" or (recipe.model.experts, recipe.precision.compute) == ("auto", "fp64"):
         yield "but for experts, which are multiplied in a loop: how many tokens each has is known from the data only"
-    if recipe.pipeline.schedule in SPLIT_BACKWARDS:
+    # With tp the linear layers are split ones, which the compiler leaves alone: their weights' gradients can wait.
+    if recipe.pipeline.schedule in SPLIT_BACKWARDS and recipe.parallel.tp == 1:
         schedule = recipe.pipeline.schedule
         yield f"pipeline.schedule={schedule} fills no bubbles: a compiled layer's backward has its weights' gradients, too"
 

@@ -119,6 +119,8 @@ class TestCheck:
         _, experts, bubbles = say("memory.compile=always", "model.experts=eager", *pipeline)
         assert "multiplied in a loop" in experts
         assert "zb_h1 fills no bubbles" in bubbles
+        (pieces,) = say("memory.compile=always", *pipeline, "parallel.tp=2", "launch.ranks=4")
+        assert "with tp in pieces" in pieces
 
     def test_the_printed_recipe_is_the_recipe(self, run, tmp_path):
         from framework.recipe.compose import compose, load_recipe
