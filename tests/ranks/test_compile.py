@@ -46,8 +46,9 @@ SEQUENCES_PER_MICROBATCH = 2
 # More than torch's recompile_limit of 8: a graph of each layer's own would hit it.
 NUM_LAYERS = 10
 CHECKPOINTED = Memory(activation_checkpointing="full", compile="always")
-# What breaks a layer's graph: our borders and split layers, experts in a loop, the hook on a router. All are disabled by name.
-EXPECTED_BREAK = "torch.compiler.disable"
+# What breaks a layer's graph: our borders and split layers, experts in a loop, the hook on a router, all disabled by name; and,
+# with overlap, what reads a region's input while it still comes and is no split layer (a router, experts).
+EXPECTED_BREAKS = ("torch.compiler.disable", "of class `AsyncGatherTensor`")
 # A broken rule must show far beyond the tolerance, not at its edge.
 VISIBLE = 1e-3
 
@@ -157,7 +158,8 @@ def compile_case(pool: RankPool, case: Case, backend: Backend, kernels: str) -> 
         for label, each in found.items():
             assert each.frames[1] == each.frames[-1], f"rank {rank}, {label}: recompiled, {each.frames} frames"
             assert not each.limits, each.limits
-            assert all(EXPECTED_BREAK in reason for reason in each.reasons), f"{label}: {each.reasons}"
+            others = [reason for reason in each.reasons if not any(known in reason for known in EXPECTED_BREAKS)]
+            assert not others, f"rank {rank}, {label}: {others}"
     return of_ranks[0][0]
 
 

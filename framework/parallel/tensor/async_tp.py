@@ -17,6 +17,7 @@ whole; so nothing can read what has not come.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -88,7 +89,9 @@ class AsyncGatherTensor(Tensor):
         made.arrival = arrival
         return made
 
+    # Not traced: where a compiled layer stops at its input, the compiler would go on in here and break at each wait.
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
