@@ -5,6 +5,7 @@ A shard is a function of its job alone, so it does not matter which process writ
 
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
@@ -42,6 +43,21 @@ DESCRIPTORS_KEPT = 64
 
 # Of a source's bytes: as much is held out of a document that would hold out most of the source.
 LARGEST_SHARE = 0.1
+
+# As records name their text, and their chats, most common first.
+TEXT_FIELDS = (
+    "text",
+    "content",
+    "contents",
+    "document",
+    "body",
+    "article",
+    "code",
+    "raw_content",
+    "completion",
+    "story",
+)
+CHAT_FIELDS = {"messages", "conversations", "conversation", "instruction", "chosen"}
 
 
 @dataclass(frozen=True)
@@ -170,11 +186,25 @@ def check_bad_records(source: str, bad_records: list[BadRecord], allowed: int) -
     """DataError, naming the first, where a source has more bad records than data.bad_records."""
     if len(bad_records) > allowed:
         first, count = bad_records[0], len(bad_records)
+        fix = _name_field(source, first) or (
+            f"repair the file, or raise data.bad_records to quarantine {'them' if count > 1 else 'it'}"
+        )
         raise DataError(
             f"{first.file}, row {first.row}: {first.reason}. data.sources.{source} has at least {count} bad "
-            f"record{'s' if count > 1 else ''} and data.bad_records={allowed}: repair the file, or raise data.bad_records to "
-            f"quarantine {'them' if count > 1 else 'it'}"
+            f"record{'s' if count > 1 else ''} and data.bad_records={allowed}: {fix}"
         )
+
+
+def _name_field(source: str, record: BadRecord) -> str:
+    """The key that says where the text is, where a record has text under another name."""
+    missing = re.search(r"is missing \(there is: (.*)\)$", record.reason)
+    names = set(missing[1].split(", ")) if missing else set()
+    found = next((name for name in TEXT_FIELDS if name in names), None)
+    if found is not None:
+        return f"set data.sources.{source}.field={found}"
+    if names & CHAT_FIELDS:
+        return f"chats are not in this version; set data.sources.{source}.field to a field of plain text"
+    return f"set data.sources.{source}.field to the one that has the text" if names else ""
 
 
 def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[ShardJob, ShardReport], None, None]:

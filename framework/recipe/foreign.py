@@ -23,6 +23,10 @@ _MODEL = (
 _OPTIMIZER = "optim.name, or an optimizer's recipe: optim=adamw, optim=lion, optim=sgd"
 _BETAS = "optim.betas=[0.9,0.95], a list of two"
 _DATA = "data.sources.NAME.path"
+_ADAPTERS = "adapters such as LoRA are not in this version: all parameters are trained, but those of model.freeze"
+_QUANTIZED = "training quantized weights is not in this version: precision.compute is bf16, fp32 or fp64"
+_CHAT = "chat formats are not in this version: it trains on plain text, data.sources.NAME.field of each record"
+_PREFERENCES = "training on preferences is not in this version: it trains to predict the next token"
 
 _HF_TRAINER = MappingProxyType(
     {
@@ -225,6 +229,62 @@ _TORCHTITAN = MappingProxyType(
         "job.dump_folder": _OUTPUT,
     }
 )
+_AXOLOTL = MappingProxyType(
+    {
+        "base_model": "model.weights",
+        "base_model_config": "model.family and model.config",
+        "datasets": _DATA,
+        "datasets.path": _DATA,
+        "pretraining_dataset": _DATA,
+        "dataset_prepared_path": "data.root",
+        "dataset_processes": "`meshwright prepare --workers N`",
+        "val_set_size": "data.validation",
+        "test_datasets": "data.validation, a share of data.sources from 0 to 0.5",
+        "sample_packing": "data.pack",
+        "pad_to_sequence_len": "sequences are packed and always full: data.pack",
+        "excess_length_strategy": "documents are packed one after another, so none is too long",
+        "num_epochs": _EPOCHS,
+        "flash_attention": "model.attention, such as model.attention=flash_attention_2",
+        "sdp_attention": "model.attention, such as model.attention=sdpa",
+        "flex_attention": "model.attention, such as model.attention=flex_attention",
+        "xformers_attention": "model.attention, such as model.attention=sdpa",
+        "unfrozen_parameters": "model.freeze, which names what is not trained",
+        "saves_per_epoch": "checkpoint.every_steps",
+        "evals_per_epoch": "train.validate_every_steps",
+        "fsdp_config": _ZERO,
+        "adapter": _ADAPTERS,
+        "peft": _ADAPTERS,
+        **dict.fromkeys(
+            ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"), _ADAPTERS
+        ),
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit", "gptq", "bnb_config_kwargs"), _QUANTIZED),
+        **dict.fromkeys(("chat_template", "train_on_inputs", "roles_to_train", "field_messages"), _CHAT),
+        **dict.fromkeys(("messages", "conversations", "conversation"), _CHAT),
+        **dict.fromkeys(("rl", "rl_beta"), _PREFERENCES),
+    }
+)
+_LLAMA_FACTORY = MappingProxyType(
+    {
+        "cutoff_len": "batch.context",
+        "val_size": "data.validation",
+        "dataset": _DATA,
+        "eval_dataset": "data.validation, a share of data.sources from 0 to 0.5",
+        "dataset_dir": _DATA,
+        "tokenized_path": "data.root",
+        "preprocessing_num_workers": "`meshwright prepare --workers N`",
+        "neat_packing": "data.pack, such as data.pack=documents",
+        "flash_attn": "model.attention, such as model.attention=flash_attention_2",
+        "plot_loss": "report.png in the run's folder has the curves",
+        "finetuning_type": _ADAPTERS,
+        "freeze_trainable_layers": "model.freeze",
+        "template": _CHAT,
+        "train_on_prompt": _CHAT,
+        "mask_history": _CHAT,
+        **dict.fromkeys(("lora_rank", "lora_target", "use_dora", "use_rslora"), _ADAPTERS),
+        **dict.fromkeys(("quantization_bit", "quantization_method"), _QUANTIZED),
+        **dict.fromkeys(("pref_beta", "pref_loss", "dpo_beta", "reward_model"), _PREFERENCES),
+    }
+)
 _OTHERS = MappingProxyType(
     {
         "offload.optimizer": _NO_OFFLOAD,
@@ -269,6 +329,8 @@ def foreign_names() -> Mapping[str, tuple[str, str]]:
         "DeepSpeed": _DEEPSPEED,
         "Megatron": _MEGATRON,
         "torchtitan": _TORCHTITAN,
+        "axolotl": _AXOLOTL,
+        "LLaMA-Factory": _LLAMA_FACTORY,
         "": _OTHERS,
     }
     table: dict[str, tuple[str, str]] = {}

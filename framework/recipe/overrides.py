@@ -44,8 +44,10 @@ def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> Comman
     for text in overrides:
         try:
             override = _parse(text)
+            if not override.key_or_group:  # of `optim.lr = 3`
+                raise OverrideParseException(text, "no key")
         except OverrideParseException:
-            command.problems.append(_explain_grammar(text))
+            command.problems.append(_explain_grammar(text, folders))
             continue
         problem = _explain_form(override, folders)
         if problem:
@@ -81,9 +83,11 @@ def list_options(group: str, folders: Sequence[Path]) -> list[str]:
 def missing_option(group: str, option: str, folders: Sequence[Path], origin: str) -> Problem:
     """The problem that `group` has no recipe `option`."""
     options = list_options(group, folders)
-    guess = nearest(option, options)
+    short = Path(option).stem if option.endswith((".yaml", ".yml")) else option
+    meant = short.lower().removeprefix(group)
+    guess = [each for each in options if meant and each.endswith(meant)] or nearest(short, options)
     fix = (f"did you mean {group}={guess[0]}? " if guess else "") + f"there are: {', '.join(options) or 'none'}"
-    return Problem(group, option, f"no recipe {option}.yaml in the folder {group}/", fix, origin)
+    return Problem(group, option, f"no recipe {short}.yaml in the folder {group}/", fix, origin)
 
 
 def apply_values(tree: DictConfig, values: Iterable[Override], origins: dict[str, str]) -> list[Problem]:
@@ -156,12 +160,51 @@ def _alternatives(override: Override, text: str) -> list[str]:
     return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
-def _explain_grammar(text: str) -> Problem:
+def _explain_grammar(text: str, folders: Sequence[Path] = ()) -> Problem:
     key, equals, value = text.partition("=")
     if not equals:
-        return Problem(text, None, "an override is written key=value", explain_unknown(key).fix, COMMAND_LINE)
+        fix = _explain_word(text, folders) or explain_unknown(key).fix
+        return Problem(text, None, "an override is written key=value", fix, COMMAND_LINE)
+    if not key or not value:
+        return Problem(
+            text, None, "an override is written key=value, without spaces", "such as train.steps=500", COMMAND_LINE
+        )
     fix = f"text with characters such as = , : [ ] {{ }} is quoted twice, for the shell and for Hydra: '{key}=\"...\"'"
     return Problem(key, value, "this is not in Hydra's grammar", fix, COMMAND_LINE)
+
+
+def _explain_word(text: str, folders: Sequence[Path]) -> str:
+    """What was probably meant by a word that sets nothing: a recipe's name or file, `key:value`, or a key alone."""
+    file, is_file = Path(text), text.endswith((".yaml", ".yml"))
+    name = file.stem if is_file else text
+    choices = [f"{group}={name}" for group in _name_groups(folders) if name in list_options(group, folders)]
+    if choices:
+        return f"write {' or '.join(choices)}"
+    if is_file:
+        return _explain_file(file, folders)
+    key, colon, value = text.partition(":")
+    if key in {known.path for known in list_keys()} or is_group(key, folders):
+        return f"write {key}={value.strip() or '...'}" if colon else f"write {key}=... with a value"
+    return ""
+
+
+def _explain_file(file: Path, folders: Sequence[Path]) -> str:
+    """How a recipe's file is chosen; one that a run has saved is gone on with."""
+    if file.name == "recipe.yaml":
+        return f"a run's own recipe: run.id={file.parent.name} goes on with that run"
+    if file.parent.name and is_group(file.parent.name, folders):
+        return f"write --recipes {file.parent.parent} {file.parent.name}={file.stem}"
+    return (
+        f"recipes are chosen by name: keep the file in DIR/experiment/, and write --recipes DIR experiment={file.stem}"
+    )
+
+
+def _name_groups(folders: Sequence[Path]) -> list[str]:
+    """The folders of recipes, those inside others too (optim/schedule); experiments first, which people name most."""
+    found = {file.parent.relative_to(folder).as_posix() for folder in folders for file in folder.rglob("*.yaml")} - {
+        "."
+    }
+    return sorted(found, key=lambda group: (group != "experiment", group))
 
 
 def _explain_form(override: Override, folders: Sequence[Path]) -> Problem | None:

@@ -36,7 +36,7 @@ from framework.data.prepared import (
 from framework.data.shard import ShardJob, hash_document, tokenize_shards
 from framework.data.source import MIN_SHARD_BYTES, list_files, plan_shards
 from framework.data.store import ShardReport, Split, write_atomically
-from framework.data.tokenize import decode_start, load_encoder, load_tokenizer
+from framework.data.tokenize import decode_start, load_encoder, load_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, EXIT_USER, DataError, ModelError
 from framework.recipe.schema import Data, Model, Recipe, Source
 
@@ -500,6 +500,24 @@ def test_no_tokenizer_is_an_error_that_names_the_keys(tmp_path: Path) -> None:
     recipe = replace(make_recipe(tmp_path / "tokens", source), model=Model(tokenizer=str(tmp_path / "empty")))
     with pytest.raises(DataError, match=r"model.tokenizer=.*empty: no tokenizer can be loaded"):
         build(recipe)
+
+
+@pytest.mark.parametrize(
+    ("record", "fix"),
+    [
+        ({"id": 1, "content": "words"}, "set data.sources.s0.field=content"),
+        ({"messages": []}, "chats are not in this version; set data.sources.s0.field to a field of plain text"),
+        ({"a": "b"}, "set data.sources.s0.field to the one that has the text"),
+    ],
+)
+def test_a_field_of_another_name_is_named(record: dict[str, Any], fix: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    recipe = make_recipe(tmp_path / "tokens", tmp_path / "a.jsonl")
+    (tmp_path / "b").mkdir()
+    given = train_bpe(["some words"], 300)
+    given.save_pretrained(tmp_path / "b")
+    with pytest.raises(DataError, match=f"data.bad_records=0: {fix}$"):
+        build(replace(recipe, model=Model(tokenizer=str(tmp_path / "b"))))
 
 
 # The tokenizer

@@ -258,6 +258,29 @@ class TestMistakes:
         assert problem.origin == COMMAND_LINE
         assert fix in problem.fix
 
+    @pytest.mark.parametrize(
+        ("word", "fix"),
+        [
+            ("quickstart", "write experiment=quickstart"),
+            ("gpt2", "write model=gpt2"),
+            ("wsd", "write optim/schedule=wsd"),
+            ("recipes/experiment/quickstart.yaml", "write experiment=quickstart"),
+            ("/my/recipes/experiment/poems.yaml", "write --recipes /my/recipes experiment=poems"),
+            ("my.yaml", "keep the file in DIR/experiment/, and write --recipes DIR experiment=my"),
+            ("runs/demo-001/recipe.yaml", "run.id=demo-001 goes on with that run"),
+            ("train.steps:500", "write train.steps=500"),
+            ("experiment:quickstart", "write experiment=quickstart"),
+            ("train.steps", "write train.steps=... with a value"),
+            ("=", "such as train.steps=500"),
+            ("zero=3", "did you mean zero=stage_3?"),
+            ("zero=zero2", "did you mean zero=stage_2?"),
+            ("model=recipes/model/gpt2.yaml", "did you mean model=gpt2?"),
+        ],
+    )
+    def test_what_people_type_leads_to_what_is_written(self, word, fix):
+        (problem,) = compose([word]).problems
+        assert fix in problem.fix
+
     def test_a_bad_option_in_a_file_has_its_line(self, mine):
         mine("experiment/other", "# @package _global_\ndefaults:\n  - override /model: llama3_2_1\n")
         folder = mine(
