@@ -326,12 +326,13 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's id or folder")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--best", action="store_true", help="with checkpoint.keep_best: of the lowest validation loss")
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from framework.launch.export import export_command
 
-    return export_command(_find_run(arguments.run), arguments.to)
+    return export_command(_find_run(arguments.run), arguments.to, arguments.best)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

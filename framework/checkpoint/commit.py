@@ -158,14 +158,14 @@ def finish(unfinished: Path, manifest: Manifest, fault: Fault = no_fault) -> Pat
     return final
 
 
-def retain(root: Path, keep: int, fault: Fault = no_fault) -> None:
-    """Remove all but the newest `keep` whole checkpoints. Damaged ones do not count and stay, as evidence.
+def retain(root: Path, keep: int, fault: Fault = no_fault, best_step: int | None = None) -> None:
+    """Remove all but the newest `keep` whole checkpoints, and that of best_step. Damaged ones do not count and stay, as evidence.
 
     What cannot be removed, or not even looked at, is said and stays: the new checkpoint is safe.
     """
     with reported("the new checkpoint is safe, but an old one cannot be removed"):
         whole = [path for path in list_checkpoints(root) if find_damage(path) is None]
-        for path in whole[keep:]:
+        for path in (each for each in whole[keep:] if step_of(each) != best_step):
             # Renamed first, so that a crash in the middle of the removal leaves no half checkpoint under a final name.
             path = path.rename(root / f"{path.name}.tmp.{os.getpid()}")
             fault("retained")

@@ -78,7 +78,8 @@ def save_checkpoint(
     keep: int,
     fault: Fault = no_fault,
 ) -> Path:
-    """Commit `step-N` under `root`, then keep the newest `keep`. Collective over `world`. Returns the new folder.
+    """Commit `step-N` under `root`; the newest `keep` stay, and that of `state["best_step"]`. Collective over `world`. Returns
+    the new folder.
 
     The entries of all ranks together cover every tensor. `state` is JSON-able and equal on all ranks; rank 0's is kept.
     Needs host memory for the largest entry of a device, none for entries on the CPU; on rank 0 also some 250 bytes for each
@@ -109,7 +110,7 @@ def save_checkpoint(
             shutil.rmtree(duty.folder, ignore_errors=True)
         raise
     if world.rank == 0:
-        retain(root, keep, fault)
+        retain(root, keep, fault, state.get("best_step"))
     return committed
 
 

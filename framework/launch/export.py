@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from framework.checkpoint.commit import newest_checkpoint
+from framework.checkpoint.commit import committed_name, newest_checkpoint, step_of
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import Reader
 from framework.data.tokenize import load_tokenizer
@@ -24,14 +24,14 @@ from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe
 
 
-def export_command(run: Path, to: Path) -> int:
-    """Write the newest checkpoint of `run` to the folder `to`, with its tokenizer. Needs memory for one unit.
+def export_command(run: Path, to: Path, best: bool = False) -> int:
+    """Write the newest checkpoint of `run`, or the best, to the folder `to`, with its tokenizer. Needs memory for one unit.
 
     Weights keep the dtype in which the optimizer updated them, so nothing is lost. Raises RunError when the run has no
     checkpoint, ModelError when `to` has content already, CheckpointError when the checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
-    model, reader = _plan_model(directory)
+    model, reader = _plan_model(directory, best)
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
     write_weights(to, model, _read_units(reader, model, units), dtype)
@@ -59,17 +59,30 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     return model, reader.manifest.step
 
 
-def _plan_model(directory: RunDirectory) -> tuple[PreTrainedModel, Reader]:
-    """The run's model on meta, with its tokenizer's special tokens, and the newest checkpoint."""
-    newest = newest_checkpoint(directory.checkpoints)
-    if newest is None:
+def _plan_model(directory: RunDirectory, best: bool = False) -> tuple[PreTrainedModel, Reader]:
+    """The run's model on meta, with its tokenizer's special tokens, and the newest checkpoint, or the best."""
+    chosen = newest_checkpoint(directory.checkpoints)
+    if chosen is None:
         raise RunError(f"{directory.path} has no whole checkpoint yet: nothing to export")
+    if best:
+        chosen = find_best(directory.checkpoints, chosen)
     settings = load_recipe(directory.recipe).model
     model = build_meta(load_config(settings), settings.attention)
     # Runs of older versions have the family's ids in their recipes, not the tokenizer's.
     tokenizer = load_tokenizer(str(directory.tokenizer))
     set_token_ids(model, find_token_ids(model.config, tokenizer, settings.weights is not None))
-    return model, Reader(newest)
+    return model, Reader(chosen)
+
+
+def find_best(root: Path, newest: Path) -> Path:
+    """The checkpoint with the lowest validation loss, as the newest one knows it. Raises RunError where none was kept as such."""
+    step = Reader(newest).manifest.state.get("best_step")
+    if step is None:
+        raise RunError(
+            f"{root.parent} has kept no best checkpoint: checkpoint.keep_best=true does from now on. Leave --best out for step"
+            f" {step_of(newest):,}, the newest"
+        )
+    return committed_name(root, step)
 
 
 def _read_units(reader: Reader, model: PreTrainedModel, units: list[Unit]) -> Iterator[dict[str, Tensor]]:

@@ -27,6 +27,7 @@ SHOWN_RUNS = 10
 # Patterns of the keys that a resume may change, each with the reason why the run stays the same run.
 MAY_CHANGE = (
     ("train.steps", "more steps; a schedule that ends with the run stretches with it"),
+    ("train.epochs", "the same, in passes over the text"),
     ("train.validat*", "looks at the weights, does not change them"),
     ("train.sample", "reads the finished weights"),
     ("batch.sequences_per_microbatch", "sums in another grouping"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch.directory import RunDirectory, explain_errors, write_private
+from framework.launch.epochs import settle_steps
 from framework.launch.local import keep_tokenizer, refuse_leftovers, resume_command, saved_step, summarize
 from framework.launch.resume import Change, resume_recipe
 from framework.launch.settle import settle, settle_tokens
@@ -43,7 +44,9 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     if dry_run:
         return _show([recipe], render(recipe, run.path.absolute(), Path.cwd()))
     recipe = settle(recipe)
-    print(_check_layouts([recipe]))
+    model_type, need = _check_layouts([recipe])
+    recipe = settle_steps(recipe)
+    print(f"{summarize(recipe, model_type)}\n{need}")
     prepared = prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
@@ -76,7 +79,9 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     if dry_run:
         return _show(recipes, scripts[0])
     recipes = [settle(recipe) for recipe in recipes]
-    print(_check_layouts(recipes))
+    model_type, need = _check_layouts(recipes)
+    recipes = [settle_steps(recipe) for recipe in recipes]
+    print(f"{summarize(recipes[0], model_type)}\n{need}")
     tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
     recipes = [settle_tokens(recipe, tokenizer) for recipe, tokenizer in zip(recipes, tokenizers, strict=True)]
     sweep = RunDirectory.create(root, first.run.id, name)
@@ -99,12 +104,12 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     return EXIT_DONE
 
 
-def _check_layouts(recipes: Sequence[Recipe]) -> str:
-    """Raise now what the ranks of a job would raise after the queue. Returns what is about to be trained, in a few lines."""
+def _check_layouts(recipes: Sequence[Recipe]) -> tuple[str, str]:
+    """Raise now what the ranks of a job would raise after the queue. Returns the model's type, and a line on memory."""
     from framework.plan.check import check_layouts, describe_need  # torch takes seconds, which only what is queued pays
 
     plan = check_layouts(recipes)
-    return f"{summarize(recipes[0], plan.config.model_type)}\nplan     {describe_need(plan)}"
+    return plan.config.model_type, f"plan     {describe_need(plan)}"
 
 
 def check_machine(recipe: Recipe, dry_run: bool) -> None:
@@ -150,12 +155,14 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
     if busy is not None:
         raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `scancel {busy}`")
     with run.lock():
+        recipe = settle_steps(recipe)
         step = saved_step(run)
         if step >= recipe.train.steps:
             more = resume_command(run, recipe, f"train.steps={2 * step}")
             raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
         recipe = settle(recipe)
-        print(_check_layouts([recipe]))
+        model_type, need = _check_layouts([recipe])
+        print(f"{summarize(recipe, model_type)}\n{need}")
         for change in changes:
             print(f"changed  {change.key}: {change.was} -> {change.now}")
         prepared = prepare(recipe)

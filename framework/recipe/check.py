@@ -57,7 +57,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps"), _bubbles),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
         (("precision",), _precision),
-        (("optim.schedule", "train.steps"), _schedule),
+        (("optim.schedule", "train.steps", "train.epochs"), _schedule),
         (("optim.name", "optim.betas", "optim.eps", "optim.momentum"), _optimizer),
         (("optim.clip_norm",), _clipping),
         (("optim.groups",), _group_patterns),
@@ -67,6 +67,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("model.weights", "model.revision"), _revision),
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes",), _checkpoint),
+        (("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles"), _best),
         (("run",), _run),
         *launch_rules(),
     )
@@ -172,6 +173,8 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
 
 def _schedule(recipe: Recipe) -> Iterator[Problem]:
     schedule, steps = recipe.optim.schedule, recipe.train.steps
+    if recipe.train.epochs is not None:
+        return  # judged when the steps are known: launch/epochs.py
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if warmup > steps:
         message = f"the warm-up is longer than the run of train.steps={steps}"
@@ -264,6 +267,16 @@ def _validation(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.validate_every_steps is not None and recipe.data.validation == 0.0:
         message = f"no documents are held out, but train.validate_every_steps={recipe.train.validate_every_steps}"
         yield Problem("data.validation", 0.0, message, "data.validation=0.005; or train.validate_every_steps=null")
+
+
+def _best(recipe: Recipe) -> Iterator[Problem]:
+    key = "checkpoint.keep_best"
+    if recipe.checkpoint.keep_best and recipe.train.validate_every_steps is None:
+        message = "nothing says which is the best: train.validate_every_steps=null"
+        yield Problem(key, True, message, f"{key}=false; or train.validate_every_steps=100")
+    elif recipe.checkpoint.keep_best and recipe.pipeline.fill_bubbles != "none":
+        message = "a validation in bubbles ends a step late, when its weights are no more"
+        yield Problem(key, True, message, f"{key}=false; or pipeline.fill_bubbles=none")
 
 
 def _checkpoint(recipe: Recipe) -> Iterator[Problem]:

@@ -33,6 +33,7 @@ class Derived:
     total_tokens: int  # of the whole run
     nodes: int = 1
     ranks_per_node: int = 1  # ranks on each node, at most launch.ranks_per_node
+    epochs: float | None = None  # where steps and total_tokens are still to follow from the data
 
 
 def compiles(memory: Memory) -> bool:
@@ -65,6 +66,7 @@ def derive(recipe: Recipe) -> Derived:
         total_tokens=sequences * batch.context * recipe.train.steps,
         nodes=count_nodes(recipe),
         ranks_per_node=count_ranks(recipe) // count_nodes(recipe),
+        epochs=recipe.train.epochs,
     )
 
 

@@ -21,11 +21,14 @@ def describe_derived(derived: Derived) -> str:
     d = derived
     axes = " x ".join(f"{axis} {getattr(d, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep"))
     microbatches = f"{d.accumulation} microbatch{'es' if d.accumulation != 1 else ''} of {d.sequences_per_microbatch}"
+    length = f"{d.total_tokens // d.tokens_per_step:,} steps = {d.total_tokens:,} tokens"
+    if d.epochs is not None:
+        length = f"{d.epochs:g} passes over the text: steps follow when the data is prepared"
     rows = (
         ("world", f"{d.world} rank{'s' if d.world != 1 else ''}: {axes}"),
         ("step", f"{d.sequences_per_step:,} sequences of {d.context:,} tokens = {d.tokens_per_step:,} tokens"),
         ("accumulation", f"{microbatches} on " + (f"each of {d.dp} dp ranks" if d.dp != 1 else "the only dp rank")),
-        ("run", f"{d.total_tokens // d.tokens_per_step:,} steps = {d.total_tokens:,} tokens"),
+        ("run", length),
     )
     return "\n".join(f"{name:13} {text}" for name, text in rows)
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 _ACCUMULATION = "accumulation follows from batch.sequences_per_step / (dp * batch.sequences_per_microbatch)"
 _BATCH = "batch.sequences_per_step (of one optimizer step) or batch.sequences_per_microbatch (of one forward pass of one rank)"
-_EPOCHS = "a run is measured in steps: train.steps; a token store that is used up starts its next epoch by itself"
+_EPOCHS = "train.epochs"
 _DTYPE = "precision.compute (bf16, fp32, fp64 or auto); fp16 is not available"
 _ZERO = "zero.stage: 1 shards optimizer state, 2 and gradients, 3 and parameters"
 _NO_OFFLOAD = "offloading is not built yet: parameters, gradients and optimizer state stay on the device"

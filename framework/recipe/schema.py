@@ -26,6 +26,11 @@ def group(kind: type) -> Any:
 @dataclass(frozen=True)
 class Train:
     steps: int = key("optimizer steps of the whole run", 1000, low=1)
+    epochs: float | None = key(
+        "passes over the text of all sources, instead of steps; set into train.steps when the data is prepared",
+        None,
+        low=1e-6,
+    )
     seed: int = key("seeds initialisation, data order and dropout", 1234, low=0)
     validate_every_steps: int | None = key(
         "validate after every so many steps and after the last; null: never", None, low=1
@@ -204,6 +209,9 @@ class Checkpoint:
     every_steps: int | None = key("save after every so many steps; null: only at the end and when stopped", None, low=1)
     every_minutes: float | None = key("save after so many minutes; null: never by the clock", None, low=0.0)
     keep: int = key("newest checkpoints to keep", 3, low=1)
+    keep_best: bool = key(
+        "save whenever the validation loss is the lowest so far, and keep that checkpoint beside the newest", False
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from framework.comm import ledger
-from framework.comm.objects import gather_numbers_to_first
+from framework.comm.objects import gather_numbers_to_first, tell
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
 from framework.errors import NumericsError
@@ -78,6 +78,7 @@ class Loop:
         self._unreported: tuple[PendingStep, StepValues] | None = None
         self._validation: Validation | None = None
         self._skipped_in_a_row = 0
+        self._is_best = False
         self._last_save_s = time.monotonic()
         self._flags = Flags()
 
@@ -105,9 +106,11 @@ class Loop:
         return every is not None and (self.state.step % every == 0 or self.is_done)
 
     def must_save(self) -> bool:
-        """Whether a checkpoint is due: by steps, by rank 0's clock, asked for, or because the run is done."""
+        """Whether a checkpoint is due: by steps, by rank 0's clock, asked for, as the best so far, or because the run is
+        done."""
         every = self.recipe.checkpoint.every_steps
-        return (every is not None and self.state.step % every == 0) or self._flags.save or self.is_done
+        is_due = every is not None and self.state.step % every == 0
+        return is_due or self._flags.save or self._is_best or self.is_done
 
     def begin_validation(self, validation: Validation) -> None:
         """Validate the weights of this moment: in the bubbles of the next step, or in `end_validation` if that comes first."""
@@ -127,7 +130,7 @@ class Loop:
     def end_save(self) -> None:
         """Start the clock of `checkpoint.every_minutes` anew."""
         self._last_save_s = time.monotonic()
-        self._flags = Flags(stop=self._flags.stop)
+        self._flags, self._is_best = Flags(stop=self._flags.stop), False
 
     def _take_step(self, flags: Flags) -> None:
         """Send a step to the device, then read the one before: in the steady state that wait is the device's step time."""
@@ -166,8 +169,18 @@ class Loop:
             loss = self._validation.means(self.run.mesh)
             fills = self.recipe.pipeline.fill_bubbles != "none"
             free, self._validation = self._validation.free_fraction if fills else None, None
+            self._note_best(loss.mean)
             self._conclude()
             self._report(loss, free)
+
+    def _note_best(self, loss: float) -> None:
+        """With checkpoint.keep_best: whether these weights are the best so far. Rank 0 decides, so that no rounding of a loss
+        makes ranks disagree on a save, which is collective."""
+        if self.recipe.checkpoint.keep_best:
+            former = self.state.best_validation_loss
+            self._is_best = tell(lambda: former is None or loss < former, self.run.mesh.axis("world"))
+            if self._is_best:
+                self.state.best_step, self.state.best_validation_loss = self.state.step, loss
 
     def _read(self) -> None:
         """Conclude the step that was sent last, and report it unless the validation of its weights is still to come."""

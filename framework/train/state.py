@@ -28,6 +28,8 @@ class RunState:
     tokens: int = 0
     skipped_steps: int = 0
     num_updates: int = 0
+    best_step: int | None = None  # with checkpoint.keep_best, where the validation loss was the lowest
+    best_validation_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from framework.checkpoint.commit import newest_checkpoint
+from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, step_of
 from framework.checkpoint.load import Reader
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunError
@@ -152,6 +152,23 @@ def test_a_run_saves_and_stops_as_it_is_asked_from_outside(capfd):
     assert f"saved    step {saved[0]:,}\n" in out
     assert f"stopped  step {saved[1]:,}\nresume   meshwright train run.id=asked" in out
     assert not list(run.path.glob("request-*"))
+
+
+def test_the_best_checkpoint_is_saved_at_once_and_kept(tmp_path, capfd):
+    """A rate at which the model soon forgets what it has not seen for long."""
+    words = ("train.validate_every_steps=5", "data.validation=0.3", "optim.lr=0.1", "optim.schedule.name=constant")
+    keeps = ("checkpoint.keep_best=true", "checkpoint.keep=1", "checkpoint.every_steps=20")
+    assert train("run.id=best", "train.steps=40", *words, *keeps) == EXIT_DONE
+    lines = map(json.loads, Path("runs/best/metrics.jsonl").read_text().splitlines())
+    validated = {line["step"]: line["validation_loss"] for line in lines if line["validation_loss"] is not None}
+    best = min(validated, key=validated.__getitem__)
+    assert best not in (20, 40)
+    assert [step_of(path) for path in list_checkpoints(Path("runs/best/checkpoints"))] == [40, best]
+    assert newest("best").manifest.state["best_step"] == best
+    assert export_command(Path("runs/best"), tmp_path / "best", best=True) == EXIT_DONE
+    assert f"exported step {best} of" in capfd.readouterr().out
+    with pytest.raises(RunError, match="kept no best checkpoint"):
+        export_command(Path("runs/whole"), tmp_path / "none", best=True)
 
 
 def test_a_step_of_a_pipeline_is_drawn(piped):

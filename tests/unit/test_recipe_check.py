@@ -242,3 +242,14 @@ def test_the_fixes_of_a_contradiction_fix_it():
     assert problems_of("data.bpe_vocab=null", "model.config.vocab_size=9", "model.tokenizer=gpt2") == {}
     fix = problems_of("run.id='a b/c'")["run.id"].fix
     assert problems_of(fix) == {}
+
+
+class TestBest:
+    def test_nothing_is_the_best_without_a_validation(self):
+        key = "checkpoint.keep_best"
+        assert "nothing says which is the best" in problems_of(f"{key}=true")[key].message
+        assert problems_of(f"{key}=true", "train.validate_every_steps=10") == {}
+
+    def test_a_validation_in_bubbles_is_of_weights_that_are_gone(self):
+        words = ("train.validate_every_steps=10", "parallel.pp=2", "launch.ranks=2", "pipeline.fill_bubbles=validation")
+        assert list(problems_of("checkpoint.keep_best=true", *words)) == ["checkpoint.keep_best"]

@@ -16,7 +16,7 @@ KEYS = [key.path for key in list_keys()]
         ("per_device_train_batch_size", "batch.sequences_per_microbatch (HF Trainer"),
         ("gradient_accumulation_steps", "batch.sequences_per_step / (dp * batch.sequences_per_microbatch)"),
         ("max_steps", "train.steps (HF Trainer"),
-        ("num_train_epochs", "train.steps"),
+        ("num_train_epochs", "train.epochs"),
         ("warmup_steps", "optim.schedule.warmup_steps (HF Trainer"),
         ("max_grad_norm", "optim.clip_norm (HF Trainer"),
         ("bf16", "precision.compute (HF Trainer"),

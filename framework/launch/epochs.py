@@ -1,0 +1,46 @@
+"""`train.epochs`: a run's length in passes over its text, turned into `train.steps` once the text is prepared."""
+
+import math
+from dataclasses import replace
+
+from framework.data.pack import count_samples
+from framework.data.prepare import prepare
+from framework.data.prepared import Prepared
+from framework.errors import RecipeError
+from framework.recipe.check import check_recipe
+from framework.recipe.derive import derive
+from framework.recipe.problem import render_problems
+from framework.recipe.schema import Recipe
+
+
+def settle_steps(recipe: Recipe) -> Recipe:
+    """The recipe with `train.steps` for its `train.epochs`, which is null then: recipe.yaml has one word on the run's length.
+
+    Prepares the data. Says what the passes over each source come to, for weights repeat some and cut others short. Raises
+    RecipeError where the schedule does not fit so many steps.
+    """
+    if recipe.train.epochs is None:
+        return recipe
+    prepared = prepare(recipe)
+    steps, passes = count_steps(recipe, prepared)
+    settled = replace(recipe, train=replace(recipe.train, steps=steps, epochs=None))
+    problems = check_recipe(settled, {})
+    if problems:
+        raise RecipeError(f"train.epochs={recipe.train.epochs:g} sets train.steps={steps}\n{render_problems(problems)}")
+    each = ", ".join(f"{count:.2f} of {name}" for name, count in passes.items())
+    print(f"epochs   {recipe.train.epochs:g} are {steps:,} steps: passes {each}")
+    return settled
+
+
+def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, float]]:
+    """(steps, passes over each source) for `train.epochs` passes over as many sequences as all sources have together."""
+    assert recipe.train.epochs is not None, "called for recipes with train.epochs"
+    derived, weights = derive(recipe), sum(source.weight for source in prepared.sources)
+    sizes = {
+        source.name: count_samples(source.streams["train"].num_tokens, derived.context) for source in prepared.sources
+    }
+    steps = max(1, math.ceil(recipe.train.epochs * sum(sizes.values()) / derived.sequences_per_step))
+    read = steps * derived.sequences_per_step
+    return steps, {
+        source.name: read * source.weight / weights / max(1, sizes[source.name]) for source in prepared.sources
+    }
