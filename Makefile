@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Without compiling every module of torch and transformers, which takes longer than a short run: a run imports few of them.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: install develop train test test-slurm test-grid lint clean
+.PHONY: install develop train test test-slurm test-grid try lint clean
 
 # Two stamps: training does not wait for what only tests and benches import.
 install: .venv/installed
@@ -52,6 +52,10 @@ test-slurm: develop
 # More families, ranks and ties of what `make test` shows. PART=0 to 6, or today: a seventh of it, as CI runs each day.
 test-grid: develop
 	$(PYTEST) $(TWO) -m grid $(if $(PART),--grid-part $(PART))
+
+# Thirty things that a new user does, with what must be seen; ARGS=--all: also those that train.
+try: install
+	$(BIN)/python scripts/try_as_user.py $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -28,21 +28,21 @@ SHOWN_LINES = 14
 class Action:
     """What is typed behind `meshwright`; the exit code; patterns that the output must have, in any order.
 
-    leaves_nothing: no file appears. lines: the most that it may print. interrupted: Ctrl-C once its third step is reported.
+    leaves_no_run: no file appears in runs/. lines: the most that it may print. interrupted: Ctrl-C once its third step is reported.
     """
 
     typed: str
     code: int
     seen: tuple[str, ...]
     trains: bool = False
-    leaves_nothing: bool = False
+    leaves_no_run: bool = False
     lines: int | None = None
     interrupted: bool = False
 
 
 def refused(typed: str, *seen: str, trains: bool = False) -> Action:
-    """A mistake: exit code 86, and nothing is written."""
-    return Action(typed, EXIT_USER, seen, trains=trains, leaves_nothing=True)
+    """A mistake: exit code 86, and no run is begun."""
+    return Action(typed, EXIT_USER, seen, trains=trains, leaves_no_run=True)
 
 
 def done(typed: str, *seen: str, trains: bool = False, lines: int | None = None) -> Action:
@@ -60,7 +60,7 @@ ACTIONS = (
     refused(f"check {QUICK} train.steps:500", "train.steps=500"),
     refused("check recipes/experiment/quickstart.yaml", "experiment=quickstart"),
     refused(f"check {QUICK} trian.steps=5", "did you mean train.steps"),
-    refused("check data=files data.sources.files.field=content data.sources.files.path=texts", "data.sources.files.text=content"),
+    refused("train data=files data.sources.files.path=chat.jsonl model=tiny_llama", "data.sources.files.field=content"),
     refused(f"check {QUICK} cutoff_len=2048 base_model=x val_set_size=0.1", "batch.context", "model.weights", "data.validation"),
     refused(f"check {QUICK} flash_attention=true lora_r=8 load_in_4bit=true chat_template=x", "not in this version"),
     refused(f"check --model {QUICK} model.family=lama", "nearest: llama"),
@@ -69,16 +69,16 @@ ACTIONS = (
     refused(f"check --model {QUICK} parallel.tp=3 launch.ranks=3", r"use parallel\.tp in"),
     refused(f"submit --dry-run {QUICK} launch=slurm launch.ranks=4 parallel.pp=4", "the model has 2 layers"),
     refused(f"check --model {QUICK} batch.context=99999", "2,048 positions", r"batch\.context=2048"),
-    refused("train run.id=nosuch", "no run nosuch"),
+    refused("train run.id=nosuch", "there is no run runs/nosuch"),
     refused("status nosuch", "nosuch"),
     refused("train ~model model.weights=/no/such/folder data=files data.sources.files.path=texts", "/no/such/folder"),
-    refused("train ~model model.weights=weights data=files data.sources.files.path=texts", "data.tokenizer", "tokenizer"),
-    refused("train ~model model.weights=org/name data=files data.sources.files.path=texts", "org/name", "offline"),
+    refused("train ~model model.weights=weights data=files data.sources.files.path=texts", "no tokenizer", "model.tokenizer"),
+    refused("train ~model model.weights=org/name data=files data.sources.files.path=texts", "hf download org/name"),
     refused(f"train {QUICK} data.root=/proc/nowhere", "data.root", "/proc/nowhere"),
     done("submit --dry-run experiment=pretrain_llama3_2_1b launch=slurm launch.nodes=2", "--nodes=2", "--ntasks-per-node"),
     done("plan model=llama3_2_1b parallel.pp=4 launch.ranks=4 pipeline.schedule=zbv", "bytes of a rank", "zbv"),
-    done("doctor", "torch", "python"),
-    done(f"check {QUICK} data.sources.files.path=texts", "blend"),
+    done("check --keys clip", "optim.clip_norm"),
+    done(f"check {QUICK} data.sources.files.path=texts", "stdlib 50%, files 50%"),
     done(f"verify {QUICK} zero.stage=3", "equal: this layout trains as one process does", trains=True),
     done(f"train {SMALL} run.id=first", "validation loss", "meshwright generate", trains=True),
     done("generate first --prompt 'def f('", "def f", trains=True),
@@ -90,9 +90,10 @@ ACTIONS = (
 
 
 def make_place(place: Path) -> None:
-    """Texts, and a folder of weights without a tokenizer."""
+    """Texts, in a folder and in a field of another name, and a folder of weights without a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    (place / "chat.jsonl").write_text('{"content": "a text in another field"}\n' * 50)
     (place / "texts").mkdir()
     for number in range(4):
         (place / "texts" / f"{number}.txt").write_text(f"text {number} " * 200)
@@ -102,8 +103,8 @@ def make_place(place: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(place / "weights")
 
 
-def list_files(place: Path) -> set[Path]:
-    return {path for path in place.rglob("*") if path.is_file()}
+def list_files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
 
 
 def interrupt(process: subprocess.Popen[str], metrics: Path) -> None:
@@ -127,7 +128,7 @@ def wait(process: subprocess.Popen[str], seconds: float) -> str:
 
 def run(action: Action, place: Path) -> tuple[str, list[str]]:
     """The output, and what is wrong with it."""
-    before = list_files(place) if action.leaves_nothing else set()
+    before = list_files(place / "runs")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", "PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen(
         f"exec {sys.executable} -m framework {action.typed}", shell=True, cwd=place, env=environment, text=True,
@@ -141,7 +142,7 @@ def run(action: Action, place: Path) -> tuple[str, list[str]]:
         (process.returncode != action.code, lambda: f"exit code {process.returncode}, not {action.code}"),
         ("Traceback" in output, lambda: "a traceback"),
         (action.lines is not None and output.count("\n") > action.lines, lambda: f"{output.count(chr(10))} lines"),
-        (action.leaves_nothing and list_files(place) != before, lambda: "it left files"),
+        (action.leaves_no_run and list_files(place / "runs") != before, lambda: "it began a run"),
     )
     return output, wrong + [say() for is_wrong, say in checks if is_wrong]
 
