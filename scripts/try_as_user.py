@@ -28,7 +28,7 @@ SHOWN_LINES = 14
 class Action:
     """What is typed behind `meshwright`; the exit code; patterns that the output must have, in any order.
 
-    leaves_no_run: no file appears in runs/. lines: the most that it may print. interrupted: Ctrl-C once its third step is reported.
+    leaves_no_run: no file appears in runs/. lines: the most that it may print. interrupted: Ctrl-C behind its third step.
     """
 
     typed: str
