@@ -123,6 +123,7 @@ class StageModel:
 
     units: those that the stage runs. seed_mask: exclusive-or'd into the seeds of its layers, on a rank whose layers hold other
     tokens than those of the other ranks. routers: the model's, if there is a load-balancing loss whose sums are passed on.
+    is_random: its layers take random numbers; else they are not seeded one by one.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class StageModel:
         bounds: StageBounds,
         seed_mask: int = 0,
         routers: Routers | None = None,
+        is_random: bool = True,
     ):
         self.model, self.bounds, self.routers = model, bounds, routers
         self._received: Tensor | None = None
@@ -140,7 +142,7 @@ class StageModel:
         self._shape = torch.Size()
         layers = [unit.root for unit in units if unit.is_layer and bounds.owns(unit)]
         for unit in units:
-            if unit.is_layer and bounds.owns(unit):
+            if is_random and unit.is_layer and bounds.owns(unit):
                 model.get_submodule(unit.root).register_forward_pre_hook(partial(self._reseed, unit.name, seed_mask))
         if not bounds.is_first:
             model.get_submodule(layers[0]).register_forward_pre_hook(self._inject, with_kwargs=True)

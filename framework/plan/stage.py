@@ -10,7 +10,7 @@ from framework.model.stage import StageModel, own_ties
 from framework.model.units import Unit
 from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor import mask_of
+from framework.parallel.tensor import mask_of, uses_rng_in_training
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
 
@@ -33,7 +33,8 @@ class PlannedStage:
 def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
     """Apply the transforms to a copy of the model on meta, and plan its buffers."""
     layouts = parallelize(model, whole_layouts(model), plan)
-    stage = StageModel(model, plan.own_units, plan.bounds, mask_of(plan.tokens), _find_routers(model, plan))
+    routers, is_random = _find_routers(model, plan), uses_rng_in_training(model.config)
+    stage = StageModel(model, plan.own_units, plan.bounds, mask_of(plan.tokens), routers, is_random)
     groups = dict.fromkeys(layouts, FROZEN) | {name: key for name, key in plan.groups.items() if name in layouts}
     dtypes = find_compute_dtypes(model, plan)
     lifetimes = lifetimes_of(plan.recipe.zero)

@@ -6,7 +6,7 @@ all into a model.
 """
 
 from framework.parallel.tensor.heads import ranks_per_kv_head
-from framework.parallel.tensor.rng import mask_of
+from framework.parallel.tensor.rng import mask_of, uses_rng_in_training
 from framework.parallel.tensor.split import split_over_tp
 
-__all__ = ["mask_of", "ranks_per_kv_head", "split_over_tp"]
+__all__ = ["mask_of", "ranks_per_kv_head", "split_over_tp", "uses_rng_in_training"]
