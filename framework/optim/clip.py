@@ -1,6 +1,6 @@
 """The norm of the global gradient, every element counted once, and what clipping divides by."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,21 +12,27 @@ CLIP_EPSILON = 1e-6
 ROW = 4096
 
 
-def squared_norm(owned: Iterable[Tensor], device: torch.device) -> Tensor:
+def norm_rows(owned: Iterable[Tensor]) -> list[Tensor]:
+    """The rows that `squared_norm` adds up of what this rank owns: views, [rows, ROW] of each tensor and [1, n] of its rest."""
+    return [rows for each in owned for rows in _rows_of(each.view(-1))]
+
+
+def squared_norm(rows: Sequence[Tensor], device: torch.device) -> Tensor:
     """Sum of squares over what this rank owns, fp64 scalar; summed over the world it is the global gradient's.
 
-    Law 2: owned intervals partition every parameter, so nothing is counted twice and no axis is special.
+    rows: of the gradients, as `norm_rows` gives them. Law 2: owned intervals partition every parameter, so nothing is counted
+    twice and no axis is special.
     """
-    norms = [norm for gradient in owned for norm in _row_norms(gradient.view(-1))]
+    norms = [torch.linalg.vector_norm(each, dim=1) for each in rows]
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _row_norms(flat: Tensor) -> Iterator[Tensor]:
+def _rows_of(flat: Tensor) -> Iterator[Tensor]:
     whole = flat.numel() // ROW * ROW
     if whole:
-        yield torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
+        yield flat[:whole].view(-1, ROW)
     if whole < flat.numel():
-        yield torch.linalg.vector_norm(flat[whole:]).view(1)
+        yield flat[whole:].view(1, -1)
 
 
 def clip_divisor(norm: Tensor, clip_norm: float | None) -> Tensor:

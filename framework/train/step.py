@@ -13,7 +13,7 @@ from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
 from framework.model.loss import count_loss_tokens
-from framework.optim.clip import clip_divisor, squared_norm
+from framework.optim.clip import clip_divisor, norm_rows, squared_norm
 from framework.optim.optimizers import FlatOptimizer, Missed
 from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
 from framework.parallel.pipeline.pipeline import Pipeline
@@ -49,7 +49,7 @@ class Run:
     rank, the second of each pair with the gradients of its own stage only. parameter_index: a number for each trained parameter
     of the whole model, equal on all ranks. activations: what goes from stage to stage.
 
-    What never changes is found at the first step and kept: `buffers`, `counted`, `trained`, `held`.
+    What never changes is found at the first step and kept: `buffers`, `counted_rows`, `trained`, `held`.
     """
 
     stages: dict[int, RankStage]
@@ -69,10 +69,10 @@ class Run:
         return [buffer for stage in self.stages.values() for buffer in stage.buffers]
 
     @cached_property
-    def counted(self) -> list[Tensor]:
-        """What this rank counts of the global gradient, when it is reduced: views, [n] each."""
+    def counted_rows(self) -> list[Tensor]:
+        """The rows (`norm_rows`) of what this rank counts of the global gradient, when it is reduced: views."""
         trained = (buffer for buffer in self.buffers if buffer.is_trained)
-        return [elements for buffer in trained for elements in buffer.counted_elements(buffer.reduced)]
+        return norm_rows(elements for buffer in trained for elements in buffer.counted_elements(buffer.reduced))
 
     @cached_property
     def trained(self) -> list[TrainedParameter]:
@@ -162,7 +162,7 @@ def _update(run: Run, loss: Tensor, lr: float, flags: Flags) -> StepSums:
     missed = [each for each in run.trained if not each.view.is_reached]
     reached, pending = _start_reached(run, missed)
     # The loss is on all ranks of tp.
-    terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted, run.mesh.device)
+    terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted_rows, run.mesh.device)
     sums = StepSums.pack(*terms, flags, run.mesh.device)
     all_reduce(sums.vector, run.mesh.axis("world"))
     pending.wait()

@@ -164,6 +164,11 @@ class GradientSync:
                 # Pooled memory holds another unit's gradient. This rank takes part even if nothing here was written: others'
                 # data may have reached the parameter, and they wait in the same collective.
                 grad_view.view.zero_()
+        if buffer.block is not None:
+            # This rank keeps all of it, where it is: the sum over replicas is the first message, if any.
+            buffer.close_gradient()
+            self._start_replica_sums(buffer)
+            return
         # The padding needs no zeros: nobody counts it, the optimizer never sees it, and it cannot reach another element.
         is_first = buffer not in self._has_reduced
         self._has_reduced.add(buffer)
@@ -192,10 +197,14 @@ class GradientSync:
             buffer.pool.give_back(reduction.full)
         # Once a step and not for each microbatch: a sum over replicas of a sum over microbatches, and 1/k of the bytes.
         if self._is_last_backward:
-            bucket = self._bucket_of[buffer]
-            self._unsummed[bucket] -= 1
-            if not self._unsummed[bucket] and (pending := next(rest := self._sum_replicas(bucket), None)) is not None:
-                self._replica_sums.append((pending, rest))
+            self._start_replica_sums(buffer)
+
+    def _start_replica_sums(self, buffer: UnitBuffer) -> None:
+        """Start what a bucket's parts still need once the last of its buffers has come."""
+        bucket = self._bucket_of[buffer]
+        self._unsummed[bucket] -= 1
+        if not self._unsummed[bucket] and (pending := next(rest := self._sum_replicas(bucket), None)) is not None:
+            self._replica_sums.append((pending, rest))
 
     def _sum_replicas(self, bucket: Bucket) -> Iterator[Pending]:
         """The sums that a bucket's parts still need, [numel_part] to [numel_owned], one after the other: each reads what the one
