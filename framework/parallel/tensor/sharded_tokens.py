@@ -54,6 +54,8 @@ class ShardedTokens:
 
     def strip(self, x: Tensor) -> Tensor:
         """Undo `pad`: [B, s * tp, D] to [B, S, D], contiguous."""
+        if not self.layout.padding:
+            return x.contiguous()
         # Contiguous even where nothing is cut off: families call .view() on their layer's input.
         return x[:, : self.layout.context].contiguous() if x.ndim == 3 else x
 
