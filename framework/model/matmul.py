@@ -6,8 +6,9 @@ Shapes: [..., K] features in, [..., N] features out; W is [N, K], or [K, N] wher
 Nothing here communicates: `parallel/tensor` and `parallel/zero` call it between their collectives.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +28,21 @@ def _is_intel() -> bool:
 MKL_IS_FAST = _is_intel()
 
 
+def find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without what it does for functorch, whose transforms none of our functions supports.
+
+    That is Python over all arguments, in each call: of a step of 8 layers of width 64 it was 4%, scripts/bench/overhead.py.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, return-value]
+
+
 class GradView(Protocol):
     """The main gradient of one weight: a view of the buffer in which it is summed over microbatches."""
 
     parameter: nn.Parameter
 
     def add_matmul(self, left: Tensor, right: Tensor) -> None:
-        """Add left @ right^T.  left: [m, k]; right: [n, k]; any strides; the view: [m, n] of the master dtype."""
+        """Add left^T @ right.  left: [k, m]; right: [k, n]; any strides; the view: [m, n] of the master dtype."""
 
 
 class Matmul:
@@ -86,8 +95,8 @@ class Matmul:
 
     def input_gradient(self, dy: Tensor, out: Tensor | None = None) -> Tensor:
         """dX = dY W.  dy: [..., N]; returns [..., K], in `out` if that is given."""
-        matrix = self.weight.data if self.is_transposed else self.weight.data.t()
-        return matmul(dy, matrix) if out is None else matmul_into(out, dy, matrix)
+        weight_t = self.matrix.t()
+        return matmul(dy, weight_t) if out is None else matmul_into(out, dy, weight_t)
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor | None:
         """dW = dY^T X in the weight's orientation, summed over all leading dims.  x: [..., K]; dy: [..., N].
@@ -98,7 +107,7 @@ class Matmul:
         left, right = (x_rows, dy_rows) if self.is_transposed else (dy_rows, x_rows)
         if self.grad_view is None:
             return torch.mm(left.t(), right)
-        self.grad_view.add_matmul(left.t(), right.t())
+        self.grad_view.add_matmul(left, right)
         return None
 
 
@@ -125,7 +134,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     one that torch.compile emits, computes the same IEEE sums. On a Xeon it is the slower one, by 30% for gradients of
     weights; other dtypes and devices have one good kernel already.
     """
-    if _has_faster_kernel(x, weight):
+    if not MKL_IS_FAST and _has_faster_kernel(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
@@ -135,7 +144,7 @@ def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
     In place where torch's kernel computes it and rows follow one another.
     """
-    if not out.is_contiguous() or _has_faster_kernel(x, weight):
+    if not out.is_contiguous() or (not MKL_IS_FAST and _has_faster_kernel(x, weight)):
         return out.copy_(matmul(x, weight, bias))
     rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if bias is None:
@@ -146,23 +155,24 @@ def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
 
 def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """view = left right^T if it is the first, else view += left right^T.  left: [M, K]; right: [N, K]; any strides.
+    """view = left^T right if it is the first, else view += left^T right.  left: [K, M]; right: [K, N]; any strides.
 
     In place where torch's kernel computes it, without a tensor between.
     """
-    if left.dtype != view.dtype or _has_faster_kernel(left, right):
-        gradient = matmul(left, right)
+    rows = left.t()
+    if left.dtype != view.dtype or (not MKL_IS_FAST and _has_faster_kernel(rows, right.t())):
+        gradient = matmul(rows, right.t())
         view.copy_(gradient) if is_first else view.add_(gradient)
     elif is_first:
-        torch.mm(left, right.t(), out=view)
+        torch.mm(rows, right, out=view)
     else:
-        view.addmm_(left, right.t())
+        view.addmm_(rows, right)
 
 
 def _has_faster_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN's is the faster one, where MKL is slow."""
     return (
-        not MKL_IS_FAST
-        and x.dtype == torch.float32
+        x.dtype == torch.float32
         and x.device.type == "cpu"
         and x.numel() * weight.shape[0] >= SMALL_MATMUL
         and torch.backends.mkldnn.is_available()

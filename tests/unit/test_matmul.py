@@ -34,8 +34,8 @@ def test_strides_do_not_matter():
 def test_matmuls_add_up_in_a_view(dtype):
     left, right = torch.randn(300, 97, dtype=dtype).t(), torch.randn(300, 64, dtype=dtype).t()
     view = torch.full((97, 64), torch.nan, dtype=dtype)
-    accumulate_matmul(view, left, right, is_first=True)
-    accumulate_matmul(view, left, right, is_first=False)
+    accumulate_matmul(view, left.t(), right.t(), is_first=True)
+    accumulate_matmul(view, left.t(), right.t(), is_first=False)
     torch.testing.assert_close(view, 2 * (left @ right.t()), rtol=1e-4, atol=1e-4)
 
 
@@ -46,7 +46,7 @@ class Sum:
         self.parameter, self.sum = parameter, torch.zeros_like(parameter, dtype=torch.float64)
 
     def add_matmul(self, left, right):
-        self.sum += (left @ right.t()).detach()
+        self.sum += (left.t() @ right).detach()
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import Pending
-from framework.model.matmul import Matmul
+from framework.model.matmul import Matmul, find_apply
 from framework.parallel.tensor.borders import Border
 from framework.parallel.tensor.rng import RngStreams
 
@@ -105,9 +105,9 @@ class Region:
         With tokens sharded it is gathered over `tp`; the gradient is summed over `tp` either way.
         """
         call = RegionCall(self.border, x.detach() if self.regathers and torch.is_grad_enabled() else None)
-        # The tick keeps this function in autograd's graph even where nothing asks for the input's gradient.
-        tick = x.new_zeros((), requires_grad=torch.is_grad_enabled())
-        whole = _Enter.apply(x, tick, call)
+        # The tick keeps this function in autograd's graph also where nothing asks for the input's gradient.
+        tick = None if x.requires_grad else x.new_zeros((), requires_grad=torch.is_grad_enabled())
+        whole = _APPLY_ENTER(x, tick, call)
         call.hand_out(whole)
         self.call = call
         # Last: what the border does above takes no random numbers, and the state to go back to is the one in front of the region.
@@ -138,7 +138,7 @@ class _Enter(torch.autograd.Function):
     """A region's border in."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tick: Tensor, call: RegionCall) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tick: Tensor | None, call: RegionCall) -> Tensor:
         ctx.call = call
         return call.border.enter(x)
 
@@ -153,3 +153,6 @@ class _Enter(torch.autograd.Function):
         call.deferred.clear()
         pending.wait()
         return out, None, None
+
+
+_APPLY_ENTER = find_apply(_Enter)

@@ -267,7 +267,7 @@ class GradView:
         view.copy_(gradient) if is_first else view.add_(gradient)
 
     def add_matmul(self, left: Tensor, right: Tensor) -> None:
-        """Add left @ right^T. left: [m, k], right: [n, k], compute dtype, any strides; the parameter's local shape: [m, n].
+        """Add left^T @ right. left: [k, m], right: [k, n], compute dtype, any strides; the parameter's local shape: [m, n].
         Raises LayoutError after its unit's reduction."""
         if self.deferred is not None:
             self._defer(partial(self.add_matmul, left.detach(), right.detach()))
@@ -302,10 +302,12 @@ class GradView:
                 f"{self._slot.name} received a gradient after backward had left its unit, {self._buffer.unit}, and reduced it:"
                 " the model computes with it elsewhere than its modules and ties tell"
             )
-        self._buffer.open_gradient()
         is_first = not self.is_written
         self.is_written = self.is_reached = True
-        return self.view, is_first
+        if self._kept is not None:
+            return self._kept, is_first
+        self._buffer.open_gradient()
+        return self._make_view(), is_first
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:

@@ -55,9 +55,10 @@ class UnitHooks:
         # On the outputs and not as a backward hook of the module: torch's wraps inputs in a function of autograd, which forbids
         # changes in place that some models make. The gradient of an output comes before anything of the module runs backward.
         if torch.is_grad_enabled():
+            before_backward = partial(self._before_backward, index, self.order.position)
             for tensor in _find_tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, index, self.order.position))
+                    tensor.register_hook(before_backward)
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self.order.end_forward(has_backward=torch.is_grad_enabled())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from framework.model.matmul import Matmul, MatmulLinear
+from framework.model.matmul import Matmul, MatmulLinear, find_apply
 from framework.parallel.zero.buffers import GradView
 
 
@@ -70,9 +70,10 @@ def write_gradients_directly(
 def _direct_forward(module: nn.Module, grad_view: GradView):
     matmul = Matmul(module, is_transposed=isinstance(module, Conv1D))
     matmul.write_gradient_to(grad_view)
-    tick = matmul.graph_input
+    # The dict: a bias that is None would be asked of the module's __getattr__, which is Python.
+    apply, tick, parameters = find_apply(_DirectLinear), matmul.graph_input, module._parameters
 
     def forward(x: Tensor) -> Tensor:
-        return _DirectLinear.apply(x, tick, module.bias, matmul)
+        return apply(x, tick, parameters["bias"], matmul)
 
     return forward
