@@ -91,6 +91,11 @@ class GradientSync:
             # ever, with its memory and the threads of its process groups.
             grad_view.parameter.register_post_accumulate_grad_hook(partial(_collect, ref(grad_view)))
 
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether this rank keeps all gradients whole and shares them with nobody."""
+        return all(bucket.buffers[0].block is not None and not bucket.partial for bucket in self._bucket_of.values())
+
     def start_step(self) -> None:
         """Forget the former step's gradients."""
         for _, _, grad_view in self.grad_views:

@@ -15,7 +15,8 @@ from framework.parallel.zero.parameters import ParameterSync
 
 class UnitHooks:
     """Hooks on each unit's entry modules, through which its parameters are read: a layer as a whole, elsewhere each module that
-    holds a parameter. ties: all names of each parameter in the model."""
+    holds a parameter. None where a stage's units are neither unsharded nor reduced. ties: all names of each parameter in the
+    model."""
 
     def __init__(
         self,
@@ -30,6 +31,9 @@ class UnitHooks:
         entry_modules = [_find_entry_modules(unit, units, ties) for unit in units]
         self._uses = _find_uses(model, units, ties, entry_modules)
         self.order = UnitOrder(self._uses, parameters, gradients, prefetch_units)
+        # Nobody asks where the computation is when there is no message to start: `end_backward` goes over all units.
+        if parameters.sends_nothing and gradients.sends_nothing:
+            return
         for index, positions in enumerate(entry_modules):
             for name, position in positions.items():
                 module = model.get_submodule(name)

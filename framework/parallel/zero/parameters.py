@@ -34,6 +34,11 @@ class ParameterSync:
         self._has_old_parts = True  # where replicas divide the update, each has updated only what it owns
         self._part_updates: dict[int, list[Pending]] = {}
 
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether this rank owns all of every unit."""
+        return len(self._whole) == len(self.units)
+
     def start_unshard(self, index: int) -> None:
         """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis."""
         if index in self.unsharded:
