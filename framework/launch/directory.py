@@ -204,6 +204,14 @@ class RunDirectory:
             _write_json(self.record, record)
 
 
+def refuse_unwritable(root: Path) -> None:
+    """Raises RunError where no run can be made below `root`. Makes nothing: data is prepared first, which may take hours."""
+    place = next(each for each in (root.absolute(), *root.absolute().parents) if each.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        reason = f"{place} is no folder" if not place.is_dir() else f"this user may not write in {place}"
+        raise RunError(f"run.root={root}: {reason}. Set run.root to a folder of yours")
+
+
 @contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
     """What the file system says against writing at `path`: a RunError where only the user can mend it, else a StorageError, for

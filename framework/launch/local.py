@@ -14,7 +14,7 @@ from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, EXIT_RESUME, MeshwrightError, RecipeError, RunError
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
-from framework.launch.directory import RunDirectory, explain_errors
+from framework.launch.directory import RunDirectory, explain_errors, refuse_unwritable
 from framework.launch.epochs import settle_steps
 from framework.launch.resume import resume_recipe
 from framework.launch.settle import settle, settle_tokens
@@ -86,6 +86,7 @@ def rank_variables(recipe: Recipe) -> dict[str, str]:
 
 def _begin(recipe: Recipe, overrides: list[str]) -> int:
     """A new run. Its directory is made once the data is there: bad data leaves no run behind."""
+    refuse_unwritable(Path(recipe.run.root))
     recipe = settle(recipe)
     model_type = check_model(recipe)
     recipe = settle_steps(recipe)

@@ -64,6 +64,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("model.freeze",), _freeze_patterns),
         (("data.sources",), _sources),
         (("data.bpe_vocab", "model.tokenizer", "model.weights"), _tokenizer),
+        (("data.bpe_vocab", "model.config", "model.weights"), _vocabulary),
         (("model.weights", "model.revision"), _revision),
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes",), _checkpoint),
@@ -255,6 +256,16 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
     elif vocab is None and given is None:
         fix = "model.tokenizer=<hub name or folder>; or data.bpe_vocab=4096 to train one on the data"
         yield Problem("model.tokenizer", None, "there is no tokenizer", fix)
+
+
+def _vocabulary(recipe: Recipe) -> Iterator[Problem]:
+    if (
+        recipe.model.weights is None
+        and "vocab_size" in recipe.model.config
+        and recipe.model.config["vocab_size"] is None
+    ):
+        message = "the model's recipe takes it from data.bpe_vocab, which is null"
+        yield Problem("model.config.vocab_size", None, message, "model.config.vocab_size=<entries of the tokenizer>")
 
 
 def _revision(recipe: Recipe) -> Iterator[Problem]:

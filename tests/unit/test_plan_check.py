@@ -66,6 +66,19 @@ def test_what_no_rank_could_build_leaves_nothing_behind(command, name, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_runs_that_cannot_be_is_refused_before_data_is_prepared(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert cli.main(["train", *QUICKSTART, "run.root=file"]) == EXIT_USER
+    assert f"run.root=file: {tmp_path}/file is no folder" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_vocabulary_that_no_one_states_is_named(capsys):
+    assert cli.main(["check", *QUICKSTART, "model.tokenizer=x", "data.bpe_vocab=null"]) == EXIT_USER
+    assert "model.config.vocab_size=<entries of the tokenizer>" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_recipe_that_ranks_can_build_says_what_it_needs(capsys):
     assert cli.main(["check", "--model", *QUICKSTART]) == EXIT_DONE
     assert "model         500,352 parameters in fp32, at most" in capsys.readouterr().out
