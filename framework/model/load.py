@@ -26,8 +26,8 @@ from framework.model.hub import fetch_config
 from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.schema import Model
 
-# What Hugging Face raises for values of a config that it does not take.
-REFUSALS = (ValueError, TypeError, KeyError, StrictDataclassError)
+# What Hugging Face raises for values of a config that it does not take, or that do not fit one another (a list of layers' kinds).
+REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError)
 
 
 def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_config) -> PretrainedConfig:

@@ -3,9 +3,11 @@
 import time
 
 import pytest
+from transformers import AutoConfig
 
 from framework import cli
-from framework.errors import EXIT_DONE, EXIT_USER
+from framework.errors import EXIT_DONE, EXIT_USER, ModelError
+from framework.launch.local import check_model, summarize
 from framework.plan.check import check_layout, check_layouts
 from framework.recipe.compose import compose
 
@@ -82,6 +84,38 @@ def test_a_vocabulary_that_no_one_states_is_named(capsys):
 def test_a_recipe_that_ranks_can_build_says_what_it_needs(capsys):
     assert cli.main(["check", "--model", *QUICKSTART]) == EXIT_DONE
     assert "model         500,352 parameters in fp32, at most" in capsys.readouterr().out
+
+
+@pytest.fixture
+def qwen3(tmp_path):
+    """A folder with the config of a Qwen3 of one layer."""
+    config = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    AutoConfig.for_model("qwen3", **config, head_dim=8).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def with_weights(folder, *overrides):
+    return compose(["~model", f"model.weights={folder}", *overrides]).require()
+
+
+def test_the_header_names_the_model_of_the_weights(qwen3):
+    """model.family stays at its default, llama, where weights are given."""
+    recipe = with_weights(qwen3)
+    assert "model    qwen3, weights of" in summarize(recipe, check_model(recipe))
+
+
+def test_values_that_contradict_the_weights_config_are_an_explained_error(qwen3):
+    with pytest.raises(ModelError, match=r"qwen3 model cannot be built from model.config"):
+        check_layout(with_weights(qwen3, "model.config.num_hidden_layers=2"))
+    (qwen3 / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"model.weights=.* has no config.json"):
+        check_layout(with_weights(qwen3))
 
 
 def test_the_layout_of_a_large_model_is_checked_in_less_than_three_seconds():
