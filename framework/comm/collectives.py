@@ -72,8 +72,10 @@ def start_all_reduce(
     if reduce_dtype != x.dtype:
         # Of rounded numbers a maximum would be one that no rank has.
         assert op == "sum", f"{op} in {reduce_dtype}"
-        return on_host(lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
-    return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis)
+        with axis.range("all_reduce", label):
+            return on_host(lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
+    with axis.range("all_reduce", label):
+        return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis)
 
 
 def all_gather(out: Tensor, x: Tensor, axis: Communicator) -> None:
@@ -95,7 +97,8 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Communicator, label: str = ""
         return Pending()
     check_agreement(axis, "all_gather", label, x)
     axis.traffic.record("all_gather", (axis.size - 1) * x.nbytes)
-    return on_host(lambda out, x: ALGORITHMS[x.device.type, "all_gather"].start(out, x, axis), out, x, axis)
+    with axis.range("all_gather", label):
+        return on_host(lambda out, x: ALGORITHMS[x.device.type, "all_gather"].start(out, x, axis), out, x, axis)
 
 
 def reduce_scatter(out: Tensor, x: Tensor, axis: Communicator) -> None:
@@ -121,8 +124,10 @@ def start_reduce_scatter(
     check_agreement(axis, "reduce_scatter", label, x)
     axis.traffic.record("reduce_scatter", (axis.size - 1) * out.numel() * reduce_dtype.itemsize)
     if reduce_dtype != x.dtype:
-        return on_host(lambda out, x: scatter_rounded(out, x, axis, reduce_dtype), out, x, axis)
-    return on_host(lambda out, x: ALGORITHMS[x.device.type, "reduce_scatter"].start(out, x, axis), out, x, axis)
+        with axis.range("reduce_scatter", label):
+            return on_host(lambda out, x: scatter_rounded(out, x, axis, reduce_dtype), out, x, axis)
+    with axis.range("reduce_scatter", label):
+        return on_host(lambda out, x: ALGORITHMS[x.device.type, "reduce_scatter"].start(out, x, axis), out, x, axis)
 
 
 def all_to_all(
@@ -164,7 +169,8 @@ def start_all_to_all(
     def start(out: Tensor, x: Tensor) -> Pending:
         return Pending([dist.all_to_all_single(out, x, out_list, in_list, axis.group, async_op=True)], [out, x])
 
-    return on_host(start, out, x, axis)
+    with axis.range("all_to_all"):
+        return on_host(start, out, x, axis)
 
 
 @torch.compiler.disable
@@ -180,7 +186,8 @@ def broadcast(x: Tensor, axis: Communicator, source: int = 0) -> None:
     def start(x: Tensor, _: Tensor) -> Pending:
         return Pending([dist.broadcast(x, group=axis.group, group_src=source, async_op=True)], [x])
 
-    on_host(start, x, x, axis).wait()
+    with axis.range("broadcast"):
+        on_host(start, x, x, axis).wait()
 
 
 @torch.compiler.disable

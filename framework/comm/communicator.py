@@ -1,8 +1,10 @@
 """Communicator: what carries messages along one axis of the mesh, and the Traffic that this rank has sent there."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from framework.mesh.axis import Axis
 
@@ -50,9 +52,15 @@ class Communicator:
         # Attributes and not properties: a step of 8 layers on 2 ranks of `tp` asks some 1,200 times for a size or a rank.
         self.name, self.size, self.rank, self.ranks = axis.name, axis.size, axis.rank, axis.ranks
         self.traffic = Traffic()
+        self.names_ranges = False  # while a profiler records
         self._group, self._scatter_group = group, scatter_group
         # Idle only: an operation under way holds its buffer itself, so two at once never receive into one memory.
         self._buffers: list[Tensor] = []
+
+    def range(self, what: str, label: object = "") -> AbstractContextManager[Any]:
+        """Names what is done meanwhile in a profiler's trace; nothing where none records."""
+        # A record_function costs 8 us even where nobody listens (this 0.8; measured on this project's busy x86 machine).
+        return record_function(f"{what} {label}".rstrip()) if self.names_ranges else nullcontext()
 
     @property
     def group(self) -> Any:

@@ -83,7 +83,8 @@ def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor,
         for x, (_, peer) in zip(tensors, messages, strict=True)
     ]
     # torch refuses an empty batch; a rank at an end of the pipeline may have nothing to exchange.
-    works = dist.batch_isend_irecv(operations) if operations else []
+    with axis.range("send and receive over", axis.name):
+        works = dist.batch_isend_irecv(operations) if operations else []
 
     def finish() -> None:
         for (x, _), came in zip(receives, arriving, strict=True):

@@ -31,6 +31,7 @@ from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
 from framework.train.faults import StepWatch, StopRequest, end_process
 from framework.train.loop import Loop
+from framework.train.profiler import StepProfiler
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.validation import Validation
 
@@ -137,6 +138,8 @@ def _train(
     )
     loop = Loop(run, state, recipe, loader, observers, info)
     code = EXIT_FAILED
+    profiler = StepProfiler(run, plan.units, recipe.track, run_dir, print)
+    observers.contain("profile", partial(profiler.begin_step, state.step + 1))
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
             for step in loop.steps(stop, watch):
@@ -151,6 +154,8 @@ def _train(
                 if loop.must_save():
                     _save(loop, root)
                     watch.end_save()
+                observers.contain("profile", partial(profiler.begin_step, step + 1))
+            observers.contain("profile", profiler.close)
             if not loop.is_done:
                 _save(loop, root)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME

@@ -68,6 +68,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("model.weights", "model.revision"), _revision),
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes",), _checkpoint),
+        ((*COUNTED, "parallel", "track.profile_steps", "track.profile_ranks"), _profile),
         (("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles"), _best),
         (("run",), _run),
         *launch_rules(),
@@ -278,6 +279,17 @@ def _validation(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.validate_every_steps is not None and recipe.data.validation == 0.0:
         message = f"no documents are held out, but train.validate_every_steps={recipe.train.validate_every_steps}"
         yield Problem("data.validation", 0.0, message, "data.validation=0.005; or train.validate_every_steps=null")
+
+
+def _profile(recipe: Recipe) -> Iterator[Problem]:
+    steps, ranks, world = recipe.track.profile_steps, recipe.track.profile_ranks, count_ranks(recipe)
+    if steps is not None and steps[0] > steps[1]:
+        fix = f"track.profile_steps=[{steps[1]},{steps[0]}]"
+        yield Problem("track.profile_steps", list(steps), "the first step comes after the last", fix)
+    outside = [rank for rank in ranks if rank >= world]
+    if steps is not None and (outside or not ranks):
+        message = f"of {world} ranks, which have the numbers 0 to {world - 1}, these record nothing"
+        yield Problem("track.profile_ranks", ranks, message, "track.profile_ranks=[0]")
 
 
 def _best(recipe: Recipe) -> Iterator[Problem]:

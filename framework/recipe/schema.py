@@ -235,6 +235,12 @@ class Track:
         None,
         low=1,
     )
+    profile_steps: tuple[int, int] | None = key(
+        "first and last step that torch's profiler records: RUN/profile has a trace and, of GPUs, the memory's history",
+        None,
+        low=1,
+    )
+    profile_ranks: list[int] = key("ranks that record", [0], low=0)
     wandb: Wandb = group(Wandb)
 
 

@@ -1,5 +1,6 @@
 """`meshwright train` from end to end, on a tiny model and a tiny corpus: stopped, resumed, damaged, misused, exported."""
 
+import gzip
 import json
 import os
 import resource
@@ -7,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,14 +49,15 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def piped(place):
-    """`runs/piped`: a pipeline of two ranks that was interrupted behind step 5, of which step 3 was drawn. Rank 0, which
-    reports, is not the last stage, which has the loss."""
+    """`runs/piped`: a pipeline of two ranks that was interrupted behind step 5, of which step 3 was drawn and step 2 profiled on
+    rank 1. Rank 0, which reports, is not the last stage, which has the loss."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         interrupt_after("piped", 5)
         layout = ("parallel.pp=2", "launch.ranks=2", "pipeline.schedule=zb_h1", "batch.sequences_per_microbatch=1")
-        assert train("run.id=piped", *layout, "track.timeline_step=3") == EXIT_RESUME
+        watched = ("track.timeline_step=3", "track.profile_steps=[2,2]", "track.profile_ranks=[1]", "zero.stage=3")
+        assert train("run.id=piped", *layout, *watched) == EXIT_RESUME
     return Path("runs/piped")
 
 
@@ -177,6 +180,20 @@ def test_a_step_of_a_pipeline_is_drawn(piped):
     assert {each["name"] for each in events} == expected
     assert {each["tid"] for each in events} == {0, 1}
     assert (piped / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_of_a_rank_is_profiled(piped):
+    """Step 2 of rank 1, which has the second stage, and of no other."""
+    folder = piped / "profile"
+    assert sorted(os.listdir(folder)) == ["rank-1.json.gz", "rank-1.txt"]
+    events = json.loads(gzip.decompress((folder / "rank-1.json.gz").read_bytes()))["traceEvents"]
+    found = Counter(each["name"] for each in events if each.get("cat") == "user_annotation")
+    assert {f"action 1{kind}{number}" for kind in "FIW" for number in range(4)} <= set(found)
+    assert found["action 1F0"] == 1
+    assert found["forward of layers.1"] == found["backward of layers.1"] == 4
+    assert "forward of layers.0" not in found
+    assert found["send and receive over pp"] > 0
+    assert found["all_reduce reached parameters"] == 1
 
 
 def test_a_pipeline_is_exported_and_goes_on_as_one_stage_also_where_it_cannot_be_drawn(piped, tmp_path, capfd, caplog):

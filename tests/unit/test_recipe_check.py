@@ -253,3 +253,13 @@ class TestBest:
     def test_a_validation_in_bubbles_is_of_weights_that_are_gone(self):
         words = ("train.validate_every_steps=10", "parallel.pp=2", "launch.ranks=2", "pipeline.fill_bubbles=validation")
         assert list(problems_of("checkpoint.keep_best=true", *words)) == ["checkpoint.keep_best"]
+
+
+class TestProfile:
+    def test_steps_in_their_order_and_ranks_that_are_there(self):
+        key = "track.profile_steps"
+        assert problems_of(f"{key}=[5,3]")[key].fix == f"{key}=[3,5]"
+        assert problems_of(f"{key}=[3,5]", "track.profile_ranks=[0,2]", "launch.ranks=2").keys() == {
+            "track.profile_ranks"
+        }
+        assert problems_of(f"{key}=[3,5]", "track.profile_ranks=[1]", "launch.ranks=2") == {}

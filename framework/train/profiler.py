@@ -1,0 +1,141 @@
+"""Profile: torch's profiler over some steps of some ranks, with ranges named by unit, action and collective.
+
+    RUN/profile/rank-0.json.gz        a Chrome trace: ui.perfetto.dev, chrome://tracing
+    RUN/profile/rank-0.txt            operators by the time they took
+    RUN/profile/rank-0.memory.pickle  on GPUs, the allocator's history: docs.pytorch.org/memory_viz
+
+Actions and collectives name themselves while a profiler records (`Communicator.range`). Units are named here, by hooks that are
+there for these steps only.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
+
+from framework.model.units import Unit
+from framework.recipe.schema import Track
+from framework.train.step import Run
+
+FOLDER = "profile"
+OPERATORS_SHOWN = 60
+
+
+class StepProfiler:
+    """Records the steps of `track.profile_steps` on a rank of `track.profile_ranks`; on others it does nothing.
+
+    units: the whole model's. say: hears where the trace lies.
+    """
+
+    def __init__(self, run: Run, units: Sequence[Unit], track: Track, run_dir: Path, say: Callable[[str], None]):
+        self._run, self._units, self._folder, self._say = run, units, run_dir / FOLDER, say
+        is_chosen = track.profile_steps is not None and run.mesh.rank in track.profile_ranks
+        self._steps = track.profile_steps if is_chosen else None
+        self._profile: profile | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._is_on_gpu = run.mesh.device.type == "cuda"
+
+    def begin_step(self, step: int) -> None:
+        """This step is next: start to record, or end."""
+        if self._steps is None:
+            return
+        first, last = self._steps
+        if self._profile is None and first <= step <= last:
+            self._start()
+        elif self._profile is not None and step > last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded, if anything was."""
+        recorded, self._profile, self._steps = self._profile, None, None
+        if recorded is None:
+            return
+        recorded.stop()
+        self._name_ranges(False)
+        path = self._folder / f"rank-{self._run.mesh.rank}"
+        self._folder.mkdir(exist_ok=True)
+        recorded.export_chrome_trace(f"{path}.json.gz")
+        by = "self_device_time_total" if self._is_on_gpu else "self_cpu_time_total"
+        table = recorded.key_averages().table(sort_by=by, row_limit=OPERATORS_SHOWN, max_name_column_width=60)
+        Path(f"{path}.txt").write_text(table, encoding="utf-8")
+        if self._is_on_gpu:
+            torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._say(f"profile: {path}.json.gz (ui.perfetto.dev), {path}.txt")
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_on_gpu else [])]
+        self._profile = profile(activities=activities, profile_memory=True)
+        if self._is_on_gpu:
+            torch.cuda.memory._record_memory_history()
+        self._name_ranges(True)
+        self._profile.start()
+
+    def _name_ranges(self, is_on: bool) -> None:
+        for axis in self._run.mesh.axes.values():
+            axis.names_ranges = is_on
+        for hook in self._hooks:
+            hook.remove()
+        modules = _find_modules(self._run, self._units) if is_on else []
+        self._hooks = [hook for name, module in modules for hook in name_unit(name, module)]
+
+
+def _find_modules(run: Run, units: Sequence[Unit]) -> list[tuple[str, nn.Module]]:
+    """(unit, module) of this rank's stages: a layer as a whole, elsewhere the modules that hold its parameters."""
+    owned = (
+        (stage.model.model, unit) for stage in run.stages.values() for unit in units if stage.model.bounds.owns(unit)
+    )
+    return [
+        (unit.name, module)
+        for model, unit in owned
+        for module in map(model.get_submodule, [unit.root] if unit.is_layer else unit.modules)
+        if unit.is_layer or any(True for _ in module.parameters(recurse=False))
+    ]
+
+
+def name_unit(name: str, module: nn.Module) -> list[RemovableHandle]:
+    """Hooks that name the module's forward, and its backward: from the gradient of its output to that of its input."""
+    ranges = UnitRanges(name)
+    return [
+        module.register_forward_pre_hook(ranges.before_forward, with_kwargs=True),
+        module.register_forward_hook(ranges.after_forward, always_call=True),
+    ]
+
+
+class UnitRanges:
+    """The ranges of one module. They are opened and closed by one thread each: autograd has its own on GPUs."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._open: dict[str, Any] = {}
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._begin("forward")
+        for tensor in (*args, *kwargs.values()):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(self._end_backward)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._end("forward")
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and first.requires_grad and torch.is_grad_enabled():
+            first.register_hook(self._begin_backward)
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        self._begin("backward")
+
+    def _end_backward(self, gradient: Tensor) -> None:
+        self._end("backward")
+
+    def _begin(self, what: str) -> None:
+        self._end(what)  # of a call that an error has left
+        self._open[what] = record_function(f"{what} of {self._name}")
+        self._open[what].__enter__()
+
+    def _end(self, what: str) -> None:
+        if what in self._open:
+            self._open.pop(what).__exit__(None, None, None)
