@@ -38,6 +38,14 @@ def test_rank_0_hears_requests_to_save_and_to_stop(tmp_path):
         wait_for(lambda: stop.requested)
 
 
+def test_a_run_does_not_end_later_for_being_watched(tmp_path):
+    started = time.monotonic()
+    for _ in range(10):
+        with StopRequest() as stop, StepWatch(stop, folder=tmp_path):
+            pass
+    assert time.monotonic() - started < 2.5  # ten polls of half a second would be five
+
+
 @pytest.mark.parametrize("command", [request.save_command, request.stop_command])
 def test_a_run_that_does_not_run_is_not_asked(run, command):
     with pytest.raises(RunError, match="does not run"):
