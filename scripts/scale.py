@@ -372,7 +372,7 @@ class SaveOnly(Loop):
 
     is_done = True  # type: ignore[assignment]
 
-    def steps(self, _stop: Any) -> Iterator[int]:
+    def steps(self, _stop: Any, _watch: Any) -> Iterator[int]:
         account(HERE.counts)
         if HERE.phase == "start":
             HERE.phase = "save"
@@ -465,6 +465,9 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
             )
             stack.enter_context(
                 patch.object(train, "StopRequest", lambda: nullcontext(SimpleNamespace(requested=False)))
+            )
+            stack.enter_context(
+                patch.object(train, "StepWatch", lambda *_: nullcontext(SimpleNamespace(end_save=list)))
             )
             stack.enter_context(patch.object(train, "Loop", SaveOnly))
             stack.enter_context(patch.object(rank_program, "take_fingerprint", take_fingerprint_apart))

@@ -204,7 +204,13 @@ def test_a_pipeline_is_exported_and_goes_on_as_one_stage_also_where_it_cannot_be
         assert torch.equal(exported[name], weight), name
     (piped / "timeline.json").unlink()
     (piped / "timeline.json").mkdir()
-    one_stage = ("parallel.pp=1", "launch.ranks=1", "pipeline.schedule=1f1b", f"track.timeline_step={STEPS - 1}")
+    one_stage = (
+        "parallel.pp=1",
+        "launch.ranks=1",
+        "pipeline.schedule=1f1b",
+        f"track.timeline_step={STEPS - 1}",
+        "track.profile_ranks=[0]",
+    )
     assert resume("piped", *one_stage) == EXIT_DONE
     assert "changed  pipeline.schedule: zb_h1 -> 1f1b" in capfd.readouterr().out
     assert "timeline failed, training goes on: IsADirectoryError" in caplog.text
