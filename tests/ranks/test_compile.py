@@ -169,16 +169,16 @@ BORDERS = 10
 
 
 def test_compiled_layouts_equal_the_oracle(pool: RankPool, kernels: str) -> None:
-    """With inductor. Whole layers are one graph; weights come and go (stage 3), and each of them is trained."""
+    """With inductor. Whole layers are one graph; weights come and go (stage 3), and each of them is trained. Of tensor
+    parallelism the grid has every form: its many small graphs take inductor half a minute."""
     layouts = {
         "stage 3, activation checkpointing": lay_out(zero=3, dp=2, memory=CHECKPOINTED),
         "pp": lay_out(parallel=Parallel(pp=2)),
-        "tp, sequence": lay_out(parallel=Parallel(tp=2)),
     }
     case = Case("llama", family("llama"), layouts)
     before = initial_weights(case.config, case.recipe.train.seed)
     for label, found in compile_case(pool, case, "inductor", kernels).items():
-        assert found.breaks == [BORDERS if "tp" in label else 0] * len(found.breaks)
+        assert found.breaks == [0] * len(found.breaks)
         still = [name for name, weight in found.evidence.weights.items() if torch.equal(weight, before[name])]
         assert not still, f"{label}: not trained: {still}"
 
