@@ -19,6 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -110,6 +111,8 @@ def fresh_compiler(backend: Backend, kernels: str) -> Iterator[_Warnings]:
         with (
             patch.object(torch, "compile", partial(torch.compile, backend=backend)),
             patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": kernels}),
+            # A pool of processes that compile pays only where there is more to compile.
+            torch._inductor.config.patch(compile_threads=1),
         ):
             yield found
     finally:
@@ -169,13 +172,9 @@ BORDERS = 10
 
 
 def test_compiled_layouts_equal_the_oracle(pool: RankPool, kernels: str) -> None:
-    """With inductor. Whole layers are one graph; weights come and go (stage 3), and each of them is trained. Of tensor
-    parallelism the grid has every form: its many small graphs take inductor half a minute."""
-    layouts = {
-        "stage 3, activation checkpointing": lay_out(zero=3, dp=2, memory=CHECKPOINTED),
-        "pp": lay_out(parallel=Parallel(pp=2)),
-    }
-    case = Case("llama", family("llama"), layouts)
+    """With inductor. Whole layers are one graph; weights come and go (stage 3), and each of them is trained. The grid has the
+    other layouts: inductor takes ten seconds and more for each."""
+    case = Case("llama", family("llama"), {"stage 3": lay_out(zero=3, dp=2, memory=CHECKPOINTED)})
     before = initial_weights(case.config, case.recipe.train.seed)
     for label, found in compile_case(pool, case, "inductor", kernels).items():
         assert found.breaks == [0] * len(found.breaks)
