@@ -128,8 +128,8 @@ def gather_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     copy(parts[axis.rank], x)
     works = []
     for to, source in _peers(axis):
-        works.append(axis.group.recv([parts[source]], source, _GATHER_TAG))
-        works.append(axis.group.send([x], to, _GATHER_TAG))
+        works.append(axis.receive(parts[source], source, _GATHER_TAG))
+        works.append(axis.send(x, to, _GATHER_TAG))
     return Pending(works, [out, x])
 
 
@@ -183,7 +183,7 @@ def reduce_pair(x: Tensor, axis: Communicator, combine: Callable[..., Tensor]) -
     """
     mine, other = x.view(-1), torch.empty_like(x).view(-1)
     peer = 1 - axis.rank
-    works = [axis.group.recv([other], peer, _PAIR_TAG), axis.group.send([mine], peer, _PAIR_TAG)]
+    works = [axis.receive(other, peer, _PAIR_TAG), axis.send(mine, peer, _PAIR_TAG)]
 
     def finish() -> None:
         combine(*((mine, other) if axis.rank == 0 else (other, mine)), out=mine)
@@ -274,8 +274,8 @@ def _exchange_parts(received: Sequence[Tensor], parts: Tensor, axis: Communicato
     works = []
     for to, source in _peers(axis):
         place = received[source if source < axis.rank else source - 1]
-        works.append(axis.group.recv([place], source, _SCATTER_TAG))
-        works.append(axis.group.send([parts[to]], to, _SCATTER_TAG))
+        works.append(axis.receive(place, source, _SCATTER_TAG))
+        works.append(axis.send(parts[to], to, _SCATTER_TAG))
     return works
 
 

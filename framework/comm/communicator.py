@@ -1,6 +1,7 @@
 """Communicator: what carries messages along one axis of the mesh, and the Traffic that this rank has sent there."""
 
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,20 @@ class Traffic:
         self.bytes[operation] = self.bytes.get(operation, 0) + num_bytes
 
 
+class Message:
+    """A message of gloo under way, whose wait has the time-out of the communicator. gloo's own is the short one with which the
+    group was connected: torch lengthens it for collectives only, so a peer that was busy for a minute would end the run."""
+
+    __slots__ = ("_timeout", "_work")
+
+    def __init__(self, work: Any, timeout: timedelta):
+        self._work, self._timeout = work, timeout
+
+    def wait(self) -> None:
+        """Return when the tensor is sent or has come. Raises RuntimeError when neither happens in time."""
+        self._work.wait(self._timeout)
+
+
 class Communicator:
     """An axis with its process groups, this rank's Traffic along it, and buffers to receive into.
 
@@ -36,7 +51,7 @@ class Communicator:
     name, size, rank, ranks: the axis's: its number of ranks, this process's index among them, their world ranks in order.
     group: a torch process group over the axis's ranks, in their order. scatter_group: a second one for reduce-scatters, where
     operations of one group queue behind each other (NCCL). check_s: debug mode, see `agreement`. staged: the groups carry
-    tensors of the CPU only, and those of a GPU go through host memory.
+    tensors of the CPU only, and those of a GPU go through host memory. timeout: of a message's wait.
     """
 
     def __init__(
@@ -47,8 +62,9 @@ class Communicator:
         *,
         check_s: float | None = None,
         staged: bool = False,
+        timeout: timedelta = timedelta(minutes=30),
     ):
-        self.axis, self.check_s, self.staged = axis, check_s, staged
+        self.axis, self.check_s, self.staged, self.timeout = axis, check_s, staged, timeout
         # Attributes and not properties: a step of 8 layers on 2 ranks of `tp` asks some 1,200 times for a size or a rank.
         self.name, self.size, self.rank, self.ranks = axis.name, axis.size, axis.rank, axis.ranks
         self.traffic = Traffic()
@@ -70,6 +86,14 @@ class Communicator:
             f"the communicator of axis {self.name} ({self.size} ranks) is unconnected: it has no process group to send through"
         )
         return self._group
+
+    def send(self, x: Tensor, to: int, tag: int) -> Message:
+        """Start sending x, contiguous and on the CPU, to the rank at index `to`. Counts no traffic."""
+        return Message(self.group.send([x], to, tag), self.timeout)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Message:
+        """Start receiving into x, contiguous and on the CPU, from the rank at index `source`."""
+        return Message(self.group.recv([x], source, tag), self.timeout)
 
     @property
     def scatter_group(self) -> Any:

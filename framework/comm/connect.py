@@ -235,7 +235,12 @@ def join_axes(
         scatter_groups["shard"] = join("scatter", axes["shard"].ranks, backends.scatter)
     return {
         name: Communicator(
-            axis, groups.get(axis.ranks), scatter_groups.get(name), check_s=check_s, staged=backends.is_staged
+            axis,
+            groups.get(axis.ranks),
+            scatter_groups.get(name),
+            check_s=check_s,
+            staged=backends.is_staged,
+            timeout=timeout,
         )
         for name, axis in axes.items()
     }

@@ -73,14 +73,12 @@ def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
     dist.gather(size, sizes, group=axis.group, group_dst=0)
     if sizes is None:
         axis.traffic.record("gather_to_first", size.nbytes + len(mine))
-        dist.send(mine, group=axis.group, group_dst=0, tag=OBJECTS_TAG)
+        axis.send(mine, 0, OBJECTS_TAG).wait()
         return []
     axis.traffic.record("gather_to_first", 0)
     places = [torch.empty(int(each), dtype=torch.uint8) for each in sizes[1:]]
     # All at once: in turn, one slow rank would hold up the receives of those that are done.
-    arriving: list[Any] = [
-        dist.irecv(place, group=axis.group, group_src=rank, tag=OBJECTS_TAG) for rank, place in enumerate(places, 1)
-    ]
+    arriving = [axis.receive(place, rank, OBJECTS_TAG) for rank, place in enumerate(places, 1)]
     for work in arriving:
         work.wait()
     return [obj, *(pickle.loads(place.numpy().data) for place in places)]
@@ -127,13 +125,11 @@ def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
         axis.traffic.record("deal", 0)
         dist.scatter(size, None, group=axis.group, group_src=0)
         mine = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(mine, group=axis.group, group_src=0, tag=OBJECTS_TAG)
+        axis.receive(mine, 0, OBJECTS_TAG).wait()
         return pickle.loads(mine.numpy().data)
     axis.traffic.record("deal", sum(each.nbytes + size.nbytes for each in packed))
     dist.scatter(size, [size, *(torch.tensor([len(each)]) for each in packed)], group=axis.group, group_src=0)
-    leaving: list[Any] = [
-        dist.isend(each, group=axis.group, group_dst=rank, tag=OBJECTS_TAG) for rank, each in enumerate(packed, 1)
-    ]
+    leaving = [axis.send(each, rank, OBJECTS_TAG) for rank, each in enumerate(packed, 1)]
     for sending in leaving:
         sending.wait()
     return items[0]

@@ -9,13 +9,14 @@ Between two ranks messages of one direction match in the order in which they are
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.algorithms import Pending, copy, to_host
-from framework.comm.communicator import Communicator
+from framework.comm.communicator import Communicator, Message
 
 
 def start_send(x: Tensor, axis: Communicator, to: int) -> Pending:
@@ -58,8 +59,8 @@ class _Started:
     """Works to wait for before what was sent may be written to, and before what is received may be read; finish: what is then
     left to do for the received."""
 
-    sent: Sequence[dist.Work]
-    received: Sequence[dist.Work]
+    sent: Sequence[Any]
+    received: Sequence[Any]
     finish: Callable[[], None]
 
 
@@ -84,7 +85,9 @@ def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor,
     ]
     # torch refuses an empty batch; a rank at an end of the pipeline may have nothing to exchange.
     with axis.range("send and receive over", axis.name):
-        works = dist.batch_isend_irecv(operations) if operations else []
+        works: Sequence[Any] = dist.batch_isend_irecv(operations) if operations else []
+    if all(x.device.type == "cpu" for x in (*leaving, *arriving)):
+        works = [Message(work, axis.timeout) for work in works]
 
     def finish() -> None:
         for (x, _), came in zip(receives, arriving, strict=True):

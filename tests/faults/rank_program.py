@@ -94,7 +94,7 @@ def reduce_forever(folder, at_work, timeout_s=1800.0) -> None:
 
     mesh = connect(Topology(dp=2), torch.device("cpu"))
     # Not `connect`'s: on a busy machine a rank may need longer than that to start.
-    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), mesh.axis("world").group)
+    mesh.axis("world").timeout = timedelta(seconds=timeout_s)
     with StopRequest() as stop, StepWatch(stop, end_hung, patience_s=1.0) as watch:
         for step in count(1):
             with watch.step(step):

@@ -1,10 +1,15 @@
 """Messages arrive where they are sent, in order, whichever side starts first."""
 
+import time
+from unittest.mock import patch
+
 import pytest
 import torch
 
+import framework.comm.connect
 from framework.comm import collectives, ledger, p2p
 from framework.comm.connect import connect
+from framework.comm.objects import gather_to_first
 from framework.mesh.topology import Topology
 
 
@@ -72,3 +77,29 @@ def test_batched_exchange_matches_messages_in_order(pool, world):
 def test_a_rank_is_not_its_own_peer(pool, world):
     with pytest.raises(AssertionError, match="no peer 0 of rank 0"):
         pool.run(world, send_to_itself)
+
+
+def wait_for_a_late_peer(rank, world, rendezvous):
+    """Body: rank 1 comes to each message 1.5 s late, though the groups were connected with a time-out of 1 s."""
+    with (
+        patch.object(framework.comm.connect, "CONNECT_S", 1.0),
+        patch.object(framework.comm.connect, "CONNECT_S_PER_RANK", 0.0),
+    ):
+        mesh = connect(Topology(dp=world), torch.device("cpu"), rendezvous, rank, timeout_s=60)
+    axis, mine = mesh.axis("world"), torch.full((2,), float(rank))
+    out, place = torch.empty(2 * world), torch.empty(2)
+    works = (
+        lambda: p2p.exchange([(mine, 1 - rank)], [(place, 1 - rank)], axis).wait(),
+        lambda: collectives.start_all_gather(out, mine, axis).wait(),
+        lambda: gather_to_first("x", axis),
+    )
+    for work in works:
+        time.sleep(1.5 * rank)
+        work()
+    mesh.close()
+    return place.tolist(), out.tolist()
+
+
+def test_a_message_waits_for_a_busy_peer_as_long_as_a_collective_does(pool):
+    """gloo's own time-out of a message is that of connecting: a peer that was busy for a minute ended the run."""
+    assert pool.run(2, wait_for_a_late_peer) == [([1.0, 1.0], [0.0, 0.0, 1.0, 1.0]), ([0.0, 0.0], [0.0, 0.0, 1.0, 1.0])]
