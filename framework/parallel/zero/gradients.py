@@ -214,10 +214,16 @@ class GradientSync:
     def _sum_replicas(self, bucket: Bucket) -> Iterator[Pending]:
         """The sums that a bucket's parts still need, [numel_part] to [numel_owned], one after the other: each reads what the one
         before has written, so it may be started only when that has been waited for."""
-        label, first = f"gradient of {bucket.buffers[0].unit}", bucket.buffers[0]
+        first = bucket.buffers[0]
+        label = f"gradient of {first.unit}"
         if first.plan.axes.update.size > 1:
             yield start_reduce_scatter(bucket.reduced, first.summed, first.plan.axes.update, label, self.reduce_dtype)
         for axis in bucket.partial:
+            if axis.name == "embedding":
+                # Not before `finish`, behind all messages of the pipeline: over NCCL these may share its communicator, which
+                # runs operations in turn, and the first stage waits for a gradient that would be queued behind this sum.
+                yield Pending()
+                label = f"gradient of {first.slots[0].name}"  # both stages', whose units have other names
             yield start_all_reduce(bucket.reduced, axis, label=label, reduce_dtype=self.reduce_dtype)
 
 
