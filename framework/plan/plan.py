@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
+from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, shards_within_node
@@ -207,6 +208,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     recipe = resolve_target(recipe)
     derived = derive(recipe)
     topology = make_topology(recipe, config)
+    _refuse_dropped_layers(config, derived)
     whole = build_meta(config, recipe.model.attention)
     units = tuple(find_units(whole))
     load_balancing = find_load_balancing_loss(whole)
@@ -226,6 +228,20 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         len(pipeline.stages) > 1 and find_layer_outputs(config),
         load_balancing,
     )
+
+
+def _refuse_dropped_layers(config: PretrainedConfig, derived: Derived) -> None:
+    """Raises ModelError where ranks would drop other layers than one process: the model draws in front of a layer, in a stream
+    that depends on where it is cut, and a stage whose first layer is dropped would not read what it has received."""
+    degrees = {"pp": derived.pp, "tp": derived.tp}
+    found = {key: value for key, value in config.to_dict().items() if "layerdrop" in key and value}
+    for key, value in found.items():
+        if max(degrees.values()) > 1:
+            split = " and ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+            raise ModelError(
+                f"model.config.{key}={value} leaves out whole layers at random, which {split} cannot do alike on all ranks:"
+                f" set model.config.{key}=0.0, or use data parallelism and ZeRO"
+            )
 
 
 def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:

@@ -33,7 +33,7 @@ class PlannedStage:
 def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
     """Apply the transforms to a copy of the model on meta, and plan its buffers."""
     layouts = parallelize(model, whole_layouts(model), plan)
-    routers, is_random = _find_routers(model, plan), uses_rng_in_training(model.config)
+    routers, is_random = _find_routers(model, plan), uses_rng_in_training(model)
     stage = StageModel(model, plan.own_units, plan.bounds, mask_of(plan.tokens), routers, is_random)
     groups = dict.fromkeys(layouts, FROZEN) | {name: key for name, key in plan.groups.items() if name in layouts}
     dtypes = find_compute_dtypes(model, plan)

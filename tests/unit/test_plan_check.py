@@ -86,6 +86,17 @@ def test_a_recipe_that_ranks_can_build_says_what_it_needs(capsys):
     assert "model         500,352 parameters in fp32, at most" in capsys.readouterr().out
 
 
+def test_layers_that_are_dropped_at_random_are_refused_where_ranks_have_parts_of_the_model():
+    words = [
+        "model.family=opt",
+        "model.config={vocab_size: 300, hidden_size: 16, num_attention_heads: 2, layerdrop: 0.1}",
+    ]
+    words += ["launch.device=cpu", "launch.ranks=2", "data.bpe_vocab=300"]
+    with pytest.raises(ModelError, match=r"model\.config\.layerdrop=0\.1 .* parallel\.pp=2 cannot"):
+        check_layout(compose(["~model", *words, "parallel.pp=2"]).require())
+    check_layout(compose(["~model", *words, "zero.stage=3"]).require())
+
+
 @pytest.fixture
 def qwen3(tmp_path):
     """A folder with the config of a Qwen3 of one layer."""

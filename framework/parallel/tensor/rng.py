@@ -14,19 +14,23 @@ can be taken off again.
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
 from framework.model.materialize import seed_for
 
 RANDOM_WORDS = ("drop", "jitter")
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def uses_rng_in_training(config: PretrainedConfig) -> bool:
-    """Some dropout or jitter of the config is not zero."""
-    return _is_random(config.to_dict())
+def uses_rng_in_training(model: PreTrainedModel) -> bool:
+    """Some dropout or jitter of the config or of a module is not zero, or the model's code is not Hugging Face's: then nobody
+    knows by what names it takes random numbers."""
+    is_foreign = not type(model).__module__.startswith("transformers.models.")
+    drops = any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules())
+    return is_foreign or drops or _is_random(model.config.to_dict())
 
 
 def mask_of(tokens: TokenLayout) -> int:

@@ -75,7 +75,7 @@ class _Splitter:
     def __post_init__(self) -> None:
         plan, memory = self.plan, self.plan.recipe.memory
         self.tp, self.kv, self.tokens = plan.axes["tp"], plan.axes["kv"], plan.tokens
-        self.rng = RngStreams(plan.tokens) if uses_rng_in_training(self.model.config) else None
+        self.rng = RngStreams(plan.tokens) if uses_rng_in_training(self.model) else None
         self.regathers = memory.gathered_inputs == "regather"
         self.border = make_border(plan.tokens, self.tp, overlaps=plan.recipe.parallel.overlap == "always")
         # The head's input is read before the head as a whole: its border has nothing to communicate under.
