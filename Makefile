@@ -16,10 +16,8 @@ develop: .venv/developed
 	$(PIP) --editable .
 	touch $@
 
-# Tests start hundreds of processes: here everything is compiled once. Some packages ship files of other Pythons, hence the dash.
 .venv/developed: .venv/installed
 	$(PIP) --editable '.[dev,bench]'
-	-PYTHONDONTWRITEBYTECODE= $(BIN)/python -m compileall -qq -j 0 .venv/lib
 	touch $@
 
 # What a run imports is compiled by one process, not by every rank at once, and not by each anew where the environment
@@ -37,13 +35,14 @@ lint: develop
 	$(BIN)/ruff format --check framework tests scripts
 	$(BIN)/mypy
 
-# Two tests at a time: ranks wait for each other half of the time. A file's tests stay on one worker, which its fixtures are
-# made for; files in the order of their names, in which those of one process come last and even out.
-PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Four tests at a time on two cores: ranks wait for one another half of the time. A file's tests stay on one worker, which its
+# fixtures are made for; files in the order of their names, in which the many small ones come last and even out. What is
+# imported is compiled once and kept, also where the environment forbids Python to: tests start hundreds of processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SPREAD := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: lint
-	$(PYTEST) $(TWO) -m "not grid" --ignore tests/slurm
+	$(PYTEST) $(SPREAD) -m "not grid" --ignore tests/slurm
 
 # On a real SLURM cluster of this machine (scripts/local_cluster.sh install); REQUIRE_SLURM=1: a skipped test is a failure.
 test-slurm: develop
@@ -51,7 +50,7 @@ test-slurm: develop
 
 # More families, ranks and ties of what `make test` shows. PART=0 to 6, or today: a seventh of it, as CI runs each day.
 test-grid: develop
-	$(PYTEST) $(TWO) -m grid $(if $(PART),--grid-part $(PART))
+	$(PYTEST) $(SPREAD) -m grid $(if $(PART),--grid-part $(PART))
 
 # Thirty things that a new user does, with what must be seen; ARGS=--all: also those that train.
 try: install

@@ -125,6 +125,7 @@ def test_interrupted_run_goes_on_bitwise_as_if_it_had_not_been(capsys):
     assert_same_weights("stopped", "whole")
 
 
+@pytest.mark.grid
 def test_run_goes_on_with_another_number_of_ranks(capfd):
     interrupt_after("moved", 5)
     assert train("run.id=moved") == EXIT_RESUME

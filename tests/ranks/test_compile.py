@@ -171,9 +171,9 @@ def compile_case(pool: RankPool, case: Case, backend: Backend, kernels: str) -> 
 BORDERS = 10
 
 
+@pytest.mark.grid
 def test_compiled_layouts_equal_the_oracle(pool: RankPool, kernels: str) -> None:
-    """With inductor. Whole layers are one graph; weights come and go (stage 3), and each of them is trained. The grid has the
-    other layouts: inductor takes ten seconds and more for each."""
+    """With inductor. Whole layers are one graph; weights come and go (stage 3), and each of them is trained."""
     case = Case("llama", family("llama"), {"stage 3": lay_out(zero=3, dp=2, memory=CHECKPOINTED)})
     before = initial_weights(case.config, case.recipe.train.seed)
     for label, found in compile_case(pool, case, "inductor", kernels).items():

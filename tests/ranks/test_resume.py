@@ -26,7 +26,7 @@ from framework.model.load import load_config
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.track.observers import Observers
-from framework.train.faults import StopRequest
+from framework.train.faults import StepWatch, StopRequest
 from tests import tiny_run
 
 NUMEL = 5_000
@@ -174,8 +174,12 @@ def train_body(rank, world, rendezvous, recipe, run_dirs):
     prepared, config = prepare(recipe), load_config(recipe.model)
     mesh = connect(Topology(dp=world), CPU, rendezvous, rank, timeout_s=15)
     # Observers draw a report, which takes longer than the steps.
-    with StopRequest() as stop, patch.object(train, "open_observers", lambda *words: Observers()):
-        code = train._train(make_plan(recipe, config), prepared, mesh, run_dirs[rank], stop, PhaseBar())
+    with (
+        StopRequest() as stop,
+        StepWatch(stop) as watch,
+        patch.object(train, "open_observers", lambda *words: Observers()),
+    ):
+        code = train._train(make_plan(recipe, config), prepared, mesh, run_dirs[rank], stop, watch, PhaseBar())
     mesh.close()
     return code
 
