@@ -23,8 +23,11 @@ from framework.errors import HungError
 # SIGINT: Ctrl-C. SIGTERM: schedulers, launchers and preemption. SIGUSR1: a job's time limit is near.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# Asked to stop, a step is given so long, or three times the longest of the last ones, before it is taken for hung.
+# Asked to stop, a step is given so long from then on, or three times the longest of the last ones, before it is taken for hung.
 PATIENCE_S, PATIENCE_STEPS, RECENT_STEPS = 8.0, 3.0, 50
+# The first steps compile, load libraries and connect, and on a GPU the host runs ahead of them: until so many are measured
+# their times say little of the next, which is given this long.
+FIRST_STEPS, FIRST_STEPS_PATIENCE_S = 3, 120.0
 # How often requests are looked for in the run's folder, by rank 0 alone.
 POLL_S = 0.5
 # A step is first said to take long after such times, whichever is longer, then after each doubling.
@@ -98,6 +101,8 @@ def end_process(error: HungError) -> None:
 class StepWatch:
     """From enter to exit a thread ends this rank, through `end`, when it is asked to stop and the step under way hangs.
 
+    patience_s: how long a step may go on after the request, at least; first_patience_s: the same until three are measured.
+
     say: hears of steps that take long, None on ranks that stay silent. folder: the run's, where the thread looks for requests,
     None on ranks that do not. What is not in `step`, such as a save, is not judged.
     """
@@ -109,8 +114,10 @@ class StepWatch:
         say: Callable[[str], None] | None = None,
         folder: Path | None = None,
         patience_s: float = PATIENCE_S,
+        first_patience_s: float = FIRST_STEPS_PATIENCE_S,
     ):
-        self._stop, self._end, self._say, self._folder, self._patience_s = stop, end, say, folder, patience_s
+        self._stop, self._end, self._say, self._folder = stop, end, say, folder
+        self._patience_s, self._first_patience_s = patience_s, first_patience_s
         self._main = threading.main_thread().ident
         self._under_way: tuple[int, float] | None = None  # the step and when it began
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -140,15 +147,19 @@ class StepWatch:
         self._recent_s.append(time.monotonic() - started)
 
     def _watch(self) -> None:
-        is_asked, said_s = False, 0.0
+        asked: float | None = None
+        said_s = 0.0
         while not self._is_closed.is_set():
-            is_asked = self._stop.listen(POLL_S) or self._look() or is_asked
+            if (self._stop.listen(POLL_S) or self._look()) and asked is None:
+                asked = time.monotonic()
             under_way, longest = self._under_way, max(list(self._recent_s), default=0.0)
             if under_way is None:
                 said_s = 0.0
                 continue
-            number, seconds = under_way[0], time.monotonic() - under_way[1]
-            if is_asked and seconds > max(self._patience_s, PATIENCE_STEPS * longest):
+            number, started = under_way
+            seconds = time.monotonic() - started
+            # From the request on: a healthy rank may be late in its step, or wait for rank 0, which alone draws and deletes.
+            if asked is not None and time.monotonic() - max(asked, started) > self._find_patience(longest):
                 self._end(HungError(self._explain(number, seconds, longest)))
             # The first step may compile, load libraries and connect: nothing says how long it should take.
             elif self._say and longest and seconds > max(LONG_S, LONG_STEPS * longest, 2 * said_s):
@@ -156,6 +167,10 @@ class StepWatch:
                 self._say(
                     f"step {number:,} takes {seconds:.0f} s so far, the longest of the last ones took {longest:.3g} s"
                 )
+
+    def _find_patience(self, longest: float) -> float:
+        least_s = self._patience_s if len(self._recent_s) >= FIRST_STEPS else self._first_patience_s
+        return max(least_s, PATIENCE_STEPS * longest)
 
     def _look(self) -> bool:
         """Take requests from the run's folder over; whether one is to stop."""

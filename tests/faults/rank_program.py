@@ -14,7 +14,7 @@ from pathlib import Path
 from framework.errors import EXIT_DONE, EXIT_RESUME, DataError, NumericsError
 from framework.launch.directory import RunDirectory
 from framework.launch.rank import end_hung, run_process, tell
-from framework.train.faults import StepWatch, StopRequest
+from framework.train.faults import FIRST_STEPS, StepWatch, StopRequest
 
 RANK = int(os.environ["RANK"])
 
@@ -100,7 +100,7 @@ def reduce_forever(folder, at_work, timeout_s=1800.0) -> None:
             with watch.step(step):
                 for _ in range(5):
                     all_reduce(torch.ones(4), mesh.axis("world"))
-                if RANK == 1:
+                if RANK == 1 and step > FIRST_STEPS:
                     at_work()
             if RANK == 0:
                 get_ready(folder)

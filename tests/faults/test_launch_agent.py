@@ -108,7 +108,7 @@ def test_a_collective_whose_time_is_up_is_the_cause_and_not_the_end_of_the_rank_
     assert outcome.code == EXIT_FAILED
     assert outcome.message.startswith("[rank 0] a collective timed out: this rank waited 2 s")
     assert "framework/comm/collectives.py" in outcome.message
-    assert "\n[rank 1] asked to stop, this rank was in step 1 for " in outcome.message
+    assert "\n[rank 1] asked to stop, this rank was in step 4 for " in outcome.message
     assert "rank_program.py" in outcome.message.partition("[rank 1]")[2]
     assert "SIGKILL" not in outcome.message
 

@@ -1,5 +1,6 @@
 """What is asked of a running run by files in its folder: who hears it, who answers, and who is told that nobody does."""
 
+import signal
 import threading
 import time
 
@@ -44,6 +45,34 @@ def test_a_run_does_not_end_later_for_being_watched(tmp_path):
         with StopRequest() as stop, StepWatch(stop, folder=tmp_path):
             pass
     assert time.monotonic() - started < 2.5  # ten polls of half a second would be five
+
+
+def judge_step(seconds_of_steps, asked_after_s, took_s, **patience):
+    """Whether a step of `took_s` seconds, after steps of `seconds_of_steps`, is ended as hung."""
+    errors = []
+    with StopRequest() as stop, StepWatch(stop, errors.append, **patience) as watch:
+        for number, seconds in enumerate(seconds_of_steps):
+            with watch.step(number):
+                time.sleep(seconds)
+        with watch.step(len(seconds_of_steps)):
+            time.sleep(asked_after_s)
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(took_s - asked_after_s)
+    return bool(errors)
+
+
+@pytest.mark.parametrize(("num_before", "is_ended"), [(0, False), (1, False), (2, False), (3, True)])
+def test_a_step_is_judged_by_those_before_only_once_three_are_measured(num_before, is_ended):
+    """The first may compile, and the second waits for what the first left to a GPU."""
+    assert judge_step([0.0] * num_before, 0.0, 1.0, patience_s=0.2) == is_ended
+
+
+def test_a_first_step_that_hangs_is_ended_as_well():
+    assert judge_step([], 0.0, 1.0, patience_s=0.1, first_patience_s=0.2)
+
+
+def test_patience_counts_from_the_request_and_not_from_the_begin_of_the_step():
+    assert not judge_step([0.0] * 3, asked_after_s=1.2, took_s=1.8, patience_s=1.0)
 
 
 @pytest.mark.parametrize("command", [request.save_command, request.stop_command])
