@@ -164,9 +164,10 @@ class StepWatch:
             # The first step may compile, load libraries and connect: nothing says how long it should take.
             elif self._say and longest and seconds > max(LONG_S, LONG_STEPS * longest, 2 * said_s):
                 said_s = seconds
-                self._say(
-                    f"step {number:,} takes {seconds:.0f} s so far, the longest of the last ones took {longest:.3g} s"
-                )
+                with suppress(OSError):  # the log's file system fails, or nobody reads: the watch goes on
+                    self._say(
+                        f"step {number:,} takes {seconds:.0f} s so far, the longest of the last ones took {longest:.3g} s"
+                    )
 
     def _find_patience(self, longest: float) -> float:
         least_s = self._patience_s if len(self._recent_s) >= FIRST_STEPS else self._first_patience_s
@@ -174,10 +175,13 @@ class StepWatch:
 
     def _look(self) -> bool:
         """Take requests from the run's folder over; whether one is to stop."""
-        if self._folder is None:
-            return False
-        self._stop.wants_save |= (self._folder / SAVE_FILE).exists()
-        is_stop = (self._folder / STOP_FILE).exists()
+        is_stop = False
+        if self._folder is not None:
+            with suppress(
+                OSError
+            ):  # a file system that fails for a moment, such as by ESTALE, is asked again at the next poll
+                is_stop = (self._folder / STOP_FILE).exists()
+                self._stop.wants_save |= (self._folder / SAVE_FILE).exists()
         self._stop.requested |= is_stop
         return is_stop
 
@@ -185,7 +189,8 @@ class StepWatch:
         """What was asked to be saved is."""
         self._stop.wants_save = False
         if self._folder is not None:
-            (self._folder / SAVE_FILE).unlink(missing_ok=True)
+            with suppress(OSError):  # what stays is heard and answered once more; the save was good
+                (self._folder / SAVE_FILE).unlink(missing_ok=True)
 
     def _explain(self, number: int, seconds: float, longest: float) -> str:
         before = f", where the longest of the last ones took {longest:.3g} s" if longest else ""

@@ -1,5 +1,6 @@
 """What is asked of a running run by files in its folder: who hears it, who answers, and who is told that nobody does."""
 
+import errno
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
 from framework.launch import request
 from framework.launch.directory import RunDirectory
 from framework.recipe.compose import compose, save_recipe
+from framework.train import faults
 from framework.train.faults import SAVE_FILE, STOP_FILE, StepWatch, StopRequest
 
 
@@ -45,6 +47,45 @@ def test_a_run_does_not_end_later_for_being_watched(tmp_path):
         with StopRequest() as stop, StepWatch(stop, folder=tmp_path):
             pass
     assert time.monotonic() - started < 2.5  # ten polls of half a second would be five
+
+
+class FailingFolder:
+    """A run's folder whose file system fails so many times, as NFS does with ESTALE."""
+
+    def __init__(self, path, num_failures):
+        self.path, self.num_failures = path, num_failures
+
+    def __truediv__(self, name):
+        self.num_failures -= 1
+        if self.num_failures >= 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return self.path / name
+
+
+def test_a_stale_handle_ends_neither_the_watch_nor_the_run(tmp_path):
+    (tmp_path / SAVE_FILE).touch()
+    folder = FailingFolder(tmp_path, num_failures=1)
+    with StopRequest() as stop, StepWatch(stop, folder=folder) as watch:
+        wait_for(lambda: stop.wants_save)
+        folder.num_failures = 1
+        watch.end_save()
+        watch.end_save()
+        assert not (tmp_path / SAVE_FILE).exists()
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_watch(monkeypatch):
+    said = []
+
+    def say(text):
+        said.append(text)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(faults, "LONG_S", 0.0)
+    with StopRequest() as stop, StepWatch(stop, say=say) as watch:
+        with watch.step(1):
+            time.sleep(0.001)
+        with watch.step(2):
+            wait_for(lambda: len(said) == 2)
 
 
 def judge_step(seconds_of_steps, asked_after_s, took_s, **patience):
