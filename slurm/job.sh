@@ -77,6 +77,14 @@ requeue() { # requeue WHY [CHANGE...]: this allocation ends, the job waits for a
   exit 0
 }
 
+go_on_in_chain() { # go_on_in_chain WHY: the next job of the chain has what this one saved
+  if [ -n "$(squeue --noheader --states=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)")" ]; then
+    say "$1; the next job of the chain goes on"
+    exit "$code"
+  fi
+  stop "$code" "$1, and the chain is at its end: $go_on"
+}
+
 time_is_near() {
   near_end=yes
   say "the time limit is near: the ranks save"
@@ -159,17 +167,20 @@ while :; do
   esac
   if [ -n "$asked" ]; then stop "$code" "ended with $code at step $(newest_step), as it was asked to: $go_on"; fi
   if [ "$(field JobState)" != RUNNING ]; then    # somebody else ends this job
-    if [ -n "$near_end" ] && [ "$(date +%s)" -ge "$limit_s" ]; then requeue "cut by the time limit before it had saved"; fi
+    if [ -n "$near_end" ] && [ "$(date +%s)" -ge "$limit_s" ]; then
+      if [ "$jobs_in_chain" -gt 1 ]; then go_on_in_chain "cut by the time limit before it had saved"; fi
+      requeue "cut by the time limit before it had saved"
+    fi
     if [ "$(field PreemptTime)" != None ]; then start_soon; fi
     say "ended by SLURM with $code at step $(newest_step)"
     exit "$code"
   fi
-  if [ "$code" = 85 ] && [ "$jobs_in_chain" -gt 1 ]; then
-    if [ -n "$(squeue --noheader --states=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)")" ]; then
-      say "saved at step $(newest_step); the next job of the chain goes on"
-      exit 85
-    fi
-    stop 85 "saved at step $(newest_step), and the chain is at its end: $go_on"
+  if [ "$jobs_in_chain" -gt 1 ]; then
+    case $near_end:$code in
+      *:85) go_on_in_chain "saved at step $(newest_step)" ;;
+      *:87) ;;
+      yes:*) go_on_in_chain "ended with $code near the time limit, at step $(newest_step)" ;;
+    esac
   fi
   case $code in
     85) requeue "saved at step $(newest_step)" ;;

@@ -67,3 +67,31 @@ def test_a_run_that_was_asked_to_stop_is_not_requeued(tmp_path):
     )
     assert (done.returncode, done.stdout.strip()) == (85, "ended with 85 at step 20, as it was asked to: submit")
     assert not (tmp_path / "request-stop").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "near_end", "waiting", "said"),
+    [
+        (85, "", "8", (85, "saved at step 20; the next job of the chain goes on")),
+        (85, "", "", (85, "saved at step 20, and the chain is at its end: submit")),
+        (1, "yes", "8", (1, "ended with 1 near the time limit, at step 20; the next job of the chain goes on")),
+        (143, "yes", "", (143, "ended with 143 near the time limit, at step 20, and the chain is at its end: submit")),
+        (87, "yes", "8", (0, "requeue bad nodes are left out from now on: n1")),
+        (1, "", "8", (0, "again")),  # launch.retries are for that
+    ],
+)
+def test_a_chain_goes_on_from_any_end_near_the_time_limit(tmp_path, code, near_end, waiting, said):
+    """Requeued instead, the job would train beside the next one of its chain."""
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "bad-nodes").write_text("n1\n")
+    part = re.search(r"^  if [^\n]*\"\$jobs_in_chain\" -gt 1 \]; then$.*?(?=^  failures=)", SCRIPT, re.M | re.S)[0]
+    functions = re.findall(r"^(?:stop|go_on_in_chain)\(\) \{.*?^\}$", SCRIPT, re.M | re.S)
+    given = [
+        f"run=$0 code={code} near_end={near_end} go_on=submit jobs_in_chain=3 SLURM_JOB_NAME=mine",
+        "say() { echo $*; }; newest_step() { echo 20; }; scancel() { :; }",
+        f"squeue() {{ echo {waiting}; }}",
+        "requeue() { echo requeue $1; exit 0; }",
+    ]
+    words = ["bash", "-euc", "\n".join([*given, *functions, part, "echo again"]), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == said
