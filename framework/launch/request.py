@@ -12,19 +12,24 @@ from pathlib import Path
 from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
 from framework.launch.directory import RunDirectory, explain_errors
 from framework.launch.local import resume_command, saved_step
-from framework.launch.slurm import JobState, find_job
+from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
 from framework.recipe.compose import load_recipe
 from framework.train.faults import SAVE_FILE, STOP_FILE
 
 # So long the commands wait for the run to answer: a step, a save, and what a network file system takes to show a file.
 ANSWER_S = 600.0
 POLL_S = 0.2
+# A job in one of these has nodes, or had them a moment ago and is requeued: its ranks will see a request.
+HAS_NODES = frozenset(WAITING_OR_RUNNING) - {"PENDING"}
 
 
 def save_command(path: Path, answer_s: float = ANSWER_S) -> int:
     """Have the run save at the end of its step, and wait for that. Raises RunError where it does not run."""
     run = RunDirectory.open(path)
-    if not is_running(run, find_jobs(run)):
+    jobs = find_jobs(run)
+    if not is_running(run, jobs):
+        if starting := find_starting(jobs):
+            raise RunError(f"{path} is starting or ending: {', '.join(starting)}. Ask again once it trains")
         raise RunError(f"{path} does not run: its newest checkpoint is of step {saved_step(run):,}")
     return _ask(run, SAVE_FILE, "saved", answer_s)
 
@@ -37,7 +42,7 @@ def stop_command(path: Path, answer_s: float = ANSWER_S) -> int:
     if waiting:
         subprocess.run(["scancel", *waiting], check=False)
         print(f"cancelled {' '.join(waiting)}, waiting in the queue")
-    if is_running(run, jobs):
+    if is_running(run, jobs) or find_starting(jobs):
         return _ask(run, STOP_FILE, "stopped", answer_s)
     if not waiting:
         raise RunError(f"{path} does not run: its newest checkpoint is of step {saved_step(run):,}")
@@ -53,6 +58,11 @@ def find_jobs(run: RunDirectory) -> list[tuple[str, JobState | None]]:
 def is_running(run: RunDirectory, jobs: list[tuple[str, JobState | None]]) -> bool:
     """Whether a job of the run runs, or a process holds it."""
     return any(state and state.state == "RUNNING" for _, state in jobs) or run.find_holder() is not None
+
+
+def find_starting(jobs: list[tuple[str, JobState | None]]) -> list[str]:
+    """`job ID is STATE` of those whose ranks will see a request, though they may not train now."""
+    return [f"job {job} is {state.state}" for job, state in jobs if state and state.state in HAS_NODES]
 
 
 def _ask(run: RunDirectory, name: str, answer: str, answer_s: float) -> int:

@@ -10,6 +10,7 @@ import pytest
 from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
 from framework.launch import request
 from framework.launch.directory import RunDirectory
+from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.recipe.compose import compose, save_recipe
 from framework.train import faults
 from framework.train.faults import SAVE_FILE, STOP_FILE, StepWatch, StopRequest
@@ -158,9 +159,19 @@ def test_what_was_asked_of_a_launcher_that_was_killed_is_not_asked_of_the_next(r
         assert not (run.path / STOP_FILE).exists()
 
 
-def test_only_jobs_in_the_queue_are_cancelled(run, monkeypatch, capsys):
-    from framework.launch.slurm import JobState
+@pytest.mark.parametrize("state", sorted(set(WAITING_OR_RUNNING) - {"PENDING", "RUNNING"}))
+def test_a_job_that_starts_or_is_suspended_or_requeued_is_asked_to_stop(run, monkeypatch, capsys, state):
+    """It hears of that at its first step; a save it could not make yet."""
+    monkeypatch.setattr(request, "find_jobs", lambda _: [("8", JobState("8", state))])
+    with pytest.raises(RunError, match=f"is starting .*: job 8 is {state}"):
+        request.save_command(run.path)
+    assert not (run.path / SAVE_FILE).exists()
+    assert request.stop_command(run.path, answer_s=0.0) == EXIT_FAILED
+    assert (run.path / STOP_FILE).exists()
+    assert "no answer" in capsys.readouterr().err
 
+
+def test_only_jobs_in_the_queue_are_cancelled(run, monkeypatch, capsys):
     called = []
     monkeypatch.setattr(
         request, "find_jobs", lambda _: [("7", JobState("7", "COMPLETED")), ("8", JobState("8", "PENDING"))]
