@@ -15,6 +15,15 @@ from framework.recipe.schema import Recipe
 # A change that saves less than this share of a rank's memory is not worth a line.
 WORTH_SAYING = 0.01
 
+# Of the host's allocator; of CUDA outside torch's own, such as while it starts or captures; of cuBLAS' workspaces; of NCCL's
+# buffers. torch.OutOfMemoryError is of its caching allocator for GPUs only.
+SIGNS = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
+)
+
 
 @contextmanager
 def explain_out_of_memory(plan: Plan, rank: int) -> Iterator[None]:
@@ -24,12 +33,19 @@ def explain_out_of_memory(plan: Plan, rank: int) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(f"{str(error).splitlines()[0]}\n{describe_relief(plan, rank)}") from error
+        raise OutOfMemory(f"{_find_line(error)}\n{describe_relief(plan, rank)}") from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """torch has a class for GPUs' memory only."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Whether a device, or the host, has no memory left: by the error's class, else by what torch and its libraries say."""
+    is_typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_typed or any(sign in str(error) for sign in SIGNS)
+
+
+def _find_line(error: Exception) -> str:
+    """The line that says it: NCCL's comes after others."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line for line in lines if any(sign in line for sign in SIGNS)), lines[0])
 
 
 def describe_relief(plan: Plan, rank: int) -> str:

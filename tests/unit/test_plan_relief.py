@@ -52,6 +52,9 @@ def test_nothing_is_said_that_does_not_fit_the_recipe():
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.\nmore"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to"),
         MemoryError("cannot allocate"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Cuda failure 2 'out of memory'"),
     ],
 )
 def test_every_way_to_be_out_of_memory_is_one_error_with_the_numbers(plan, error):
@@ -62,6 +65,17 @@ def test_every_way_to_be_out_of_memory_is_one_error_with_the_numbers(plan, error
     assert said.startswith(str(error).splitlines()[0])
     assert f"planned to hold {show_bytes(plan.memory(0).total)}" in said
     assert "  zero.stage=1 " in said
+
+
+def test_of_nccls_lines_the_one_that_names_the_memory_comes_first(plan):
+    text = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
+    with pytest.raises(OutOfMemory, match=r"^Cuda failure 2 'out of memory'\n"), explain_out_of_memory(plan, 0):
+        raise RuntimeError(text)
+
+
+def test_an_error_without_a_word_is_explained_too(plan):
+    with pytest.raises(OutOfMemory, match=r"^MemoryError\n"), explain_out_of_memory(plan, 0):
+        raise MemoryError
 
 
 def test_another_error_stays_what_it_is(plan):
