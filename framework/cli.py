@@ -100,9 +100,9 @@ def _train(arguments: argparse.Namespace) -> int:
         return _sweep(arguments)
     recipe = _compose_run(arguments)
     from framework.launch.phases import LOAD, PhaseBar
-    from framework.launch.rank import let_threads_sleep
+    from framework.launch.rank import let_threads_sleep, may_use_gpus
 
-    if recipe.launch.device != "cuda":  # a single rank lives in this process, which is about to import torch
+    if not may_use_gpus(recipe.launch):  # a single rank lives in this process, which is about to import torch
         let_threads_sleep()
     bar = PhaseBar((LOAD,))
     bar.begin(LOAD)

@@ -29,6 +29,8 @@ from framework.train.faults import StopRequest
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
 RUN_FREE_WITHIN_S = 60.0
 _PACKAGE = Path(__file__).parents[1]
+# What the drivers of NVIDIA and AMD make, and that of NVIDIA inside Windows.
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
 
 def main(run_dir: Path) -> int:
@@ -86,6 +88,11 @@ def count_threads(launch: Launch, num_neighbours: int) -> int:
     may use. num_neighbours: ranks on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return launch.threads_per_rank or launch.cpus_per_rank or max(1, cores // num_neighbours)
+
+
+def may_use_gpus(launch: Launch) -> bool:
+    """Whether the device may settle as cuda, judged without torch. Ranks in processes of their own know their device."""
+    return launch.device == "cuda" or (launch.device == "auto" and any(driver.exists() for driver in GPU_DRIVERS))
 
 
 def let_threads_sleep() -> None:

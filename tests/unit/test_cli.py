@@ -276,7 +276,7 @@ class TestTrain:
         assert run("train", word)[0] == 5
 
     @pytest.mark.parametrize(("own", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-    def test_threads_of_a_rank_on_cpus_sleep_while_they_wait(self, run, rooms, monkeypatch, own, expected):
+    def test_threads_of_a_rank_on_cpus_sleep_while_they_wait(self, run, rooms, monkeypatch, tmp_path, own, expected):
         """Before torch is imported: its OpenMP reads the environment once. What the user has set stands."""
         import os
 
@@ -286,6 +286,10 @@ class TestTrain:
         rooms("framework.launch.local", "train")
         run("train", "experiment=quickstart", "launch.device=cuda", "precision.compute=fp32")
         assert os.environ.get("OMP_WAIT_POLICY") == own
+        monkeypatch.setattr("framework.launch.rank.GPU_DRIVERS", (tmp_path,))
+        run("train", "experiment=quickstart")  # launch.device=auto, where there is a GPU
+        assert os.environ.get("OMP_WAIT_POLICY") == own
+        monkeypatch.setattr("framework.launch.rank.GPU_DRIVERS", (tmp_path / "none",))
         run("train", "experiment=quickstart")
         assert os.environ["OMP_WAIT_POLICY"] == expected
 
