@@ -170,7 +170,7 @@ def _train(
 def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
     """A line that the model may be asked to continue: the recipe's, else the first words of what it is trained on."""
     if recipe.train.sample is not None:
-        return recipe.train.sample.splitlines()[0]
+        return next(iter(recipe.train.sample.splitlines()), "")
     stream = max(prepared.sources, key=lambda source: source.weight).streams["train"]
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
 
