@@ -1,6 +1,7 @@
 """Many runs, one a line, with the best of them marked: `meshwright status`, and the end of a sweep."""
 
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from framework.launch.request import find_jobs
 from framework.launch.slurm import WAITING_OR_RUNNING
 from framework.recipe.compose import load_recipe
 from framework.track.console import format_count
-from framework.track.jsonl import METRICS_FILE, decode
+from framework.track.jsonl import METRICS_FILE, decode, read_records
 
 WIDEST = 64  # of the last column, of words that the runs do not share
 HEAD = ("run", "state", "step", "loss", "validation", "tokens/s", "differs in")
@@ -66,7 +67,11 @@ def _cells(line: RunLine, is_best: bool, common: set[str]) -> tuple[str, ...]:
 
 
 def _read_line(run: RunDirectory) -> RunLine:
-    recipe, (step, loss, tokens_per_s, validation) = load_recipe(run.recipe), read_curve_end(run.path / METRICS_FILE)
+    try:
+        recipe = load_recipe(run.recipe)
+    except MeshwrightError:
+        return RunLine(run.id, "unreadable", "-", None, None, None, _overrides(run))
+    step, loss, tokens_per_s, validation = read_curve_end(run.path / METRICS_FILE)
     steps = f"{step:,}/{recipe.train.steps:,}"
     return RunLine(run.id, _find_state(run, recipe.train.steps), steps, loss, validation, tokens_per_s, _overrides(run))
 
@@ -81,7 +86,9 @@ def read_curve_end(metrics: Path) -> tuple[int, float | None, float | None, floa
             last = line
             if '"validation_loss": null' not in line and (record := decode(line)):
                 validations.append(record["validation_loss"])
-    record = decode(last or "") or {"step": 0, "loss": None, "tokens_per_s": None}
+    # A crash may have torn the last line; which one is then the last is worth a second reading.
+    record = decode(last or "") or next(iter(deque(read_records(metrics), maxlen=1)), None)
+    record = record or {"step": 0, "loss": None, "tokens_per_s": None}
     return record["step"], record["loss"], record["tokens_per_s"], min(validations, default=None)
 
 
@@ -98,7 +105,7 @@ def _find_state(run: RunDirectory, total: int) -> str:
 
 
 def _overrides(run: RunDirectory) -> tuple[str, ...]:
-    with suppress(OSError, json.JSONDecodeError):
+    with suppress(MeshwrightError, json.JSONDecodeError):
         launches = run.read_record()["launches"]
         return tuple(launches[-1]["overrides"]) if launches else ()
     return ()

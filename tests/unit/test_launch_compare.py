@@ -65,6 +65,22 @@ def test_status_of_several_runs_is_a_line_each_and_of_none_all_in_the_folder(mak
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "a", "b", "c"]
 
 
+def test_a_recipe_that_nobody_can_read_costs_a_line_and_not_the_table(make):
+    runs = [make("a"), make("b")]
+    runs[0].recipe.write_text("train: {stpes: 3}\n")
+    runs[0].record.unlink()
+    _, first, second = overview.describe_runs(runs, marks_best=False).splitlines()
+    assert first.split() == ["a", "unreadable", "-", "-", "-", "-"]
+    assert second.split()[:1] == ["b"]
+    assert "2/250" in second
+
+
+def test_a_last_line_that_a_crash_tore_does_not_hide_the_steps_before_it(make):
+    metrics = make("a").path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 3, "lo')
+    assert overview.read_curve_end(metrics) == (2, 4.0, 2000.0, None)
+
+
 def test_status_without_runs_says_how_to_start_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["status"]) == EXIT_USER
