@@ -1,9 +1,11 @@
 """The loop: batch, step, report. All ranks decide alike, because they read the same sums."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from framework.comm import ledger
@@ -178,7 +180,7 @@ class Loop:
         makes ranks disagree on a save, which is collective."""
         if self.recipe.checkpoint.keep_best:
             former = self.state.best_validation_loss
-            self._is_best = tell(lambda: former is None or loss < former, self.run.mesh.axis("world"))
+            self._is_best = tell(partial(is_best, loss, former), self.run.mesh.axis("world"))
             if self._is_best:
                 self.state.best_step, self.state.best_validation_loss = self.state.step, loss
 
@@ -266,3 +268,8 @@ def find_bubble(times: Sequence[RankTimes]) -> float:
     """Share of the ranks' time, until the last of them has ended its actions, in which they computed nothing."""
     longest = max(each.span_s for each in times)
     return 1.0 - sum(each.computed_s for each in times) / (len(times) * longest) if longest else 0.0
+
+
+def is_best(loss: float, former: float | None) -> bool:
+    """Whether a validation loss is the lowest so far. NaN never is, nor does one in `former` keep others out."""
+    return math.isfinite(loss) and (former is None or not former <= loss)
