@@ -22,9 +22,10 @@ import json
 import os
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -205,11 +206,20 @@ class RunDirectory:
 
 
 def refuse_unwritable(root: Path) -> None:
-    """Raises RunError where no run can be made below `root`. Makes nothing: data is prepared first, which may take hours."""
-    place = next(each for each in (root.absolute(), *root.absolute().parents) if each.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        reason = f"{place} is no folder" if not place.is_dir() else f"this user may not write in {place}"
-        raise RunError(f"run.root={root}: {reason}. Set run.root to a folder of yours")
+    """Raises RunError where no run can be made below `root`. It tries, for what permissions say does not hold on every file
+    system, and leaves nothing: data is prepared first, which may take hours."""
+    made = [each for each in (root.absolute(), *root.absolute().parents) if not each.exists()]
+    place = made[-1].parent if made else root.absolute()
+    if not place.is_dir():
+        raise RunError(f"run.root={root}: {place} is no folder. Set run.root to a folder of yours")
+    with explain_errors(root):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            Path(tempfile.mkdtemp(prefix=".try-", dir=root)).rmdir()
+        finally:
+            for each in made:
+                with suppress(OSError):  # another launcher may have made a run there meanwhile
+                    each.rmdir()
 
 
 @contextmanager

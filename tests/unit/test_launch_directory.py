@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from framework.errors import EXIT_FAILED, EXIT_USER, RunError, StorageError
-from framework.launch.directory import RunDirectory
+from framework.launch.directory import RunDirectory, refuse_unwritable
 
 
 def create(root, run_id=None):
@@ -130,6 +130,19 @@ def test_root_that_cannot_be_written_is_an_error_with_its_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=rf"cannot write at {tmp_path}/file/runs .*set run.root"):
         create(tmp_path / "file" / "runs")
+
+
+def test_a_root_is_tried_and_not_judged_by_its_permissions(tmp_path, monkeypatch):
+    root = tmp_path / "disk" / "runs"
+    refuse_unwritable(root)
+    assert list(tmp_path.iterdir()) == []
+
+    def mkdir(path, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(RunError, match=r"cannot write at .*Read-only file system"):
+        refuse_unwritable(root)
 
 
 @pytest.mark.parametrize(
