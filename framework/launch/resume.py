@@ -64,8 +64,8 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     trained a step may change in anything: its recipe may be the mistake that ended it.
     """
     saved, chooses = load_recipe(run.recipe), bool(parse_overrides(overrides, search_path(recipe_dirs)).choices)
-    resumed = keep_settled(saved, compose(overrides, recipe_dirs, base=run.recipe).require())
-    composed = keep_settled(saved, compose(overrides, recipe_dirs).require()) if chooses else resumed
+    resumed = _compose_settled(saved, overrides, recipe_dirs, run.recipe)
+    composed = _compose_settled(saved, overrides, recipe_dirs) if chooses else resumed
     changes = find_changes(saved, resumed)
     refused = {change.key: change for change in changes if not change.is_allowed}
     others = [change for change in find_changes(saved, composed) if not change.is_allowed]
@@ -75,6 +75,11 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     if refused:  # nothing was trained under the saved recipe, so this one takes its place as a whole
         resumed, changes = composed, find_changes(saved, composed)
     return resumed, [change for change in changes if not change.key.startswith("run.")]
+
+
+def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base: Path | None = None) -> Recipe:
+    composition = compose(overrides, dirs, base)
+    return keep_settled(saved, composition.require(), composition.origins)
 
 
 def refuse_missing(run: Run, keys: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from framework.plan.target import resolve_precision, target_device
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
+from framework.recipe.problem import COMMAND_LINE
 from framework.recipe.schema import Launch, Recipe
 
 
@@ -68,7 +69,9 @@ def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
 
     model, config = recipe.model, load_config(recipe.model)
     ids = find_token_ids(config, load_tokenizer(str(tokenizer_folder)), model.weights is not None)
-    ids = {name: value for name, value in ids.items() if model.weights is None or value != getattr(config, name)}
+    known = config.to_dict()  # that of a model of several parts, such as Gemma 3, leaves the ids to its parts
+    ids = {name: value for name, value in ids.items() if name in known}
+    ids = {name: value for name, value in ids.items() if model.weights is None or value != known[name]}
     for name in ids.keys() & model.config.keys():
         if model.config[name] != ids[name]:
             print(f"note     model.config.{name}={ids[name]}, the tokenizer's; the recipe has {model.config[name]}")
@@ -86,14 +89,19 @@ def _require_compiler(launch: Launch) -> None:
         )
 
 
-def keep_settled(saved: Recipe, other: Recipe) -> Recipe:
-    """`other` with what the run's beginning has settled, where it leaves that open: it is part of the run."""
+def keep_settled(saved: Recipe, other: Recipe, origins: Mapping[str, str] | None = None) -> Recipe:
+    """`other` with what the run's beginning has settled, where it leaves that open: it is part of the run.
+
+    origins: where each value of `other` was written. The token ids of a file may be those that the beginning has corrected;
+    those that are typed are the user's.
+    """
     precision, model = other.precision, other.model
     if precision.compute == "auto":
         precision = replace(precision, compute=saved.precision.compute)
     if model.revision is None and model.weights == saved.model.weights:
         model = replace(model, revision=saved.model.revision)
-    ids = {name: value for name, value in saved.model.config.items() if name in TOKEN_IDS}
+    typed = {name for name in TOKEN_IDS if (origins or {}).get(f"model.config.{name}") == COMMAND_LINE}
+    ids = {name: value for name, value in saved.model.config.items() if name in TOKEN_IDS and name not in typed}
     model = replace(model, config=model.config | ids)
     return replace(other, precision=precision, model=model)
 

@@ -4,13 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from framework.data.tokenize import save_tokenizer, train_bpe
+from framework.errors import RunError
+from framework.launch.directory import RunDirectory
+from framework.launch.resume import resume_recipe
 from framework.launch.settle import keep_settled, settle_tokens
 from framework.model.load import build_meta, load_config
 from framework.model.special_tokens import find_end, set_token_ids
-from framework.recipe.compose import compose
+from framework.recipe.compose import compose, save_recipe
 from framework.recipe.schema import Model
 
 SMALL = {
@@ -94,6 +97,23 @@ def test_a_resume_keeps_what_was_settled(folder):
     begun = settle_tokens(recipe, folder)
     assert begun.model.config["eos_token_id"] == 0
     assert keep_settled(begun, recipe).model == begun.model
+
+
+def test_an_id_that_is_typed_on_a_resume_is_a_change(folder, tmp_path):
+    run = RunDirectory.create(tmp_path, "x", "demo")
+    words = [f"run.root={tmp_path}", "run.id=x", "model.config.eos_token_id=5"]
+    save_recipe(settle_tokens(compose(["experiment=quickstart", *words[:2]]).require(), folder), run.recipe)
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for more in ([], ["experiment=quickstart"]):
+        with pytest.raises(RunError, match=r"model.config.eos_token_id +0 +5"):
+            resume_recipe(run, [*words, *more], [])
+
+
+def test_a_config_of_several_parts_has_no_ids_of_its_own(folder, tmp_path):
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    recipe = compose(["experiment=quickstart"]).require()
+    model = replace(recipe.model, weights=str(tmp_path), config={})
+    assert settle_tokens(replace(recipe, model=model), folder).model.config == {}
 
 
 def test_ids_are_written_where_generation_and_loading_look():
