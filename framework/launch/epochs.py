@@ -7,7 +7,10 @@ from framework.data.pack import count_samples
 from framework.data.prepare import prepare
 from framework.data.prepared import Prepared
 from framework.errors import RecipeError
+from framework.launch.directory import RunDirectory
+from framework.launch.resume import Change, find_changes
 from framework.recipe.check import check_recipe
+from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
@@ -30,6 +33,15 @@ def settle_steps(recipe: Recipe) -> Recipe:
     each = ", ".join(f"{count:.2f} of {name}" for name, count in passes.items())
     print(f"epochs   {recipe.train.epochs:g} are {steps:,} steps: passes {each}")
     return settled
+
+
+def settle_length(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> tuple[Recipe, list[Change]]:
+    """`settle_steps` for a run that goes on: the changes are then those of recipe.yaml, which keeps no epochs."""
+    if recipe.train.epochs is None:
+        return recipe, changes
+    settled, keys = settle_steps(recipe), ("train.steps", "train.epochs")
+    length = [change for change in find_changes(load_recipe(run.recipe), settled) if change.key in keys]
+    return settled, [*length, *(change for change in changes if change.key not in keys)]
 
 
 def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, float]]:

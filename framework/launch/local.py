@@ -15,7 +15,7 @@ from framework.errors import EXIT_DONE, EXIT_RESUME, MeshwrightError, RecipeErro
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, explain_errors, refuse_unwritable
-from framework.launch.epochs import settle_steps
+from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.resume import resume_recipe
 from framework.launch.settle import settle, settle_tokens
 from framework.launch.snapshot import describe_software
@@ -113,7 +113,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
     """Go on with a run, under the saved recipe and the changes that it allows."""
     with run.lock():
         chosen, changes = resume_recipe(run, overrides, recipe_dirs)
-        chosen = settle_steps(chosen)
+        chosen, changes = settle_length(run, chosen, changes)
         step = saved_step(run)
         if step >= chosen.train.steps:
             more = resume_command(run, chosen, f"train.steps={2 * step}")

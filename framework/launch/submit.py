@@ -12,7 +12,7 @@ from pathlib import Path
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch.directory import RunDirectory, explain_errors, write_private
-from framework.launch.epochs import settle_steps
+from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.local import keep_tokenizer, refuse_leftovers, resume_command, saved_step, summarize
 from framework.launch.resume import Change, resume_recipe
 from framework.launch.settle import settle, settle_tokens
@@ -155,7 +155,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
     if busy is not None:
         raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `scancel {busy}`")
     with run.lock():
-        recipe = settle_steps(recipe)
+        recipe, changes = settle_length(run, recipe, changes)
         step = saved_step(run)
         if step >= recipe.train.steps:
             more = resume_command(run, recipe, f"train.steps={2 * step}")

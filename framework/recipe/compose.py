@@ -59,11 +59,12 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
     misplaced = apply_values(tree, command.values, origins)
     plain, unresolved = resolve(tree, origins)
     _let_ranks_follow(plain.get("launch"), origins)
+    ambiguous = _let_steps_count(plain.get("train"), origins)
     recipe, wrong = to_recipe(plain, origins)
     failed = {problem.key for problem in unresolved}
     # A key is not missing if its interpolation failed, nor if the files could not be read and it may well be in them.
     wrong = [problem for problem in wrong if not (problem.missing and (unread or problem.key in failed))]
-    problems = [*command.problems, *unread, *misplaced, *unresolved, *wrong]
+    problems = [*command.problems, *unread, *misplaced, *unresolved, *wrong, *ambiguous]
     if not (command.problems or unread):  # a rule that fails while a recipe is left out would blame the wrong key
         problems += check_recipe(recipe, origins, broken=[problem.key for problem in problems])
     origins = {key: origin_of(origins, key) for key in flatten(asdict(recipe))}
@@ -77,3 +78,16 @@ def _let_ranks_follow(launch: Any, origins: dict[str, str]) -> None:
     if typed == {"launch.nodes"} and isinstance(launch, dict) and launch.get("kind") == "slurm" and launch.get("nodes"):
         launch["ranks"] = None
         origins["launch.ranks"] = "follows from launch.nodes"
+
+
+def _let_steps_count(train: Any, origins: dict[str, str]) -> list[Problem]:
+    """`train.steps` of the command line counts more than a file's `train.epochs`, which would set the steps anew. The problem
+    where both are typed."""
+    if not isinstance(train, dict) or train.get("epochs") is None or origins.get("train.steps") != COMMAND_LINE:
+        return []
+    if origins.get("train.epochs") == COMMAND_LINE:
+        message = f"train.epochs={train['epochs']} sets the number of steps too"
+        return [Problem("train.steps", train.get("steps"), message, "give train.steps or train.epochs", COMMAND_LINE)]
+    train["epochs"] = None
+    origins["train.epochs"] = "follows from train.steps"
+    return []

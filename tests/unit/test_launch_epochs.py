@@ -6,7 +6,7 @@ import pytest
 
 from framework.errors import RecipeError
 from framework.launch.directory import RunDirectory
-from framework.launch.epochs import settle_steps
+from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.resume import resume_recipe
 from framework.recipe.compose import compose, save_recipe
 from framework.recipe.derive import derive
@@ -71,4 +71,16 @@ def test_a_run_goes_on_by_epochs(place):
     save_recipe(settle("train.epochs=1", "run.id=mine"), run.recipe)
     recipe, changes = resume_recipe(run, ["run.id=mine", "train.epochs=3"], [])
     assert [change.key for change in changes] == ["train.epochs"]
-    assert settle_steps(recipe).train.steps == settle("train.epochs=3").train.steps
+    settled, changes = settle_length(run, recipe, changes)
+    assert settled.train.steps == settle("train.epochs=3").train.steps
+    assert [(change.key, change.now) for change in changes] == [("train.steps", settled.train.steps)]
+
+
+def test_steps_that_are_typed_count_more_than_the_epochs_of_a_file(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain: {epochs: 2}\n")
+    recipe = compose([*WORDS, "experiment=mine", "train.steps=77"], [tmp_path]).require()
+    assert (recipe.train.steps, recipe.train.epochs) == (77, None)
+    assert compose([*WORDS, "experiment=mine"], [tmp_path]).require().train.epochs == 2
+    with pytest.raises(RecipeError, match=r"train.steps = 77(.|\n)*train.epochs=2 sets the number of steps too"):
+        compose([*WORDS, "train.steps=77", "train.epochs=2"]).require()
