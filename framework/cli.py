@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Recipe, Run
 
 
 @dataclass(frozen=True)
@@ -364,25 +364,36 @@ def _compose_run(arguments: argparse.Namespace) -> Recipe:
 
     composition = compose(arguments.overrides, arguments.recipes)
     run = composition.draft.run
-    command = parse_overrides(arguments.overrides, search_path(arguments.recipes))
-    if run.id is not None and not command.choices:
-        saved = Path(run.root) / run.id / "recipe.yaml"
-        if saved.is_file():
-            composition = compose(arguments.overrides, arguments.recipes, base=saved)
-        elif not arguments.recipes:
-            refuse_missing(run, [value.key_or_group for value in command.values])
-    recipe = composition.require()
-    if run.id is None and not arguments.recipes:
-        _require_subject(arguments.overrides)
-    return recipe
+    if (saved := _find_saved(run)) is None:
+        if run.id is not None and not arguments.recipes and not _has_subject(arguments.overrides):
+            refuse_missing(run)
+        recipe = composition.require()
+        _require_subject(arguments)
+        return recipe
+    if not parse_overrides(arguments.overrides, search_path(arguments.recipes)).choices:
+        composition = compose(arguments.overrides, arguments.recipes, base=saved)
+    return composition.require()
 
 
-def _require_subject(overrides: Sequence[str]) -> None:
-    """Raises RecipeError where nothing says what to train: config.yaml's own model is no first run, it takes hours."""
+def _find_saved(run: Run) -> Path | None:
+    """The recipe of the run that run.id names, None where there is none. A sweep's folders have none before they begin."""
+    saved = Path(run.root) / (run.id or "") / "recipe.yaml"
+    return saved if run.id is not None and saved.is_file() else None
+
+
+def _has_subject(overrides: Sequence[str]) -> bool:
+    """Whether overrides say what to train; where its data lies and how its model computes do not."""
+    says = r"\+*((experiment|model|data)=|model\.(family|weights|config)\b|data\.sources\b)"
+    return any(re.match(says, override) for override in overrides)
+
+
+def _require_subject(arguments: argparse.Namespace) -> None:
+    """Raises RecipeError where nothing says what to train: config.yaml's own model is no first run, it takes hours. Recipes of
+    the user's own may have a config.yaml that says it."""
     from framework.recipe.describe import describe_experiments
     from framework.recipe.files import search_path
 
-    if not any(re.match(r"\+*(experiment|model|data)[.=]", override) for override in overrides):
+    if not arguments.recipes and not _has_subject(arguments.overrides):
         raise RecipeError(
             "nothing says what to train: choose an experiment, or a model and data. The first run, of a minute or so, is\n\n"
             f"  meshwright train experiment=quickstart\n\nexperiments:\n{describe_experiments(search_path())}\n\n"
@@ -431,6 +442,8 @@ def _compose_sweep(arguments: argparse.Namespace) -> tuple[list[Recipe], list[li
             mistakes.append(f"{' '.join(map(hide_override, combination))}\n{error}")
     if mistakes:
         raise RecipeError("\n\n".join(mistakes))
+    if not all(_find_saved(recipe.run) for recipe in recipes):
+        _require_subject(arguments)
     return recipes, combinations
 
 

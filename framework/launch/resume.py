@@ -4,11 +4,10 @@ Every value of a run's recipe has shaped its weights, so a run whose recipe chan
 does not touch the training run itself (layouts, places, rhythms), or what only adds to it (more steps).
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
@@ -82,11 +81,9 @@ def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base
     return keep_settled(saved, composition.require(), composition.origins)
 
 
-def refuse_missing(run: Run, keys: Iterable[str]) -> None:
-    """Raises RunError where a command line that can only mean a resume (keys: what it sets) names a run that is not there."""
+def refuse_missing(run: Run) -> NoReturn:
+    """Raises RunError for a command line that can only mean a resume and names a run that is not there, or has not begun."""
     folder = Path(run.root) / str(run.id)
-    if folder.exists() or not all(Change(key, None, None).is_allowed for key in keys):
-        return
     there = sorted(each.parent.name for each in Path(run.root).glob("*/recipe.yaml"))
     near = nearest(str(run.id), there)
     shown = ", ".join(there[-SHOWN_RUNS:]) + (f" and {len(there) - SHOWN_RUNS} more" if len(there) > SHOWN_RUNS else "")

@@ -340,7 +340,7 @@ class TestSweep:
 
     def test_status_knows_a_sweep_and_those_of_its_runs_that_have_not_begun(self, run, processes, tmp_path):
         processes([(0, False)] * 2)
-        assert run("train", "-m", "train.seed=1,2")[0] == 0
+        assert run("train", "-m", "model=tiny_llama", "train.seed=1,2")[0] == 0
         code, out, _ = run("status", "run-sweep-001")
         assert code == 0
         assert out.split("\n\n") == [
@@ -349,14 +349,14 @@ class TestSweep:
 
     def test_a_failure_stops_no_other_and_its_code_is_returned(self, run, processes):
         started = processes([(88, False), (0, False), (1, False)])
-        code, out, _ = run("train", "-m", "train.seed=1,2,3")
+        code, out, _ = run("train", "-m", "model=tiny_llama", "train.seed=1,2,3")
         assert (code, len(started)) == (88, 3)
-        assert "exit 88  meshwright train train.seed=1" in out
-        assert "done     meshwright train train.seed=2" in out
+        assert "exit 88  meshwright train model=tiny_llama train.seed=1" in out
+        assert "done     meshwright train model=tiny_llama train.seed=2" in out
 
     def test_control_c_ends_the_sweep_with_the_code_of_the_run_that_saved(self, run, processes):
         started = processes([(0, False), (85, True), (0, False)])
-        assert run("train", "-m", "train.seed=1,2,3")[0] == 85
+        assert run("train", "-m", "model=tiny_llama", "train.seed=1,2,3")[0] == 85
         assert len(started) == 2
 
     def test_nothing_starts_if_one_combination_is_wrong(self, run, processes):
@@ -367,9 +367,9 @@ class TestSweep:
         assert err.count("did you mean optim=lion?") == 2
 
     def test_runs_of_a_sweep_need_names_of_their_own(self, run, processes):
-        assert "would name 2 runs" in run("train", "-m", "run.id=x", "train.seed=1,2")[2]
+        assert "would name 2 runs" in run("train", "-m", "model=tiny_llama", "run.id=x", "train.seed=1,2")[2]
         started = processes([(0, False)] * 2)
-        assert run("train", "-m", "run.id=a,b")[0] == 0
+        assert run("train", "-m", "model=tiny_llama", "run.id=a,b")[0] == 0
         assert len(started) == 2
 
     def test_a_child_is_waited_for_through_control_c(self, tmp_path):
@@ -441,7 +441,14 @@ class TestRunsByName:
         return tmp_path / "runs"
 
     @pytest.mark.parametrize(
-        "command", [["train"], ["submit", "launch.kind=slurm"], ["train", "train.steps=500", "launch.ranks=2"]]
+        "command",
+        [
+            ["train"],
+            ["submit", "launch.kind=slurm"],
+            ["train", "train.steps=500", "launch.ranks=2"],
+            ["train", "optim.lr=1e-4"],
+            ["train", "optim=lion"],
+        ],
     )
     def test_a_mistyped_run_is_not_a_new_one(self, command, run, runs):
         code, _, err = run(*command, "run.id=demo-01")
@@ -452,9 +459,41 @@ class TestRunsByName:
 
     def test_a_new_run_may_be_named(self, run, rooms, runs):
         calls = rooms("framework.launch.local", "train")
-        for more in ("experiment=quickstart", "optim.lr=0.1"):
+        for more in ("experiment=quickstart", "model.config={vocab_size: 32000}"):
             assert run("train", "run.id=mine", more)[0] == 0
         assert [call[0].run.id for call in calls] == ["mine", "mine"]
+
+    def test_a_folder_that_a_sweep_has_made_is_no_run_yet(self, run, rooms, runs):
+        calls = rooms("framework.launch.local", "train")
+        (runs / "demo-003").mkdir()
+        code, _, err = run("train", "run.id=demo-003")
+        assert code == EXIT_USER
+        assert "there is no run runs/demo-003 to go on with" in err
+        assert run("train", "model=tiny_llama", "train.seed=1", "run.id=demo-003")[0] == 0
+        assert len(calls) == 1
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["data.root=/scratch"],
+            ["model.attention=sdpa"],
+            ["~model", "data.bpe_vocab=4096"],
+            ["-m", "optim.lr=1e-3,3e-4"],
+        ],
+    )
+    @pytest.mark.parametrize("command", [["train"], ["submit"]])
+    def test_what_is_trained_has_to_be_said(self, command, words, run, rooms, runs):
+        calls = rooms("framework.launch.local", "train")
+        code, _, err = run(*command, *words)
+        assert code == EXIT_USER
+        assert "nothing says what to train" in err
+        assert calls == []
+
+    @pytest.mark.parametrize(
+        "words", [["~model", "model.weights=gpt2", "data.bpe_vocab=null"], ["++model.family=llama"], ["data=files"]]
+    )
+    def test_a_model_or_data_of_any_kind_say_it(self, words):
+        assert cli._has_subject(words)
 
     def test_a_run_is_inspected_by_its_id(self, run, rooms, runs):
         calls = rooms("framework.checkpoint.inspect", "inspect_command")
