@@ -56,8 +56,8 @@ def tell(error: Exception) -> int:
     elif os.environ.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        # Once one rank has ended, the launcher ends the others by SIGTERM. One that is cut while it writes leaves half a file, and
-        # the launcher fails over that instead of saying the cause.
+        # Once one rank has ended, the launcher ends the others by SIGTERM. One that is cut while it writes leaves half a file,
+        # and the launcher fails over that instead of saying the cause.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         get_error_handler().record_exception(error)
