@@ -31,7 +31,7 @@ NODES = 5  # n4 is for preemption, n5 is to die; nothing else runs there
 RECIPE = (
     *tiny_run.RECIPE,
     f"train.steps={STEPS}",
-    "batch.sequences_per_step=6",
+    "batch.sequences_per_step=12",  # else one rank is through before a test can stop it in the middle
     "batch.sequences_per_microbatch=1",
 )
 SLURM = (

@@ -217,8 +217,13 @@ def unreadable(desk: Desk) -> Evidence:
 
 
 def users_mistake(desk: Desk) -> Evidence:
-    """A mistake that only the ranks can see: the model has fewer positions than a sequence."""
-    job = desk.submit("mistake", "model.config.max_position_embeddings=8", "launch.nodes=2")
+    """A mistake that only the ranks can see, for `submit` refuses it: while the job is held, somebody edits its recipe, and the
+    model has fewer positions than a sequence."""
+    held = 'launch.sbatch=["--exclude=n[4-5]", "--hold"]'
+    job = desk.submit("mistake", "model.config.max_position_embeddings=16", "launch.nodes=2", held)
+    recipe = desk.folder("mistake") / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("max_position_embeddings: 16", "max_position_embeddings: 8"))
+    call("scontrol", "release", job)
     desk.wait_until_gone(job)
     return {"log": desk.log("mistake"), "starts": len(desk.starts("mistake")), "ends": desk.ends("mistake"), "job": job}
 
