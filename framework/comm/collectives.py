@@ -69,12 +69,11 @@ def start_all_reduce(
     _check(x)
     check_agreement(axis, "all_reduce", label, x)
     axis.traffic.record("all_reduce", 2 * (axis.size - 1) * x.numel() * reduce_dtype.itemsize // axis.size)
-    if reduce_dtype != x.dtype:
-        # Of rounded numbers a maximum would be one that no rank has.
-        assert op == "sum", f"{op} in {reduce_dtype}"
-        with axis.range("all_reduce", label):
-            return on_host(lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
     with axis.range("all_reduce", label):
+        if reduce_dtype != x.dtype:
+            # Of rounded numbers a maximum would be one that no rank has.
+            assert op == "sum", f"{op} in {reduce_dtype}"
+            return on_host(lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
         return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis)
 
 
@@ -123,10 +122,9 @@ def start_reduce_scatter(
     reduce_dtype = reduce_dtype or x.dtype
     check_agreement(axis, "reduce_scatter", label, x)
     axis.traffic.record("reduce_scatter", (axis.size - 1) * out.numel() * reduce_dtype.itemsize)
-    if reduce_dtype != x.dtype:
-        with axis.range("reduce_scatter", label):
-            return on_host(lambda out, x: scatter_rounded(out, x, axis, reduce_dtype), out, x, axis)
     with axis.range("reduce_scatter", label):
+        if reduce_dtype != x.dtype:
+            return on_host(lambda out, x: scatter_rounded(out, x, axis, reduce_dtype), out, x, axis)
         return on_host(lambda out, x: ALGORITHMS[x.device.type, "reduce_scatter"].start(out, x, axis), out, x, axis)
 
 

@@ -51,7 +51,7 @@ class Validation:
             self._num_tokens += [count_loss_tokens(each.labels) for each in microbatches]
 
     def means(self, mesh: Mesh) -> ValidationLoss:
-        """The same by source, too; collective."""
+        """The mean losses per token over all ranks' microbatches, of all sources and of each; collective."""
         sums = torch.zeros(2, self._num_sources, dtype=torch.float64, device=mesh.device)
         for number in sorted(set(self._sources)) if self._losses else ():
             own = [index for index, source in enumerate(self._sources) if source == number]
