@@ -6,13 +6,19 @@ axis but `embedding`, derived ones included, is a (size, stride) pair over this 
 
     world         all ranks
     batch         dp x cp: who shares dense gradients and the ZeRO shards of dense parameters
-    ep            the inner part of `batch`: who holds different experts
-    expert_batch  what is left of `batch` after ep: who shares the gradients of the same experts
     shard         the inner part of `batch`: who holds the ZeRO shards of the same dense parameters
     replica       what is left of `batch` after shard: who holds equal shards
     kv            the inner part of `tp`: who holds the same key-value heads, where these are fewer than tp ranks
     embedding     of a pipeline the ranks with the first and the last stage: who shares what the embedding and the head share.
                   One rank where both stages are on it; of size 1 for the ranks between
+
+Experts divide the dp x cp x tp ranks of a stage in a way of their own, from the inside:
+
+    expert_tp       who holds slices of the same experts: all of `tp`, or one rank where experts are whole
+    ep              who holds different experts
+    expert_batch    what is left: who shares the gradients of the same experts
+    expert_shard    the inner part of `expert_batch`: who holds the ZeRO shards of the same experts
+    expert_replica  what is left of `expert_batch` after expert_shard: who holds equal shards
 """
 
 from dataclasses import dataclass
@@ -20,7 +26,10 @@ from dataclasses import dataclass
 from framework.errors import TopologyError
 from framework.mesh.axis import Axis
 
-AXIS_NAMES = ("world", "pp", "batch", "dp", "cp", "tp", "ep", "expert_batch", "shard", "replica", "kv", "embedding")
+AXIS_NAMES = (
+    *("world", "pp", "batch", "dp", "cp", "tp", "shard", "replica", "kv", "embedding"),
+    *("expert_tp", "ep", "expert_batch", "expert_shard", "expert_replica"),
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,8 @@ class Topology:
     """The degrees of the parallelisms. Raises TopologyError when they cannot form a mesh.
 
     embedding_ranks: the positions along `pp` of the first and of the last stage; None: the first rank and the last. Schedules
-    that go through the ranks and back (zbv, dualpipe_v) have both stages on one rank.
+    that go through the ranks and back (zbv, dualpipe_v) have both stages on one rank. expert_tp: ranks that slice an expert, 1 or
+    tp; None: tp.
     """
 
     pp: int = 1
@@ -38,6 +48,8 @@ class Topology:
     ep: int = 1
     shard: int = 1
     kv: int = 1
+    expert_tp: int | None = None
+    expert_shard: int = 1
     embedding_ranks: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -45,18 +57,25 @@ class Topology:
             if getattr(self, name) < 1:
                 raise TopologyError(f"parallel.{name}={getattr(self, name)}: a degree is at least 1")
         batch = self.dp * self.cp
-        if batch % self.ep:
-            legal = [degree for degree in range(1, batch + 1) if batch % degree == 0]
+        if self.expert_tp not in (None, 1, self.tp):
             raise TopologyError(
-                f"parallel.ep={self.ep} does not divide dp x cp = {self.dp} x {self.cp} = {batch}, the ranks among"
-                f" which experts are divided: use ep in {legal}, or change dp or cp"
+                f"parallel.expert_tp={self.expert_tp}: experts are whole (1) or sliced over all of parallel.tp={self.tp}"
+            )
+        if self._expert_ranks % self.ep:
+            raise TopologyError(
+                f"parallel.ep={self.ep} does not divide {self._expert_ranks}, the ranks among which experts are divided"
+                f" (dp x cp x tp / expert_tp = {self.dp} x {self.cp} x {self.tp} / {self._slices}): use ep in"
+                f" {_divisors(self._expert_ranks)}, or change dp or cp"
+            )
+        if self.expert_shard < 1 or self._expert_ranks // self.ep % self.expert_shard:
+            raise TopologyError(
+                f"{self.expert_shard} shards do not divide the {self._expert_ranks // self.ep} ranks that share experts"
             )
         if self.shard < 1 or batch % self.shard:
             raise TopologyError(
                 f"zero.shard_within={self.shard} does not divide dp x cp = {batch} ranks: use a degree in"
-                f" {[degree for degree in range(1, batch + 1) if batch % degree == 0]}"
+                f" {_divisors(batch)}"
             )
-
         if self.kv < 1 or self.tp % self.kv:
             raise TopologyError(f"{self.kv} ranks per key-value head do not divide parallel.tp={self.tp}")
         if not all(0 <= position < self.pp for position in self._embedding_positions):
@@ -68,6 +87,16 @@ class Topology:
     def world(self) -> int:
         """Number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def _slices(self) -> int:
+        """Ranks that hold slices of one expert."""
+        return self.tp if self.expert_tp is None else self.expert_tp
+
+    @property
+    def _expert_ranks(self) -> int:
+        """Ranks of a stage with slices of experts at the same place: those among whom experts are divided or copied."""
+        return self.dp * self.cp * self.tp // self._slices
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis; of `embedding`, of those that have more than themselves on it."""
@@ -107,6 +136,7 @@ class Topology:
 
     def _size_stride(self, axis: str) -> tuple[int, int]:
         batch = self.dp * self.cp
+        slices, copies = self._slices, self._expert_ranks // self.ep
         # A stride is the product of the degrees inside an axis, in the order of the rank's number: pp, dp, cp, tp.
         table = {
             "world": (self.world, 1),
@@ -115,11 +145,14 @@ class Topology:
             "dp": (self.dp, self.cp * self.tp),
             "cp": (self.cp, self.tp),
             "tp": (self.tp, 1),
-            "ep": (self.ep, self.tp),
-            "expert_batch": (batch // self.ep, self.ep * self.tp),
             "shard": (self.shard, self.tp),
             "replica": (batch // self.shard, self.shard * self.tp),
             "kv": (self.kv, 1),
+            "expert_tp": (slices, 1),
+            "ep": (self.ep, slices),
+            "expert_batch": (copies, slices * self.ep),
+            "expert_shard": (self.expert_shard, slices * self.ep),
+            "expert_replica": (copies // self.expert_shard, slices * self.ep * self.expert_shard),
         }
         if axis not in table:
             raise TopologyError(f"no axis {axis!r}: the axes are {', '.join(AXIS_NAMES)}")
@@ -128,6 +161,13 @@ class Topology:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise TopologyError(f"rank {rank} is outside the world of {self.world} ranks (pp x dp x cp x tp)")
+
+
+def count_expert_shards(shard: int, tp: int, ep: int, expert_tp: int, batch: int) -> int:
+    """The degree `expert_shard` where dense parameters are sharded over `shard` ranks: as many of the ranks that share experts as
+    are among those shard * tp neighbours, so that experts' shards stay within a node where the others do."""
+    copies = batch * tp // (expert_tp * ep)
+    return max(degree for degree in _divisors(copies) if degree == 1 or degree * ep * expert_tp <= shard * tp)
 
 
 def shards_within_node(world: int, batch: int, tp: int, ranks_per_node: int, num_nodes: int) -> int:

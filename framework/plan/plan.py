@@ -17,7 +17,7 @@ from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
-from framework.mesh.topology import Topology, shards_within_node
+from framework.mesh.topology import Topology, count_expert_shards, shards_within_node
 from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
@@ -250,6 +250,10 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     batch, within = derived.dp * derived.cp, recipe.zero.shard_within
     if within == "node":
         within = shards_within_node(derived.world, batch, derived.tp, derived.ranks_per_node, derived.nodes)
+    shard = 1 if recipe.zero.stage == 0 else within or batch
+    expert_shard = 1
+    if recipe.zero.stage:
+        expert_shard = count_expert_shards(shard, derived.tp, derived.ep, derived.expert_tp, batch)
     return Topology(
         pp=derived.pp,
         dp=derived.dp,
@@ -257,7 +261,9 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
         tp=derived.tp,
         ep=derived.ep,
         kv=ranks_per_kv_head(config, derived.tp),
-        shard=1 if recipe.zero.stage == 0 else within or batch,
+        shard=shard,
+        expert_tp=derived.expert_tp,
+        expert_shard=expert_shard,
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
     )
 

@@ -1,6 +1,6 @@
 """The numbers that follow from a recipe and are therefore not in it: dp, accumulation, tokens.
 
-world = dp tp pp cp, and ep divides dp cp; under SLURM world = nodes ranks_per_node. One optimizer step consumes
+world = dp tp pp cp, and ep divides dp cp tp / expert_tp; under SLURM world = nodes ranks_per_node. One optimizer step consumes
     sequences_per_step = dp * accumulation * sequences_per_microbatch,   tokens_per_step = sequences_per_step * context.
 The user states the left side and the microbatch; dp and accumulation follow.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from framework.errors import RecipeError
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Batch, Memory, Pipeline, Recipe
+from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe
 
 # Schedules that split a backward in two, and have nothing for the second half where a layer's backward is one graph.
 SPLIT_BACKWARDS = ("zb_h1", "zbv", "dualpipe_v")
@@ -25,6 +25,7 @@ class Derived:
     pp: int
     cp: int
     ep: int
+    expert_tp: int  # ranks that slice each expert
     sequences_per_step: int
     tokens_per_step: int
     sequences_per_microbatch: int
@@ -58,6 +59,7 @@ def derive(recipe: Recipe) -> Derived:
         pp=parallel.pp,
         cp=parallel.cp,
         ep=parallel.ep,
+        expert_tp=count_expert_slices(parallel),
         sequences_per_step=sequences,
         tokens_per_step=sequences * batch.context,
         sequences_per_microbatch=batch.sequences_per_microbatch,
@@ -68,6 +70,13 @@ def derive(recipe: Recipe) -> Derived:
         ranks_per_node=count_ranks(recipe) // count_nodes(recipe),
         epochs=recipe.train.epochs,
     )
+
+
+def count_expert_slices(parallel: Parallel) -> int:
+    """Ranks that slice each expert: parallel.expert_tp; where it is null one with ep > 1, else all of tp."""
+    if parallel.expert_tp is not None:
+        return parallel.expert_tp
+    return 1 if parallel.ep > 1 else parallel.tp
 
 
 def count_ranks(recipe: Recipe) -> int:
@@ -140,11 +149,18 @@ def find_world_problems(recipe: Recipe) -> Iterator[Problem]:
             ways += [f"parallel.dp={ranks // inner}", "parallel.dp=null, which fills the ranks"]
         yield Problem("parallel.dp", parallel.dp, message, "; or ".join(ways))
         return
-    batch_ranks = _dp(recipe) * parallel.cp
-    if batch_ranks % parallel.ep:
-        message = f"ep divides dp * cp = {batch_ranks}, and {parallel.ep} does not"
+    slices = count_expert_slices(parallel)
+    if slices not in (1, parallel.tp):
+        message = f"an expert is whole, or sliced by all parallel.tp={parallel.tp} ranks"
         yield Problem(
-            "parallel.ep", parallel.ep, message, f"parallel.ep={_listed(_divisors(batch_ranks, parallel.ep))}"
+            "parallel.expert_tp", slices, message, f"parallel.expert_tp={_listed(sorted({1, parallel.tp}))}, or null"
+        )
+        return
+    expert_ranks = _dp(recipe) * parallel.cp * parallel.tp // slices
+    if expert_ranks % parallel.ep:
+        message = f"ep divides dp * cp * tp / expert_tp = {expert_ranks}, and {parallel.ep} does not"
+        yield Problem(
+            "parallel.ep", parallel.ep, message, f"parallel.ep={_listed(_divisors(expert_ranks, parallel.ep))}"
         )
 
 

@@ -113,7 +113,12 @@ class Parallel:
     )
     pp: int = key("pipeline-parallel degree", 1, low=1)
     cp: int = key("context-parallel degree", 1, low=1)
-    ep: int = key("expert-parallel degree", 1, low=1)
+    ep: int = key("expert-parallel degree: how many ranks divide the experts of a mixture among them", 1, low=1)
+    expert_tp: int | None = key(
+        "ranks that slice each expert: 1, or as many as parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",
+        None,
+        low=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from framework.errors import TopologyError
-from framework.recipe.derive import derive
+from framework.recipe.derive import count_expert_slices, derive
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Precision, Recipe, Zero
 from framework.verify.options import Options
 
@@ -93,15 +93,16 @@ def _inner(recipe: Recipe) -> int:
 
 def _choose_dp(recipe: Recipe, ranks: int | None) -> int:
     """The largest dp that needs at most MAX_RANKS ranks, or else the smallest legal one; with `ranks`, the dp that fills them."""
-    inner, ep, cp = _inner(recipe), recipe.parallel.ep, recipe.parallel.cp
+    inner, ep = _inner(recipe), recipe.parallel.ep
+    per_dp = recipe.parallel.cp * recipe.parallel.tp // count_expert_slices(recipe.parallel)
     if ranks is not None:
-        if ranks < 1 or ranks % inner or (ranks // inner * cp) % ep:
-            smallest = inner * next(dp for dp in range(1, ep + 1) if dp * cp % ep == 0)
+        if ranks < 1 or ranks % inner or (ranks // inner * per_dp) % ep:
+            smallest = inner * next(dp for dp in range(1, ep + 1) if dp * per_dp % ep == 0)
             raise TopologyError(
                 f"--ranks {ranks} does not fit tp * pp * cp = {inner} with ep = {ep}: use a multiple of {smallest}"
             )
         return ranks // inner
-    legal = [dp for dp in range(1, derive(recipe).dp + 1) if dp * cp % ep == 0]
+    legal = [dp for dp in range(1, derive(recipe).dp + 1) if dp * per_dp % ep == 0]
     return max((dp for dp in legal if dp * inner <= MAX_RANKS), default=legal[0])
 
 

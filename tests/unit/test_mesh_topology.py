@@ -6,15 +6,18 @@ from hypothesis import strategies as st
 
 from framework.errors import TopologyError
 from framework.mesh.axis import Axis
-from framework.mesh.topology import AXIS_NAMES, Topology, shards_within_node
+from framework.mesh.topology import AXIS_NAMES, Topology, count_expert_shards, shards_within_node
 
 
 @st.composite
 def topologies(draw):
     pp, dp, cp, tp = (draw(st.integers(1, 4)) for _ in range(4))
-    ep = draw(st.sampled_from([d for d in range(1, dp * cp + 1) if dp * cp % d == 0]))
+    expert_tp = draw(st.sampled_from([None, 1, tp]))
+    among = dp * cp * tp // (tp if expert_tp is None else expert_tp)
+    ep = draw(st.sampled_from([d for d in range(1, among + 1) if among % d == 0]))
+    shards = draw(st.sampled_from([d for d in range(1, among // ep + 1) if among // ep % d == 0]))
     stages = draw(st.none() | st.tuples(st.integers(0, pp - 1), st.integers(0, pp - 1)))
-    return Topology(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, embedding_ranks=stages)
+    return Topology(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, expert_tp=expert_tp, expert_shard=shards, embedding_ranks=stages)
 
 
 @given(topologies(), st.sampled_from(AXIS_NAMES))
@@ -34,19 +37,44 @@ def test_index_is_the_position_in_the_group(topology, axis):
 
 @given(topologies())
 def test_coordinates_identify_a_rank(topology):
-    for independent in (("pp", "dp", "cp", "tp"), ("pp", "expert_batch", "ep", "tp"), ("pp", "batch", "tp")):
+    experts = ("pp", "expert_batch", "ep", "expert_tp")
+    for independent in (("pp", "dp", "cp", "tp"), experts, ("pp", "batch", "tp")):
         seen = {tuple(topology.index(axis, rank) for axis in independent) for rank in range(topology.world)}
         assert len(seen) == topology.world
 
 
 @given(topologies())
-def test_batch_is_dp_times_cp_and_also_ep_times_expert_batch(topology):
+def test_batch_is_dp_times_cp_and_experts_divide_the_ranks_of_a_stage(topology):
+    stage = topology.size("batch") * topology.tp
     for rank in range(topology.world):
-        at = {axis: topology.index(axis, rank) for axis in ("batch", "dp", "cp", "ep", "expert_batch")}
+        at = {axis: topology.index(axis, rank) for axis in AXIS_NAMES if axis != "embedding"}
         assert at["batch"] == at["dp"] * topology.cp + at["cp"]
-        assert at["batch"] == at["expert_batch"] * topology.ep + at["ep"]
-        assert set(topology.ranks("ep", rank)) <= set(topology.ranks("batch", rank))
-        assert set(topology.ranks("expert_batch", rank)) <= set(topology.ranks("batch", rank))
+        assert at["expert_batch"] == at["expert_replica"] * topology.expert_shard + at["expert_shard"]
+        within = (at["expert_batch"] * topology.ep + at["ep"]) * topology.size("expert_tp") + at["expert_tp"]
+        assert within == rank % stage
+        assert set(topology.ranks("expert_tp", rank)) <= set(topology.ranks("tp", rank))
+
+
+def test_whole_experts_divide_tensor_parallel_neighbours_too():
+    topology = Topology(dp=2, tp=2, ep=2, expert_tp=1, expert_shard=2)
+    assert topology.ranks("ep", 0) == topology.ranks("tp", 0) == (0, 1)
+    assert topology.ranks("expert_batch", 1) == topology.ranks("expert_shard", 1) == (1, 3)
+    assert topology.ranks("expert_tp", 1) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("shard", "tp", "ep", "expert_tp", "batch", "degree"),
+    [
+        (8, 1, 2, 1, 8, 4),
+        (4, 1, 8, 1, 8, 1),
+        (2, 4, 2, 1, 4, 4),
+        (2, 4, 2, 4, 4, 1),
+        (6, 1, 4, 1, 12, 1),
+        (1, 2, 1, 1, 4, 2),
+    ],
+)
+def test_experts_are_sharded_over_those_who_share_them_within_the_dense_shards(shard, tp, ep, expert_tp, batch, degree):
+    assert count_expert_shards(shard, tp, ep, expert_tp, batch) == degree
 
 
 def test_numbering_has_tp_innermost_and_pp_outermost():
@@ -82,7 +110,15 @@ def test_stages_may_lie_anywhere_in_the_pipeline():
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"dp": 0}, {"tp": -1}, {"dp": 2, "ep": 4}, {"dp": 3, "cp": 2, "ep": 4}, {"pp": 2, "embedding_ranks": (0, 2)}],
+    [
+        {"dp": 0},
+        {"tp": -1},
+        {"dp": 2, "ep": 4},
+        {"dp": 3, "cp": 2, "ep": 4},
+        {"pp": 2, "embedding_ranks": (0, 2)},
+        {"tp": 4, "expert_tp": 2},
+        {"dp": 2, "expert_shard": 4},
+    ],
 )
 def test_degrees_that_form_no_mesh_are_errors(degrees):
     with pytest.raises(TopologyError):
