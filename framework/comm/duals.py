@@ -10,7 +10,8 @@ gradient of A's input:
     reduce_from     independent  replicated   sum_s x_s                            copy_to
     gather          independent  independent  all x_s, concatenated                reduce_scatter
     reduce_scatter  independent  independent  part r of sum_s x_s                  gather
-    scatter         replicated   independent  part r of x                          all x_s, concatenated (replicated)
+    scatter         replicated   independent  part r of x                          join
+    join            independent  replicated   all x_s, concatenated                scatter
     all_to_all      independent  independent  part r of every x_s                  all_to_all with swapped splits
 
 A gradient has the kind of its tensor: that of a replicated tensor is the same on all ranks.
@@ -71,6 +72,15 @@ def scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     is an all-gather of x's size. Raises AssertionError when axis.size does not divide the dim.
     """
     return _apply(x, axis, partial(_take_part, axis=axis, dim=dim), partial(_all_gather, axis=axis, dim=dim))
+
+
+def join(x: Tensor, axis: Communicator, dim: int) -> Tensor:
+    """All ranks' x, concatenated along dim, for ranks that go on with it alike; each gets its part of the gradient.
+
+    x: [..., part, ...] of one shape on all ranks of the axis -> [..., axis.size * part, ...]. Forward: an all-gather of the
+    result's size, backward sends nothing.
+    """
+    return _apply(x, axis, partial(_all_gather, axis=axis, dim=dim), partial(_take_part, axis=axis, dim=dim))
 
 
 def all_to_all(

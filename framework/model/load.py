@@ -7,11 +7,9 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -22,6 +20,7 @@ from transformers import (
 )
 
 from framework.errors import ModelError
+from framework.model.experts import find_experts
 from framework.model.hub import fetch_config
 from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.schema import Model
@@ -96,17 +95,12 @@ def build_meta(config: PretrainedConfig, attention: str = "auto") -> PreTrainedM
 def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.dtype) -> None:
     """Select the implementation of stacked experts' matmuls. `auto` keeps the family's, except in fp64, which has no grouped
     matmul."""
-    if not find_experts(model):
+    if all(form.is_expert_major for _, _, form in find_experts(model)):
         return
     if implementation == "auto" and compute == torch.float64:
         implementation = "eager"
     if implementation != "auto":
         model.set_experts_implementation(implementation)
-
-
-def find_experts(model: nn.Module) -> list[Any]:
-    """The modules of stacked experts, for which Hugging Face has several implementations."""
-    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
 
 
 def _for_training(config: PretrainedConfig) -> PretrainedConfig:

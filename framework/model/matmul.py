@@ -6,13 +6,17 @@ Shapes: [..., K] features in, [..., N] features out; W is [N, K], or [K, N] wher
 Nothing here communicates: `parallel/tensor` and `parallel/zero` call it between their collectives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from framework.comm.transfer import upload_values
 
 # Below this many multiplications a matmul is too small for another kernel to matter.
 SMALL_MATMUL = 2**20
@@ -43,6 +47,9 @@ class GradView(Protocol):
 
     def add_matmul(self, left: Tensor, right: Tensor) -> None:
         """Add left^T @ right.  left: [k, m]; right: [k, n]; any strides; the view: [m, n] of the master dtype."""
+
+    def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: "RowGroups") -> None:
+        """Add left^T @ right of each group's rows.  left: [R, m]; right: [R, n]; the view: [E, m, n] of the master dtype."""
 
 
 class Matmul:
@@ -111,6 +118,94 @@ class Matmul:
         return None
 
 
+@dataclass(frozen=True)
+class RowGroups:
+    """Rows [R, .] in groups, one for each matrix of a stack. bounds: E + 1 row numbers on the host; offsets: [E] int32 on the
+    device, where each group ends."""
+
+    bounds: tuple[int, ...]
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> "RowGroups":
+        """counts: rows of each group."""
+        bounds = (0, *accumulate(counts))
+        return cls(bounds, upload_values(bounds[1:], torch.int32, device))
+
+
+class StackedMatmul:
+    """The three matmuls of a stack of weights [E, N, K], or [E, K, N] if it `is_transposed`, with rows in groups: as `Matmul`,
+    each group with its own matrix. name: the layer's parameter."""
+
+    def __init__(self, layer: nn.Module, name: str, is_transposed: bool) -> None:
+        self.name, self.is_transposed = name, is_transposed
+        self._parameters = layer._parameters
+        self.grad_view: GradView | None = None
+        self.tick: Tensor | None = None
+
+    def write_gradient_to(self, grad_view: GradView) -> None:
+        """As `Matmul.write_gradient_to`."""
+        self.grad_view = grad_view
+        self.tick = torch.zeros((), device=grad_view.parameter.device, requires_grad=True)
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's parameter: [E, N, K], or [E, K, N]."""
+        weight = self._parameters[self.name]
+        assert weight is not None, f"no parameter {self.name}"
+        return weight
+
+    def __call__(self, x: Tensor, groups: RowGroups) -> Tensor:
+        """Y = X W_e^T for the rows of each group e.  x: [R, K] -> [R, N]. Differentiable."""
+        return _APPLY_STACKED(x, self.weight if self.tick is None else self.tick, self, groups)
+
+    def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
+        """`__call__`, not differentiable."""
+        return stacked_matmul(x, self._matrices, groups)
+
+    def input_gradient(self, dy: Tensor, groups: RowGroups) -> Tensor:
+        """dX = dY W_e.  dy: [R, N] -> [R, K]."""
+        return stacked_matmul(dy, self._matrices.transpose(1, 2), groups)
+
+    def weight_gradient(self, x: Tensor, dy: Tensor, groups: RowGroups) -> Tensor | None:
+        """dW_e = dY^T X of the rows of each group, in the weight's orientation; zeros where a group is empty. None where it has
+        been added to the main gradient.  x: [R, K]; dy: [R, N]."""
+        left, right = (x, dy) if self.is_transposed else (dy, x)
+        if self.grad_view is not None:
+            self.grad_view.add_stacked_matmul(left, right, groups)
+            return None
+        gradient = torch.empty_like(self.weight, memory_format=torch.contiguous_format)
+        accumulate_stacked_matmul(gradient, left, right, groups, is_first=True)
+        return gradient
+
+    @property
+    def _matrices(self) -> Tensor:
+        """[E, N, K], out of autograd."""
+        weight = self.weight.data
+        return weight.transpose(1, 2) if self.is_transposed else weight
+
+
+class _Stacked(torch.autograd.Function):
+    """`source` stands for the weight in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, stacked: StackedMatmul, groups: RowGroups) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.stacked, ctx.groups = stacked, groups
+        return stacked.forward(x, groups)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = ctx.stacked.input_gradient(dy, ctx.groups) if ctx.needs_input_grad[0] else None
+        is_asked = ctx.needs_input_grad[1]
+        return dx, ctx.stacked.weight_gradient(x, dy, ctx.groups) if is_asked else None, None, None
+
+
+_APPLY_STACKED = find_apply(_Stacked)
+
+
 class MatmulLinear(nn.Linear):
     """A linear layer of ours, whose forward goes through its `matmul`: who gives main gradients to layers gives one to that.
 
@@ -167,6 +262,37 @@ def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool)
         torch.mm(rows, right, out=view)
     else:
         view.addmm_(rows, right)
+
+
+def stacked_matmul(x: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+    """y = x W_e^T for the rows of each group e.  x: [R, K]; weights: [E, N, K], any strides -> [R, N]. Not differentiable."""
+    if _has_grouped_kernel(x):
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=groups.offsets)
+    out = x.new_empty(x.shape[0], weights.shape[1])
+    for expert, (start, stop) in enumerate(pairwise(groups.bounds)):
+        if start < stop:
+            matmul_into(out[start:stop], x[start:stop], weights[expert])
+    return out
+
+
+def accumulate_stacked_matmul(view: Tensor, left: Tensor, right: Tensor, groups: RowGroups, is_first: bool) -> None:
+    """view[e] = left^T right of the rows of group e if it is the first, else added.  view: [E, M, N]; left: [R, M]; right:
+    [R, N]. An empty group's is zero."""
+    if _has_grouped_kernel(left):
+        gradient = F.grouped_mm(left.t(), right, offs=groups.offsets)
+        view.copy_(gradient) if is_first else view.add_(gradient)
+        return
+    for expert, (start, stop) in enumerate(pairwise(groups.bounds)):
+        if start < stop:
+            accumulate_matmul(view[expert], left[start:stop], right[start:stop], is_first)
+        elif is_first:
+            view[expert].zero_()
+
+
+def _has_grouped_kernel(x: Tensor) -> bool:
+    """Whether one kernel multiplies all groups: in bf16 on NVIDIA's GPUs since Ampere. On CPUs a loop of matmuls is faster
+    (docs/benchmarks.md, "Experts"), and it takes every dtype."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _has_faster_kernel(x: Tensor, weight: Tensor) -> bool:

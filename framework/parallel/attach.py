@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from framework.model.precision import DTYPES
 from framework.parallel.compilation import compiled_layers
+from framework.parallel.experts import write_stacked_gradients
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.embedding_gradient import write_embedding_gradients
@@ -40,6 +41,7 @@ def attach(
     grad_views = {name: view for buffer in buffers for name, view in buffer.grad_views.items()}
     compiled = {module for layer in compiled_layers(model, plan) for module in layer.modules()}
     write_gradients_directly(model, grad_views, compiled)
+    write_stacked_gradients(model, grad_views)
     write_embedding_gradients(model, grad_views, compiled)
     gradients = GradientSync(buffers, waits, DTYPES[plan.recipe.precision.reduce])
     by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]

@@ -11,13 +11,14 @@ it gave up.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from framework.mesh.layout import Layout
-from framework.model.load import find_experts
+from framework.model.experts import find_experts
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.derive import compiles
 
@@ -30,8 +31,9 @@ def compile_layers(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: 
     if layers := compiled_layers(model, plan):
         _allow_graphs(GRAPHS_PER_LAYER * len(layers))
     for layer in layers:
-        for experts in find_experts(layer):
-            if experts.config._experts_implementation == "eager":
+        for _, module, form in find_experts(layer):
+            experts: Any = module
+            if not form.is_expert_major and experts.config._experts_implementation == "eager":
                 experts.forward = torch.compiler.disable(experts.forward)
         layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
     return layouts

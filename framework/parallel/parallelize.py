@@ -20,6 +20,7 @@ from framework.model.materialize import kept_in_fp32
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.compilation import compile_layers
+from framework.parallel.experts import split_experts
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import split_over_tp
 from framework.parallel.zero.plan_buffers import shard_over_batch
@@ -56,6 +57,7 @@ def name_zero_axes(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) ->
 
 TRANSFORMS: tuple[Transform, ...] = (
     select_experts_kernel,  # first: what follows may replace the module that asks for it
+    split_experts,  # whole experts: of what is left of them tensor parallelism may take slices
     split_over_tp,  # weights of all that is here: vocabulary, layers, and the tokens between regions
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
     compile_layers,  # of the layers as they are computed ...

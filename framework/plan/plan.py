@@ -26,6 +26,7 @@ from framework.model.stage import StageBounds, copy_stage, find_layer_outputs
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import state_names
+from framework.parallel.experts import check_experts
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
@@ -210,6 +211,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     topology = make_topology(recipe, config)
     _refuse_dropped_layers(config, derived)
     whole = build_meta(config, recipe.model.attention)
+    check_experts(whole, derived.ep)
     units = tuple(find_units(whole))
     load_balancing = find_load_balancing_loss(whole)
     costs = unit_flops(whole, units, derived.context)

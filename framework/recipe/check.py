@@ -76,13 +76,11 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
 
 
 def _unavailable(recipe: Recipe) -> Iterator[Problem]:
-    for axis, name in (("cp", "context"), ("ep", "expert")):
-        degree = getattr(recipe.parallel, axis)
-        if degree != 1:
-            message = f"{name} parallelism is not available in this version"
-            yield Problem(
-                f"parallel.{axis}", degree, message, f"parallel.{axis}=1; ranks are data-parallel (parallel.dp)"
-            )
+    if recipe.parallel.cp != 1:
+        message = "context parallelism is not available in this version"
+        yield Problem(
+            "parallel.cp", recipe.parallel.cp, message, "parallel.cp=1; ranks are data-parallel (parallel.dp)"
+        )
 
 
 def _zero(recipe: Recipe) -> Iterator[Problem]:

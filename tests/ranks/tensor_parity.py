@@ -189,7 +189,7 @@ def split(
     num_layers = sum(unit.is_layer for unit in units)
     plan = StagePlan(
         recipe=recipe or recipe_of(),
-        axes={"tp": tp, "kv": kv},
+        axes={"tp": tp, "kv": kv, "expert_tp": tp},
         bounds=StageBounds(0, 1, 0, num_layers),
         tokens=TokenLayout(ROWS, tokens, tp.axis, sequence),
         units=tuple(units),

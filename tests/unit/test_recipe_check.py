@@ -120,11 +120,31 @@ class TestBatch:
         assert problem.fix == "launch.ranks=2; or parallel.dp=3; or parallel.dp=null, which fills the ranks"
 
 
-@pytest.mark.parametrize("axis", ["cp", "ep"])
-def test_axes_of_later_versions_are_said_to_be_unavailable_and_nothing_else(axis):
-    problems = problems_of(f"parallel.{axis}=2", "launch.ranks=3")
-    assert problems.keys() == {f"parallel.{axis}"}
-    assert "not available in this version" in problems[f"parallel.{axis}"].message
+def test_an_axis_of_a_later_version_is_said_to_be_unavailable_and_nothing_else():
+    problems = problems_of("parallel.cp=2", "launch.ranks=3")
+    assert problems.keys() == {"parallel.cp"}
+    assert "not available in this version" in problems["parallel.cp"].message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "fix"),
+    [
+        (["parallel.ep=2", "launch.ranks=3"], "parallel.ep", "parallel.ep=1 or 3"),
+        (["parallel.ep=4", "parallel.tp=2", "launch.ranks=6"], "parallel.ep", "parallel.ep=2 or 3 or 6"),
+        (
+            ["parallel.ep=4", "parallel.tp=2", "parallel.expert_tp=2", "launch.ranks=4"],
+            "parallel.ep",
+            "parallel.ep=1 or 2",
+        ),
+        (
+            ["parallel.tp=4", "parallel.expert_tp=2", "launch.ranks=4"],
+            "parallel.expert_tp",
+            "parallel.expert_tp=1 or 4, or null",
+        ),
+    ],
+)
+def test_expert_degrees_that_do_not_fit_are_told_with_those_that_do(overrides, key, fix):
+    assert problems_of(*overrides)[key].fix == fix
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A region is a child of a decoder layer that contains something to split (an attention, an mlp, a mixture of experts), or a
 single linear layer that the decoder layer holds itself. It is left where its row layers sum over ranks; a mixture of experts
-is left as a whole, because its router and its shared experts' gates multiply what is still each rank's part.
+is left as a whole, because its router and its shared experts' gates multiply what is still each rank's part. Where experts are
+whole (parallel.expert_tp=1) a mixture is no region: its shared experts are, each for itself, and the router stands outside.
 """
 
 import re
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
+from framework.model.experts import find_experts, form_of
 from framework.model.units import find_layers
 from framework.parallel.tensor.rules import FAMILIES, HEAD_NORMS, PARAMETERS, ROLES, Role, parse_role
 
@@ -43,6 +45,7 @@ class _Search:
     model: PreTrainedModel
     user: Mapping[str, str]
     hints: Mapping[str, str]
+    has_whole_experts: bool
     unmatched: list[str] = field(default_factory=list)
 
     @property
@@ -50,11 +53,13 @@ class _Search:
         return self.model.config.get_text_config()
 
 
-def find_regions(model: PreTrainedModel, user: Mapping[str, str], modules: Collection[str]) -> list[RegionPlan]:
+def find_regions(
+    model: PreTrainedModel, user: Mapping[str, str], modules: Collection[str], has_whole_experts: bool = False
+) -> list[RegionPlan]:
     """The regions of all layers that are here, in order; layers of other pipeline stages have none.
 
     user: roles by pattern of module names, before all other rules. modules: names of the whole model's, of which a pattern must
-    mean one.
+    mean one. has_whole_experts: experts are not sliced.
 
     Raises ModelError for a module that no rule knows, and for a pattern or role of `user` that means nothing.
     """
@@ -62,7 +67,7 @@ def find_regions(model: PreTrainedModel, user: Mapping[str, str], modules: Colle
     found = find_layers(model)
     if found is None:
         raise ModelError(f"{type(model).__name__} has no list of decoder layers to split: use parallel.tp=1")
-    search = _Search(model, user, getattr(model, "tp_plan", None) or {})
+    search = _Search(model, user, getattr(model, "tp_plan", None) or {}, has_whole_experts)
     regions = [region for index in range(len(found[1])) for region in _regions(search, f"{found[0]}.{index}")]
     if search.unmatched:
         lines = "\n".join(f"  {line}" for line in dict.fromkeys(search.unmatched))
@@ -72,11 +77,6 @@ def find_regions(model: PreTrainedModel, user: Mapping[str, str], modules: Colle
             "  model.tp_plan: {'model.layers.*.mlp.up_proj': column, '*.down_proj': row, '*.router': replicated}"
         )
     return regions
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Hugging Face's stacked experts: 3-D weights, one matrix per expert."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def _check_user_plan(model: str, modules: Collection[str], user: Mapping[str, str]) -> None:
@@ -101,6 +101,8 @@ def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
                 search.unmatched.append(_describe(name, module))
             elif role.kind != "replicated":
                 loose[name] = role
+        elif search.has_whole_experts and any(True for _ in find_experts(module)):
+            yield from _regions_of_mixture(search, name, module)
         # Norms of the layer itself stand outside regions: whole on all ranks, of this rank's tokens.
         elif not _is_norm(name, module):
             region = _region(search, name, module)
@@ -111,10 +113,25 @@ def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
         yield RegionPlan(next(iter(loose)), loose, (), is_block=False)
 
 
+def _regions_of_mixture(search: _Search, name: str, mixture: nn.Module) -> Iterator[RegionPlan]:
+    """The regions inside a mixture of whole experts: what stands beside the experts and the routers and is split."""
+    for child, module in mixture.named_children():
+        full = f"{name}.{child}"
+        if form_of(module) is not None or child in ROUTERS:
+            continue
+        if any(True for _ in find_experts(module)):
+            yield from _regions_of_mixture(search, full, module)
+            continue
+        region = _region(search, full, module)
+        # Of what only routers read (the statistics of a balance) nothing is split.
+        if region is not None and any(role.kind in ("column", "row") for role in region.roles.values()):
+            yield region
+
+
 def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
     """The region of one child of a layer, None if nothing in it has parameters."""
     inside = {f"{name}.{inner}" if inner else name: module for inner, module in root.named_modules()}
-    experts = tuple(full for full, module in inside.items() if is_experts(module))
+    experts = tuple(full for full, module in inside.items() if form_of(module) is not None)
     routers = {full for full in inside if full.rpartition(".")[2] in ROUTERS}
     has_experts = bool(experts) or any(".experts." in full for full in inside)
     roles: dict[str, Role] = {}

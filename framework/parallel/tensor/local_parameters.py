@@ -1,6 +1,6 @@
 """LocalParameters: what this rank holds of each parameter of a model on meta, and the layouts that say so.
 
-Every parameter is either taken (this rank's part of it, with shards over `tp`) or replicated (whole on all ranks of `tp`).
+Every parameter is taken (this rank's part of it, with shards over `tp`), replicated (whole on all ranks of `tp`), or kept.
 Layouts are refined, never replaced: the global shape and what earlier transforms have sharded stay.
 """
 
@@ -43,6 +43,10 @@ class LocalParameters:
         partial = (*given.partial, "tp") if is_partial else given.partial
         layout = replace(given, replicated=(*given.replicated, "tp"), partial=partial, interval=interval)
         return self._add(whole, whole, layout)
+
+    def keep(self, name: str, whole: nn.Parameter) -> nn.Parameter:
+        """The parameter as it was given: an earlier transform has said what this rank has of it."""
+        return self._add(whole, whole, self._given[name])
 
     def replicate_rest(self, parameters: Iterable[tuple[str, nn.Parameter]], is_partial: Callable[[str], bool]) -> None:
         """Replicate those of the named parameters that nobody has dealt with."""

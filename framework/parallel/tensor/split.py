@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError, TopologyError
 from framework.mesh.layout import Layout, part
+from framework.model.experts import find_experts, form_of
 from framework.model.units import FINAL_NORMS, find_layers
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.borders import make_border
@@ -56,10 +57,11 @@ def split_over_tp(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     if plan.axes["tp"].size == 1:
         return dict(layouts)
     modules = [name for unit in plan.units for name in unit.modules]
-    regions = find_regions(model, plan.recipe.model.tp_plan, modules)
+    regions = find_regions(model, plan.recipe.model.tp_plan, modules, plan.axes["expert_tp"].size == 1)
     splitter = _Splitter(model, plan, LocalParameters(layouts, plan.axes["tp"], plan.axes["kv"]))
     for region in regions:
         splitter.split_region(region)
+    splitter.keep_whole_experts()
     splitter.place_tokens(splitter.split_vocabulary())
     return splitter.finish()
 
@@ -186,17 +188,21 @@ class _Splitter:
     def _split_experts(self, name: str) -> None:
         """Every expert is sliced: [experts, features, inputs] or transposed, gate and up in halves or interleaved."""
         experts: Any = self.model.get_submodule(name)
+        form = form_of(experts)
+        assert form is not None, name
         if getattr(experts, "has_post_expert_norm", False):
-            raise ModelError(f"{name} normalises each expert's output: parallel.tp cannot slice it")
-        along_inputs = 1 if experts.is_transposed else 2
+            raise ModelError(
+                f"{name} normalises each expert's output: parallel.tp cannot slice it; use parallel.expert_tp=1, which leaves"
+                " experts whole"
+            )
+        along_inputs = 1 if form.is_transposed else 2
         inner = experts.down_proj.shape[along_inputs]
         # Gate and up in turn divide as pairs of neighbours, so an interval of features must hold whole pairs.
-        if experts.has_gate and not experts.is_concatenated and inner % self.tp.size:
+        if form.has_gate and not form.is_concatenated and inner % self.tp.size:
             raise TopologyError(f"parallel.tp={self.tp.size} does not divide the {inner} features of {name}")
-        arrangement = "pair" if experts.has_gate and experts.is_concatenated else ""
-        first = "gate_up_proj" if experts.has_gate else "up_proj"
-        self._take_of_experts(name, first, 3 - along_inputs, arrangement)
-        self._take_of_experts(name, f"{first}_bias", 1, arrangement)
+        arrangement = "pair" if form.has_gate and form.is_concatenated else ""
+        self._take_of_experts(name, form.first, 3 - along_inputs, arrangement)
+        self._take_of_experts(name, f"{form.first}_bias", 1, arrangement)
         self._take_of_experts(name, "down_proj", along_inputs, "")
         mine = experts.down_proj.shape[along_inputs]
         for attribute, value in list(vars(experts).items()):
@@ -221,6 +227,14 @@ class _Splitter:
             if arrangement is not None:
                 found = self._partition(arrangement, 0, whole.shape[0], counts)
                 setattr(attention, parameter, self.parameters.take(f"{name}.{parameter}", whole, found))
+
+    def keep_whole_experts(self) -> None:
+        """Experts that nobody slices are this rank's as they are: ranks of `tp` have different ones, or copies that learn from
+        different tokens."""
+        if self.plan.axes["expert_tp"].size == 1:
+            for name, experts, _ in find_experts(self.model):
+                for parameter, whole in experts.named_parameters(name):
+                    self.parameters.keep(parameter, whole)
 
     # --- the vocabulary and the tokens
 

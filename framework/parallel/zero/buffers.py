@@ -24,7 +24,7 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout
-from framework.model.matmul import accumulate_matmul
+from framework.model.matmul import RowGroups, accumulate_matmul, accumulate_stacked_matmul
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot, SlotInterval
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
@@ -274,6 +274,15 @@ class GradView:
             return
         view, is_first = self._open()
         accumulate_matmul(view, left, right, is_first)
+
+    def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: RowGroups) -> None:
+        """Add left^T @ right of each group's rows. left: [R, m], right: [R, n], compute dtype; the parameter's local shape:
+        [E, m, n]. Raises LayoutError after its unit's reduction."""
+        if self.deferred is not None:
+            self._defer(partial(self.add_stacked_matmul, left.detach(), right.detach(), groups))
+            return
+        view, is_first = self._open()
+        accumulate_stacked_matmul(view, left, right, groups, is_first)
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Add rows to those of the gradient that `ids` name. ids: [n], some perhaps more than once; rows: [n, k].

@@ -1,0 +1,89 @@
+"""Rows: from tokens to pairs of a token and an expert, sorted by expert, and back; each with its gradient.
+
+    T tokens, k experts per token, P pairs that are sent, H features. `order`: [P] int64, the pair behind each sorted row; pair
+    t * k + j is token t with its j-th expert. Pairs that are not sent (padding, dropped) are in no row.
+
+Written out because autograd's own gradient of a gather adds into zeros row by row; here it is a gather again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.model.matmul import find_apply
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k, ctx.num_tokens = top_k, x.shape[0]
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return _unsort(dy, order, ctx.num_tokens, ctx.top_k).sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights, order)
+        # In the wider of the two dtypes, and rounded once: routers give weights in fp32 to experts in bf16.
+        weighted = _unsort(y, order, *weights.shape) * weights.unsqueeze(-1)
+        return weighted.sum(1).to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        y, weights, order = ctx.saved_tensors
+        rows = dout.index_select(0, order // weights.shape[1])
+        flat = weights.flatten()
+        dy = (rows * flat.index_select(0, order).unsqueeze(-1)).to(y.dtype)
+        if not ctx.needs_input_grad[1]:
+            return dy, None, None
+        # A pair that was not sent has no output, so its weight has no gradient.
+        dweights = torch.zeros_like(flat).index_copy_(0, order, (rows * y).sum(-1).to(flat.dtype))
+        return dy, dweights.view_as(weights), None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return dy.index_select(0, inverse), None, None
+
+
+def _unsort(rows: Tensor, order: Tensor, num_tokens: int, top_k: int) -> Tensor:
+    """[P, H] to [T, k, H], zeros for pairs that have no row."""
+    pairs = rows.new_zeros(num_tokens * top_k, rows.shape[1])
+    return pairs.index_copy_(0, order, rows).view(num_tokens, top_k, -1)
+
+
+_APPLY_SPREAD, _APPLY_COMBINE, _APPLY_PERMUTE = find_apply(_Spread), find_apply(_Combine), find_apply(_Permute)
+
+
+def spread(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """The token of each sorted pair.  x: [T, H] -> [P, H]."""
+    return _APPLY_SPREAD(x, order, top_k)
+
+
+def combine(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """The weighted sum of each token's experts.  y: [P, H], what the experts made of the pairs; weights: [T, k] -> [T, H]."""
+    return _APPLY_COMBINE(y, weights, order)
+
+
+def permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """x in another order of rows, [R, H]; inverse: the permutation that undoes `order`, both [R] int64."""
+    return _APPLY_PERMUTE(x, order, inverse)
+
+
+def invert(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`, [R] int64."""
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))

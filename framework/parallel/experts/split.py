@@ -1,0 +1,93 @@
+"""split_experts: a transform that divides a model's experts among the ranks of `ep`.
+
+Every weight of a module of stacked experts is cut along its dim 0, and the module's forward becomes a dispatch. Routers, shared
+experts and all else of the layer stay what they are. Where experts are whole, each is on as many ranks as `expert_batch` has;
+where they are sliced over `tp` (parallel.expert_tp), `split_over_tp` cuts the slices from what is left here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from framework.comm.communicator import Communicator
+from framework.errors import ModelError
+from framework.mesh.axis import Axis
+from framework.mesh.layout import Layout, Shard, part
+from framework.model.experts import ExpertsForm, count_experts, find_experts
+from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
+from framework.parallel.stage_plan import StagePlan
+
+
+def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
+    """Divide the experts of every layer over the axis `ep`; the refined layouts. The identity where every rank that computes with
+    an expert has its own slice of it (ep 1 without whole experts).
+
+    model: on meta. Raises ModelError where ep does not divide a layer's experts.
+    """
+    if not divides_experts(plan):
+        return layouts
+    refined = dict(layouts)
+    for name, experts, form in find_experts(model):
+        refined |= _split(name, experts, layouts, plan.axes["ep"])
+        _replace_forward(experts, form, plan)
+    return refined
+
+
+def divides_experts(plan: StagePlan) -> bool:
+    """Whether rows have to be sent to experts: these are on several ranks, or whole where ranks of `tp` share the rows."""
+    return plan.axes["ep"].size > 1 or plan.axes["expert_tp"].size < plan.axes["tp"].size
+
+
+def check_experts(model: PreTrainedModel, degree: int) -> None:
+    """Raises ModelError where the model has no experts to divide among `degree` ranks, or a layer's do not divide."""
+    if degree == 1:
+        return
+    counts = {name: count_experts(experts) for name, experts, _ in find_experts(model)}
+    kind = model.config.get_text_config().model_type
+    if not counts:
+        raise ModelError(
+            f"parallel.ep={degree}: {kind} has no stacked experts to divide: use parallel.ep=1 (dense models and families whose"
+            " experts are modules of their own)"
+        )
+    for name, count in counts.items():
+        if count % degree:
+            legal = ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
+            raise ModelError(f"parallel.ep={degree} does not divide the {count} experts of {name}: use one of {legal}")
+
+
+def _split(name: str, experts: nn.Module, layouts: Mapping[str, Layout], ep: Communicator) -> dict[str, Layout]:
+    """Cut the module's own parameters along their dim 0, and copy what its children have (a norm of all experts' outputs)."""
+    count, refined = count_experts(experts), {}
+    for parameter, whole in list(experts.named_parameters()):
+        full = f"{name}.{parameter}"
+        layout = replace(layouts[full], shard_axis="expert_shard", replica_axis="expert_replica")
+        if "." in parameter or whole.shape[0] != count:
+            refined[full] = _replicate(layout, ep)
+            continue
+        layout = replace(layout, shards=(*layout.shards, Shard("ep", 0, ep.rank, ep.size)))
+        empty = torch.empty(layout.shape_local, dtype=whole.dtype, device="meta")
+        setattr(experts, parameter, nn.Parameter(empty, requires_grad=whole.requires_grad))
+        refined[full] = layout
+    return refined
+
+
+def _replicate(layout: Layout, ep: Communicator) -> Layout:
+    """Of what all experts share: each rank's gradient is of its own experts' rows, and each counts an equal interval."""
+    return replace(
+        layout,
+        replicated=(*layout.replicated, "ep"),
+        partial=(*layout.partial, "ep"),
+        interval=part(layout.numel_local, ep.rank, ep.size),
+    )
+
+
+def _replace_forward(experts: nn.Module, form: ExpertsForm, plan: StagePlan) -> None:
+    ep, tp, tokens = plan.axes["ep"], plan.axes["tp"], plan.tokens
+    if plan.axes["expert_tp"].size > 1:
+        # Slices of experts compute inside a region: all its ranks have all rows, and dispatch them alike.
+        tp, tokens = Communicator(Axis("tp", 1, 0)), replace(tokens, is_sharded=False)
+    num_experts = count_experts(experts) * ep.size
+    experts.forward = ExpertDispatch(LocalExperts(experts, form), num_experts, ep, tp, tokens)  # type: ignore[method-assign]
