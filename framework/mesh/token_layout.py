@@ -39,16 +39,15 @@ class TokenLayout:
         return -(-self.context // self.num_parts)
 
     @property
+    def valid_local(self) -> int:
+        """Those of `tokens_local` that are tokens of the sequence; the rest, behind them, is padding."""
+        first = self.tp.rank * self.tokens_local if self.is_sharded else 0
+        return max(0, min(self.tokens_local, self.context - first))
+
+    @property
     def padding(self) -> int:
         """Tokens of padding behind each sequence, so that all parts are equally long."""
         return self.num_parts * self.tokens_local - self.context
-
-    @property
-    def valid_tokens(self) -> int:
-        """Tokens of each sequence that this rank holds between regions, without padding, which stands behind them."""
-        if self.num_parts == 1:
-            return self.context
-        return min(max(self.context - self.tp.rank * self.tokens_local, 0), self.tokens_local)
 
     def hidden_shape(self, width: int) -> tuple[int, int, int]:
         """Shape [sequences, tokens_local, width] of hidden states between regions, and between pipeline stages."""

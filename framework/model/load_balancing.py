@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from framework.comm.duals import reduce_from
 from framework.errors import ModelError
 from framework.model.materialize import seed_rng
+from framework.model.routed_tokens import RoutedTokens
 from framework.model.shrink import shrink
 
 # Relative to the loss: above the rounding of fp32, below the difference that another formula makes.
@@ -69,8 +71,9 @@ def sums_dtype(dtype: torch.dtype) -> torch.dtype:
 class Routers:
     """The routers of a model, or of a stage of it, and their logits in the current forward.
 
-    dtype: of hidden states. num_copies: number of tensor-parallel ranks that run the same routers on the same tokens, and whose
-    gradients are summed afterwards: each contributes 1 / num_copies of the gradient.
+    dtype: of hidden states. tokens: those that the routers see. Where several ranks see the same ones, gradients are summed
+    over these ranks afterwards, so each contributes its part of the gradient; where each sees others, their sums are added
+    before the loss, which is no sum over tokens, and each rank's tokens get their own gradient.
     """
 
     def __init__(
@@ -79,9 +82,10 @@ class Routers:
         loss: LoadBalancingLoss,
         dtype: torch.dtype,
         device: torch.device,
-        num_copies: int = 1,
+        tokens: RoutedTokens | None = None,
     ):
-        self.loss, self.dtype, self.device, self._num_copies = loss, sums_dtype(dtype), device, num_copies
+        self.loss, self.dtype, self.device = loss, sums_dtype(dtype), device
+        self.tokens = tokens or RoutedTokens.of_one_rank()
         self._logits: list[Tensor] | None = None
         for router, index in find_routers(model):
             router.register_forward_hook(partial(self._note, index))
@@ -91,15 +95,23 @@ class Routers:
         self._logits = []
 
     def end(self, before: Tensor | None = None) -> Tensor:
-        """End the forward and return the sums [2E + 1] of its layers, added to `before`, those of the stages before."""
+        """End the forward and return the sums [2E + 1] of its layers, added to `before`, those of the stages before.
+
+        Where ranks see different tokens, an all-reduce of the sums over them, if the stage has a router; backward sends nothing.
+        """
         logits, self._logits = self._logits, None
         assert logits is not None, "no forward was started"
         sums = torch.zeros(self.loss.num_sums, dtype=self.dtype, device=self.device) if before is None else before
-        for each in logits:
-            own = self.loss.sum_tokens(each)
-            # The value counts in full, since the sums are alike on all copies; the gradient only in part.
-            sums = sums + (own.detach() + (own - own.detach()) / self._num_copies).to(self.dtype)
+        if logits:
+            own = torch.stack([self.loss.sum_tokens(self.tokens.cut(each.flatten(0, -2))) for each in logits])
+            # All layers in one message, and added one after another: so no stage's cut changes how they are rounded.
+            for layer in reduce_from(self._share(own).to(self.dtype), self.tokens.over):
+                sums = sums + layer
         return sums
+
+    def _share(self, own: Tensor) -> Tensor:
+        """The value in full, since the sums are alike on all copies; of the gradient a part only."""
+        return own.detach() + (own - own.detach()) / (self.tokens.copies.size if self.tokens.sums_copies else 1)
 
     @torch.compiler.disable
     def _note(self, index: int, router: nn.Module, args: Any, output: Any) -> None:

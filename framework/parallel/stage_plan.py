@@ -9,6 +9,7 @@ import torch
 from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import TokenLayout
 from framework.model.load_balancing import LoadBalancingLoss
+from framework.model.routed_tokens import RoutedTokens
 from framework.model.stage import StageBounds, own_units
 from framework.model.units import Unit
 from framework.recipe.schema import Recipe
@@ -40,3 +41,10 @@ class StagePlan:
     def own_units(self) -> tuple[Unit, ...]:
         """The units of which the stage computes anything, in order; their parameters are those that the stage has."""
         return tuple(own_units(self.units, self.ties, self.bounds))
+
+    @cached_property
+    def routed_tokens(self) -> RoutedTokens:
+        """The tokens that routers see: all, inside the region that a mixture of sliced experts is; those outside of regions where
+        experts are whole."""
+        is_region = self.axes["expert_tp"].size > 1
+        return (RoutedTokens.whole if is_region else RoutedTokens.outside)(self.tokens, self.axes["tp"])

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from framework.errors import ModelError
 from framework.model.load_balancing import Routers
 from framework.model.stage import StageModel, own_ties
 from framework.model.units import Unit
@@ -46,10 +45,4 @@ def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
 def _find_routers(model: PreTrainedModel, plan: StagePlan) -> Routers | None:
     if plan.load_balancing is None:
         return None
-    if plan.tokens.num_parts > plan.axes["expert_tp"].size:
-        raise ModelError(
-            "model.config.output_router_logits=true with whole experts (parallel.expert_tp=1) and parallel.sequence: routers"
-            " see a part of the tokens each; use parallel.sequence=false or parallel.expert_tp=null"
-        )
-    # Inside regions gradients are one rank's part of a sum, and routers stand there.
-    return Routers(model, plan.load_balancing, plan.compute_dtype, plan.device, num_copies=plan.axes["expert_tp"].size)
+    return Routers(model, plan.load_balancing, plan.compute_dtype, plan.device, plan.routed_tokens)

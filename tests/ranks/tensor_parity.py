@@ -24,6 +24,7 @@ from framework.model.load import build_meta, choose_experts
 from framework.model.load_balancing import Routers, find_load_balancing_loss
 from framework.model.loss import IGNORE, TokenLoss, count_loss_tokens
 from framework.model.materialize import set_parameter
+from framework.model.routed_tokens import RoutedTokens
 from framework.model.stage import StageBounds
 from framework.model.units import find_units, tied_names
 from framework.parallel.stage_plan import StagePlan
@@ -100,7 +101,8 @@ def compare_case(case: TensorCase, tp: Communicator, kv: Communicator) -> float:
         split, layouts = build_split(case, whole, tp, kv)
         loss_of = TokenLoss(tp, split_vocabulary(split, layouts), case.chunk_tokens)
         term = find_load_balancing_loss(whole)
-        routers = None if term is None else Routers(split, term, torch.float64, CPU, tp.size)
+        tokens = RoutedTokens.whole(TokenLayout(ROWS, case.tokens, tp.axis), tp)
+        routers = None if term is None else Routers(split, term, torch.float64, CPU, tokens)
         if routers is not None:
             routers.start()
         output = split(input_ids=ids)

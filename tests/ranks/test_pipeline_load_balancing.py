@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from framework.model.load_balancing import Routers
+from framework.model.routed_tokens import RoutedTokens
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.verify.compare import Row
 from tests.ranks.parity import Case, assert_equal, run_cases, small_recipe, worst_error
@@ -75,7 +76,7 @@ def count_every_copy() -> AbstractContextManager[Any]:
     whole = Routers.end
 
     def end(routers: Routers, before: Tensor | None = None) -> Tensor:
-        routers._num_copies = 1
+        routers.tokens = RoutedTokens.of_one_rank()
         return whole(routers, before)
 
     return patch.object(Routers, "end", end)

@@ -114,7 +114,7 @@ class ExpertDispatch:
         layout = self.tokens
         if layout.padding == 0:
             return None
-        return is_padding(hidden.shape[0], layout.tokens_local, layout.valid_tokens, hidden.device)
+        return is_padding(hidden.shape[0], layout.tokens_local, layout.valid_local, hidden.device)
 
     def _route(self, hidden: Tensor, index: Tensor, weights: Tensor, is_left_out: Tensor | None) -> Tensor:
         """is_left_out: [T] bool, rows that are sent to nobody; None: there are none."""
