@@ -16,6 +16,8 @@ Experts divide the dp x cp x tp ranks of a stage in a way of their own, from the
 
     expert_tp       who holds slices of the same experts: all of `tp`, or one rank where experts are whole
     ep              who holds different experts
+    ep_inner        the inner part of `ep`, among whom tokens go first where they go in two hops; all of `ep` where not
+    ep_outer        what is left of `ep` after ep_inner
     expert_batch    what is left: who shares the gradients of the same experts
     expert_shard    the inner part of `expert_batch`: who holds the ZeRO shards of the same experts
     expert_replica  what is left of `expert_batch` after expert_shard: who holds equal shards
@@ -28,7 +30,7 @@ from framework.mesh.axis import Axis
 
 AXIS_NAMES = (
     *("world", "pp", "batch", "dp", "cp", "tp", "shard", "replica", "kv", "embedding"),
-    *("expert_tp", "ep", "expert_batch", "expert_shard", "expert_replica"),
+    *("expert_tp", "ep", "ep_inner", "ep_outer", "expert_batch", "expert_shard", "expert_replica"),
 )
 
 
@@ -50,6 +52,7 @@ class Topology:
     kv: int = 1
     expert_tp: int | None = None
     expert_shard: int = 1
+    ep_inner: int | None = None
     embedding_ranks: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +69,11 @@ class Topology:
                 f"parallel.ep={self.ep} does not divide {self._expert_ranks}, the ranks among which experts are divided"
                 f" (dp x cp x tp / expert_tp = {self.dp} x {self.cp} x {self.tp} / {self._slices}): use ep in"
                 f" {_divisors(self._expert_ranks)}, or change dp or cp"
+            )
+        if self.ep % (self.ep_inner or self.ep):
+            raise TopologyError(
+                f"parallel.expert_hierarchical={self.ep_inner} does not divide parallel.ep={self.ep}: use one of"
+                f" {_divisors(self.ep)[1:]}, or null"
             )
         if self.expert_shard < 1 or self._expert_ranks // self.ep % self.expert_shard:
             raise TopologyError(
@@ -136,7 +144,7 @@ class Topology:
 
     def _size_stride(self, axis: str) -> tuple[int, int]:
         batch = self.dp * self.cp
-        slices, copies = self._slices, self._expert_ranks // self.ep
+        slices, copies, inner = self._slices, self._expert_ranks // self.ep, self.ep_inner or self.ep
         # A stride is the product of the degrees inside an axis, in the order of the rank's number: pp, dp, cp, tp.
         table = {
             "world": (self.world, 1),
@@ -150,6 +158,8 @@ class Topology:
             "kv": (self.kv, 1),
             "expert_tp": (slices, 1),
             "ep": (self.ep, slices),
+            "ep_inner": (inner, slices),
+            "ep_outer": (self.ep // inner, slices * inner),
             "expert_batch": (copies, slices * self.ep),
             "expert_shard": (self.expert_shard, slices * self.ep),
             "expert_replica": (copies // self.expert_shard, slices * self.ep * self.expert_shard),
@@ -168,6 +178,11 @@ def count_expert_shards(shard: int, tp: int, ep: int, expert_tp: int, batch: int
     are among those shard * tp neighbours, so that experts' shards stay within a node where the others do."""
     copies = batch * tp // (expert_tp * ep)
     return max(degree for degree in _divisors(copies) if degree == 1 or degree * ep * expert_tp <= shard * tp)
+
+
+def count_node_neighbours(ep: int, expert_tp: int, ranks_per_node: int) -> int:
+    """The degree that parallel.expert_hierarchical=node means: those of `ep` who are on one node, as far as nodes divide ep."""
+    return max(each for each in _divisors(ep) if each == 1 or each * expert_tp <= ranks_per_node)
 
 
 def shards_within_node(world: int, batch: int, tp: int, ranks_per_node: int, num_nodes: int) -> int:

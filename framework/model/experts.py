@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -68,8 +67,3 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm
 def count_experts(experts: nn.Module) -> int:
     """The number of experts in the module: of all, or of those that a rank holds."""
     return experts.get_parameter("down_proj").shape[0]
-
-
-def is_padding(num_rows: int, length: int, valid: int, device: torch.device) -> Tensor:
-    """[num_rows] bool: True for rows that are no tokens, where rows lie in groups of `length` of which the first `valid` are."""
-    return torch.arange(num_rows, device=device) % length >= valid

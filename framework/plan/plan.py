@@ -17,7 +17,7 @@ from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
-from framework.mesh.topology import Topology, count_expert_shards, shards_within_node
+from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
 from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
@@ -211,7 +211,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     topology = make_topology(recipe, config)
     _refuse_dropped_layers(config, derived)
     whole = build_meta(config, recipe.model.attention)
-    check_experts(whole, derived.ep)
+    check_experts(whole, derived.ep, recipe.model.expert_capacity)
     units = tuple(find_units(whole))
     load_balancing = find_load_balancing_loss(whole)
     costs = unit_flops(whole, units, derived.context)
@@ -256,6 +256,9 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     expert_shard = 1
     if recipe.zero.stage:
         expert_shard = count_expert_shards(shard, derived.tp, derived.ep, derived.expert_tp, batch)
+    inner = recipe.parallel.expert_hierarchical
+    if inner == "node":
+        inner = count_node_neighbours(derived.ep, derived.expert_tp, derived.ranks_per_node)
     return Topology(
         pp=derived.pp,
         dp=derived.dp,
@@ -266,6 +269,7 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
         shard=shard,
         expert_tp=derived.expert_tp,
         expert_shard=expert_shard,
+        ep_inner=inner,
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
     )
 

@@ -48,6 +48,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
     """(keys or groups that the rule reads, rule), in the order in which one mistake hides another."""
     return (
         (("parallel",), _unavailable),
+        (("parallel",), _experts),
         (("parallel", *COUNTED), find_node_problems),
         (("parallel", *COUNTED), find_world_problems),
         (("parallel", *COUNTED, "batch"), find_batch_problems),
@@ -81,6 +82,25 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "parallel.cp", recipe.parallel.cp, message, "parallel.cp=1; ranks are data-parallel (parallel.dp)"
         )
+
+
+def _experts(recipe: Recipe) -> Iterator[Problem]:
+    parallel = recipe.parallel
+    inner = parallel.expert_hierarchical
+    if parallel.ep == 1:
+        for name, value, off in (
+            ("expert_overlap", parallel.expert_overlap, False),
+            ("expert_hierarchical", inner, None),
+        ):
+            if value != off:
+                message = "with parallel.ep=1 no token is sent to an expert"
+                yield Problem(
+                    f"parallel.{name}", value, message, f"leave it out (~parallel.{name}); or parallel.ep=2 or more"
+                )
+    elif isinstance(inner, int) and parallel.ep % inner:
+        legal = ", ".join(str(degree) for degree in range(2, parallel.ep + 1) if parallel.ep % degree == 0)
+        message = f"does not divide the parallel.ep={parallel.ep} ranks that have different experts"
+        yield Problem("parallel.expert_hierarchical", inner, message, f"one of {legal}; node; or null")
 
 
 def _zero(recipe: Recipe) -> Iterator[Problem]:

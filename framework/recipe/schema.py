@@ -64,6 +64,16 @@ class Model:
     )
     attention: str = key("attention implementation, as Hugging Face names them; auto: its own choice", "auto")
     experts: str = key("experts implementation, as Hugging Face names them; auto: its own choice", "auto")
+    expert_capacity: float | None = key(
+        "of a mixture of experts: what an expert takes of each sequence at most, over an even share; the rest is dropped. null:"
+        " nothing is",
+        None,
+        low=1.0,
+    )
+    expert_drop: Literal["weight", "position"] = key(
+        "with model.expert_capacity, whom an expert drops: those of the smallest router weights, or the sequence's last",
+        "weight",
+    )
     freeze: list[str] = key("regular expressions over parameter names that are not trained", [])
     tp_plan: dict[str, str] = key(
         "with parallel.tp, roles of modules that are not known: pattern of names -> column, row, replicated or norm", {}
@@ -114,6 +124,15 @@ class Parallel:
     pp: int = key("pipeline-parallel degree", 1, low=1)
     cp: int = key("context-parallel degree", 1, low=1)
     ep: int = key("expert-parallel degree: how many ranks divide the experts of a mixture among them", 1, low=1)
+    expert_overlap: bool = key(
+        "dispatch tokens to experts in two parts, of which one travels while the other is computed", False
+    )
+    expert_hierarchical: int | Literal["node"] | None = key(
+        "send tokens to experts in two hops, first among so many neighbours of ep (node: those of a node), then between such"
+        " groups: fewer, larger messages between nodes",
+        None,
+        low=2,
+    )
     expert_tp: int | None = key(
         "ranks that slice each expert: 1, or as many as parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",
         None,

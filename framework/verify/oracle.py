@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from framework.model.capacity import Capacity
 from framework.model.load import choose_experts
 from framework.model.loss import IGNORE
 from framework.model.materialize import kept_in_fp32
@@ -21,6 +22,7 @@ from framework.recipe.schema import Optim, Recipe
 from framework.verify.double import keep_double
 from framework.verify.evidence import Evidence, TokenBatch, perturb
 from framework.verify.lion import Noise, PlainLion, measure_noise
+from framework.verify.plain_capacity import drop_beyond_capacity
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
@@ -158,6 +160,9 @@ def _stock_model(recipe: Recipe, config: PretrainedConfig, dtype: torch.dtype, d
     chosen = {} if recipe.model.attention == "auto" else {"attn_implementation": recipe.model.attention}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
     choose_experts(model, recipe.model.experts, dtype)
+    if recipe.model.expert_capacity is not None:
+        capacity = Capacity(recipe.model.expert_capacity, recipe.model.expert_drop)
+        drop_beyond_capacity(model, capacity, recipe.batch.context)
     wide = kept_in_fp32(model, dtype)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.to(torch.float32 if name in wide else dtype)

@@ -1,12 +1,15 @@
 """Dispatch: what a rank's experts module computes where experts are on several ranks.
 
-    route       which (token, expert) pairs this rank sends, sorted by expert, so also by the rank that has it
+    route       which (token, expert) pairs this rank sends, sorted by the rank that has the expert
     depart      the numbers of rows, then the rows, to the experts' ranks              all-to-all, uneven
-    compute     rows in the order of this rank's experts, two stacked matmuls, back in the order of the senders
+    compute     two stacked matmuls on the rows in the order of this rank's experts
     return      the results to the tokens' ranks                                       all-to-all, uneven
     combine     each token's sum over its experts, weighted by the sender: weights never travel, nor do their gradients
 
 Every rank takes part in every step however few rows it has: ranks wait for one another in forward and in backward.
+
+Shared experts that the model computes behind the routed ones are computed while rows travel (`shared`). With
+`parallel.expert_overlap` tokens go in two parts, one of which travels while the other's experts compute.
 
 The rows that a rank routes are its own tokens. Where all ranks of `tp` hold the same ones (tensor parallelism without sequence
 parallelism, whole experts), each routes an equal interval of them, and the results are gathered.
@@ -14,22 +17,25 @@ parallelism, whole experts), each routes an equal interval of them, and the resu
     T rows of hidden states, k experts per token, E experts, e of them on this rank, H features, R rows received
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.comm import collectives, duals
+from framework.comm import duals
+from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
-from framework.comm.transfer import AsyncHostCopy
 from framework.mesh.token_layout import TokenLayout
-from framework.model.experts import ExpertsForm, is_padding
+from framework.model.capacity import Capacity
+from framework.model.experts import ExpertsForm
 from framework.model.matmul import GradView, RowGroups, StackedMatmul
-from framework.parallel.experts.rows import combine, invert, permute, spread
-from framework.parallel.experts.transfer import Transfer
+from framework.parallel.experts.passage import Journey, Passage, Route
+from framework.parallel.experts.rows import combine, spread
+from framework.parallel.experts.shared import SharedExperts
 
 
 class LocalExperts:
@@ -58,35 +64,82 @@ class LocalExperts:
 
 
 @dataclass(frozen=True)
+class GivenRows:
+    """The rows that a module of experts is given, sequence after sequence. tp: an axis of size 1 where its ranks do all alike."""
+
+    tp: Communicator
+    tokens: TokenLayout
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether several ranks are given the same rows, and divide them."""
+        return self.tp.size > 1 and self.tokens.num_parts == 1
+
+    def is_padding(self, rows: Tensor) -> Tensor:
+        """[T, 1] bool, rows that are no tokens but fill up a sequence's last interval.  rows: [T, ...]."""
+        place = torch.arange(rows.shape[0], device=rows.device) % self.tokens.tokens_local
+        return (place >= self.tokens.valid_local).unsqueeze(1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """x of whole sequences.  x: [T, k] -> [B, S, k]; an all-gather over `tp` where each rank is given a part."""
+        x = x.unflatten(0, (-1, self.tokens.tokens_local))
+        if self.tokens.num_parts == 1:
+            return x
+        parts = x.new_empty(self.tp.size, *x.shape)
+        all_gather(parts, x.contiguous(), self.tp)
+        return parts.transpose(0, 1).flatten(1, 2)[:, : self.tokens.context]
+
+    def own(self, x: Tensor) -> Tensor:
+        """The rows that this rank is given of x: [B, S, k] -> [T, k], zeros for padding."""
+        layout = self.tokens
+        if layout.num_parts > 1:
+            x = F.pad(x, (0, 0, 0, layout.padding)).chunk(layout.num_parts, dim=1)[layout.tp.rank]
+        return x.flatten(0, 1)
+
+
+@dataclass(frozen=True)
 class Routing:
-    """The pairs that a rank sends, in the order of their experts. order: [P] int64, as in `rows`; counts: [E] int64, rows for
-    each expert of the layer; both on the device. P is known when the counts are on the host."""
+    """The pairs that a rank sends, in the order of the first hop. order: [P] int64, as in `rows`; counts: [E] int64, rows for
+    each expert of the layer; both on the device. P is known when the counts are on the host: until then what is not sent
+    stands behind."""
 
     order: Tensor
     counts: Tensor
 
     @classmethod
-    def of(cls, index: Tensor, num_experts: int, is_left_out: Tensor | None) -> "Routing":
-        """index: [T, k], experts of each token; is_left_out: [T] bool, tokens that are not sent, None: all are."""
+    def of(cls, index: Tensor, num_experts: int, is_left_out: Tensor | None, keys: Tensor | None) -> "Routing":
+        """index: [T, k], experts of each token; is_left_out: [T, k] bool, pairs that are not sent, None: all are. keys: see
+        `Route.sort_keys`."""
         ids = index.flatten()
         if is_left_out is not None:
             # Sorted behind all experts, where nobody reads them.
-            ids = ids.masked_fill(is_left_out.repeat_interleave(index.shape[1]), num_experts)
-        ones = torch.ones_like(ids)
+            ids = ids.masked_fill(is_left_out.flatten(), num_experts)
         # Not bincount: on a GPU it waits for the largest id.
-        counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, ones)[:num_experts]
-        return cls(ids.argsort(stable=True), counts)
+        counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+        return cls((ids if keys is None else keys[ids]).argsort(stable=True), counts)
 
 
 class ExpertDispatch:
-    """The forward of one module of stacked experts. axis: the ranks that divide the experts among them."""
+    """The forward of one module of stacked experts.
+
+    num_experts: of the layer. tp, tokens: of the rows that the module is given: ranks with the same rows, or with parts of the
+    same sequences; where experts are sliced over `tp`, whose ranks then do all alike, tp is an axis of size 1. shared: None where
+    none can be computed meanwhile. capacity: None where nothing is dropped. num_parts: of the tokens, that travel one after
+    another.
+    """
 
     def __init__(
-        self, local: LocalExperts, num_experts: int, axis: Communicator, tp: Communicator, tokens: TokenLayout
+        self,
+        local: LocalExperts,
+        num_experts: int,
+        route: Route,
+        given: GivenRows,
+        shared: SharedExperts | None = None,
+        capacity: Capacity | None = None,
+        num_parts: int = 1,
     ):
-        """tp, tokens: of the rows that the module is given: ranks with the same rows, or with parts of the same sequences. Where
-        experts are sliced over `tp`, whose ranks then do all alike, tp is an axis of size 1."""
-        self.local, self.num_experts, self.axis, self.tp, self.tokens = local, num_experts, axis, tp, tokens
+        self.local, self.num_experts, self.route, self.given = local, num_experts, route, given
+        self.shared, self.capacity, self.num_parts = shared, capacity, num_parts
 
     @torch.compiler.disable
     def __call__(
@@ -97,80 +150,80 @@ class ExpertDispatch:
         if top_k_index is None or top_k_weights is None:
             top_k_index = _find_experts_of_rows(hidden_states, self.num_experts)
             top_k_weights = hidden_states.new_ones(len(top_k_index), 1)
-        if self.tp.size == 1 or self.tokens.num_parts > 1:
-            return self._route(hidden_states, top_k_index, top_k_weights, self._find_padding(hidden_states))
-        num_rows = hidden_states.shape[0]
-        missing = -num_rows % self.tp.size
-        hidden, weights = (
-            duals.scatter(F.pad(x, (0, 0, 0, missing)), self.tp, 0) for x in (hidden_states, top_k_weights)
-        )
-        index = F.pad(top_k_index, (0, 0, 0, missing)).chunk(self.tp.size)[self.tp.rank]
-        valid = num_rows - self.tp.rank * len(index)
-        padding = is_padding(len(index), len(index), valid, index.device) if missing else None
-        return duals.join(self._route(hidden, index, weights, padding), self.tp, 0)[:num_rows]
+        left_out = self._find_left_out(hidden_states, top_k_index, top_k_weights)
+        if not self.given.are_alike:
+            return self._route(hidden_states, top_k_index, top_k_weights, left_out)
+        return self._route_interval(hidden_states, top_k_index, top_k_weights, left_out)
 
-    def _find_padding(self, hidden: Tensor) -> Tensor | None:
-        """[T] bool, the rows that fill up a sequence's last interval; None where there are none."""
-        layout = self.tokens
-        if layout.padding == 0:
-            return None
-        return is_padding(hidden.shape[0], layout.tokens_local, layout.valid_local, hidden.device)
+    def _route_interval(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
+        """As `_route`, of rows that all ranks of `tp` are given alike: each sends an interval, filled up to equal lengths."""
+        tp, num_rows = self.given.tp, hidden.shape[0]
+        missing = -num_rows % tp.size
+        if missing and left_out is None:
+            left_out = torch.zeros_like(index, dtype=torch.bool)
+        own, own_weights = (duals.scatter(_fill_up(x, missing), tp, 0) for x in (hidden, weights))
+        own_index = _fill_up(index, missing).chunk(tp.size)[tp.rank]
+        own_left_out = None if left_out is None else _fill_up(left_out, missing, True).chunk(tp.size)[tp.rank]
+        return duals.join(self._route(own, own_index, own_weights, own_left_out), tp, 0)[:num_rows]
 
-    def _route(self, hidden: Tensor, index: Tensor, weights: Tensor, is_left_out: Tensor | None) -> Tensor:
-        """is_left_out: [T] bool, rows that are sent to nobody; None: there are none."""
+    def _find_left_out(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+        """[T, k] bool: pairs that are sent to nobody; None where all are sent."""
+        masks = []
+        if self.given.tokens.padding:
+            masks.append(self.given.is_padding(index))
         if self.local.form.is_expert_major:
-            is_zero = ~hidden.detach().any(-1)
-            is_left_out = is_zero if is_left_out is None else is_zero | is_left_out
-        routing = Routing.of(index, self.num_experts, is_left_out)
-        passage = self._exchange_counts(routing)
-        order = routing.order[: sum(passage.sent)]
-        rows = spread(hidden, order, index.shape[1])
-        return combine(self._pass(rows, passage), weights, order)
+            masks.append(~hidden.detach().any(-1, keepdim=True))
+        if self.capacity is not None:
+            whole_index, whole_weights = self.given.whole(index), self.given.whole(weights.detach())
+            masks.append(self.given.own(self.capacity.find_dropped(whole_index, whole_weights, self.num_experts)))
+        return reduce(torch.logical_or, masks).expand_as(index) if masks else None
 
-    def _pass(self, rows: Tensor, passage: "Passage") -> Tensor:
-        """What the experts make of the rows, [P, H], wherever they are."""
-        there = Transfer(self.axis, passage.sent, passage.received)
-        back = there.back()
-        arrived = there.arrive(there.depart(rows))
-        x = permute(arrived, passage.order, passage.inverse)
-        y = permute(self.local.compute(x, passage.ids, passage.groups), passage.inverse, passage.order)
-        return back.arrive(back.depart(y))
+    def _route(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
+        """left_out: [T, k] bool, pairs that are sent to nobody; None: there are none."""
+        keys = self.route.sort_keys(self.num_experts, index.device)
+        parts = [
+            _Part(x, w, Routing.of(i, self.num_experts, out, keys))
+            for x, w, i, out in zip(
+                *(each.tensor_split(self.num_parts) for each in (hidden, weights, index)),
+                [None] * self.num_parts if left_out is None else left_out.tensor_split(self.num_parts),
+                strict=True,
+            )
+        ]
+        for part, passage in zip(parts, self.route.plan([part.routing.counts for part in parts]), strict=True):
+            part.depart(passage)
+        if self.shared is not None:
+            self.shared.compute_ahead()
+        for part in parts:
+            part.visit(self.local)
+        outputs = [part.combine() for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _exchange_counts(self, routing: Routing) -> "Passage":
-        """How many rows go where: the host has to know before it can start to send, and waits for it here, once in a layer."""
-        ranks = self.axis.size
-        received = torch.empty_like(routing.counts)
-        collectives.all_to_all(received, routing.counts, self.axis)
-        sent = routing.counts.view(ranks, -1).sum(1)
-        numbers = [int(each) for each in AsyncHostCopy(torch.cat([sent, received])).values()]
-        return Passage.of(numbers[:ranks], numbers[ranks:], received)
+
+class _Part:
+    """Some of a rank's tokens on their way. x: [T, H]; weights: [T, k]."""
+
+    def __init__(self, x: Tensor, weights: Tensor, routing: Routing):
+        self.x, self.weights, self.routing = x, weights, routing
+
+    def depart(self, passage: Passage) -> None:
+        """Start sending."""
+        self.journey = Journey(passage)
+        self.order = self.routing.order[: passage.num_sent]
+        self.journey.depart(spread(self.x, self.order, self.weights.shape[1]))
+
+    def visit(self, local: LocalExperts) -> None:
+        """Compute what has come to this rank's experts, and start sending it back."""
+        passage = self.journey.passage
+        self.journey.depart_back(local.compute(self.journey.arrive(), passage.ids, passage.groups))
+
+    def combine(self) -> Tensor:
+        """The weighted sums, [T, H], when all has come back."""
+        return combine(self.journey.arrive_back(), self.weights, self.order)
 
 
-@dataclass(frozen=True)
-class Passage:
-    """Where the rows of one passage go on this rank. sent, received: rows for and from each rank. ids: [R] int64, each row's
-    expert in this rank's numbering, in the order of experts; order, inverse: [R] int64, from the order of arrival to that of the
-    experts, and back."""
-
-    sent: Sequence[int]
-    received: Sequence[int]
-    ids: Tensor
-    order: Tensor
-    inverse: Tensor
-    groups: RowGroups
-
-    @classmethod
-    def of(cls, sent: Sequence[int], counts: Sequence[int], counts_on_device: Tensor) -> "Passage":
-        """sent: rows for each rank; counts: [ranks * e], rows from each rank for each of this rank's experts."""
-        num_local = len(counts) // len(sent)
-        device = counts_on_device.device
-        local = torch.arange(num_local, device=device).repeat(len(sent))
-        # The number of rows is given, or a GPU would be waited for to learn it.
-        arriving = local.repeat_interleave(counts_on_device, output_size=sum(counts))
-        ids, order = arriving.sort(stable=True)
-        received = [sum(counts[first : first + num_local]) for first in range(0, len(counts), num_local)]
-        groups = RowGroups.of([sum(counts[expert::num_local]) for expert in range(num_local)], device)
-        return cls(sent, received, ids, order, invert(order), groups)
+def _fill_up(x: Tensor, missing: int, value: bool | int = 0) -> Tensor:
+    """x: [T, n] with so many rows of `value` behind it."""
+    return F.pad(x, (0, 0, 0, missing), value=value)
 
 
 def _find_experts_of_rows(hidden: Tensor, num_experts: int) -> Tensor:

@@ -16,9 +16,13 @@ from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard, part
+from framework.model.capacity import Capacity
 from framework.model.experts import ExpertsForm, count_experts, find_experts
-from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
+from framework.parallel.experts.dispatch import ExpertDispatch, GivenRows, LocalExperts
+from framework.parallel.experts.passage import Route
+from framework.parallel.experts.shared import stand_in
 from framework.parallel.stage_plan import StagePlan
+from framework.recipe.schema import Model
 
 
 def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
@@ -32,25 +36,35 @@ def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     refined = dict(layouts)
     for name, experts, form in find_experts(model):
         refined |= _split(name, experts, layouts, plan.axes["ep"])
-        _replace_forward(experts, form, plan)
+        _replace_forward(model, name, form, plan)
     return refined
 
 
 def divides_experts(plan: StagePlan) -> bool:
-    """Whether rows have to be sent to experts: these are on several ranks, or whole where ranks of `tp` share the rows."""
-    return plan.axes["ep"].size > 1 or plan.axes["expert_tp"].size < plan.axes["tp"].size
+    """Whether rows have to be sent to experts: these are on several ranks, whole where ranks of `tp` share the rows, or drop what
+    is beyond their capacity."""
+    axes = plan.axes
+    return (
+        axes["ep"].size > 1 or axes["expert_tp"].size < axes["tp"].size or plan.recipe.model.expert_capacity is not None
+    )
 
 
-def check_experts(model: PreTrainedModel, degree: int) -> None:
-    """Raises ModelError where the model has no experts to divide among `degree` ranks, or a layer's do not divide."""
-    if degree == 1:
+def check_experts(model: PreTrainedModel, degree: int, capacity: float | None = None) -> None:
+    """Raises ModelError where the model has no experts to divide among `degree` ranks, or a layer's do not divide; and where a
+    capacity is given to what has none."""
+    if degree == 1 and capacity is None:
         return
-    counts = {name: count_experts(experts) for name, experts, _ in find_experts(model)}
     kind = model.config.get_text_config().model_type
+    asked = f"parallel.ep={degree}" if degree > 1 else f"model.expert_capacity={capacity}"
+    counts = {name: count_experts(experts) for name, experts, _ in find_experts(model)}
     if not counts:
         raise ModelError(
-            f"parallel.ep={degree}: {kind} has no stacked experts to divide: use parallel.ep=1 (dense models and families whose"
-            " experts are modules of their own)"
+            f"{asked}: {kind} has no stacked experts: leave the key out (the model is dense, or its experts are modules of"
+            " their own)"
+        )
+    if capacity is not None and any(form.is_expert_major for _, _, form in find_experts(model)):
+        raise ModelError(
+            f"model.expert_capacity={capacity}: the experts of {kind} are told no weights to drop by; use null"
         )
     for name, count in counts.items():
         if count % degree:
@@ -84,10 +98,27 @@ def _replicate(layout: Layout, ep: Communicator) -> Layout:
     )
 
 
-def _replace_forward(experts: nn.Module, form: ExpertsForm, plan: StagePlan) -> None:
-    ep, tp, tokens = plan.axes["ep"], plan.axes["tp"], plan.tokens
-    if plan.axes["expert_tp"].size > 1:
+def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan: StagePlan) -> None:
+    experts = model.get_submodule(name)
+    axes, tokens, shared = plan.axes, plan.tokens, None
+    hops = [axes["ep_inner"], axes["ep_outer"]] if axes["ep_outer"].size > 1 else [axes["ep"]]
+    parent, _, child = name.rpartition(".")
+    if axes["expert_tp"].size > 1:
         # Slices of experts compute inside a region: all its ranks have all rows, and dispatch them alike.
         tp, tokens = Communicator(Axis("tp", 1, 0)), replace(tokens, is_sharded=False)
-    num_experts = count_experts(experts) * ep.size
-    experts.forward = ExpertDispatch(LocalExperts(experts, form), num_experts, ep, tp, tokens)  # type: ignore[method-assign]
+    else:
+        tp = axes["tp"]
+        shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
+    experts.forward = ExpertDispatch(  # type: ignore[method-assign]
+        LocalExperts(experts, form),
+        count_experts(experts) * axes["ep"].size,
+        Route(hops),
+        GivenRows(tp, tokens),
+        shared,
+        _capacity_of(plan.recipe.model),
+        num_parts=2 if plan.recipe.parallel.expert_overlap else 1,
+    )
+
+
+def _capacity_of(model: Model) -> Capacity | None:
+    return None if model.expert_capacity is None else Capacity(model.expert_capacity, model.expert_drop)
