@@ -7,9 +7,6 @@ inside these functions, so that `check` and `--help` answer at once, without tor
 import argparse
 import os
 import re
-import shlex
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError
-from framework.recipe.schema import Recipe, Run
+from framework.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
     if arguments.multirun:
-        return _sweep(arguments)
+        from framework.launch.sweep import train_sweep
+
+        return train_sweep(arguments.overrides, arguments.recipes)
     recipe = _compose_run(arguments)
     from framework.launch.phases import LOAD, PhaseBar
     from framework.launch.rank import let_threads_sleep, may_use_gpus
@@ -121,7 +120,9 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
 
 def _submit(arguments: argparse.Namespace) -> int:
     if arguments.multirun:
-        recipes, combinations = _compose_sweep(arguments)
+        from framework.launch.sweep import compose_sweep
+
+        recipes, combinations = compose_sweep(arguments.overrides, arguments.recipes)
         from framework.launch.submit import submit_sweep
 
         return submit_sweep(recipes, combinations, arguments.dry_run)
@@ -355,121 +356,15 @@ def _compose(arguments: argparse.Namespace) -> Recipe:
 
 
 def _compose_run(arguments: argparse.Namespace) -> Recipe:
-    """The recipe to train. `train run.id=X train.steps=500` goes on with what run X saved rather than with config.yaml's
-    defaults, so its values are judged beside those; a command that chooses recipes says itself what it wants."""
-    from framework.launch.resume import refuse_missing
-    from framework.recipe.compose import compose
-    from framework.recipe.files import search_path
-    from framework.recipe.overrides import parse_overrides
+    from framework.launch.subject import compose_run
 
-    composition = compose(arguments.overrides, arguments.recipes)
-    run = composition.draft.run
-    if (saved := _find_saved(run)) is None:
-        if run.id is not None and not arguments.recipes and not _has_subject(arguments.overrides):
-            refuse_missing(run)
-        recipe = composition.require()
-        _require_subject(arguments)
-        return recipe
-    if not parse_overrides(arguments.overrides, search_path(arguments.recipes)).choices:
-        composition = compose(arguments.overrides, arguments.recipes, base=saved)
-    return composition.require()
-
-
-def _find_saved(run: Run) -> Path | None:
-    """The recipe of the run that run.id names, None where there is none. A sweep's folders have none before they begin."""
-    saved = Path(run.root) / (run.id or "") / "recipe.yaml"
-    return saved if run.id is not None and saved.is_file() else None
-
-
-def _has_subject(overrides: Sequence[str]) -> bool:
-    """Whether overrides say what to train; where its data lies and how its model computes do not."""
-    says = r"\+*((experiment|model|data)=|model\.(family|weights|config)\b|data\.sources\b)"
-    return any(re.match(says, override) for override in overrides)
-
-
-def _require_subject(arguments: argparse.Namespace) -> None:
-    """Raises RecipeError where nothing says what to train: config.yaml's own model is no first run, it takes hours. Recipes of
-    the user's own may have a config.yaml that says it."""
-    from framework.recipe.describe import describe_experiments
-    from framework.recipe.files import search_path
-
-    if not arguments.recipes and not _has_subject(arguments.overrides):
-        raise RecipeError(
-            "nothing says what to train: choose an experiment, or a model and data. The first run, of a minute or so, is\n\n"
-            f"  meshwright train experiment=quickstart\n\nexperiments:\n{describe_experiments(search_path())}\n\n"
-            "`meshwright train --help-recipe` lists all recipes."
-        )
+    return compose_run(arguments.overrides, arguments.recipes)
 
 
 def _find_run(name: str) -> Path:
     """A folder as it is, or a run's id in the default folder of runs."""
     folder = Path(name)
     return folder if folder.exists() or len(folder.parts) > 1 else Path(Recipe().run.root) / name
-
-
-def _sweep(arguments: argparse.Namespace) -> int:
-    """Trains every combination of a multirun's values in turn. All are checked before the first one starts."""
-    recipes, combinations = _compose_sweep(arguments)
-    ids = [recipe.run.id for recipe in recipes]
-    taken = next((run_id for run_id in ids if run_id is not None and ids.count(run_id) > 1), None)
-    if taken is not None:
-        raise RecipeError(
-            f"run.id={taken} would name {ids.count(taken)} runs of this sweep: leave it out, or give each its own"
-        )
-    from framework.launch.overview import describe_sweep
-    from framework.launch.sweep import begin_sweep
-    from framework.plan.check import check_layouts
-
-    check_layouts(recipes)
-    runs = begin_sweep(recipes)
-    names = [[] if given else [f"run.id={run.id}"] for given, run in zip(ids, runs, strict=True)]
-    folders = [part for folder in arguments.recipes for part in ("--recipes", str(folder))]
-    code = _run_in_turn([["train", *folders, *words, *name] for words, name in zip(combinations, names, strict=True)])
-    print(*describe_sweep(runs), sep="\n")
-    return code
-
-
-def _compose_sweep(arguments: argparse.Namespace) -> tuple[list[Recipe], list[list[str]]]:
-    """The recipe and the overrides of every combination. RecipeError with the mistakes of all of them."""
-    from framework.recipe.compose import compose, expand_sweep
-    from framework.recipe.environment import hide_override
-
-    recipes, mistakes, combinations = [], [], expand_sweep(arguments.overrides)
-    for combination in combinations:
-        try:
-            recipes.append(compose(combination, arguments.recipes).require())
-        except RecipeError as error:
-            mistakes.append(f"{' '.join(map(hide_override, combination))}\n{error}")
-    if mistakes:
-        raise RecipeError("\n\n".join(mistakes))
-    if not all(_find_saved(recipe.run) for recipe in recipes):
-        _require_subject(arguments)
-    return recipes, combinations
-
-
-def _run_in_turn(commands: Sequence[Sequence[str]]) -> int:
-    """Runs each command in a process of its own, so that none leaves device memory or process groups to the next. A failure
-    does not stop the others, Ctrl-C does, after the run has saved. Returns the first exit code that is not 0."""
-    codes: list[int] = []
-    for number, command in enumerate(commands, start=1):
-        print(f"[{number}/{len(commands)}] meshwright {shlex.join(command)}", flush=True)
-        code, interrupted = _run_process([sys.executable, "-m", "framework", *command])
-        codes.append(code)
-        if interrupted:
-            break
-    for command, code in zip(commands, codes, strict=False):
-        print(f"{'done' if code == EXIT_DONE else f'exit {code}':8} meshwright {shlex.join(command)}")
-    return next((code for code in codes if code != EXIT_DONE), EXIT_DONE)
-
-
-def _run_process(command: Sequence[str]) -> tuple[int, bool]:
-    """(exit code, whether Ctrl-C was pressed). The terminal sends Ctrl-C to the process as well; it saves, and is waited for."""
-    pressed = []
-    former = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
-    try:
-        return subprocess.run(command, check=False).returncode, bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, former)
 
 
 # --- arguments and help

@@ -1,10 +1,59 @@
-"""A sweep on this machine: a folder that `meshwright status` reads, `runs/NAME-sweep-001`, and beside it those of its runs."""
+"""`train -m`, a sweep on this machine: a folder that `meshwright status` reads, `runs/NAME-sweep-001`, and beside it those of
+its runs, each trained by a process of its own."""
 
+import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from framework.errors import EXIT_DONE, RecipeError
 from framework.launch.directory import RunDirectory
+from framework.launch.subject import find_saved, require_subject
+from framework.recipe.compose import compose, expand_sweep
+from framework.recipe.environment import hide_override
 from framework.recipe.schema import Recipe
+
+
+def train_sweep(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> int:
+    """Train every combination of a multirun's values in turn. All are checked before the first one starts."""
+    recipes, combinations = compose_sweep(overrides, recipe_dirs)
+    _refuse_shared_id(recipes)
+    from framework.launch.overview import describe_sweep  # with torch, which a mistake in a recipe need not wait for
+    from framework.plan.check import check_layouts
+
+    check_layouts(recipes)
+    runs = begin_sweep(recipes)
+    names = [[] if recipe.run.id else [f"run.id={run.id}"] for recipe, run in zip(recipes, runs, strict=True)]
+    folders = [part for folder in recipe_dirs for part in ("--recipes", str(folder))]
+    code = run_in_turn([["train", *folders, *words, *name] for words, name in zip(combinations, names, strict=True)])
+    print(*describe_sweep(runs), sep="\n")
+    return code
+
+
+def compose_sweep(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> tuple[list[Recipe], list[list[str]]]:
+    """The recipe and the overrides of every combination. RecipeError with the mistakes of all of them."""
+    recipes, mistakes, combinations = [], [], expand_sweep(overrides)
+    for combination in combinations:
+        try:
+            recipes.append(compose(combination, recipe_dirs).require())
+        except RecipeError as error:
+            mistakes.append(f"{' '.join(map(hide_override, combination))}\n{error}")
+    if mistakes:
+        raise RecipeError("\n\n".join(mistakes))
+    if not all(find_saved(recipe.run) for recipe in recipes):
+        require_subject(combinations[0], recipe_dirs)  # they differ in values and not in keys
+    return recipes, combinations
+
+
+def _refuse_shared_id(recipes: Sequence[Recipe]) -> None:
+    ids = [recipe.run.id for recipe in recipes]
+    taken = next((run_id for run_id in ids if run_id is not None and ids.count(run_id) > 1), None)
+    if taken is not None:
+        raise RecipeError(
+            f"run.id={taken} would name {ids.count(taken)} runs of this sweep: leave it out, or give each its own"
+        )
 
 
 def begin_sweep(recipes: Sequence[Recipe]) -> list[RunDirectory]:
@@ -19,3 +68,28 @@ def begin_sweep(recipes: Sequence[Recipe]) -> list[RunDirectory]:
     sweep.note_launch([], {}, runs=[run.id for run in runs])
     print(f"sweep    {sweep.path}, {len(runs)} runs; how they stand: meshwright status {sweep.path}", flush=True)
     return runs
+
+
+def run_in_turn(commands: Sequence[Sequence[str]]) -> int:
+    """Run each command in a process of its own, so that none leaves device memory or process groups to the next. A failure
+    does not stop the others, Ctrl-C does, after the run has saved. Returns the first exit code that is not 0."""
+    codes: list[int] = []
+    for number, command in enumerate(commands, start=1):
+        print(f"[{number}/{len(commands)}] meshwright {shlex.join(command)}", flush=True)
+        code, interrupted = run_process([sys.executable, "-m", "framework", *command])
+        codes.append(code)
+        if interrupted:
+            break
+    for command, code in zip(commands, codes, strict=False):
+        print(f"{'done' if code == EXIT_DONE else f'exit {code}':8} meshwright {shlex.join(command)}")
+    return next((code for code in codes if code != EXIT_DONE), EXIT_DONE)
+
+
+def run_process(command: Sequence[str]) -> tuple[int, bool]:
+    """(exit code, whether Ctrl-C was pressed). The terminal sends Ctrl-C to the process as well; it saves, and is waited for."""
+    pressed = []
+    former = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        return subprocess.run(command, check=False).returncode, bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, former)

@@ -10,6 +10,8 @@ import pytest
 
 from framework import cli
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
+from framework.launch import sweep
+from framework.launch.subject import has_subject
 from framework.verify.options import Options
 
 COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
@@ -320,7 +322,7 @@ class TestSweep:
                 started.append(command)
                 return codes[len(started) - 1]
 
-            monkeypatch.setattr(cli, "_run_process", run_process)
+            monkeypatch.setattr(sweep, "run_process", run_process)
             return started
 
         return start
@@ -378,7 +380,10 @@ class TestSweep:
             "import os, signal, time; signal.signal(signal.SIGINT, lambda *_: None)\n"
             "os.kill(os.getppid(), signal.SIGINT); time.sleep(1); print('saved', flush=True)"
         )
-        parent = f"import sys; from framework import cli\nprint(cli._run_process([sys.executable, '-c', {child!r}]))"
+        parent = (
+            "import sys; from framework.launch.sweep import run_process\n"
+            f"print(run_process([sys.executable, '-c', {child!r}]))"
+        )
         out = subprocess.run(
             [sys.executable, "-c", parent], capture_output=True, text=True, timeout=60, check=False
         ).stdout
@@ -478,6 +483,8 @@ class TestRunsByName:
             ["data.root=/scratch"],
             ["model.attention=sdpa"],
             ["~model", "data.bpe_vocab=4096"],
+            ["data={root: /scratch}"],
+            ["model={attention: sdpa}"],
             ["-m", "optim.lr=1e-3,3e-4"],
         ],
     )
@@ -490,10 +497,16 @@ class TestRunsByName:
         assert calls == []
 
     @pytest.mark.parametrize(
-        "words", [["~model", "model.weights=gpt2", "data.bpe_vocab=null"], ["++model.family=llama"], ["data=files"]]
+        "words",
+        [
+            ["~model", "model.weights=gpt2", "data.bpe_vocab=null"],
+            ["++model.family=llama"],
+            ["data=files"],
+            ["data={sources: {files: {path: /scratch}}}"],
+        ],
     )
     def test_a_model_or_data_of_any_kind_say_it(self, words):
-        assert cli._has_subject(words)
+        assert has_subject(words)
 
     def test_a_run_is_inspected_by_its_id(self, run, rooms, runs):
         calls = rooms("framework.checkpoint.inspect", "inspect_command")
