@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from framework.recipe.foreign import foreign_names
 from framework.recipe.keys import NAME, list_groups, list_keys
 
+FEW_KEYS = 8  # of a group, which a message can name
 _ALIKE = 0.72  # ratio below which a suggestion is more likely noise than help
 
 
@@ -88,7 +89,17 @@ def _explain_similar(path: str) -> str:
         return max(whole, 0.9 * last, 0.85 * contains), whole
 
     best = max(_paths(), key=likeness)
-    return f"did you mean {best}?" if likeness(best)[0] >= _ALIKE else "`meshwright check --keys` lists all keys"
+    return f"did you mean {best}?" if likeness(best)[0] >= _ALIKE else _explain_list(path)
+
+
+def _explain_list(path: str) -> str:
+    """Where to look: the keys beside it if they are few, else the command that lists them."""
+    group = path.rpartition(".")[0]
+    siblings = [key.rpartition(".")[2] for key in _paths() if _generic(key.rpartition(".")[0], group)]
+    if group and 0 < len(siblings) <= FEW_KEYS:
+        return f"the keys of {group} are {', '.join(siblings)}"
+    word = f" {group}." if siblings and group else ""
+    return f"`meshwright check --keys{word}` lists all keys{f' of {group}' if word else ''}"
 
 
 def _paths() -> list[str]:

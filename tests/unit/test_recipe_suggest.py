@@ -116,3 +116,9 @@ def test_every_key_is_found_again_after_a_slip_of_the_pen():
 
 def test_what_resembles_nothing_is_sent_to_the_list():
     assert explain_unknown("zzqqx.xxyq").fix == "`meshwright check --keys` lists all keys"
+
+
+def test_what_resembles_nothing_in_a_group_is_told_its_keys():
+    found = explain_unknown("data.sources.web.max_bytes").fix
+    assert found == "the keys of data.sources.web are path, weight, format, field"
+    assert explain_unknown("launch.zzz").fix == "`meshwright check --keys launch.` lists all keys of launch"
