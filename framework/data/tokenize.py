@@ -54,13 +54,17 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise DataError(
-            f"{key}={name}: no tokenizer can be loaded from it ({str(error).partition(chr(10))[0]}). {_OTHER_TOKENIZER}"
-        ) from error
+        why = str(error).partition("\n")[0] if _has_tokenizer_files(Path(folder)) else "it has no tokenizer files"
+        raise DataError(f"{key}={name}: no tokenizer can be loaded from it ({why}). {_OTHER_TOKENIZER}") from error
     # Of a folder with a model's config alone transformers makes a tokenizer that knows special tokens and no text.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise DataError(f"{key}={name} has no tokenizer: no text would become tokens. {_OTHER_TOKENIZER}")
     return tokenizer
+
+
+def _has_tokenizer_files(folder: Path) -> bool:
+    """Without any, transformers lists what a tokenizer may be made of, and not what is missing."""
+    return any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken"))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Any:
