@@ -19,6 +19,8 @@ from framework.train.faults import SAVE_FILE, STOP_FILE
 # So long the commands wait for the run to answer: a step, a save, and what a network file system takes to show a file.
 ANSWER_S = 600.0
 POLL_S = 0.2
+# How often they ask whether anybody is left to answer, which asks SLURM's controller.
+ENDED_POLL_S = 5.0
 # A job in one of these has nodes, or had them a moment ago and is requeued: its ranks will see a request.
 HAS_NODES = frozenset(WAITING_OR_RUNNING) - {"PENDING"}
 
@@ -65,16 +67,32 @@ def find_starting(jobs: list[tuple[str, JobState | None]]) -> list[str]:
     return [f"job {job} is {state.state}" for job, state in jobs if state and state.state in HAS_NODES]
 
 
+def has_ended(run: RunDirectory) -> bool:
+    """Whether nothing runs or will run that could answer. False while SLURM does not tell."""
+    states = [state and state.state for _, state in find_jobs(run)]
+    return not run.find_holder() and all(state is not None and state not in WAITING_OR_RUNNING for state in states)
+
+
+def _wait_until_taken(run: RunDirectory, file: Path, answer_s: float) -> bool:
+    """Whether the request was taken away in time. That of a run which has ended goes here: its next start must not find it."""
+    now = time.monotonic()
+    deadline, look = now + answer_s, now + ENDED_POLL_S
+    while file.exists() and time.monotonic() < deadline:
+        if time.monotonic() >= look:
+            if has_ended(run):
+                file.unlink(missing_ok=True)
+            look = time.monotonic() + ENDED_POLL_S
+        time.sleep(POLL_S)
+    return not file.exists()
+
+
 def _ask(run: RunDirectory, name: str, answer: str, answer_s: float) -> int:
     """Leave the request, wait until it has been taken away, and say what came of it."""
     file, before = run.path / name, saved_step(run)
     with explain_errors(run.path):
         file.touch()
     print(f"asked    {run.path}, which answers after its step; Ctrl-C ends only this waiting", flush=True)
-    deadline = time.monotonic() + answer_s
-    while file.exists() and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    if file.exists():
+    if not _wait_until_taken(run, file, answer_s):
         print(f"waiting  no answer in {answer_s:.0f} s: see `meshwright status {run.path}`", file=sys.stderr)
         return EXIT_FAILED
     step = saved_step(run)

@@ -171,6 +171,18 @@ def test_a_job_that_starts_or_is_suspended_or_requeued_is_asked_to_stop(run, mon
     assert "no answer" in capsys.readouterr().err
 
 
+def test_a_job_that_completes_for_good_is_not_waited_for(run, monkeypatch, capsys):
+    """COMPLETING is the state of a requeue, and of an end as well: nobody takes the request away then."""
+    states = iter(("COMPLETING", "COMPLETING", None))
+    monkeypatch.setattr(
+        request, "find_jobs", lambda _: [("8", (state := next(states, "FAILED")) and JobState("8", state))]
+    )
+    monkeypatch.setattr(request, "ENDED_POLL_S", 0.0)
+    assert request.stop_command(run.path, answer_s=5.0) == EXIT_FAILED
+    assert "ended    without a newer checkpoint" in capsys.readouterr().err
+    assert not (run.path / STOP_FILE).exists()  # else the run's next start would stop at once
+
+
 def test_only_jobs_in_the_queue_are_cancelled(run, monkeypatch, capsys):
     called = []
     monkeypatch.setattr(
