@@ -1,6 +1,7 @@
 """Many runs, one a line, with the best of them marked: `meshwright status`, and the end of a sweep."""
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -77,7 +78,7 @@ def _read_line(run: RunDirectory) -> RunLine:
 
 
 def read_curve_end(metrics: Path) -> tuple[int, float | None, float | None, float | None]:
-    """(last step, its loss, its tokens/s, the lowest validation loss), without decoding what is in between."""
+    """(last step, its loss, its tokens/s, the lowest validation loss but NaN), without decoding what is in between."""
     if not metrics.is_file():
         return 0, None, None, None
     last, validations = None, []
@@ -89,7 +90,8 @@ def read_curve_end(metrics: Path) -> tuple[int, float | None, float | None, floa
     # A crash may have torn the last line; which one is then the last is worth a second reading.
     record = decode(last or "") or next(iter(deque(read_records(metrics), maxlen=1)), None)
     record = record or {"step": 0, "loss": None, "tokens_per_s": None}
-    return record["step"], record["loss"], record["tokens_per_s"], min(validations, default=None)
+    lowest = min(validations, key=lambda loss: (math.isnan(loss), loss), default=None)
+    return record["step"], record["loss"], record["tokens_per_s"], lowest
 
 
 def _find_state(run: RunDirectory, total: int) -> str:

@@ -1,6 +1,7 @@
 """Runs beside one another: the table of many, with the best, and the difference of two."""
 
 import json
+import math
 
 import pytest
 
@@ -79,6 +80,16 @@ def test_a_last_line_that_a_crash_tore_does_not_hide_the_steps_before_it(make):
     metrics = make("a").path / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 3, "lo')
     assert overview.read_curve_end(metrics) == (2, 4.0, 2000.0, None)
+
+
+def test_a_validation_loss_that_is_not_a_number_is_not_the_lowest(make):
+    """Compared with anything it is not larger, so that the first of them would stay the least."""
+    metrics = make("a", losses=(5.0, 4.0, 3.0)).path / "metrics.jsonl"
+    text = metrics.read_text().replace("null", "NaN", 1).replace("null", "4.5", 1).replace("null", "4.75", 1)
+    metrics.write_text(text)
+    assert overview.read_curve_end(metrics)[3] == 4.5
+    metrics.write_text(text.replace("4.5", "NaN").replace("4.75", "NaN"))
+    assert math.isnan(overview.read_curve_end(metrics)[3])
 
 
 def test_status_without_runs_says_how_to_start_one(tmp_path, monkeypatch, capsys):
