@@ -44,6 +44,9 @@ from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
 
+# Families whose layers call torch.seed(), which reads the clock, in each forward: reversible layers replay their dropout by it.
+FRESH_SEEDS = ("reformer",)
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -210,6 +213,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     derived = derive(recipe)
     topology = make_topology(recipe, config)
     _refuse_dropped_layers(config, derived)
+    _refuse_fresh_seeds(config)
     whole = build_meta(config, recipe.model.attention)
     check_experts(whole, derived.ep, recipe.model.expert_capacity)
     units = tuple(find_units(whole))
@@ -244,6 +248,15 @@ def _refuse_dropped_layers(config: PretrainedConfig, derived: Derived) -> None:
                 f"model.config.{key}={value} leaves out whole layers at random, which {split} cannot do alike on all ranks:"
                 f" set model.config.{key}=0.0, or use data parallelism and ZeRO"
             )
+
+
+def _refuse_fresh_seeds(config: PretrainedConfig) -> None:
+    """Raises ModelError for a family that seeds torch's generator anew, in each forward of its training."""
+    if config.model_type in FRESH_SEEDS:
+        raise ModelError(
+            f"model.family={config.model_type} takes a new random seed in every forward, so that no run of it could be"
+            " repeated, resumed or verified: choose another family"
+        )
 
 
 def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:

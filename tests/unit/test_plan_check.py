@@ -129,6 +129,13 @@ def test_values_that_contradict_the_weights_config_are_an_explained_error(qwen3)
         check_layout(with_weights(qwen3))
 
 
+def test_a_family_that_takes_a_new_seed_in_every_forward_is_refused():
+    config = "model.config={is_decoder: true, axial_pos_embds: false, vocab_size: 300}"
+    recipe = compose(["~model", "model.family=reformer", config, "data.bpe_vocab=300", "launch.device=cpu"]).require()
+    with pytest.raises(ModelError, match=r"model\.family=reformer .* repeated, resumed or verified: choose another"):
+        check_layout(recipe)
+
+
 def test_the_layout_of_a_large_model_is_checked_in_less_than_three_seconds():
     recipe = compose(
         ["model=llama3_1_70b", "launch.ranks=64", "parallel.tp=8", "parallel.pp=8", "batch.sequences_per_microbatch=1"]
