@@ -44,7 +44,7 @@ def describe_run(
         sources=sources,
         commands={
             "resume": write_resume(recipe.launch.kind, run_id, recipe.run.root),
-            "export": shlex.join(["meshwright", "export", run, "--to", f"{run}/export"]),
+            "export": shlex.join(["meshwright", "export", run, "--to", f"{run_id}-model"]),
             "generate": shlex.join(["meshwright", "generate", run, "--prompt", prompt]),
         },
     )

@@ -187,7 +187,8 @@ def test_run_info_has_what_trackers_get_and_commands_that_can_be_typed():
     info = describe_run(plan, mesh, "x", 0, None, (), "once upon")
     assert info.config == describe_public(plan.recipe)
     assert info.commands["resume"] == """meshwright train run.id=x 'run.root="my '"'"'runs'"'"'"'"""
-    assert info.commands["export"].startswith("""meshwright export 'my '"'"'runs'"'"'/x' --to""")
+    # Not RUN/export: train.sample leaves one there, and an export replaces nothing.
+    assert info.commands["export"] == """meshwright export 'my '"'"'runs'"'"'/x' --to x-model"""
     assert info.commands["generate"] == """meshwright generate 'my '"'"'runs'"'"'/x' --prompt 'once upon'"""
 
 
