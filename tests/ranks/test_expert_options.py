@@ -1,0 +1,144 @@
+"""Options of expert parallelism change when and how rows travel, and nothing of what is trained; so does capacity."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from framework.comm.connect import connect
+from framework.mesh.topology import Topology
+from framework.model.capacity import Capacity
+from framework.parallel.experts.passage import Journey, Route
+from framework.parallel.experts.shared import SharedExperts
+from framework.plan.plan import make_plan
+from framework.recipe.schema import Model, Parallel, Recipe, Zero
+from framework.verify.layout import run_layout
+from tests.families import family
+from tests.ranks.parity import Case, assert_equal, small_recipe
+from tests.ranks.pool import RankPool
+
+CPU = torch.device("cpu")
+OPTIONS = {
+    "overlap": Parallel(ep=2, expert_overlap=True),
+    "overlap, tp": Parallel(ep=2, tp=2, expert_overlap=True),
+    "overlap, slices": Parallel(ep=2, tp=2, expert_tp=2, expert_overlap=True),
+    "two hops": Parallel(ep=4, expert_hierarchical=2),
+    "two hops, overlap, tp": Parallel(ep=4, tp=2, expert_hierarchical=2, expert_overlap=True),
+}
+
+
+def recipes_of(parallels: dict[str, Parallel], world: int, **groups: Any) -> dict[str, Recipe]:
+    made = {name: small_recipe("fp64", world, 1, zero=Zero(stage=3), parallel=each) for name, each in parallels.items()}
+    return {name: replace(recipe, **groups) for name, recipe in made.items()}
+
+
+def test_options_train_as_one_process(pool: RankPool):
+    # deepseek_v3 computes shared experts meanwhile.
+    assert_equal(pool, 4, [Case("deepseek_v3", family("deepseek_v3"), recipes_of(OPTIONS, 4))])
+
+
+@pytest.mark.parametrize(("factor", "priority"), [(1.0, "weight"), (1.25, "position")])
+def test_every_layout_drops_what_one_process_drops(pool: RankPool, factor, priority):
+    layouts = {
+        "dp": Parallel(),
+        "slices": Parallel(tp=2),
+        "ep": Parallel(ep=2),
+        "ep, tokens divided": Parallel(ep=2, tp=2),
+        "ep, tokens alike": Parallel(ep=2, tp=2, sequence=False),
+    }
+    model = Model(expert_capacity=factor, expert_drop=priority)
+    assert_equal(pool, 2, [Case("mixtral", family("mixtral"), recipes_of(layouts, 2, model=model))])
+
+
+def record_order(rank: int, world: int, rendezvous: str) -> list[str]:
+    """Body: what a layer of deepseek_v3 does in its first forward, in order."""
+    recipe = recipes_of({"ep": Parallel(ep=2)}, world)["ep"]
+    case = Case("deepseek_v3", family("deepseek_v3"), {"ep": recipe})
+    mesh = connect(Topology(dp=2, ep=2, shard=2, expert_tp=1), CPU, rendezvous, rank)
+    events: list[str] = []
+    depart, arrive, ahead = Journey.depart, Journey.arrive, SharedExperts.compute_ahead
+
+    def note(name: str, method: Any) -> Any:
+        def noted(self: Any, *args: Any) -> Any:
+            events.append(name)
+            return method(self, *args)
+
+        return noted
+
+    with (
+        patch.object(Journey, "depart", note("depart", depart)),
+        patch.object(SharedExperts, "compute_ahead", note("shared", ahead)),
+        patch.object(Journey, "arrive", note("arrive", arrive)),
+    ):
+        run_layout(make_plan(recipe, case.config), case.batches()[:1], mesh)
+    mesh.close()
+    return events[:3]
+
+
+def test_shared_experts_are_computed_while_rows_travel(pool: RankPool):
+    assert pool.run(2, record_order) == [["depart", "shared", "arrive"]] * 2
+
+
+def count_two_hops(rank: int, world: int, rendezvous: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
+    """Body: bytes over each hop of rows that are spread evenly, and what comes back of them."""
+    mesh = connect(Topology(dp=4, ep=4, ep_inner=2), CPU, rendezvous, rank)
+    route = Route([mesh.axis("ep_inner"), mesh.axis("ep_outer")])
+    keys = route.sort_keys(8, CPU)
+    assert keys is not None
+    ids = torch.arange(8).repeat(2)
+    order = keys[ids].argsort(stable=True)
+    counts = torch.full((8,), 2)
+    before = {name: dict(mesh.axis(name).traffic.bytes) for name in ("ep_inner", "ep_outer")}
+    (passage,) = route.plan([counts])
+    sizes = {name: mesh.axis(name).traffic.bytes["all_to_all"] for name in before}
+    journey = Journey(passage)
+    journey.depart(ids[order].unsqueeze(1).double() + 100 * rank)
+    arrived = journey.arrive()
+    # Each rank has the rows of its two experts from all four ranks, in the order of the experts.
+    assert torch.equal(arrived.flatten() % 100, (2 * rank + passage.ids).double())
+    journey.depart_back(arrived)
+    back = torch.empty(16, dtype=torch.float64)
+    back[order] = journey.arrive_back().flatten()
+    rows = {name: mesh.axis(name).traffic.bytes["all_to_all"] - sizes[name] for name in sizes}
+    mesh.close()
+    assert torch.equal(back, ids.double() + 100 * rank)
+    return rows, sizes, back.tolist()
+
+
+def test_two_hops_send_each_row_once_within_and_once_between_groups(pool: RankPool):
+    for rows, sizes, _ in pool.run(4, count_two_hops):
+        # There and back, half of 16 rows of 8 bytes leave over either hop; of the 8 counts, 4 of 8 bytes.
+        assert rows == {"ep_inner": 2 * 8 * 8, "ep_outer": 2 * 8 * 8}
+        assert sizes == {"ep_inner": 4 * 8, "ep_outer": 4 * 8}
+
+
+def find_dropped_plainly(index: Tensor, weights: Tensor, room: int, by_weight: bool) -> set[tuple[int, int]]:
+    pairs = [(t, j) for t in range(index.shape[0]) for j in range(index.shape[1])]
+    if by_weight:
+        pairs.sort(key=lambda pair: -float(weights[pair]))
+    taken: dict[int, int] = {}
+    dropped = set()
+    for pair in pairs:
+        expert = int(index[pair])
+        taken[expert] = taken.get(expert, 0) + 1
+        dropped |= {pair} if taken[expert] > room else set()
+    return dropped
+
+
+@pytest.mark.parametrize("priority", ["weight", "position"])
+def test_capacity_drops_by_sequence(priority):
+    generator = torch.Generator().manual_seed(1)
+    index = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(21)]).view(3, 7, 2)
+    # Few different weights: ties go to the first token.
+    weights = torch.randint(1, 4, (3, 7, 2), generator=generator) / 4
+    capacity = Capacity(1.0, priority)
+    dropped = capacity.find_dropped(index, weights, 5)
+    room = capacity.room(7, 2, 5)
+    assert room == 3
+    for sequence in range(3):
+        expected = find_dropped_plainly(index[sequence], weights[sequence], room, priority == "weight")
+        assert {tuple(pair) for pair in dropped[sequence].nonzero().tolist()} == expected
+    assert dropped.any()
