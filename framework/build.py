@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from framework.comm.connect import Mesh
 from framework.mesh.token_layout import TokenLayout
+from framework.model.expert_load import ExpertLoad
 from framework.model.hub import find_folder
 from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_with_ties, set_parameter
@@ -24,6 +25,7 @@ from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
 from framework.plan.plan import Plan
 from framework.plan.stage import PlannedStage
+from framework.train.router_bias import RouterBiases
 from framework.train.shards import group_shards, own_shards
 from framework.train.stage import RankStage
 from framework.train.step import Run
@@ -43,8 +45,11 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False) -> Run:
     exposed = ExposedCommunication(mesh.device)
     chunk = CHUNK_TOKENS if plan.recipe.memory.chunked_loss else None
     loss = TokenLoss(mesh.axis("tp"), plan.vocabulary_size, chunk)
-    stages = {stage.plan.bounds.index: attach_stage(stage, buffers, exposed, loss) for stage, buffers in materialized}
-    return assemble(plan, own.tokens, mesh, stages, exposed)
+    load = ExpertLoad(plan.mixtures, mesh.axis("world"), mesh.device, always=plan.recipe.model.router_bias_rate > 0)
+    stages = {
+        stage.plan.bounds.index: attach_stage(stage, buffers, exposed, loss, load) for stage, buffers in materialized
+    }
+    return assemble(plan, own.tokens, mesh, stages, load, exposed)
 
 
 def materialize(
@@ -79,15 +84,22 @@ def _materialize_buffers(whole: PreTrainedModel, stage: PlannedStage, device: to
 
 
 def attach_stage(
-    stage: PlannedStage, buffers: list[UnitBuffer], exposed: ExposedCommunication, loss: TokenLoss
+    stage: PlannedStage, buffers: list[UnitBuffer], exposed: ExposedCommunication, loss: TokenLoss, load: ExpertLoad
 ) -> RankStage:
-    """The stage with what unshards its parameters and reduces its gradients."""
+    """The stage with what unshards its parameters, reduces its gradients and counts the load of its experts."""
     attached = attach(stage.model.model, stage.plan, stage.ties, buffers, exposed)
-    return RankStage(stage.model, buffers, attached.parameters, attached.gradients, attached.hooks, loss)
+    layers = [unit.name for unit in stage.units if stage.plan.bounds.owns(unit)]
+    load.watch(stage.model.model, layers, stage.plan.routed_tokens)
+    return RankStage(stage.model, buffers, attached, loss, load)
 
 
 def assemble(
-    plan: Plan, tokens: TokenLayout, mesh: Mesh, stages: dict[int, RankStage], exposed: ExposedCommunication
+    plan: Plan,
+    tokens: TokenLayout,
+    mesh: Mesh,
+    stages: dict[int, RankStage],
+    load: ExpertLoad,
+    exposed: ExposedCommunication,
 ) -> Run:
     """What a rank trains with: its stages, one optimizer over all of them, and the facts that a step asks for."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
@@ -107,6 +119,8 @@ def assemble(
             plan.compute_dtype,
             mesh.device,
         ),
+        load=load,
+        biases=RouterBiases(plan.recipe.model.router_bias_rate, load.mixtures, stages, mesh.device),
         exposed_communication=exposed,
         mesh=mesh,
         clip_norm=plan.recipe.optim.clip_norm,

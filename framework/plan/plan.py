@@ -21,6 +21,7 @@ from framework.mesh.topology import Topology, count_expert_shards, count_node_ne
 from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
+from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, find_layer_outputs
 from framework.model.units import Unit, find_units, tied_names
@@ -55,8 +56,8 @@ class Plan:
     recipe: with the device and the compute dtype of where it will run. whole: the model on meta, as Hugging Face builds it;
     stages are copies of parts of it. units: its parts in order of computation. ties: under the name that a parameter has in its
     unit, all its names. groups: what the optimizer does with each trained parameter of the whole model. returns_tuple: whether
-    layers return tuples (only known of a cut model). load_balancing: the routers' auxiliary loss, None without one. device: where
-    ranks compute; the index of a GPU is not known.
+    layers return tuples (only known of a cut model). load_balancing: the routers' auxiliary loss, None without one. mixtures: of
+    experts, in order. device: where ranks compute; the index of a GPU is not known.
     """
 
     recipe: Recipe
@@ -71,6 +72,7 @@ class Plan:
     pipeline: Pipeline
     returns_tuple: bool
     load_balancing: LoadBalancingLoss | None
+    mixtures: tuple[Mixture, ...]
     _ranks: dict[int, "RankPlan"] = field(default_factory=dict, repr=False)
 
     @property
@@ -217,7 +219,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     whole = build_meta(config, recipe.model.attention)
     check_experts(whole, derived.ep, recipe.model.expert_capacity)
     units = tuple(find_units(whole))
-    load_balancing = find_load_balancing_loss(whole)
+    load_balancing, mixtures = find_load_balancing_loss(whole), find_mixtures(whole, units)
+    refuse_bias_rate(recipe.model, whole, mixtures)
     costs = unit_flops(whole, units, derived.context)
     pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
     return Plan(
@@ -233,6 +236,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         pipeline,
         len(pipeline.stages) > 1 and find_layer_outputs(config),
         load_balancing,
+        mixtures,
     )
 
 

@@ -74,6 +74,12 @@ class Model:
         "with model.expert_capacity, whom an expert drops: those of the smallest router weights, or the sequence's last",
         "weight",
     )
+    router_bias_rate: float = key(
+        "how far the bias of a router's choice moves after each step, up for experts with less than the mean load and down for"
+        " others (DeepSeek-V3: 0.001); 0: it stays",
+        0.0,
+        low=0.0,
+    )
     freeze: list[str] = key("regular expressions over parameter names that are not trained", [])
     tp_plan: dict[str, str] = key(
         "with parallel.tp, roles of modules that are not known: pattern of names -> column, row, replicated or norm", {}

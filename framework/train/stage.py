@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from framework.data.pack import Microbatch
+from framework.model.expert_load import ExpertLoad
 from framework.model.loss import TokenLoss
 from framework.model.materialize import accepted_arguments
 from framework.model.stage import StageModel
+from framework.parallel.attach import Attached
 from framework.parallel.pipeline.execute import Tensors
 from framework.parallel.zero.buffers import DeferredGradients, UnitBuffer
-from framework.parallel.zero.gradients import GradientSync
-from framework.parallel.zero.hooks import UnitHooks
-from framework.parallel.zero.parameters import ParameterSync
 
 # Arguments of the model that are False wherever it takes them. With a cache, packed positions would be ignored and documents
 # would see one another; a load-balancing loss of the model's own would be of the layers of one stage.
@@ -42,19 +41,13 @@ class RankStage:
     """One stage of this rank; lives as long as the run. `start_step` says what the executor's calls that follow are about."""
 
     def __init__(
-        self,
-        model: StageModel,
-        buffers: list[UnitBuffer],
-        parameters: ParameterSync,
-        gradients: GradientSync,
-        hooks: UnitHooks,
-        loss: TokenLoss,
+        self, model: StageModel, buffers: list[UnitBuffer], attached: Attached, loss: TokenLoss, load: ExpertLoad
     ):
         self.model, self.buffers = model, buffers
-        self.parameters, self.gradients, self.hooks = parameters, gradients, hooks
-        self._loss = loss
+        self.parameters, self.gradients, self.hooks = attached.parameters, attached.gradients, attached.hooks
+        self._loss, self._load = loss, load
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
-        self._with_parameters = [index for index, buffers in enumerate(parameters.units) if buffers]
+        self._with_parameters = [index for index, buffers in enumerate(attached.parameters.units) if buffers]
         self._inputs: StepInputs | None = None
 
     def start_step(self, inputs: StepInputs) -> None:
@@ -71,7 +64,8 @@ class RankStage:
         """received: hidden states [B, T, D] of the stage before, none on the first. Returns those for the next stage or, on
         the last stage, this rank's part of the batch's loss, a scalar."""
         self._set_dropout(is_on=True)
-        outputs = self._compute(microbatch, received, self.inputs.seeds[microbatch])
+        with self._load.counting():
+            outputs = self._compute(microbatch, received, self.inputs.seeds[microbatch])
         return (self._part_of_loss(microbatch, *outputs),) if self.model.bounds.is_last else outputs
 
     def validate(self, microbatch: int, received: Tensors) -> Tensors:

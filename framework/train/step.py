@@ -12,6 +12,7 @@ from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
+from framework.model.expert_load import ExpertLoad
 from framework.model.loss import count_loss_tokens
 from framework.optim.clip import clip_divisor, norm_rows, squared_norm
 from framework.optim.optimizers import FlatOptimizer, Missed
@@ -21,6 +22,7 @@ from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
+from framework.train.router_bias import RouterBiases
 from framework.train.shards import OwnedShard
 from framework.train.stage import RankStage, StepInputs
 from framework.train.sums import Flags, StepSums, StepValues
@@ -47,7 +49,7 @@ class Run:
 
     stages: this rank's, by number. shards: those of the optimizer. tied_copies: buffers of one parameter in two stages of this
     rank, the second of each pair with the gradients of its own stage only. parameter_index: a number for each trained parameter
-    of the whole model, equal on all ranks. activations: what goes from stage to stage.
+    of the whole model, equal on all ranks. activations: what goes from stage to stage. load, biases: of routers, if any.
 
     What never changes is found at the first step and kept: `buffers`, `counted_rows`, `trained`, `held`.
     """
@@ -59,6 +61,8 @@ class Run:
     tied_copies: list[tuple[UnitBuffer, UnitBuffer]]
     parameter_index: dict[str, int]
     activations: ActivationSpec
+    load: ExpertLoad
+    biases: RouterBiases
     exposed_communication: ExposedCommunication
     mesh: Mesh
     clip_norm: float | None
@@ -93,10 +97,14 @@ class Run:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has found, equal on all ranks but for `timed`: what this rank did when, by its host's clock."""
+    """What a step has found, equal on all ranks but for `timed`: what this rank did when, by its host's clock.
+
+    loads: of experts, until the next step (`ExpertLoad.sum_over_ranks`); None without experts, or where nobody asks for them.
+    """
 
     sums: StepSums
     timed: tuple[Timed, ...]
+    loads: Tensor | None = None
 
     def copy_to_host(self) -> AsyncHostCopy:
         """Start to bring the values to the host: `StepValues.unpack` reads them."""
@@ -114,12 +122,14 @@ def train_step(
     lr: float,
     flags: Flags = NO_FLAGS,
     validation: Validation | None = None,
+    is_reported: bool = False,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over the world.
 
     microbatches: this rank's share of the batch, equally many on all ranks. flags: what this rank asks of all of them. The loss
-    is of the whole batch, the norm that of its gradient before clipping. Nothing of ours here waits for the device; the model may
-    (transformers asks in every forward whether positions restart).
+    is of the whole batch, the norm that of its gradient before clipping. is_reported: the load of experts is asked for.
+
+    Nothing of ours here waits for the device; the model may (transformers asks in every forward whether positions restart).
 
     validation: of the weights as they are before the update: in the step's bubbles, and what they do not hold right before the
     update.
@@ -133,6 +143,7 @@ def train_step(
     seeds = [(run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank) for index in range(len(own))]
     for stage in run.stages.values():
         stage.gradients.start_step()
+    run.load.start_step(is_reported)
     losses, timed = _execute(run, StepInputs([*own, *filling], seeds, num_tokens, len(own) * batch_axis.size))
     validation.add(filling, losses[len(own) :])
     validation.num_free += len(filling)
@@ -142,7 +153,8 @@ def train_step(
     for buffer, copy in run.tied_copies:
         copy.reduced.copy_(buffer.reduced.add_(copy.reduced))
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
-    return StepResult(_update(run, loss, lr, flags), timed)
+    loads = run.load.sum_over_ranks()
+    return StepResult(_update(run, loss, lr, flags, loads), timed, loads)
 
 
 def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
@@ -157,8 +169,8 @@ def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, .
     return [losses[index] for index in sorted(losses)], tuple(timed)
 
 
-def _update(run: Run, loss: Tensor, lr: float, flags: Flags) -> StepSums:
-    """Sum loss, norm and flags over the world, then clip and update, unless loss or norm is not finite."""
+def _update(run: Run, loss: Tensor, lr: float, flags: Flags, loads: Tensor | None) -> StepSums:
+    """Sum loss, norm and flags over the world, then clip and update, unless loss or norm is not finite. loads: of experts."""
     missed = [each for each in run.trained if not each.view.is_reached]
     reached, pending = _start_reached(run, missed)
     # The loss is on all ranks of tp.
@@ -170,8 +182,10 @@ def _update(run: Run, loss: Tensor, lr: float, flags: Flags) -> StepSums:
     divisor = clip_divisor(norm, run.clip_norm)
     for stage in run.stages.values():
         stage.parameters.update()
+    is_finite = sums.loss.isfinite() & norm.isfinite()
     with run.optimizer.preserving(_missed_elements(run, missed, reached)):
-        run.optimizer.step(lr, divisor, skip=~(sums.loss.isfinite() & norm.isfinite()))
+        run.optimizer.step(lr, divisor, skip=~is_finite)
+    run.biases.update(loads, is_finite)
     for buffer in run.buffers:
         buffer.copy_master_to_params()
     return sums

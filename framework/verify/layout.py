@@ -59,10 +59,13 @@ def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:
 
 
 def owned_weights(run: Run) -> dict[str, tuple[Layout, Tensor]]:
-    """Layout and own elements of every parameter, in the master dtype."""
-    return {
+    """Layout and own elements of every parameter, in the master dtype, and of every correction bias that is a buffer."""
+    parameters = {
         slot.name: buffer.counted(slot, buffer.master)
         for buffer in run.buffers
         if not buffer.is_copy
         for slot in buffer.slots
     }
+    buffers = dict(each for stage in run.stages.values() for each in stage.model.model.named_buffers())
+    biases = {each.bias: buffers[each.bias] for each in run.load.mixtures if each.bias in buffers}
+    return parameters | {name: (Layout(tuple(bias.shape)), bias.view(-1)) for name, bias in biases.items()}

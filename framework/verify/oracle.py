@@ -22,6 +22,7 @@ from framework.recipe.schema import Optim, Recipe
 from framework.verify.double import keep_double
 from framework.verify.evidence import Evidence, TokenBatch, perturb
 from framework.verify.lion import Noise, PlainLion, measure_noise
+from framework.verify.plain_bias import PlainBiases
 from framework.verify.plain_capacity import drop_beyond_capacity
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def run_oracle(
         if step == 0:
             gradients = oracle.gradients()
         oracle.update(batch, layout[step] if layout else {})
-    final = {name: master.detach().cpu() for name, master in oracle.masters.items()}
+    final = {name: weight.detach().cpu() for name, weight in oracle.weights().items()}
     return Evidence(tuple(losses), tuple(norms), gradients, final, undecided=oracle.count_undecided())
 
 
@@ -75,6 +76,7 @@ class _Oracle:
             for name, parameter in self._model.named_parameters()
         }
         self._optimizer = _stock_optimizer(recipe.optim, self.masters)
+        self._biases = PlainBiases(self._model, recipe.model.router_bias_rate)
 
     def set_rate(self, step: int) -> None:
         rate = learning_rate(step, self._recipe.optim.schedule, self._recipe.optim.lr, self._recipe.train.steps)
@@ -86,6 +88,7 @@ class _Oracle:
         for name, parameter in self._model.named_parameters():
             parameter.data.copy_(self.masters[name])
             self.masters[name].grad = None
+        self._biases.start()
         with keep_double(self._dtype):
             return sum(self._accumulate(batch))
 
@@ -99,11 +102,17 @@ class _Oracle:
         found = {name: torch.zeros_like(m) if m.grad is None else m.grad for name, m in self.masters.items()}
         return {name: gradient.detach().to("cpu", copy=True) for name, gradient in found.items()}
 
+    def weights(self) -> dict[str, Tensor]:
+        """The masters, and the correction biases of routers that are buffers, by name."""
+        buffers = dict(self._model.named_buffers())
+        return self.masters | {name: buffers[name] for name in self._biases.names() if name in buffers}
+
     def update(self, batch: TokenBatch, layout: Mapping[str, Tensor]) -> None:
-        """One step of the optimizer. layout: the layout's weights after it, if they are known."""
+        """One step of the optimizer, and of the biases of routers. layout: the layout's weights after it, if they are known."""
+        self._biases.move(self.weights())
         if isinstance(self._optimizer, PlainLion) and layout:
             noise = self._measure_noise(batch)
-            self._optimizer.follow(noise, {self.masters[name]: weight for name, weight in layout.items()})
+            self._optimizer.follow(noise, {master: layout[name] for name, master in self.masters.items()})
         else:
             self._optimizer.step()
 

@@ -1,0 +1,139 @@
+"""The load of experts: how many tokens each was sent in a step, how undecided its router was, and how many tokens were dropped.
+
+Hooks on stock modules count on the device, in training forwards only: not in validation, and not where a checkpointed layer runs
+once more for backward. Of ranks that see the same tokens one counts, and padding is nobody's: so the sum over the world is the
+batch's, whatever the layout. Counts are whole numbers below 2^53 and exact in fp64, in any order of addition.
+
+A row of the sums [mixtures, widest + 1 + 3] is one mixture of the whole model's:
+
+    tokens of each expert (padded to the widest mixture, and one place for ids beyond it) | entropy | routed tokens | dropped
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.comm.collectives import all_reduce
+from framework.comm.communicator import Communicator
+from framework.model.mixtures import Mixture
+from framework.model.routed_tokens import RoutedTokens
+
+# Places of a row, from its end.
+ENTROPY, ROUTED, DROPPED = -3, -2, -1
+
+
+class ExpertLoad:
+    """The sums of this rank's routers in the step that is under way. One for all stages of a rank; lives as long as the run.
+
+    mixtures: the whole model's, equal on all ranks. world: over which the sums are made. always: count in every step, whether it
+    is reported or not.
+    """
+
+    def __init__(self, mixtures: Sequence[Mixture], world: Communicator, device: torch.device, always: bool = False):
+        self.mixtures = tuple(mixtures)
+        widest = max((each.num_experts for each in self.mixtures), default=0)
+        self.sums = torch.zeros(len(self.mixtures), widest + 4, dtype=torch.float64, device=device)
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+        self._world, self._always = world, always
+        self._is_counted = self._is_reported = self._is_counting = False
+        self._rows: dict[nn.Module, int] = {}
+
+    def watch(self, model: nn.Module, layers: Sequence[str], tokens: RoutedTokens) -> None:
+        """Count in these layers of a stage's model. tokens: those that its routers see. On ranks that do not count nothing is
+        set, so nothing is computed."""
+        for row, mixture in enumerate(self.mixtures):
+            if mixture.layer not in layers or not tokens.is_counted:
+                continue
+            experts = model.get_submodule(mixture.experts)
+            self._rows[experts] = row
+            if mixture.is_told:
+                experts.register_forward_pre_hook(partial(self._count_chosen, row, tokens))
+            if mixture.router:
+                router = model.get_submodule(mixture.router)
+                router.register_forward_hook(partial(self._note_router, row, tokens))
+
+    def start_step(self, is_reported: bool) -> None:
+        """Begin a step, whose sums are asked for where it is reported."""
+        self._is_reported = is_reported
+        self._is_counted = bool(self.mixtures) and (is_reported or self._always)
+        if self._is_counted:
+            self.sums.zero_()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """A training forward: what is routed meanwhile counts."""
+        self._is_counting = self._is_counted
+        try:
+            yield
+        finally:
+            self._is_counting = False
+
+    def drop(self, experts: nn.Module, count: Tensor) -> None:
+        """Tokens that a router has sent to experts and that these have not taken. count: scalar on the device."""
+        if self._is_counting and experts in self._rows:
+            self.sums[self._rows[experts], DROPPED] += count
+
+    def sum_over_ranks(self) -> Tensor | None:
+        """The sums of the batch, [mixtures, widest + 4] fp64, equal on all ranks and valid until the next step; None where this
+        step has none. Collective over the world: an all-reduce of them."""
+        if not self._is_counted:
+            return None
+        all_reduce(self.sums, self._world, label="expert load")
+        return self.sums
+
+    @torch.compiler.disable
+    def _count_chosen(self, row: int, tokens: RoutedTokens, experts: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._is_counting:
+            chosen = tokens.cut(args[1]).flatten()
+            last = self.mixtures[row].num_experts
+            # Ids beyond the experts are of no expert (a token's way around the mixture): counted in the place behind them.
+            self.sums[row, : last + 1].scatter_add_(0, chosen.long().clamp(max=last), self._one.expand(len(chosen)))
+
+    @torch.compiler.disable
+    def _note_router(self, row: int, tokens: RoutedTokens, router: nn.Module, args: Any, output: Any) -> None:
+        if not self._is_counting:
+            return
+        mixture, outputs = self.mixtures[row], output if isinstance(output, tuple) else (output,)
+        if not mixture.is_told:
+            scores = tokens.cut(outputs[1 - mixture.logits].detach())
+            self.sums[row, : mixture.num_experts] += (scores > 0).sum(0)
+        if self._is_reported:
+            logits = tokens.cut(outputs[mixture.logits].detach().flatten(0, -2))
+            self.sums[row, ENTROPY] += torch.special.entr(logits.float().softmax(-1)).sum()
+            self.sums[row, ROUTED] += len(logits)
+
+
+def chosen_tokens(sums: Tensor) -> Tensor:
+    """Of the sums [mixtures, widest + 4] the tokens of each expert, [mixtures, widest]: a view."""
+    return sums[:, :-4]
+
+
+@dataclass(frozen=True)
+class MixtureLoad:
+    """What a batch has asked of one mixture. tokens: of each expert; entropy: the router's, nats, a mean over tokens, None where
+    the router is not known; dropped: tokens."""
+
+    tokens: tuple[int, ...]
+    entropy: float | None
+    dropped: int
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load over the mean, from 1 to the number of experts; NaN without a token."""
+        return max(self.tokens) * len(self.tokens) / sum(self.tokens) if any(self.tokens) else float("nan")
+
+
+def read_loads(mixtures: Sequence[Mixture], sums: Sequence[Sequence[float]]) -> Mapping[str, MixtureLoad]:
+    """The loads by layer, from `ExpertLoad.sum_over_ranks` on the host; a layer's second mixture is named by its path."""
+    loads: dict[str, MixtureLoad] = {}
+    for mixture, row in zip(mixtures, sums, strict=True):
+        entropy = row[ENTROPY] / row[ROUTED] if row[ROUTED] else None
+        tokens = tuple(int(each) for each in row[: mixture.num_experts])
+        name = mixture.layer if mixture.layer not in loads else mixture.experts
+        loads[name] = MixtureLoad(tokens, entropy, int(row[DROPPED]))
+    return loads

@@ -1,0 +1,118 @@
+"""Biases that balance experts move alike in every layout: by the loads of the whole batch, as one process counts them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from framework.model import expert_load
+from framework.model.expert_load import ExpertLoad
+from framework.recipe.schema import Memory, Model, Optim, Parallel, Pipeline, Recipe, Zero
+from framework.train.router_bias import RouterBiases
+from framework.verify.compare import Row
+from tests.families import Family, family
+from tests.ranks.parity import Case, assert_equal, run_cases, small_recipe
+from tests.ranks.pool import RankPool
+
+# Large, so that the second step routes by what the first has moved.
+BALANCED = Model(router_bias_rate=0.05)
+RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
+# A bias that is a parameter, which ZeRO shards.
+ERNIE = Family(
+    "ernie4_5_moe",
+    {
+        **family("llama").config, "model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24,
+        "moe_layer_start_index": 1, "moe_num_shared_experts": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+)  # fmt: skip
+
+
+def recipe_of(
+    world: int = 2, count: int = 2, zero: Zero | None = None, precision: str = "fp64", **changes: Any
+) -> Recipe:
+    parallel = changes.pop("parallel", Parallel())
+    recipe = small_recipe(precision, world, count, 12, 0.05, zero or Zero(0), parallel)
+    return replace(recipe, model=BALANCED, **changes)
+
+
+LAYOUTS = {
+    "accumulation, zero 1": recipe_of(2, 3, Zero(1)),
+    "zero 3, recomputed": recipe_of(2, 1, Zero(3), memory=RECOMPUTES),
+    "hsdp, updates divided": recipe_of(4, 1, Zero(2, shard_within=2, optimizer_within="all")),
+    "tp": recipe_of(2, parallel=Parallel(tp=2, sequence=False)),
+    "dp x sp, zero 2": recipe_of(4, zero=Zero(2), parallel=Parallel(tp=2)),
+    "pp x dp": recipe_of(4, 3, Zero(1), parallel=Parallel(pp=2), pipeline=Pipeline("1f1b")),
+}
+
+
+SHARDED = ("hsdp, updates divided", "dp x sp, zero 2")
+
+
+def test_biases_move_as_in_one_process(pool: RankPool) -> None:
+    sharded = {label: LAYOUTS[label] for label in SHARDED}
+    cases = [Case("deepseek_v3", family("deepseek_v3"), LAYOUTS), Case("ernie", ERNIE, sharded)]
+    assert_equal(pool, 4, cases)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("model", [ERNIE, family("minimax_m2"), family("glm4_moe")], ids=lambda each: each.name)
+def test_biases_of_other_families_move_as_in_one_process(pool: RankPool, model: Family) -> None:
+    assert_equal(pool, 4, [Case(model.name, model, LAYOUTS)])
+
+
+@pytest.mark.grid
+def test_biases_follow_under_lion_and_in_fp32(pool: RankPool) -> None:
+    lion = Optim(name="lion", lr=1e-3, betas=(0.9, 0.95), clip_norm=0.05)
+    case = Case("deepseek_v3", family("deepseek_v3"), {"lion": recipe_of(2, optim=lion)})
+    assert_equal(pool, 2, [case, Case("fp32", family("deepseek_v3"), {"": recipe_of(2, 1, Zero(1), "fp32")})])
+
+
+# --- sabotage
+
+
+def count_one_rank() -> AbstractContextManager[Any]:
+    """Each rank moves by the loads of its own tokens."""
+    return patch.object(expert_load, "all_reduce", lambda x, axis, label: None)
+
+
+def count_one_microbatch() -> AbstractContextManager[Any]:
+    """Only the last microbatch of a step counts."""
+    whole = ExpertLoad.counting
+
+    def counting(load: ExpertLoad) -> AbstractContextManager[None]:
+        load.sums.zero_()
+        return whole(load)
+
+    return patch.object(ExpertLoad, "counting", counting)
+
+
+def move_towards_the_load() -> AbstractContextManager[Any]:
+    """The sign is wrong: the busy get busier."""
+    whole = RouterBiases.update
+
+    def update(biases: RouterBiases, sums: Tensor | None, is_finite: Tensor) -> None:
+        biases._rate = -abs(biases._rate)
+        whole(biases, sums, is_finite)
+
+    return patch.object(RouterBiases, "update", update)
+
+
+def run_sabotaged(
+    rank: int, world: int, rendezvous: str, sabotage: Callable[[], AbstractContextManager[Any]], case: Case
+) -> dict[str, list[Row]]:
+    """Body: `run_cases` under a sabotage, which ends with it."""
+    with sabotage():
+        return run_cases(rank, world, rendezvous, [case])
+
+
+@pytest.mark.parametrize("sabotage", [count_one_rank, count_one_microbatch, move_towards_the_load])
+def test_a_bias_that_follows_other_loads_shows(
+    pool: RankPool, sabotage: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    case = Case("", family("deepseek_v3"), {"": recipe_of(2, 3)})
+    (rows,) = pool.run(2, run_sabotaged, sabotage, case)[0].values()
+    assert {row.quantity: row for row in rows}["weight, step 3"].error > 1e-2
