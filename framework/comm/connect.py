@@ -72,6 +72,13 @@ class Mesh:
             dist.destroy_process_group()
 
 
+def disconnect() -> None:
+    """Close the connections of a mesh that was not closed, without a word to the other ranks: those that wait for this one
+    wake up with an error."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @dataclass(frozen=True)
 class Backends:
     """What carries messages between ranks: torch's names of backends for the world's group and for those of other axes.

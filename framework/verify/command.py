@@ -22,7 +22,8 @@ from framework.verify.compare import TOLERANCES, Row, compare, exceeds, render
 from framework.verify.evidence import Evidence
 from framework.verify.left_out import ChangedValue, describe, find_changes, find_config_changes
 from framework.verify.options import Options
-from framework.verify.rank import RankFailed, choose_rank_device, compute_exactly
+from framework.verify.pool import RankFailed
+from framework.verify.rank import choose_rank_device, compute_exactly
 from framework.verify.rounding import NUM_REFERENCES, find_bounds, find_loose, judge
 from framework.verify.sides import Sides
 from framework.verify.small import shrink_recipe

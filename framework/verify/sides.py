@@ -1,8 +1,8 @@
 """The two sides of a verification, run from one description."""
 
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import transformers
@@ -10,24 +10,32 @@ from transformers import PretrainedConfig
 
 from framework.errors import ModelError
 from framework.model.precision import DTYPES
+from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.verify.evidence import Evidence, initial_weights, perturb
 from framework.verify.layout import is_followed
 from framework.verify.oracle import run_oracle
-from framework.verify.rank import Ranks, make_run_batches, running_ranks
+from framework.verify.pool import RankFailed, RankPool
+from framework.verify.rank import make_run_batches, run_rank
 from framework.verify.small import PRECISIONS
+
+# What ranks need, imported once for all of them.
+PRELOAD = run_rank.__module__
 
 
 @dataclass(frozen=True)
 class Sides:
     """The description of a run that the layout and the oracle train alike.
 
-    recipe: with all of its precision's words explicit. num_steps: how many of its train.steps are run.
+    recipe: with all of its precision's words explicit. num_steps: how many of its train.steps are run. pool: the ranks that run
+    it; None: processes of its own. timeout_s: after which ranks hang.
     """
 
     recipe: Recipe
     config: PretrainedConfig
     num_steps: int
+    pool: RankPool | None = None
+    timeout_s: float | None = None
 
     @property
     def dtype(self) -> str:
@@ -44,11 +52,12 @@ class Sides:
 
         Raises RankFailed, or the MeshwrightError that a rank raised.
         """
-        with (
-            tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder,
-            running_ranks(self.recipe, self.config, self.num_steps, Path(folder)) as ranks,
-        ):
-            return self._follow(ranks) if is_followed(self.recipe) else self._run_beside(ranks)
+        with self._running_ranks() as pool:
+            if is_followed(self.recipe):
+                found = self._collect(pool)
+                return found, self.run_oracle(found)
+            expected = self.run_oracle(None)
+            return self._collect(pool), expected
 
     def run_oracle(self, layout: Evidence | None, seed: int | None = None) -> Evidence:
         """Evidence of the oracle. seed: perturbs its initial weights. layout: evidence of the layout that it follows."""
@@ -72,10 +81,23 @@ class Sides:
         """The oracle's device."""
         return torch.device("cuda", 0) if self.recipe.launch.device == "cuda" else torch.device("cpu")
 
-    def _follow(self, ranks: Ranks) -> tuple[Evidence, Evidence]:
-        found = ranks.wait()
-        return found, self.run_oracle(found)
+    @contextmanager
+    def _running_ranks(self) -> Iterator[RankPool]:
+        """Ranks that run the layout while this context lives; leaving it ends what still runs."""
+        world = derive(self.recipe).world
+        pool = self.pool or RankPool(world, PRELOAD)
+        pool.start(world, run_rank, self.recipe, self.config, self.num_steps)
+        try:
+            yield pool
+        finally:
+            pool.drop()
+            if self.pool is None:
+                pool.close()
 
-    def _run_beside(self, ranks: Ranks) -> tuple[Evidence, Evidence]:
-        expected = self.run_oracle(None)
-        return ranks.wait(), expected
+    def _collect(self, pool: RankPool) -> Evidence:
+        try:
+            return pool.collect(self.timeout_s)[0]
+        except RankFailed as error:
+            if error.mistakes:
+                raise error.mistakes[0] from None
+            raise

@@ -19,11 +19,13 @@ from framework.verify.evidence import Evidence
 from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_config_changes
 from framework.verify.lion import Noise, PlainLion, measure_noise
 from framework.verify.options import Options
-from framework.verify.rank import RankFailed, choose_rank_device, running_ranks
+from framework.verify.pool import RankFailed
+from framework.verify.rank import choose_rank_device
 from framework.verify.rounding import judge
 from framework.verify.sides import Sides
 from framework.verify.small import MAX_CONTEXT, shrink_recipe
 from tests.families import build_config, family
+from tests.ranks.pool import RankPool
 
 NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight")
 
@@ -181,22 +183,18 @@ def test_a_model_that_stock_cannot_train_is_no_mismatch(tmp_path: Path) -> None:
         command.verify(recipe_of(), Options(file, dtype="fp64", steps=1))
 
 
-def test_an_error_of_a_rank_arrives_as_it_was_raised(tmp_path: Path) -> None:
-    recipe, _ = shrunk(recipe_of("launch.ranks=2"))
+def test_an_error_of_a_rank_arrives_as_it_was_raised(pool: RankPool) -> None:
+    recipe, _ = shrunk(recipe_of("launch.ranks=2", "optim.name=lion"))
     nothing_left = replace(recipe, model=replace(recipe.model, freeze=["."]))
-    config = build_config(family("llama"))
-    with (
-        running_ranks(nothing_left, config, 1, tmp_path) as ranks,
-        pytest.raises(RecipeError, match="leaves no parameter"),
-    ):
-        ranks.wait()
+    with pytest.raises(RecipeError, match="leaves no parameter"):
+        Sides(nothing_left, build_config(family("llama")), 1, pool).run()
 
 
-def test_a_rank_that_fails_tells_where(tmp_path: Path) -> None:
-    recipe, _ = shrunk(recipe_of("launch.ranks=2"))
-    config = build_config(family("gpt2"), n_positions=4)
-    with running_ranks(recipe, config, 1, tmp_path) as ranks, pytest.raises(RankFailed, match="in train_step"):
-        ranks.wait()
+def test_a_rank_that_fails_tells_where(pool: RankPool) -> None:
+    """Lion's oracle waits for the ranks, so that theirs is the first error."""
+    recipe, _ = shrunk(recipe_of("launch.ranks=2", "optim.name=lion"))
+    with pytest.raises(RankFailed, match="in train_step"):
+        Sides(recipe, build_config(family("gpt2"), n_positions=4), 1, pool).run()
 
 
 # --- rounding and faults

@@ -1,0 +1,222 @@
+"""RankPool: processes of this machine that run body after body as ranks of a small world.
+
+A body is a top-level function `body(rank, world, rendezvous, *args)`; it connects its own mesh through the fresh file
+rendezvous and returns something picklable. Starting a body costs milliseconds.
+
+Processes are forked from one that has imported a module (`preload`) for all of them: four that import torch and transformers by
+themselves take 15 CPU seconds, once for each pool and once more behind each body in which a rank dies. Forked ones have one
+hash seed, and with it one order of their sets, so what depends on that order would never differ between ranks: the first
+`spawned` ranks are processes of their own.
+"""
+
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from framework.errors import MeshwrightError
+
+# After one rank has failed the others can only wait for it; those that end by themselves within this time are heard.
+GRACE_S = 10.0
+# A rank that got SIGUSR1 writes its stacks at once, whatever it waits for.
+STACKS_S = 0.5
+
+
+class RankFailed(Exception):
+    """Some ranks raised, died or hung; the message has each one's story. mistakes: what they raised that is typed."""
+
+    def __init__(self, message: str, mistakes: Sequence[MeshwrightError] = ()):
+        super().__init__(message)
+        self.mistakes = tuple(mistakes)
+
+
+@dataclass
+class Worker:
+    """One process of the pool and this end of its pipe."""
+
+    process: Any
+    pipe: Connection
+
+
+@dataclass
+class _Outcomes:
+    """The results of a body by rank, and the stories of ranks that failed."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    stories: dict[int, str] = field(default_factory=dict)
+    mistakes: list[MeshwrightError] = field(default_factory=list)
+    is_sound: bool = True
+
+
+class RankPool:
+    """At most `size` ranks. After a death or a hang all processes are replaced, so that the next body finds a sound
+    pool."""
+
+    def __init__(self, size: int, preload: str, spawned: int = 0) -> None:
+        self.size = size
+        self._preload, self._spawned = preload, spawned
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
+        self._num_runs = 0
+        self._workers: list[Worker] = []
+        self._running: tuple[int, str] | None = None
+
+    def run(self, world: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+        """Run `body(rank, world, rendezvous, *args)` on ranks 0..world-1; their results in that order.
+
+        Raises RankFailed when any rank raises, dies, or has not ended after timeout_s.
+        """
+        self.start(world, body, *args)
+        return self.collect(timeout_s)
+
+    def start(self, world: int, body: Callable[..., Any], *args: Any) -> None:
+        """Begin a run, and return at once; `collect` waits for it."""
+        assert 1 <= world <= self.size, f"{world} ranks asked of a pool of {self.size}"
+        assert self._running is None, f"{self._running} is not collected"
+        if not self._workers:
+            self._start_workers()
+        self._num_runs += 1
+        self._running = world, body.__name__
+        rendezvous = f"file://{self._folder.name}/rendezvous-{self._num_runs}"
+        for rank, worker in enumerate(self._workers[:world]):
+            worker.pipe.send_bytes(pickle.dumps((body, (rank, world, rendezvous, *args))))
+
+    def collect(self, timeout_s: float | None) -> list[Any]:
+        """The results of the run that was started. timeout_s None: however long it takes. Raises as `run` does."""
+        assert self._running is not None, "nothing was started"
+        (world, name), self._running = self._running, None
+        found = self._wait(world, timeout_s)
+        if not found.is_sound:
+            self._kill()
+        if found.stories:
+            stories = "\n".join(f"--- rank {rank} {found.stories[rank]}" for rank in sorted(found.stories))
+            raise RankFailed(f"{name} failed on rank(s) {sorted(found.stories)} of {world}\n{stories}", found.mistakes)
+        return [found.results[rank] for rank in range(world)]
+
+    def drop(self) -> None:
+        """End what was started and not collected, if anything was."""
+        if self._running is not None:
+            self._running = None
+            self._kill()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._kill()
+        self._folder.cleanup()
+
+    def _wait(self, world: int, timeout_s: float | None) -> _Outcomes:
+        """Wait for all ranks; once one has failed, only GRACE_S longer."""
+        found = _Outcomes()
+        waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(self._workers[:world])}
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while waiting and (ready := wait(list(waiting), _seconds_to(deadline))):
+            for pipe in ready:
+                self._hear(waiting.pop(pipe), found)
+            if found.stories:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if waiting:
+            found.is_sound = False
+            reason = "still waiting for a rank that failed" if found.stories else f"hung: not ended after {timeout_s} s"
+            found.stories |= {rank: f"{reason}\n{self._stacks(rank)}" for rank in waiting.values()}
+        return found
+
+    def _hear(self, rank: int, found: _Outcomes) -> None:
+        """Take what a rank has sent: a result, what it raised, or by its silence that it died."""
+        worker = self._workers[rank]
+        try:
+            outcome = pickle.loads(worker.pipe.recv_bytes())
+        except EOFError:
+            worker.process.join()
+            found.is_sound, outcome = False, _Raised(f"died with exit code {worker.process.exitcode}", None)
+        if not isinstance(outcome, _Raised):
+            found.results[rank] = outcome
+            return
+        found.stories[rank] = outcome.story
+        if outcome.mistake is not None:
+            found.mistakes.append(outcome.mistake)
+
+    def _start_workers(self) -> None:
+        """Start all processes side by side and wait until they are ready: no body's time goes into imports."""
+        self._workers = [self._start_worker(index) for index in range(self.size)]
+        for worker in self._workers:
+            worker.pipe.recv_bytes()
+
+    def _start_worker(self, index: int) -> Worker:
+        context: Any = multiprocessing.get_context("spawn" if index < self._spawned else "forkserver")
+        context.set_forkserver_preload([self._preload])
+        pipe, pipe_of_worker = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(pipe_of_worker, self._stack_file(index), self._preload), daemon=True
+        )
+        process.start()
+        pipe_of_worker.close()  # so that the worker's death closes the last other end and reads as EOF here
+        return Worker(process, pipe)
+
+    def _stack_file(self, index: int) -> Path:
+        return Path(self._folder.name) / f"stacks-{index}.txt"
+
+    def _stacks(self, rank: int) -> str:
+        """Where each thread of a hung rank is."""
+        os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
+        time.sleep(STACKS_S)
+        return self._stack_file(rank).read_text()
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.pipe.close()
+        self._workers = []
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """What a body raised: its traceback, and the error itself if it is typed."""
+
+    story: str
+    mistake: MeshwrightError | None
+
+
+def _seconds_to(deadline: float) -> float | None:
+    return None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+
+
+def _serve(pipe: Connection, stack_file: Path, preload: str) -> None:
+    """The life of a worker: run bodies until its parent closes the pipe."""
+    importlib.import_module(preload)  # what is forked has it already
+    with stack_file.open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        pipe.send_bytes(b"ready")
+        while True:
+            try:
+                task = pipe.recv_bytes()
+            except EOFError:
+                return
+            pipe.send_bytes(_attempt(task))
+
+
+def _attempt(task: bytes) -> bytes:
+    """Run one body: its result, or what was raised, pickled."""
+    from framework.comm.connect import disconnect  # behind the preload, which may have to act before torch is imported
+
+    try:
+        body, args = pickle.loads(task)
+        return pickle.dumps(body(*args))
+    except Exception as error:
+        mistake = error if isinstance(error, MeshwrightError) else None
+        return pickle.dumps(_Raised(f"raised\n{traceback.format_exc()}", mistake))
+    finally:
+        # A body that raised did not close its mesh. Closing its connections here wakes the ranks that wait for it.
+        disconnect()
+        # A run's hooks and its model refer to one another, and hold its process groups, of which each keeps threads alive.
+        gc.collect()
