@@ -263,15 +263,40 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="the recipe as it is, in its own sizes and dtypes, or a refusal"
     )
+    parser.add_argument(
+        "--random",
+        type=int,
+        metavar="N",
+        help="N recipes drawn at random on at most 8 ranks; the first that fails is told as one command. Overrides are kept",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of --random: another S, other draws (default: 0)"
+    )
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    if arguments.random is not None:
+        return _verify_random(arguments)
     recipe = _compose(arguments)
     from framework.verify.command import verify
     from framework.verify.options import Options
 
     names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
     return verify(recipe, Options(**{name: getattr(arguments, name) for name in names}))
+
+
+def _verify_random(arguments: argparse.Namespace) -> int:
+    given = {"--model-config": arguments.model_config, "--dtype": arguments.dtype, "--ranks": arguments.ranks}
+    contrary = [name for name, value in given.items() if value is not None]
+    if contrary:
+        raise RecipeError(
+            f"--random draws what {', '.join(contrary)} would set: give the recipe's own keys, which are kept"
+            " (model.family, precision, launch.ranks)"
+        )
+    from framework.verify.campaign import Campaign, verify_random
+
+    names = ("random", "seed", "steps", "device", "overrides", "recipes")
+    return verify_random(Campaign(*(getattr(arguments, name) for name in names)))
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:

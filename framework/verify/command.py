@@ -12,11 +12,13 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
-from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError
+from framework.data.fit import find_sequence_problems
+from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
 from framework.model.load import build_meta, load_config, load_config_file
 from framework.model.shrink import MIN_LAYERS, shrink
 from framework.recipe.derive import count_virtual_stages, derive
 from framework.recipe.describe import describe_derived
+from framework.recipe.problem import render_problems
 from framework.recipe.schema import Model, Precision, Recipe
 from framework.verify.compare import TOLERANCES, Row, compare, exceeds, render
 from framework.verify.evidence import Evidence
@@ -51,7 +53,7 @@ def verify(recipe: Recipe, options: Options) -> int:
     options.check()
     set_verbosity_error()
     compute_exactly(torch.device(options.device))
-    prepared = _prepare(recipe, options)
+    prepared = prepare(recipe, options)
     sides = prepared.sides
     derived = derive(replace(sides.recipe, train=replace(sides.recipe.train, steps=options.steps)))
     print(f"model         {sides.config.model_type}, {prepared.num_parameters:,} parameters")
@@ -60,7 +62,7 @@ def verify(recipe: Recipe, options: Options) -> int:
     print(describe(prepared.changes, options.steps))
     print(flush=True)
     try:
-        code = _judge(sides, prepared.num_parameters)
+        code = run(prepared)
     except RankFailed as error:
         print(f"{error}\n\nA rank failed. {_how_to_report()}", file=sys.stderr)
         return EXIT_FAILED
@@ -71,7 +73,24 @@ def verify(recipe: Recipe, options: Options) -> int:
     return code
 
 
-def _prepare(recipe: Recipe, options: Options) -> Verification:
+def prepare(recipe: Recipe, options: Options) -> Verification:
+    """What `verify` would run. Raises MeshwrightError where the recipe, the model or the machine has to be changed first."""
+    prepared = _choose_sides(recipe, options)
+    problems = list(find_sequence_problems(prepared.sides.recipe, prepared.sides.config))
+    if problems:
+        raise RecipeError(render_problems(problems))
+    return prepared
+
+
+def run(prepared: Verification) -> int:
+    """Run both sides, print the comparison and return the exit code: 0 if they are equal, else 1.
+
+    Raises NothingToCompare where stock transformers does not train the model, RankFailed or what the ranks raised.
+    """
+    return _judge(prepared.sides, prepared.num_parameters)
+
+
+def _choose_sides(recipe: Recipe, options: Options) -> Verification:
     original, changes = _load(recipe.model, options.model_config)
     if options.strict:
         num_parameters = _count(build_meta(original, recipe.model.attention))
@@ -86,7 +105,6 @@ def _prepare(recipe: Recipe, options: Options) -> Verification:
 
 
 def _judge(sides: Sides, num_parameters: int) -> int:
-    """Run both sides, print the comparison and return the exit code."""
     dtype = _narrowest(sides.recipe.precision)
     if dtype == "bf16":
         found, expected = sides.run()

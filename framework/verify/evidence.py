@@ -8,11 +8,19 @@ from transformers import PretrainedConfig
 
 from framework.comm.collectives import all_gather, gather_objects
 from framework.comm.communicator import Communicator
+from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.model.load import build_meta
 from framework.model.loss import IGNORE
 from framework.model.materialize import initialize_unit, seed_for
 from framework.model.units import find_units
+
+# Tokens of a document on average, where documents are packed: several in a row of a dozen tokens.
+DOCUMENT_LENGTH = 4
+
+
+class NothingToCompare(ModelError):
+    """Stock transformers does not train the model, so that nothing can be said of a layout."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +41,21 @@ class Evidence:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The tokens of one optimizer step: input_ids and shifted labels, both int64 [sequences, context]."""
+    """The tokens of one optimizer step: input_ids and shifted labels, both int64 [sequences, context]. position_ids: alike,
+    where documents are packed; None: 0 to context - 1 in each row."""
 
     input_ids: Tensor
     labels: Tensor
+    position_ids: Tensor | None = None
 
 
-def make_batches(config: PretrainedConfig, num_steps: int, sequences: int, context: int, seed: int) -> list[TokenBatch]:
-    """Random tokens with uneven loss masks: each sequence keeps a different share of its labels, one keeps none."""
+def make_batches(
+    config: PretrainedConfig, num_steps: int, sequences: int, context: int, seed: int, packs_documents: bool = False
+) -> list[TokenBatch]:
+    """Random tokens with uneven loss masks: each sequence keeps a different share of its labels, one keeps none.
+
+    packs_documents: rows are documents of random lengths, whose positions restart and whose last tokens have no label.
+    """
     # Averages over microbatches or ranks, which this project never takes, differ from the global mean only where masks do.
     generator = torch.Generator().manual_seed(seed_for(seed, "verify"))
     vocabulary = config.get_text_config().vocab_size
@@ -51,8 +66,19 @@ def make_batches(config: PretrainedConfig, num_steps: int, sequences: int, conte
         kept = torch.linspace(0.0, 1.0, sequences)[torch.randperm(sequences, generator=generator)]
         if sequences > 1:
             labels[torch.rand(labels.shape, generator=generator) >= kept[:, None]] = IGNORE
-        batches.append(TokenBatch(tokens[:, :-1].clone(), labels))
+        positions = None
+        if packs_documents:
+            begins = torch.rand(labels.shape, generator=generator) < 1 / DOCUMENT_LENGTH
+            positions = _count_positions(begins)
+            labels[:, :-1][begins[:, 1:]] = IGNORE
+        batches.append(TokenBatch(tokens[:, :-1].clone(), labels, positions))
     return batches
+
+
+def _count_positions(begins: Tensor) -> Tensor:
+    """Positions that restart where documents begin. begins: bool [sequences, context]; a row's first token always begins one."""
+    index = torch.arange(begins.shape[1]).expand(begins.shape)
+    return index - (index * begins).cummax(dim=1).values
 
 
 def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:

@@ -45,7 +45,13 @@ def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[
     """This rank's microbatches, in the loader's order: microbatch m of rank r holds sequences from (m * dp + r) * b."""
     dp, b = mesh.axis("dp"), sequences_per_microbatch
     starts = range(dp.rank * b, len(batch.input_ids), dp.size * b)
-    return [Microbatch(batch.input_ids[i : i + b], batch.labels[i : i + b], None) for i in starts]
+    positions = batch.position_ids
+    return [
+        Microbatch(
+            batch.input_ids[i : i + b], batch.labels[i : i + b], None if positions is None else positions[i : i + b]
+        )
+        for i in starts
+    ]
 
 
 def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:

@@ -20,12 +20,14 @@ from framework.recipe.schema import Recipe
 
 # Never run, whatever they say: a verification trains a few steps on random tokens.
 NOT_RUN = (
-    "data.* (random tokens instead)",
+    "data.* but data.pack (random tokens instead)",
     "train.validate_every_steps, train.validation_sequences, train.sample and pipeline.fill_bubbles (nothing is validated)",
     "checkpoint.*, track.*, launch.*, run.* (nothing is saved, reported or submitted)",
 )
 # The keys that NOT_RUN names, as a pattern, and train.steps, of which --steps are compared.
-NO_PART_OF_A_STEP = r"(data|checkpoint|track|launch|run)\..*|train\.(steps|valid.*|sample)|pipeline\.fill_bubbles"
+NO_PART_OF_A_STEP = (
+    r"data\.(?!pack$).*|(checkpoint|track|launch|run)\..*|train\.(steps|valid.*|sample)|pipeline\.fill_bubbles"
+)
 # Words of a Hugging Face config that are no property of the model, or that `precision` decides.
 NO_PART_OF_A_MODEL = ("dtype", "transformers_version", "architectures", "_name_or_path", "id2label", "label2id")
 # They have other words than `size`: a user who reads that a dropout is off need not look for it among thirty sizes.
@@ -54,8 +56,6 @@ def find_changes(recipe: Recipe, run: Recipe, reasons: Mapping[str, str]) -> lis
         if before.get(key) != after.get(key) and not re.fullmatch(NO_PART_OF_A_STEP, key):
             found = (word for word in reasons if key == word or key.startswith(f"{word}."))
             changes.append(ChangedValue(key, before.get(key), after.get(key), reasons.get(next(found, ""), "")))
-    if recipe.data.pack == "documents":
-        changes.append(ChangedValue("data.pack", "documents", None, "each sequence is one document of random tokens"))
     return changes
 
 

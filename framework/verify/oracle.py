@@ -126,8 +126,10 @@ class _Oracle:
         device = self._model.device
         rows, num_tokens = self._recipe.batch.sequences_per_microbatch, int((batch.labels != IGNORE).sum())
         inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
-        for input_ids, target in zip(inputs, labels, strict=True):
-            output = self._model(input_ids=input_ids.to(device))
+        positions = [None] * len(inputs) if batch.position_ids is None else batch.position_ids.split(rows)
+        for input_ids, target, position_ids in zip(inputs, labels, positions, strict=True):
+            packed = {} if position_ids is None else {"position_ids": position_ids.to(device)}
+            output = self._model(input_ids=input_ids.to(device), **packed)
             logits, target = output.logits.flatten(0, 1), target.flatten().to(device)
             loss = F.cross_entropy(_widen(logits), target, ignore_index=IGNORE, reduction="sum") / num_tokens
             if getattr(self._model.config, "output_router_logits", False):

@@ -22,7 +22,10 @@ TIMEOUT_S = 120.0
 def make_run_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -> list[TokenBatch]:
     """The batches of a verification, equal in every process."""
     derived = derive(recipe)
-    return make_batches(config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed)
+    packs_documents = recipe.data.pack == "documents"
+    return make_batches(
+        config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed, packs_documents
+    )
 
 
 def run_rank(

@@ -9,9 +9,8 @@ fault of fp32 alone, where the layout is beyond the tolerance and equal in fp64.
 from collections.abc import Sequence
 from math import inf
 
-from framework.errors import ModelError
 from framework.verify.compare import Errors, Row, measure
-from framework.verify.evidence import Evidence
+from framework.verify.evidence import Evidence, NothingToCompare
 
 NUM_REFERENCES = 4
 SPREAD = 4.0
@@ -35,12 +34,12 @@ def judge(found: Evidence, references: Sequence[Evidence], truth: Evidence, dtyp
 def find_bounds(references: Sequence[Evidence], truth: Evidence, dtype: str) -> Errors:
     """SPREAD times the references' worst error: for each parameter, and for losses and norms over all steps together.
 
-    Raises ModelError if a reference does not stay finite, since it bounds nothing.
+    Raises NothingToCompare if a reference does not stay finite, since it bounds nothing.
     """
     measured = [measure(reference, truth) for reference in references]
     endless = [f"{quantity}, {at}" for each in measured for quantity, of in each.items() for at in of if of[at] == inf]
     if endless:
-        raise ModelError(
+        raise NothingToCompare(
             f"there is nothing to compare with: one process in {dtype} does not stay finite ({endless[0]}). A lower optim.lr or"
             " fewer --steps may do"
         )

@@ -8,11 +8,10 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from framework.errors import ModelError
 from framework.model.precision import DTYPES
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
-from framework.verify.evidence import Evidence, initial_weights, perturb
+from framework.verify.evidence import Evidence, NothingToCompare, initial_weights, perturb
 from framework.verify.layout import is_followed
 from framework.verify.oracle import run_oracle
 from framework.verify.pool import RankFailed, RankPool
@@ -71,7 +70,7 @@ class Sides:
         try:
             return run_oracle(self.recipe, self.config, weights, batches, dtype, self.device, by_step)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise ModelError(
+            raise NothingToCompare(
                 f"there is nothing to compare with: stock transformers {transformers.__version__} does not train the"
                 f" {self.config.model_type} in {self.dtype}: {error}"
             ) from error

@@ -55,8 +55,6 @@ def _find_absent(recipe: Recipe, options: Options, dtype: str) -> list[ChangedVa
     model = recipe.model
     if model.weights is not None:
         absent.append(ChangedValue("model.weights", model.weights, None, "both sides start from seeded weights"))
-    if recipe.data.pack == "documents":
-        absent.append(ChangedValue("data.pack", "documents", "concat", "random tokens have no documents"))
     if recipe.zero.shard_within == "node":
         absent.append(
             ChangedValue("zero.shard_within", "node", None, "all ranks are on this machine: state the degree")

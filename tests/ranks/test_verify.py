@@ -296,7 +296,7 @@ TINY = (
 
 def test_strict_verifies_the_recipe_in_its_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of(*TINY, "launch.ranks=2", "precision=fp64", "optim.lr=1e-4")
-    plan = command._prepare(recipe, Options(strict=True))
+    plan = command.prepare(recipe, Options(strict=True))
     kept = replace(plan.sides.recipe, launch=recipe.launch)
     assert (kept, plan.changes) == (recipe, [])
     assert command.verify(recipe, Options(strict=True, steps=1)) == EXIT_DONE

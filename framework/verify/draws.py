@@ -1,0 +1,259 @@
+"""Random verifications: what is drawn, from which values, and the command line that says it.
+
+A draw is a function of (seed, number, attempt) alone, so that a campaign of fewer draws is the beginning of a longer one, in any
+process. What a recipe refuses is drawn again with the next attempt: this table need not know which options go together, only
+which have a use beside one another.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from framework.errors import ModelError
+from framework.model.load import REFUSALS, load_config
+from framework.model.shrink import MIN_LAYERS, shrink
+from framework.recipe.keys import list_keys
+from framework.recipe.overrides import write_override
+from framework.recipe.schema import Model
+from framework.verify.small import LEAST_EPS
+
+Drawn = dict[str, Any]
+
+# What most people train, and every family of stacked experts that tensor and expert parallelism are asked for.
+DENSE = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox", "gpt_neo", "gptj",
+    "opt", "bloom", "falcon", "starcoder2", "stablelm", "cohere", "cohere2", "olmo2", "olmo3", "granite", "glm", "glm4", "mpt",
+    "smollm3", "nemotron", "seed_oss", "exaone4",
+)  # fmt: skip
+MIXTURES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe",
+    "llama4_text", "granitemoe", "minimax_m2", "phimoe", "ernie4_5_moe",
+)  # fmt: skip
+OTHERS = tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*DENSE, *MIXTURES}))
+
+MAX_RANKS = 8
+# Keeps a step of the oracle, which computes all microbatches of all ranks, below a second.
+MAX_MICROBATCHES = 16
+
+
+def _always(_drawn: Drawn, _value: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is drawn for one key: of the recipe, of the model's config (`config.KEY`), or `microbatches` of a rank.
+
+    values: equally likely; one that stands twice is twice as likely. None is `null`, and of a config what the family has.
+    fits: whether a value has a use beside what was drawn before it; where none has, the key is left out.
+    """
+
+    key: str
+    values: tuple[Any, ...]
+    fits: Callable[[Drawn, Any], bool] = _always
+
+    def draw(self, rng: random.Random, drawn: Drawn) -> None:
+        """Add a value that fits, if any does."""
+        fitting = [value for value in self.values if self.fits(drawn, value)]
+        if fitting:
+            drawn[self.key] = rng.choice(fitting)
+
+
+def _is_mixture(drawn: Drawn, _value: Any = None) -> bool:
+    return drawn["model.family"] in MIXTURES
+
+
+def _fits_experts(drawn: Drawn, value: str) -> bool:
+    return _is_mixture(drawn) and not (value == "grouped_mm" and drawn["precision"] == "fp64")
+
+
+def _fits_ranks(drawn: Drawn, value: int) -> bool:
+    """Whether a degree divides the ranks that the degrees before it leave."""
+    return _ranks_left(drawn) % value == 0
+
+
+def _ranks_left(drawn: Drawn) -> int:
+    degrees = [drawn.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp")]
+    return int(drawn["launch.ranks"] // (degrees[0] * degrees[1] * degrees[2]))
+
+
+def _fits_ep(drawn: Drawn, value: int) -> bool:
+    return _is_mixture(drawn) and drawn["launch.ranks"] // drawn["parallel.pp"] % value == 0
+
+
+def _fits_expert_tp(drawn: Drawn, value: int | None) -> bool:
+    return _is_mixture(drawn) and value in (None, 1, drawn["parallel.tp"])
+
+
+def _splits_weights(drawn: Drawn, _value: Any) -> bool:
+    return bool(drawn["parallel.tp"] > 1)
+
+
+def _splits_tokens(drawn: Drawn, _value: Any) -> bool:
+    return bool(drawn.get("parallel.sequence", False))
+
+
+def _has_stages(drawn: Drawn, _value: Any) -> bool:
+    return bool(drawn["parallel.pp"] > 1)
+
+
+def _fits_schedule(drawn: Drawn, value: int | None) -> bool:
+    return value is None or (drawn.get("pipeline.schedule") == "interleaved" and value * drawn["parallel.pp"] <= 12)
+
+
+def _fits_batch(drawn: Drawn, value: int) -> bool:
+    least = 2 * drawn["parallel.pp"] if drawn.get("pipeline.schedule") == "dualpipe_v" else 1
+    return least <= value and value * _ranks_left(drawn) <= MAX_MICROBATCHES
+
+
+def _from_stage(stage: int) -> Callable[[Drawn, Any], bool]:
+    return lambda drawn, value: drawn["zero.stage"] >= stage
+
+
+def _fits_shards(drawn: Drawn, value: int | None) -> bool:
+    batch = _ranks_left(drawn) * drawn["parallel.cp"]
+    return drawn["zero.stage"] > 0 and (value is None or batch % value == 0)
+
+
+def _has_replicas(drawn: Drawn, _value: Any) -> bool:
+    return drawn.get("zero.shard_within") is not None
+
+
+def _is_optimizer(*names: str) -> Callable[[Drawn, Any], bool]:
+    return lambda drawn, value: drawn["optim.name"] in names
+
+
+def list_choices() -> tuple[Choice, ...]:
+    """Everything that is drawn, in this order. Keys that the recipe does not have are left out."""
+    known = {key.path for key in list_keys()} | {"precision", "microbatches"}
+    return tuple(choice for choice in CHOICES if choice.key in known or choice.key.startswith("config."))
+
+
+CHOICES = (
+    Choice("model.family", DENSE * 3 + MIXTURES * 6 + OTHERS),
+    Choice("precision", ("fp32", "fp64")),
+    Choice("train.seed", tuple(range(10))),
+    Choice("train.steps", (5, 50)),
+    Choice("config.vocab_size", (None, 96, 97, 101)),
+    Choice("config.tie_word_embeddings", (None, True, False)),
+    Choice("config.output_router_logits", (None, True), _is_mixture),
+    Choice("model.attention", ("auto", "auto", "eager", "sdpa")),
+    Choice("model.experts", ("auto", "eager", "batched_mm", "grouped_mm"), _fits_experts),
+    Choice("model.freeze", ([], [], [], ["embed|wte|wpe"], ["bias|norm|ln"], [r"\.0\."])),
+    Choice("launch.ranks", (1, 2, 2, 3, 4, 4, 4, 4, 5, 6, 6, 7, 8, 8, 8, 8)),
+    Choice("parallel.tp", (1, 1, 1, 2, 2, 2, 3, 4, 4, 5, 7, 8), _fits_ranks),
+    Choice("parallel.pp", (1, 1, 2, 2, 2, 3, 4, 4, 8), _fits_ranks),
+    Choice("parallel.cp", (1, 1, 1, 1, 1, 1, 1, 2), _fits_ranks),
+    Choice("parallel.ep", (1, 1, 1, 2, 4), _fits_ep),
+    Choice("parallel.expert_tp", (None, 1, 2, 4), _fits_expert_tp),
+    Choice("parallel.sequence", (True, True, False), _splits_weights),
+    Choice("parallel.overlap", ("auto", "always"), _splits_tokens),
+    Choice("memory.gathered_inputs", ("keep", "regather"), _splits_tokens),
+    Choice("pipeline.schedule", ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"), _has_stages),
+    Choice("pipeline.virtual_stages", (None, 2, 3), _fits_schedule),
+    Choice("batch.sequences_per_microbatch", (1, 2, 3)),
+    Choice("microbatches", (1, 1, 2, 2, 3, 4, 6, 8, 16), _fits_batch),
+    Choice("batch.context", (2, 3, 5, 8, 9, 13, 16, 17)),
+    Choice("data.pack", ("concat", "concat", "documents")),
+    Choice("zero.stage", (0, 1, 2, 3, 3)),
+    Choice("zero.shard_within", (None, 1, 2, 2, 3, 4), _fits_shards),
+    Choice("zero.optimizer_within", ("shard", "all"), _has_replicas),
+    Choice("zero.accumulate", ("sharded", "local"), _from_stage(2)),
+    Choice("zero.keep_gathered", (False, True), _from_stage(3)),
+    Choice("zero.prefetch_units", (0, 1, 2, 3)),
+    Choice("memory.activation_checkpointing", ("none", "full")),
+    Choice("memory.chunked_loss", (False, True)),
+    Choice("optim.name", ("adamw", "adamw", "lion", "sgd")),
+    Choice("optim.lr", (1e-3, 1e-2)),
+    Choice("optim.betas", ([0.9, 0.95], [0.8, 0.99]), _is_optimizer("adamw", "lion")),
+    Choice("optim.momentum", (0.0, 0.9), _is_optimizer("sgd")),
+    Choice("optim.weight_decay", (0.0, 0.3)),
+    Choice("optim.clip_norm", (None, 1e-3, 1.0)),
+    Choice("optim.groups", ({}, {}, {"slow": {"pattern": "bias|norm|ln", "lr_ratio": 0.3}})),
+    Choice("optim.schedule.name", ("constant", "linear", "cosine", "wsd")),
+    Choice("optim.schedule.warmup_steps", (0, 1)),
+)
+
+
+def draw(seed: int, number: int, attempt: int, given: Mapping[str, Any]) -> Drawn:
+    """The values of one draw by key, in the table's order. given: values that are not drawn."""
+    rng = random.Random(f"{seed}/{number}/{attempt}")  # a text is hashed by SHA-512, alike in all processes
+    drawn: Drawn = {}
+    for choice in list_choices():
+        choice.draw(rng, drawn)
+        if choice.key in given:
+            drawn[choice.key] = given[choice.key]
+    return drawn
+
+
+def write(drawn: Drawn) -> list[str]:
+    """The overrides of a recipe that has the drawn values and no others of a model's. Raises ModelError where the family has no
+    small copy."""
+    values = {
+        key: value
+        for key, value in drawn.items()
+        if not key.startswith("config.") and key not in ("model.family", "precision", "microbatches")
+    }
+    values["batch.sequences_per_step"] = (
+        drawn["batch.sequences_per_microbatch"] * drawn["microbatches"] * _ranks_left(drawn)
+    )
+    if drawn["optim.name"] == "adamw" and drawn["precision"] != "fp64":
+        values["optim.eps"] = LEAST_EPS
+    model = [f"model.family={drawn['model.family']}", f"model.config={write_value(_describe_config(drawn))}"]
+    # Without `~model` the tiny Llama's values would stay beside them, and its tokenizer goes with it.
+    return [
+        "~model",
+        *model,
+        "data.bpe_vocab=512",
+        f"precision={drawn['precision']}",
+        *(f"{key}={write_value(value)}" for key, value in values.items() if value not in ([], {})),
+    ]
+
+
+def write_value(value: Any) -> str:
+    """A value of a recipe in the command line's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{write_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(write_value, value)) + "]"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[A-Za-z_]\w*", value) else write_override("", value).removeprefix("=")
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    )
+
+
+def _describe_config(drawn: Drawn) -> dict[str, Any]:
+    """The values of a small config of the family that are not the family's own, and those that are drawn."""
+    stages = drawn["parallel.pp"] * _count_virtual_stages(drawn)
+    try:
+        full = load_config(Model(family=drawn["model.family"]))
+        if full.get_text_config() is not full:
+            raise ModelError("it has encoders beside its text model, which is a family of its own")
+        small = shrink(full, max(MIN_LAYERS, stages)).to_dict()
+    except REFUSALS as error:
+        raise ModelError(f"the default config has no small copy: {error}") from error
+    wanted = {
+        key.removeprefix("config."): value
+        for key, value in drawn.items()
+        if key.startswith("config.") and value is not None
+    }
+    small |= {key: value for key, value in wanted.items() if key in small}
+    return dict(_find_changes(full, small))
+
+
+def _find_changes(full: PretrainedConfig, small: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    before = full.to_dict()
+    for key, value in small.items():
+        if key not in before or before[key] != value:
+            yield key, value
+
+
+def _count_virtual_stages(drawn: Drawn) -> int:
+    twice = drawn.get("pipeline.schedule") in ("interleaved", "zbv", "dualpipe_v")
+    return drawn.get("pipeline.virtual_stages") or (2 if twice else 1)
