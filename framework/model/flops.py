@@ -54,20 +54,19 @@ def measure_model(model: PreTrainedModel) -> ModelSize:
 def flops_per_token(model: PreTrainedModel, context: int) -> float:
     """Training FLOPs per token, forward and backward, with sequences of `context` tokens."""
     config = model.config.get_text_config()
-    return 6.0 * (measure_model(model).multiplied + attention_width(config) * sum(attention_reach(config, context)))
+    return 6.0 * (measure_model(model).multiplied + sum(attended(config, context)))
 
 
 def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> dict[str, float]:
     """Forward FLOPs per token of each unit, by name: two for each weight in a matmul, and those of its attention."""
     config = model.config.get_text_config()
-    reaches = iter(attention_reach(config, context))
+    of_layers = iter(attended(config, context))
     head = model.get_output_embeddings()
     found = {}
     for unit in units:
         modules = [model.get_submodule(path) for path in unit.modules]
         multiplied = sum(_count_multiplied(module, config) for module in modules if module is not head)
-        attended = attention_width(config) * next(reaches) if unit.is_layer else 0
-        found[unit.name] = 2.0 * (multiplied + attended)
+        found[unit.name] = 2.0 * (multiplied + (next(of_layers) if unit.is_layer else 0))
     # A tied weight belongs to the embedding's unit, but its matmul is in the head.
     if head is not None:
         found["head"] += 2.0 * sum(parameter.numel() for parameter in head.parameters())
@@ -84,6 +83,14 @@ def _count_multiplied(module: nn.Module, config: PretrainedConfig) -> int:
         count = parameter.numel()
         total += count * chosen // parameter.shape[0] if chosen is not None and parameter.ndim == 3 else count
     return total
+
+
+def attended(config: PretrainedConfig, context: int) -> list[int]:
+    """The multiplications of a token's attention, by layer: heads (d_qk + d_v) for each token that it sees."""
+    reaches = attention_reach(config, context)
+    # Layers of gemma4_unified differ in their heads, which their common config then refuses to say.
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(reaches)
+    return [attention_width(layers[index]) * reach for index, reach in enumerate(reaches)]
 
 
 def attention_width(config: PretrainedConfig) -> int:

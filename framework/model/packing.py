@@ -8,6 +8,8 @@ tells which, and a model that mixes documents up trains on without a word.
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from framework.errors import ModelError
+from framework.model.load import FORWARD_ERRORS
 from framework.model.materialize import accepted_arguments, seed_rng
 from framework.model.shrink import shrink
 
@@ -18,7 +20,10 @@ LARGEST_DIFFERENCE = 1e-4
 
 
 def keeps_documents_apart(config: PretrainedConfig) -> bool:
-    """Whether packed documents have the same logits as alone, given positions that restart, and neither cache nor mask."""
+    """Whether packed documents have the same logits as alone, given positions that restart, and neither cache nor mask.
+
+    Raises ModelError where the family's forward fails: roberta's wants the id of a padding token.
+    """
     small = shrink(config)
     small.use_cache = small.get_text_config().use_cache = False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -28,6 +33,11 @@ def keeps_documents_apart(config: PretrainedConfig) -> bool:
             return False
         tokens = torch.randint(0, small.get_text_config().vocab_size, (1, sum(LENGTHS)))
         positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-        packed = model(input_ids=tokens, position_ids=positions).logits
-        alone = torch.cat([model(input_ids=each).logits for each in tokens.split(LENGTHS, dim=1)], dim=1)
+        try:
+            packed = model(input_ids=tokens, position_ids=positions).logits
+            alone = torch.cat([model(input_ids=each).logits for each in tokens.split(LENGTHS, dim=1)], dim=1)
+        except FORWARD_ERRORS as error:
+            raise ModelError(
+                f"the {config.model_type} model does not run on token ids and positions alone: {error}"
+            ) from error
     return bool((packed - alone).abs().max() <= LARGEST_DIFFERENCE * alone.abs().max())

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.load import FORWARD_ERRORS
 from framework.model.load_balancing import Routers
 from framework.model.materialize import seed_for, seed_rng
 from framework.model.shrink import shrink
@@ -301,12 +302,15 @@ def find_layer_outputs(config: PretrainedConfig) -> bool:
         tokens = torch.randint(0, small.get_text_config().vocab_size, (2, 6))
         for unit in layers:
             whole.get_submodule(unit.root).register_forward_hook(partial(_note_type, returns_tuple))
-        expected = whole(input_ids=tokens).logits
+        try:
+            expected = whole(input_ids=tokens).logits
+        except FORWARD_ERRORS as error:
+            raise _refuse(config, f"it does not run on token ids alone ({error})") from error
         if len(layers) < 2 or len(returns_tuple) != len(layers) or len(set(returns_tuple)) != 1:
             raise _refuse(config, "its layers are not called one after another")
         try:
             found = _run_in_parts(whole, small, units, len(layers), returns_tuple[0], tokens)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+        except FORWARD_ERRORS as error:
             raise _refuse(config, f"a part of it does not run alone ({error})") from error
     if (found - expected).abs().max() > LARGEST_DIFFERENCE * expected.abs().max():
         raise _refuse(config, "its layers hand on more than hidden states, or share what they compute")

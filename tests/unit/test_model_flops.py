@@ -1,9 +1,10 @@
 """FLOPs per token against numbers worked out by hand."""
 
+import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from framework.model.flops import attention_reach, flops_per_token, measure_model
+from framework.model.flops import attended, attention_reach, flops_per_token, measure_model
 
 # hidden 8, 2 heads of 4, 1 kv head, 3 layers, intermediate 10, vocabulary 97
 SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3,
@@ -60,3 +61,15 @@ def test_windows_and_layers_without_attention_shorten_the_reach():
 def test_a_model_without_attention_costs_its_weights():
     model = build("mamba", hidden_size=8, num_hidden_layers=2, vocab_size=97, state_size=4)
     assert flops_per_token(model, context=64) == 6 * measure_model(model).multiplied
+
+
+@pytest.mark.skipif(
+    "gemma4_text" not in CONFIG_MAPPING, reason="this transformers has no layers with sizes of their own"
+)
+def test_layers_with_heads_of_their_own_are_counted_by_layer():
+    """The config of gemma4_unified refuses to say a head width, which differs between its layers (transformers 5.23)."""
+    config = AutoConfig.for_model(
+        "gemma4_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4,
+        num_attention_heads=2, head_dim=8, per_layer_config={1: {"head_dim": 16}},
+    )  # fmt: skip
+    assert attended(config, context=10) == [2 * 2 * 8 * 4, 2 * 2 * 16 * 10]

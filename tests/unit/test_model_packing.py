@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from framework.build import build
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.data.prepare import prepare
-from framework.errors import RecipeError
+from framework.errors import ModelError, RecipeError
 from framework.launch.train import train_rank
 from framework.mesh.topology import Topology
 from framework.model.loss import IGNORE
@@ -78,6 +79,12 @@ def packed_recipe(tmp_path: Path, family: Family) -> Recipe:
 def test_a_model_that_mixes_documents_up_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="documents that share a row see one another"):
         train_rank(packed_recipe(tmp_path, find_family("gpt_oss")), tmp_path / "run")
+
+
+def test_a_model_that_runs_on_more_than_token_ids_is_refused() -> None:
+    """roberta counts its positions from tokens that are no padding; without a padding id its forward fails."""
+    with pytest.raises(ModelError, match="roberta model does not run on token ids and positions alone"):
+        keeps_documents_apart(AutoConfig.for_model("roberta", pad_token_id=None))
 
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if each.name not in SKIPPED], ids=attrgetter("name"))

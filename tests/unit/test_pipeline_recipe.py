@@ -114,6 +114,14 @@ def test_a_family_that_hands_on_more_than_hidden_states_is_refused_by_name(famil
         find_layer_outputs(AutoConfig.for_model(family))
 
 
+def test_a_family_that_does_not_run_on_token_ids_alone_is_refused_by_name() -> None:
+    """roberta counts its positions from tokens that are no padding; without a padding id its forward fails."""
+    from transformers import AutoConfig
+
+    with pytest.raises(ModelError, match=r"roberta models cannot be cut .*: it does not run on token ids alone"):
+        find_layer_outputs(AutoConfig.for_model("roberta", pad_token_id=None))
+
+
 def step_time(pipeline: Pipeline, costs: list[float]) -> float:
     return simulate(pipeline.make(8), Costs(costs, costs, costs)).length
 
