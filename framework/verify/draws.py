@@ -6,7 +6,6 @@ which have a use beside one another.
 """
 
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,13 +128,13 @@ def _is_optimizer(*names: str) -> Callable[[Drawn, Any], bool]:
 
 
 def list_choices() -> tuple[Choice, ...]:
-    """Everything that is drawn, in this order. Keys that the recipe does not have are left out."""
-    known = {key.path for key in list_keys()} | {"precision", "microbatches"}
-    return tuple(choice for choice in CHOICES if choice.key in known or choice.key.startswith("config."))
+    """Everything that is drawn, in this order: the table without degrees that the recipe does not have."""
+    known = {key.path for key in list_keys()}
+    return tuple(choice for choice in CHOICES if choice.key in known or not choice.key.startswith("parallel."))
 
 
 CHOICES = (
-    Choice("model.family", DENSE * 3 + MIXTURES * 6 + OTHERS),
+    Choice("model.family", DENSE * 4 + MIXTURES * 8 + OTHERS),
     Choice("precision", ("fp32", "fp64")),
     Choice("train.seed", tuple(range(10))),
     Choice("train.steps", (5, 50)),
@@ -222,7 +221,7 @@ def write_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(write_value, value)) + "]"
     if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_]\w*", value) else write_override("", value).removeprefix("=")
+        return write_override("key", value).removeprefix("key=")
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
     )
@@ -233,8 +232,6 @@ def _describe_config(drawn: Drawn) -> dict[str, Any]:
     stages = drawn["parallel.pp"] * _count_virtual_stages(drawn)
     try:
         full = load_config(Model(family=drawn["model.family"]))
-        if full.get_text_config() is not full:
-            raise ModelError("it has encoders beside its text model, which is a family of its own")
         small = shrink(full, max(MIN_LAYERS, stages)).to_dict()
     except REFUSALS as error:
         raise ModelError(f"the default config has no small copy: {error}") from error
@@ -244,7 +241,10 @@ def _describe_config(drawn: Drawn) -> dict[str, Any]:
         if key.startswith("config.") and value is not None
     }
     small |= {key: value for key, value in wanted.items() if key in small}
-    return dict(_find_changes(full, small))
+    changes = dict(_find_changes(full, small))
+    if full.get_text_config() is not full or changes.keys() & full.sub_configs.keys():
+        raise ModelError("it is made of several models: its text model may be a family of its own")
+    return changes
 
 
 def _find_changes(full: PretrainedConfig, small: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,103 @@
+"""Random verifications: what is drawn is a function of the seed, everything is drawn, and a command says all of it."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from framework.errors import ModelError
+from framework.model.load import load_config
+from framework.recipe.compose import compose
+from framework.recipe.schema import Recipe
+from framework.verify.campaign import Campaign
+from framework.verify.draws import CHOICES, OTHERS, Drawn, draw, list_choices, write, write_value
+
+PLAIN = {"parallel.ep": 1, "parallel.cp": 1, "config.output_router_logits": None}
+SHOW = "import sys; from framework.verify.draws import draw; print([draw(7, number, 0, {}) for number in range(5)])"
+
+
+def recipe_of(drawn: Drawn) -> Recipe:
+    return compose(write(drawn)).require()
+
+
+def test_another_process_draws_the_same() -> None:
+    """With another hash seed, on which the order of sets depends."""
+    found = subprocess.run(
+        [sys.executable, "-c", SHOW], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "1"}
+    )
+    assert found.stdout.strip() == str([draw(7, number, 0, {}) for number in range(5)])
+
+
+def test_seed_number_and_attempt_each_change_the_draw() -> None:
+    first = draw(7, 3, 0, {})
+    assert draw(7, 3, 0, {}) == first
+    assert all(draw(*place, {}) != first for place in ((8, 3, 0), (7, 4, 0), (7, 3, 1)))
+
+
+def test_what_is_given_is_not_drawn_and_changes_no_other_draw_before_it() -> None:
+    given = draw(7, 3, 0, {"launch.ranks": 4, "parallel.tp": 4})
+    free = draw(7, 3, 0, {})
+    assert (given["launch.ranks"], given["parallel.tp"]) == (4, 4)
+    before = [choice.key for choice in CHOICES[: [choice.key for choice in CHOICES].index("launch.ranks")]]
+    assert [given.get(key) for key in before] == [free.get(key) for key in before]
+
+
+def test_every_value_is_drawn_within_500_draws() -> None:
+    """Of families those that are named: the others are more than a hundred."""
+    drawn = [draw(1, number, 0, {}) for number in range(500)]
+    for choice in list_choices():
+        seen = Counter(str(each[choice.key]) for each in drawn if choice.key in each)
+        missing = {str(value) for value in choice.values if value not in OTHERS} - seen.keys()
+        assert not missing, f"{choice.key}: {missing} are never drawn"
+
+
+def test_a_drawn_value_is_in_the_recipe_that_its_command_says() -> None:
+    """Whatever is drawn comes back from the overrides, as the recipe has it."""
+    for number in range(12):
+        drawn = draw(2, number, 0, PLAIN | {"model.family": "qwen3"})
+        recipe = recipe_of(drawn)
+        for key, value in drawn.items():
+            if "." in key and not key.startswith(("config.", "optim.groups")):
+                group, _, name = key.partition(".")
+                found = getattr(recipe, group)
+                for part in name.split("."):
+                    found = getattr(found, part)
+                assert (list(found) if isinstance(found, tuple) else found) == value, key
+        assert recipe.optim.groups.keys() == drawn["optim.groups"].keys()
+        assert recipe.precision.compute == recipe.precision.master == drawn["precision"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "gemma3_text", "deepseek_v3", "gpt_oss"])
+def test_the_command_has_the_whole_small_model(family: str) -> None:
+    """It says every value that is not the family's own, so that another version of `shrink` repeats the case."""
+    drawn = draw(0, 0, 0, PLAIN | {"model.family": family, "config.vocab_size": 97, "config.tie_word_embeddings": True})
+    config = load_config(recipe_of(drawn).model)
+    assert (config.vocab_size, config.tie_word_embeddings) == (97, True)
+    assert config.hidden_size <= 128
+    assert config.num_hidden_layers <= 12
+
+
+def test_a_family_without_a_small_text_model_is_refused_with_the_reason() -> None:
+    with pytest.raises(ModelError, match="it is made of several models"):
+        write(draw(0, 0, 0, PLAIN | {"model.family": "gemma3"}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, 1e-5, 1e9, -1.5, "sdpa", "", "a b", "1", "null", "yes", r"\.0\.", "embed|wte", [1, [True, "x"]],
+     {"rope_type": "default", "rope_theta": 1e6, "inner": {"a": [None]}}, [], {}],
+)  # fmt: skip
+def test_a_value_comes_back_from_the_command_line(value: object) -> None:
+    found = OverridesParser.create().parse_overrides([f"+key={write_value(value)}"])[0].value()
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_overrides_take_the_place_of_what_is_drawn() -> None:
+    campaign = Campaign(1, overrides=["parallel.tp=2", "optim.clip_norm=null", "zero.stage=3", "track.every_steps=2"])
+    assert campaign.given == {"parallel.tp": 2, "optim.clip_norm": None, "zero.stage": 3}
+    words = campaign.write(draw(0, 0, 0, campaign.given))
+    assert words.count("parallel.tp=2") == 1
+    assert words[-1] == "track.every_steps=2"
