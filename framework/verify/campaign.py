@@ -27,16 +27,16 @@ from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.verify.command import Verification, prepare, run
 from framework.verify.draws import CHOICES, MAX_RANKS, Drawn, draw, write
-from framework.verify.evidence import NothingToCompare
+from framework.verify.evidence import NothingToCompare, initial_weights
 from framework.verify.options import Options
 from framework.verify.pool import RankPool
 from framework.verify.rank import compute_exactly
 from framework.verify.sides import PRELOAD
 
-# A draw takes seconds. One that has not ended after so many hangs, or is on a machine that has no core for it.
+# A draw takes seconds. One whose ranks have not ended after so many hangs, or is on a machine that has no core for it.
 TIMEOUT_S = 300.0
 # So many refusals one after another are those of the given overrides, which fit nothing that is drawn.
-MAX_ATTEMPTS = 200
+MAX_ATTEMPTS = 100
 REASON_WIDTH = 110
 
 
@@ -67,9 +67,11 @@ class Campaign:
 
     def command(self, overrides: Sequence[str]) -> str:
         """What repeats a draw, for a shell."""
-        options = ["--strict", "--steps", str(self.steps), "--device", self.device]
+        default = Options()
+        options = [] if self.steps == default.steps else ["--steps", str(self.steps)]
+        options += [] if self.device == default.device else ["--device", self.device]
         folders = [word for folder in self.recipes for word in ("--recipes", str(folder))]
-        return shlex.join(["meshwright", "verify", *options, *folders, *overrides])
+        return shlex.join(["meshwright", "verify", "--strict", *options, *folders, *overrides])
 
 
 class Refused(Exception):
@@ -93,8 +95,16 @@ def verify_random(campaign: Campaign) -> int:
     Raises RecipeError where the given overrides fit nothing that is drawn.
     """
     _check(campaign)
-    start_s, refusals = time.monotonic(), Counter[str]()
     pool = RankPool(MAX_RANKS, PRELOAD, spawned=1)
+    try:
+        return verify_draws(campaign, pool)
+    finally:
+        pool.close()
+
+
+def verify_draws(campaign: Campaign, pool: RankPool) -> int:
+    """`verify_random` on ranks that live on."""
+    start_s, refusals = time.monotonic(), Counter[str]()
     try:
         for number in range(campaign.num_draws):
             _verify_draw(campaign, number, pool, refusals)
@@ -103,7 +113,6 @@ def verify_random(campaign: Campaign) -> int:
         print(f"{campaign.command(failed.overrides)}\n")
         return EXIT_FAILED
     finally:
-        pool.close()
         print(_describe_refusals(refusals), flush=True)
     each_s = (time.monotonic() - start_s) / campaign.num_draws
     print(f"equal: {campaign.num_draws} draws of seed {campaign.seed} train as one process does, {each_s:.1f} s each")
@@ -123,7 +132,7 @@ def _check(campaign: Campaign) -> None:
 
 
 def _verify_draw(campaign: Campaign, number: int, pool: RankPool, refusals: Counter[str]) -> None:
-    """Verify the draw with this number: the first attempt that is not refused. Raises Failure."""
+    """Verify the draw with this number: the first attempt that is not refused. Raises Failed."""
     for attempt in range(MAX_ATTEMPTS):
         start_s = time.monotonic()
         drawn = draw(campaign.seed, number, attempt, campaign.given)
@@ -169,6 +178,9 @@ def _prepare(campaign: Campaign, overrides: Sequence[str], pool: RankPool) -> Ve
     recipe = compose(overrides, campaign.recipes).require()
     check_layout(recipe)  # before ranks start: what they raise after it is a failure, however well it is explained
     prepared = prepare(recipe, campaign.options)
+    initial_weights(
+        prepared.sides.config, recipe.train.seed
+    )  # ModelError of a family that does not initialise all of them
     return replace(prepared, sides=replace(prepared.sides, pool=pool, timeout_s=TIMEOUT_S))
 
 

@@ -78,7 +78,7 @@ def _fits_ranks(drawn: Drawn, value: int) -> bool:
 
 def _ranks_left(drawn: Drawn) -> int:
     degrees = [drawn.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp")]
-    return int(drawn["launch.ranks"] // (degrees[0] * degrees[1] * degrees[2]))
+    return max(1, int(drawn["launch.ranks"] // (degrees[0] * degrees[1] * degrees[2])))
 
 
 def _fits_ep(drawn: Drawn, value: int) -> bool:

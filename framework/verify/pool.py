@@ -27,7 +27,8 @@ from typing import Any
 
 from framework.errors import MeshwrightError
 
-# After one rank has failed the others can only wait for it; those that end by themselves within this time are heard.
+# After one rank has failed the others can only wait for it; those that end by themselves within this time are heard. So are
+# ranks that nobody waits for any more.
 GRACE_S = 10.0
 # A rank that got SIGUSR1 writes its stacks at once, whatever it waits for.
 STACKS_S = 0.5
@@ -104,10 +105,11 @@ class RankPool:
         return [found.results[rank] for rank in range(world)]
 
     def drop(self) -> None:
-        """End what was started and not collected, if anything was."""
+        """Wait a while for what was started and not collected, if anything was; processes that do not end are replaced."""
         if self._running is not None:
-            self._running = None
-            self._kill()
+            (world, _), self._running = self._running, None
+            if not self._wait(world, GRACE_S).is_sound:
+                self._kill()
 
     def close(self) -> None:
         """End all processes."""

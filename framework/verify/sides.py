@@ -89,9 +89,10 @@ class Sides:
         try:
             yield pool
         finally:
-            pool.drop()
             if self.pool is None:
                 pool.close()
+            else:
+                pool.drop()
 
     def _collect(self, pool: RankPool) -> Evidence:
         try:

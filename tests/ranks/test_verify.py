@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError, TopologyError
+from framework.model.loss import IGNORE
 from framework.recipe.compose import compose
 from framework.recipe.keys import list_keys
 from framework.recipe.schema import Recipe
 from framework.verify import command, sides
 from framework.verify.compare import Row, compare, exceeds, render
-from framework.verify.evidence import Evidence
+from framework.verify.evidence import Evidence, make_batches
 from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_config_changes
 from framework.verify.lion import Noise, PlainLion, measure_noise
 from framework.verify.options import Options
@@ -285,6 +286,41 @@ def test_dropout_that_is_off_is_told() -> None:
     assert str(change) == "model.config.resid_pdrop 0.1 -> 0.0: drawn per microbatch"
 
 
+# --- packed documents
+
+
+def test_documents_restart_their_positions_and_predict_nothing_across_a_border() -> None:
+    (batch,) = make_batches(build_config(family("llama")), 1, 4, 40, seed=1, packs_documents=True)
+    assert batch.position_ids is not None
+    begins = batch.position_ids == 0
+    assert begins[:, 0].all()
+    assert 4 * 40 // 10 < int(begins.sum()) < 4 * 40 // 2, "documents of several tokens each"
+    steps = batch.position_ids.diff(dim=1)
+    assert ((steps == 1) | begins[:, 1:]).all()
+    assert (batch.labels[:, :-1][begins[:, 1:]] == IGNORE).all()
+    assert (batch.labels != IGNORE).any()
+
+
+def test_packed_documents_are_verified_as_such(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, told = shrunk(recipe_of("launch.ranks=2", "parallel.tp=2", "data.pack=documents"), "fp64")
+    assert "data.pack" not in told
+    config = build_config(family("qwen3"), use_cache=False)  # with one stock ignores positions
+    packed = Sides(recipe, config, 1, pool)
+    assert not exceeds(compare(*packed.run()), 1e-9)
+    whole = sides.make_run_batches
+    monkeypatch.setattr(  # the oracle's
+        sides, "make_run_batches", lambda *args: [replace(batch, position_ids=None) for batch in whole(*args)]
+    )
+    assert exceeds(compare(*packed.run()), 1e-3)
+
+
+def test_documents_that_a_model_mixes_up_are_refused() -> None:
+    with pytest.raises(RecipeError, match="documents that share a row see one another"):
+        command.verify(
+            recipe_of("~model", "data.bpe_vocab=512", "model.family=gpt_oss", "data.pack=documents"), Options()
+        )
+
+
 # --- strict
 
 
@@ -304,8 +340,10 @@ def test_strict_verifies_the_recipe_in_its_own_sizes(capsys: pytest.CaptureFixtu
 
 
 def test_strict_refuses_with_everything_that_it_would_leave_out() -> None:
-    recipe = recipe_of("model=gpt2", "data.pack=documents", "launch.ranks=64", "batch.sequences_per_step=512")
-    with pytest.raises(RecipeError, match=r"(?s)resid_pdrop 0.1.*data.pack documents.*floating-point.*64 ranks"):
+    recipe = recipe_of(
+        "model=gpt2", "zero=hsdp", "launch.ranks=64", "batch.sequences_per_step=512", "zero.shard_within=node"
+    )
+    with pytest.raises(RecipeError, match=r"(?s)resid_pdrop 0.1.*zero.shard_within node.*floating-point.*64 ranks"):
         command.verify(recipe, Options(strict=True))
     with pytest.raises(RecipeError, match=r"--dtype, --ranks would change it"):
         command.verify(recipe, Options(strict=True, dtype="fp64", ranks=2))
