@@ -128,10 +128,12 @@ class MixtureLoad:
         return max(self.tokens) * len(self.tokens) / sum(self.tokens) if any(self.tokens) else float("nan")
 
 
-def read_loads(mixtures: Sequence[Mixture], sums: Sequence[Sequence[float]]) -> Mapping[str, MixtureLoad]:
-    """The loads by layer, from `ExpertLoad.sum_over_ranks` on the host; a layer's second mixture is named by its path."""
+def read_loads(mixtures: Sequence[Mixture], sums: Sequence[float]) -> Mapping[str, MixtureLoad]:
+    """The loads by layer; a layer's second mixture is named by its path. sums: `ExpertLoad.sum_over_ranks`, flat, on the host."""
     loads: dict[str, MixtureLoad] = {}
-    for mixture, row in zip(mixtures, sums, strict=True):
+    width = len(sums) // len(mixtures)
+    for index, mixture in enumerate(mixtures):
+        row = sums[index * width : (index + 1) * width]
         entropy = row[ENTROPY] / row[ROUTED] if row[ROUTED] else None
         tokens = tuple(int(each) for each in row[: mixture.num_experts])
         name = mixture.layer if mixture.layer not in loads else mixture.experts

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +21,26 @@ from typing import Any, TextIO
 from framework.track.report import RunInfo, StepReport
 
 METRICS_FILE = "metrics.jsonl"
+# Tokens of each expert by layer, of each report: {"step": 20, "expert_loads": {"layers.1": [31, 40, ...], ...}}.
+LOADS_FILE = "expert_loads.jsonl"
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 class Jsonl:
-    """Appends each report to `run_dir/metrics.jsonl`. Rank 0 only: one writer per file."""
+    """Appends a record of each report to a file of the run. Rank 0 only: one writer per file.
 
-    def __init__(self, run_dir: Path, now: Callable[[], float] = time.time):
-        self._path = run_dir / METRICS_FILE
-        self._now = now
+    file, record_of: the file's name, and what it has of a report; `unix_s` is added.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        now: Callable[[], float] = time.time,
+        file: str = METRICS_FILE,
+        record_of: Callable[[StepReport], dict[str, Any]] | None = None,
+    ):
+        self._path = run_dir / file
+        self._now, self._record_of = now, record_of or metrics_of
         self._file: TextIO | None = None
         self._is_torn = False
 
@@ -38,7 +50,7 @@ class Jsonl:
 
     def report(self, report: StepReport) -> None:
         assert self._file is not None, "report before open"
-        line = json.dumps(encode({**asdict(report), "unix_s": self._now()}), allow_nan=False)
+        line = json.dumps(encode({**self._record_of(report), "unix_s": self._now()}), allow_nan=False)
         # A write that failed half-way (full disk) must not spoil the record that follows it.
         separator, self._is_torn = ("\n" if self._is_torn else ""), True
         self._file.write(f"{separator}{line}\n")
@@ -49,6 +61,24 @@ class Jsonl:
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()
+
+
+def metrics_of(report: StepReport) -> dict[str, Any]:
+    """The record of metrics.jsonl, in which the load of each expert would be nearly all."""
+    return {name: value for name, value in asdict(report).items() if name != "expert_loads"}
+
+
+def loads_of(report: StepReport) -> dict[str, Any]:
+    """The record of expert_loads.jsonl."""
+    return {"step": report.step, "expert_loads": report.expert_loads}
+
+
+def read_last_records(path: Path, count: int) -> list[dict[str, Any]]:
+    """The last records of such a file, at most `count`, without those that a crash tore; none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return [record for line in deque(lines, count) if (record := decode(line)) is not None]
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

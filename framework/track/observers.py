@@ -8,7 +8,7 @@ from pathlib import Path
 
 from framework.recipe.schema import Recipe
 from framework.track.console import Console
-from framework.track.jsonl import Jsonl
+from framework.track.jsonl import LOADS_FILE, Jsonl, loads_of
 from framework.track.report import Observer, RunInfo, StepReport, save_run_info
 from framework.track.summary import Summary
 from framework.track.wandb import WandbObserver
@@ -62,6 +62,8 @@ def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo) -> Observers:
     """The observers that the recipe asks for, opened. For rank 0; other ranks use `Observers()`."""
     console = Console()
     observers: list[Observer] = [console, Jsonl(run_dir)]
+    if run.has_experts:
+        observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of))
     if recipe.track.wandb.mode != "disabled":
         observers.append(WandbObserver(run_dir, console.say))
     observers.append(Summary(run_dir, console.say))

@@ -33,6 +33,13 @@ class StepReport:
     skipped_steps: int = 0
     exposed_communication_s: float = 0.0
     pipeline_bubble: float = 0.0
+    expert_imbalance: dict[str, float] = field(default_factory=dict)
+    expert_imbalance_max: float | None = None
+    expert_imbalance_mean: float | None = None
+    router_entropy: float | None = None
+    dropped_tokens: int | None = None
+    # In a file of its own: with hundreds of experts in each layer it would be nearly all of metrics.jsonl.
+    expert_loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class RunInfo:
     config: the recipe as plain dicts, without what nobody else may see (`recipe/environment.py`). start_step: steps done
     before this process took over (0: a fresh run). degrees: {axis: size}. flops_per_token, peak_flops (of one device),
     unigram_entropy (nats per token): None if unknown.
-    sources: names of the data's sources. commands: {what: command line}, what a user may want to type next.
+    sources: names of the data's sources. has_experts: whether the model has mixtures of experts. commands: {what: command line},
+    what a user may want to type next.
     """
 
     run_id: str
@@ -60,6 +68,7 @@ class RunInfo:
     peak_flops: float | None = None
     unigram_entropy: float | None = None
     sources: tuple[str, ...] = ()
+    has_experts: bool = False
     commands: dict[str, str] = field(default_factory=dict)
 
     def next_commands(self, is_done: bool, is_saved: bool) -> dict[str, str]:

@@ -42,6 +42,7 @@ def describe_run(
         peak_flops=peak_flops(device),
         unigram_entropy=unigram_entropy,
         sources=sources,
+        has_experts=bool(plan.mixtures),
         commands={
             "resume": write_resume(recipe.launch.kind, run_id, recipe.run.root),
             "export": shlex.join(["meshwright", "export", run, "--to", f"{run_id}-model"]),

@@ -6,16 +6,19 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from framework.track.console import format_count, format_duration
-from framework.track.jsonl import METRICS_FILE, read_records
+from framework.track.jsonl import LOADS_FILE, METRICS_FILE, read_last_records, read_records
 from framework.track.report import RunInfo, StepReport, load_run_info
 
 REPORT_TEXT = "report.txt"
 REPORT_PICTURE = "report.png"
+
+# Reports at the end of a run over which the load of experts is averaged.
+LAST_LOADS = 20
 
 _CURVES = (
     "step",
@@ -51,10 +54,13 @@ class Summary:
 
 @dataclass(frozen=True)
 class Curves:
-    """The metrics of a run by column, one value per reported step; `validation` is (step, loss), `by_source` of the last one."""
+    """The metrics of a run by column, one value per reported step; `validation` is (step, loss), `by_source` of the last one;
+    `imbalance` is (step, mean over layers, largest) of experts; `load` by layer the tokens of each expert in the last reports."""
 
     columns: dict[str, list[Any]]
     validation: list[tuple[int, float]] = field(default_factory=list)
+    imbalance: list[tuple[int, float, float]] = field(default_factory=list)
+    load: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
     by_source: dict[str, float] = field(default_factory=dict)
 
@@ -65,7 +71,8 @@ class Curves:
 def write_report(run_dir: Path) -> list[Path]:
     """Write report.txt and, if a step was reported, report.png; returns what was written."""
     run = load_run_info(run_dir)
-    curves = collect_curves(read_records(run_dir / METRICS_FILE))
+    load = add_loads(read_last_records(run_dir / LOADS_FILE, LAST_LOADS))
+    curves = replace(collect_curves(read_records(run_dir / METRICS_FILE)), load=load)
     written = []
     if curves["step"]:
         written.append(run_dir / REPORT_PICTURE)
@@ -78,22 +85,33 @@ def write_report(run_dir: Path) -> list[Path]:
 def collect_curves(records: Iterable[dict[str, Any]]) -> Curves:
     """Columns of the records; one pass, so that only the columns are held."""
     columns: dict[str, list[Any]] = {name: [] for name in _CURVES}
-    validation, last, by_source = [], {}, {}
+    validation, last, by_source, imbalance = [], {}, {}, []
     for record in records:
         for name, column in columns.items():
             column.append(record[name])
         if record["validation_loss"] is not None:
             validation.append((record["step"], record["validation_loss"]))
             by_source = record.get("validation_losses", {})  # a run may have begun before there was such a field
+        if record.get("expert_imbalance_max") is not None:
+            imbalance.append((record["step"], record["expert_imbalance_mean"], record["expert_imbalance_max"]))
         last = record
-    return Curves(columns, validation, last, by_source)
+    return Curves(columns, validation, imbalance, last=last, by_source=by_source)
+
+
+def add_loads(records: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
+    """By layer, the tokens of each expert in all of the records."""
+    sums: dict[str, list[int]] = {}
+    for record in records:
+        for layer, load in record["expert_loads"].items():
+            sums[layer] = [a + b for a, b in zip(sums.get(layer, [0] * len(load)), load, strict=True)]
+    return sums
 
 
 def describe(run: RunInfo, curves: Curves, run_dir: Path) -> str:
     """The page of text."""
     blocks = [_what_was_run(run)]
     if curves["step"]:
-        blocks += [_results(run, curves), _speed(run, curves), _traffic(curves.last["traffic"])]
+        blocks += [_results(run, curves), _experts(curves), _speed(run, curves), _traffic(curves.last["traffic"])]
     else:
         blocks.append(["Results", "  no step was reported"])
     blocks.append(_files(run_dir))
@@ -105,13 +123,14 @@ def describe(run: RunInfo, curves: Curves, run_dir: Path) -> str:
 
 
 def draw(run: RunInfo, curves: Curves) -> bytes:
-    """The four curves over steps as a PNG."""
+    """The four curves over steps as a PNG; of a mixture of experts their load below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
+    rows = 3 if curves.load and curves.imbalance else 2
+    figure = Figure(figsize=(11, 3.5 * rows), dpi=120, layout="constrained")
     figure.suptitle(f"{run.run_id}   {run.model}, {format_count(run.num_parameters)} parameters, {_where(run)}")
-    loss, lr, norm, rate = figure.subplots(2, 2).flat
+    loss, lr, norm, rate, *experts = figure.subplots(rows, 2).flat
     for axes, name, title, unit in (
         (loss, "loss", "Loss", "nats per token"),
         (lr, "lr", "Learning rate", "rate"),
@@ -132,9 +151,42 @@ def draw(run: RunInfo, curves: Curves) -> bytes:
     rate.set_ylim(0, 1.2 * max(curves["tokens_per_s"]) or 1)
     rate.yaxis.set_major_formatter(lambda value, _: format_count(value))
     lr.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    if experts:
+        _draw_imbalance(experts[0], curves.imbalance)
+        _draw_loads(figure, experts[1], curves.load)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture)
     return picture.getvalue()
+
+
+def _draw_imbalance(axes: Any, imbalance: list[tuple[int, float, float]]) -> None:
+    """The curves of the mean over layers and of the worst layer."""
+    steps, means, largest = zip(*imbalance, strict=True)
+    marker = "o" if len(steps) == 1 else None
+    axes.plot(steps, largest, color="C3", linewidth=1.2, marker=marker, label="worst layer")
+    axes.plot(steps, means, color="C0", linewidth=1.8, marker=marker, label="mean over layers")
+    axes.set(title="Imbalance of experts", xlabel="step", ylabel="largest load / mean load")
+    axes.set_ylim(bottom=1)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+
+
+def _draw_loads(figure: Any, axes: Any, load: dict[str, list[int]]) -> None:
+    """A heat map of layers x experts: white where an expert has the mean load of its layer, red where more, blue where less."""
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.ticker import MaxNLocator
+
+    widest = max(map(len, load.values()))
+    shares = [[x * len(row) / (sum(row) or 1) for x in row] + [math.nan] * (widest - len(row)) for row in load.values()]
+    largest = max(2.0, *(share for row in shares for share in row if share == share))
+    norm = TwoSlopeNorm(1.0, 0.0, largest)
+    image = axes.imshow(shares, aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=norm)
+    axes.set(title=f"Load of experts, last {LAST_LOADS} reports", xlabel="expert", ylabel="layer")
+    every = -(-len(load) // 12)
+    axes.set_yticks(range(0, len(load), every), [layer.removeprefix("layers.") for layer in load][::every])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=axes, label="load / mean load of the layer")
 
 
 def _plot(axes: Any, steps: list[int], values: list[float], is_noisy: bool) -> None:
@@ -192,6 +244,22 @@ def _results(run: RunInfo, curves: Curves) -> list[str]:
     return ["Results (nats per token)", *_table(rows)]
 
 
+def _experts(curves: Curves) -> list[str]:
+    last = curves.last
+    if last.get("expert_imbalance_max") is None:
+        return []
+    layers = last["expert_imbalance"]
+    worst = max(layers, key=layers.__getitem__)
+    spread = f"{last['expert_imbalance_mean']:.2f} mean over layers; largest {layers[worst]:.2f}, of {worst}"
+    rows = [("imbalance", f"{spread} (largest load over mean load)")]
+    if last["router_entropy"] is not None:
+        most = max((math.log(len(load)) for load in curves.load.values()), default=math.nan)
+        rows.append(("router entropy", f"{last['router_entropy']:.3f} nats mean over layers, of at most {most:.3f}"))
+    if last["dropped_tokens"]:
+        rows.append(("dropped tokens", f"{format_count(last['dropped_tokens'])}, a token once for each expert"))
+    return ["Experts in the last step", *_table(rows)]
+
+
 def _speed(run: RunInfo, curves: Curves) -> list[str]:
     total_s = sum(curves["step_s"])
     rows = [
@@ -224,6 +292,7 @@ def _files(run_dir: Path) -> list[str]:
     names = (
         ("recipe.yaml", "the recipe, composed"),
         (METRICS_FILE, "every metric, defined in docs/metrics.md"),
+        (LOADS_FILE, "tokens of each expert"),
         (REPORT_PICTURE, "curves"),
         ("checkpoints", "states to resume from"),
         ("wandb", "the mirror for wandb"),

@@ -31,6 +31,8 @@ INIT_TIMEOUT_S = 30.0
 POLL_S = 0.5
 # Beyond so many ranks one chart per rank is unreadable: wandb gets the slowest and the fastest, metrics.jsonl has all.
 MAX_RANKS_CHARTED = 64
+# Charts of the imbalance of experts: one of each group of layers.
+MAX_LAYER_GROUPS = 8
 
 _EXIT_SAID_WHY = 1
 _EXIT_KILLED = 1
@@ -130,12 +132,25 @@ def chart_values(record: dict[str, Any]) -> dict[str, float]:
     values |= {f"validation_loss/{name}": loss for name, loss in (record.get("validation_losses") or {}).items()}
     for axis, counts in record.get("traffic", {}).items():
         values |= {f"traffic/{axis}/{what}": count for what, count in counts.items()}
+    values |= _chart_imbalance(record.get("expert_imbalance") or {})
     rates = record.get("tokens_per_s_per_rank", [])
     if 0 < len(rates) <= MAX_RANKS_CHARTED:
         values |= {f"tokens_per_s_per_rank/{rank}": rate for rank, rate in enumerate(rates)}
     elif rates:
         values |= {"tokens_per_s_per_rank/slowest": min(rates), "tokens_per_s_per_rank/fastest": max(rates)}
     return values
+
+
+def _chart_imbalance(by_layer: dict[str, float]) -> dict[str, float]:
+    """The largest imbalance of each group of neighbouring layers, by the names of its first and its last."""
+    layers = list(by_layer)
+    size = -(-len(layers) // MAX_LAYER_GROUPS) or 1
+    groups = [layers[start : start + size] for start in range(0, len(layers), size)]
+    names = [group[0] if len(group) == 1 else f"{group[0]}-{group[-1].rpartition('.')[2]}" for group in groups]
+    return {
+        f"expert_imbalance/{name}": max(by_layer[layer] for layer in group)
+        for name, group in zip(names, groups, strict=True)
+    }
 
 
 def _start(info: RunInfo, run_dir: Path) -> Any:

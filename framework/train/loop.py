@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from framework.comm import ledger
 from framework.comm.objects import gather_numbers_to_first, tell
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
 from framework.errors import NumericsError
+from framework.model.expert_load import read_loads
 from framework.optim.schedules import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.exposed_communication import ExposedWait
@@ -44,7 +46,7 @@ class RankTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that has been sent to the device and not yet read. seconds, times: this rank's."""
+    """A step that has been sent to the device and not yet read. seconds, times: this rank's. loads: of experts, flat."""
 
     sums: AsyncHostCopy
     step: int
@@ -55,6 +57,7 @@ class PendingStep:
     times: RankTimes
     waits: list[ExposedWait]
     traffic: dict[str, dict[str, int]]
+    loads: AsyncHostCopy | None
 
 
 class Loop:
@@ -104,8 +107,7 @@ class Loop:
 
     def must_validate(self) -> bool:
         """Whether the weights are to be validated now."""
-        every = self.recipe.train.validate_every_steps
-        return every is not None and (self.state.step % every == 0 or self.is_done)
+        return self._is_validated(self.state.step)
 
     def must_save(self) -> bool:
         """Whether a checkpoint is due: by steps, by rank 0's clock, asked for, as the best so far, or because the run is
@@ -142,8 +144,10 @@ class Loop:
         microbatches = self._loader.batch(state.samples)
         loaded = time.perf_counter()
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
-        result = train_step(self.run, microbatches, state.step, lr, flags, self._validation)
+        is_reported = self._is_reported(state.step + 1)
+        result = train_step(self.run, microbatches, state.step, lr, flags, self._validation, is_reported)
         sums = result.copy_to_host()
+        loads = AsyncHostCopy(result.loads.flatten()) if is_reported and result.loads is not None else None
         self._report_validation()
         state.step += 1
         state.samples += self.derived.sequences_per_step
@@ -158,7 +162,9 @@ class Loop:
         )
         self._read()
         seconds, waits = time.perf_counter() - started, self.run.exposed_communication.take()
-        self._unread = PendingStep(sums, state.step, state.samples, state.tokens, lr, seconds, times, waits, traffic)
+        self._unread = PendingStep(
+            sums, state.step, state.samples, state.tokens, lr, seconds, times, waits, traffic, loads
+        )
 
     def _own_flags(self, stop: StopRequest) -> Flags:
         minutes = self.recipe.checkpoint.every_minutes
@@ -217,12 +223,21 @@ class Loop:
         unreported, self._unreported = self._unreported, None
         if unreported is None:
             return
-        step, is_validated = unreported[0].step, validation_loss is not None
-        if step % self.recipe.track.every_steps == 0 or is_validated or step == self.recipe.train.steps:
+        if self._is_reported(unreported[0].step):
             gathered = gather_numbers_to_first(unreported[0].times, self.run.mesh.axis("world"))
             times = [RankTimes(*each) for each in gathered]
             if times:  # on rank 0
                 self._observers.report(self._describe(*unreported, times, validation_loss, free_fraction))
+
+    def _is_reported(self, step: int) -> bool:
+        """Whether the step is reported: known before it, so that what only reports need is found in the step itself."""
+        every = self.recipe.track.every_steps
+        return step % every == 0 or self._is_validated(step) or step == self.recipe.train.steps
+
+    def _is_validated(self, step: int) -> bool:
+        """Whether the step's weights are to be validated."""
+        every = self.recipe.train.validate_every_steps
+        return every is not None and (step % every == 0 or step == self.recipe.train.steps)
 
     def _describe(
         self,
@@ -254,7 +269,24 @@ class Loop:
             validation_losses=self._name_losses(validation_loss),
             validation_free_fraction=free_fraction,
             skipped_steps=self.state.skipped_steps,
+            **self._describe_experts(pending),
         )
+
+    def _describe_experts(self, pending: PendingStep) -> dict[str, Any]:
+        """What routers did, by the names of the report; nothing for a dense model."""
+        if pending.loads is None:
+            return {}
+        loads = read_loads(self.run.load.mixtures, pending.loads.values())
+        imbalance = {layer: load.imbalance for layer, load in loads.items()}
+        entropies = [load.entropy for load in loads.values() if load.entropy is not None]
+        return {
+            "expert_imbalance": imbalance,
+            "expert_imbalance_max": max(imbalance.values()),
+            "expert_imbalance_mean": fmean(imbalance.values()),
+            "router_entropy": fmean(entropies) if entropies else None,
+            "dropped_tokens": sum(load.dropped for load in loads.values()),
+            "expert_loads": {layer: load.tokens for layer, load in loads.items()},
+        }
 
     def _name_losses(self, found: ValidationLoss | None) -> dict[str, float]:
         """By source, where there are several."""

@@ -112,7 +112,7 @@ def count_layouts(
                 validation = Validation(share(other, rows, mesh))
                 result = train_step(run, share(batch, rows, mesh), 0, 1e-3, validation=validation, is_reported=True)
             assert result.loads is not None
-            found[label] = read_loads(run.load.mixtures, result.loads.tolist())
+            found[label] = read_loads(run.load.mixtures, result.loads.flatten().tolist())
             mesh.close()
     return found
 

@@ -21,7 +21,7 @@ from framework.comm import transfer
 from framework.comm.connect import connect
 from framework.comm.transfer import pin, upload
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Memory, Optim, Recipe, Zero
+from framework.recipe.schema import Memory, Model, Optim, Recipe, Zero
 from framework.train.step import Run, train_step
 from framework.train.sums import Flags
 from framework.verify.evidence import make_batches
@@ -98,8 +98,8 @@ def ours(calls: Sequence[str]) -> list[str]:
     return [call.removeprefix(f"{PACKAGE}/") for call in calls if call.startswith(str(PACKAGE))]
 
 
-def build_run(recipe: Recipe) -> tuple[Run, list[Any]]:
-    config = build_config(family("llama"))
+def build_run(recipe: Recipe, model: str = "llama") -> tuple[Run, list[Any]]:
+    config = build_config(family(model))
     config.use_cache = False
     mesh = connect(topology_of(recipe, config), CPU)
     (batch,) = make_batches(config, 1, recipe.batch.sequences_per_step or 0, CONTEXT, seed=11)
@@ -128,6 +128,14 @@ def test_a_step_never_waits_and_copies_through_one_door(name: str) -> None:
     elsewhere = [call for call in ours(count.copies) if not call.startswith(str(DOOR.relative_to(PACKAGE)))]
     assert not elsewhere
     assert len(ours(count.copies)) == 1 + 2 * len(microbatches)  # the step's sums; inputs and labels of each microbatch
+
+
+def test_counting_the_load_of_experts_and_moving_biases_does_not_wait() -> None:
+    run, microbatches = build_run(replace(PLAIN, model=Model(router_bias_rate=0.01)), "deepseek_v3")
+    train_step(run, microbatches, 0, 1e-3)
+    count = count_calls(lambda: train_step(run, microbatches, 1, 1e-3, is_reported=True))
+    assert not ours(count.waits)
+    assert len(ours(count.copies)) == 1 + 2 * len(microbatches)
 
 
 def test_a_step_that_misses_a_parameter_does_not_wait_to_know_who_reached_it() -> None:

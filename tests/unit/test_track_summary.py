@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from framework.track.jsonl import Jsonl
+from framework.track.jsonl import LOADS_FILE, METRICS_FILE, Jsonl, loads_of, read_last_records, read_records
 from framework.track.report import RunInfo, StepReport, save_run_info
-from framework.track.summary import write_report
+from framework.track.summary import add_loads, write_report
 
 RUN = RunInfo("demo-1", {"optim": {"name": "adamw", "lr": 1e-3}}, total_steps=400, tokens_per_step=512, world=2,
               degrees={"dp": 2}, model="llama", num_parameters=5_200_000, num_parameters_active=1_300_000,
@@ -82,3 +82,57 @@ def test_a_run_without_a_step_gets_its_page_only(tmp_path):
     write_run(tmp_path, [])
     assert [path.name for path in write_report(tmp_path)] == ["report.txt"]
     assert "no step was reported" in (tmp_path / "report.txt").read_text()
+
+
+LOADS = {"layers.1": (30, 10, 20, 20), "layers.3": (20, 20, 20, 20)}
+IMBALANCE = {"layers.1": 1.5, "layers.3": 1.0}
+
+
+def balanced(step, **values):
+    return report(
+        step,
+        expert_imbalance=IMBALANCE,
+        expert_imbalance_max=1.5,
+        expert_imbalance_mean=1.25,
+        router_entropy=1.2,
+        **values,
+    )
+
+
+def write_loads(run_dir, reports):
+    loads = Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of)
+    loads.open(RUN)
+    for each in reports:
+        loads.report(each)
+    loads.close(0)
+
+
+def test_experts_get_a_heat_map_and_a_block_of_the_page(tmp_path):
+    dense = [report(step) for step in (1, 2)]
+    write_run(tmp_path, dense)
+    write_report(tmp_path)
+    width, height = picture_size(tmp_path / "report.png")
+    assert "Experts" not in (tmp_path / "report.txt").read_text()
+    experts = [balanced(step, expert_loads=LOADS, dropped_tokens=3) for step in (3, 4)]
+    write_run(tmp_path, [*dense, *experts])
+    write_loads(tmp_path, experts)
+    write_report(tmp_path)
+    assert picture_size(tmp_path / "report.png") == (width, height * 3 // 2)
+    page = (tmp_path / "report.txt").read_text()
+    for line in ("1.25 mean over layers; largest 1.50, of layers.1", "1.200 nats", "at most 1.386", "3, a token once"):
+        assert line in page
+
+
+def test_the_heat_map_is_of_the_last_reports(tmp_path):
+    other = {layer: tuple(reversed(load)) for layer, load in LOADS.items()}
+    reports = [balanced(step, expert_loads=other if step > 5 else LOADS) for step in range(1, 9)]
+    write_loads(tmp_path, reports)
+    sums = add_loads(read_last_records(tmp_path / LOADS_FILE, 3))
+    assert sums == {layer: [3 * each for each in load] for layer, load in other.items()}
+
+
+def test_loads_are_in_a_file_of_their_own(tmp_path):
+    write_run(tmp_path, [balanced(1, expert_loads=LOADS)])
+    (record,) = read_records(tmp_path / METRICS_FILE)
+    assert record["expert_imbalance"] == IMBALANCE
+    assert "expert_loads" not in record

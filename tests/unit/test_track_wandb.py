@@ -253,3 +253,15 @@ def test_one_line_uploads_all_segments_of_a_resumed_run(tmp_path):
 
 def test_losses_of_sources_are_charts_of_their_own():
     assert chart_values({"validation_losses": {"web": 3.5}, "step": 1})["validation_loss/web"] == 3.5
+
+
+def test_imbalance_is_charted_by_groups_of_layers():
+    few = {"layers.1": 1.5, "layers.2": 2.0}
+    assert chart_values({"step": 1, "expert_imbalance": few}) == {
+        "step": 1, "expert_imbalance/layers.1": 1.5, "expert_imbalance/layers.2": 2.0
+    }  # fmt: skip
+    many = {f"layers.{layer}": float(layer) for layer in range(3, 61)}
+    charts = chart_values({"step": 1, "expert_imbalance": many})
+    assert len(charts) == 1 + 8
+    assert charts["expert_imbalance/layers.3-10"] == 10.0
+    assert charts["expert_imbalance/layers.59-60"] == 60.0
