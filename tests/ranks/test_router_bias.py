@@ -3,20 +3,31 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from framework.checkpoint.commit import committed_name
+from framework.checkpoint.load import Reader
+from framework.launch.export import _read, _read_units
 from framework.model import expert_load
 from framework.model.expert_load import ExpertLoad
+from framework.model.load import build_meta
+from framework.model.mixtures import find_mixtures
+from framework.model.units import find_units
+from framework.model.weights import write_weights
 from framework.recipe.schema import Memory, Model, Optim, Parallel, Pipeline, Recipe, Zero
 from framework.train.router_bias import RouterBiases
 from framework.verify.compare import Row
 from tests.families import Family, family
-from tests.ranks.parity import Case, assert_equal, run_cases, small_recipe
+from tests.ranks.parity import Case, assert_equal, expect, run_cases, small_recipe
 from tests.ranks.pool import RankPool
+from tests.ranks.test_pipeline_state import resume
 
 # Large, so that the second step routes by what the first has moved.
 BALANCED = Model(router_bias_rate=0.05)
@@ -69,6 +80,29 @@ def test_biases_follow_under_lion_and_in_fp32(pool: RankPool) -> None:
     lion = Optim(name="lion", lr=1e-3, betas=(0.9, 0.95), clip_norm=0.05)
     case = Case("deepseek_v3", family("deepseek_v3"), {"lion": recipe_of(2, optim=lion)})
     assert_equal(pool, 2, [case, Case("fp32", family("deepseek_v3"), {"": recipe_of(2, 1, Zero(1), "fp32")})])
+
+
+@pytest.mark.parametrize("model", [family("deepseek_v3"), ERNIE], ids=lambda each: each.name)
+def test_a_bias_survives_a_change_of_layout_and_is_exported_bit_by_bit(
+    pool: RankPool, tmp_path: Path, model: Family
+) -> None:
+    case = Case(model.name, model, {"before": LAYOUTS["pp x dp"], "after": LAYOUTS["dp x sp, zero 2"]})
+    found, expected = pool.run(4, resume, case, tmp_path / "saved")[0], expect(case)
+    assert found.losses == pytest.approx(expected.losses[1:], rel=case.tolerance)
+    meta = build_meta(case.config)
+    biases = [each.bias for each in find_mixtures(meta, find_units(meta))]
+    assert all(torch.equal(found.weights[bias], expected.weights[bias]) for bias in biases)
+    # After the first step, of which the checkpoint is, each has moved by the rate or not at all.
+    reader = Reader(committed_name(tmp_path / "saved", 1))
+    write_weights(tmp_path / "export", meta, _read_units(reader, meta, find_units(meta)), torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    for bias in biases:
+        (moved,) = _read(
+            reader, "weight/" if f"weight/{bias}" in reader.manifest.entries else "buffer/", [bias]
+        ).values()
+        assert set(moved.flatten().abs().tolist()) <= {0.0, float(torch.tensor(0.05, dtype=moved.dtype))}
+        assert moved.any()
+        assert torch.equal(exported[bias], moved.to(exported[bias].dtype))
 
 
 # --- sabotage
