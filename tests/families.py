@@ -140,6 +140,11 @@ FAMILIES: tuple[Family, ...] = (
     _family("qwen3_next", LLAMA, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
             shared_expert_intermediate_size=20, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
             linear_value_head_dim=6, layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    # Its routers give every expert every token, times a score that is zero where it was not chosen.
+    _family("llama4_text", LLAMA, head_dim=8, intermediate_size=24, intermediate_size_mlp=56, num_local_experts=4,
+            num_experts_per_tok=2, moe_layers=[0, 2], attention_chunk_size=5, no_rope_layers=[1, 0, 1]),
+    _family("ernie4_5_moe", LLAMA, moe_num_experts=8, moe_k=3, moe_intermediate_size=24, moe_num_shared_experts=1,
+            moe_layer_start_index=1, moe_layer_end_index=2),
     _family("diffllama", LLAMA),
     _family("biogpt", SHARED, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
             pad_token_id=0, max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0,

@@ -91,6 +91,7 @@ def test_heads_ties_and_odd_sequences_equal_whole(pool: RankPool) -> None:
         TensorCase(family("qwen3_moe"), 4, True, {"output_router_logits": True}),
         TensorCase(family("opt"), 4, False, {"pad_token_id": 96}),
         TensorCase(family("mixtral"), 4, True, tokens=13),
+        TensorCase(family("llama4_text"), 4, True, tokens=12),
     ]
     assert_equal(pool, cases)
 

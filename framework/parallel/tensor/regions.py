@@ -30,11 +30,13 @@ class RegionCall:
     """One passage of one microbatch through a region: what its layers share between forward and backward.
 
     deferred: weight gradients that are still to be computed. kept: with re-gathering, the region's input as it came, [B, s, D],
-    which layers keep for backward instead of the whole; None: they keep what they are given.
+    which layers keep for backward instead of the whole; None: they keep what they are given. leading: the whole input's shape
+    without D, (B, S).
     """
 
     def __init__(self, border: Border, kept: Tensor | None) -> None:
         self.border, self.kept = border, kept
+        self.leading: tuple[int, ...] = ()
         self.deferred: list[Callable[[], Any]] = []
         self._input: ref[Tensor] | None = None
         self._version = 0
@@ -42,6 +44,7 @@ class RegionCall:
 
     def hand_out(self, whole: Tensor) -> None:
         """Tell the call which tensor, [B, S, D], the model is given as the region's input."""
+        self.leading = tuple(whole.shape[:-1])
         # Weak: recomputation ends with the last tensor that backward needs, perhaps in front of the region's border out. Then
         # nobody closes the call, and every layer's whole input would live until its next forward.
         if self.kept is not None:
@@ -118,6 +121,9 @@ class Region:
     def leave(self, y: Tensor) -> Tensor:
         """The sum over `tp` of all ranks' y: [B, S, D], of all tokens or of this rank's, as it is outside."""
         self.end(y)
+        # llama4's mixture gives rows, [B * S, D], of the sequences that it got: a rank's tokens are a part of each of them.
+        if y.ndim <= len(self.call.leading):
+            y = y.unflatten(0, self.call.leading)
         return self.border.leave(y)
 
     def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
