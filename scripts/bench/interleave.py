@@ -26,7 +26,7 @@ import torch.multiprocessing as multiprocessing
 import transformers
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from framework.build import build
 from framework.comm.collectives import gather_objects
@@ -82,7 +82,7 @@ class Setting:
 
     precision: fp32, or bf16 with fp32 master weights and fp32 gradient sums. same_product: our layers use torch's own
     matrix product instead of the faster one (framework/model/matmul.py), so that only the rest is compared. tp: neighbours
-    that take the same tokens. pp: ranks of a pipeline, which take the same tokens too. model: of a LlamaConfig.
+    that take the same tokens. pp: ranks of a pipeline, which take the same tokens too. model: of the family's config.
     """
 
     case: Case
@@ -97,6 +97,7 @@ class Setting:
     tp: int = 1
     pp: int = 1
     model: dict[str, Any] = field(default_factory=MODEL.copy)
+    family: str = "llama"
 
     @property
     def dp(self) -> int:
@@ -142,9 +143,9 @@ def microbatches_of(setting: Setting, tokens: Tensor, step: int) -> list[Microba
     return [Microbatch(share[:, :-1].contiguous(), share[:, 1:].contiguous(), None) for share in shares]
 
 
-def stock_model(setting: Setting) -> LlamaForCausalLM:
-    """Hugging Face's model with the weights that every side starts from, ready to train."""
-    return LlamaForCausalLM.from_pretrained(setting.weights, dtype=torch.float32).train()
+def stock_model(setting: Setting, **options: Any) -> PreTrainedModel:
+    """Hugging Face's model with the weights that every side starts from, ready to train. options: of `from_pretrained`."""
+    return AutoModelForCausalLM.from_pretrained(setting.weights, dtype=torch.float32, **options).train()
 
 
 def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -165,9 +166,13 @@ class Loop:
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     ):
         """make_optimizer: from parameter groups; None for fused AdamW."""
-        self.model = wrap(stock_model(setting))
+        self.model = wrap(self.load(setting))
         self.optimizer = (make_optimizer or make_adamw)(decay_groups(self.model))
         self._setting = setting
+
+    def load(self, setting: Setting) -> PreTrainedModel:
+        """The model that is wrapped."""
+        return stock_model(setting)
 
     def step(self, microbatches: Sequence[Microbatch]) -> float:
         total = 0.0
@@ -224,7 +229,7 @@ class Ours:
                 sequences_per_microbatch=case.sequences,
                 context=case.context,
             ),
-            model=schema.Model(family="llama", config=setting.model, weights=setting.weights),
+            model=schema.Model(family=setting.family, config=setting.model, weights=setting.weights),
             precision=schema.Precision(compute=setting.precision),  # type: ignore[arg-type]
             optim=schema.Optim(
                 lr=LR,
@@ -398,12 +403,12 @@ def title(against: str) -> str:
     )
 
 
-def save_weights(folder: str, model: dict[str, Any] = MODEL) -> None:
+def save_weights(folder: str, model: dict[str, Any] = MODEL, family: str = "llama") -> None:
     """The weights that every side starts from."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**model)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **model)).save_pretrained(folder)
 
 
 def parse_clip_norm(text: str) -> float | None:
