@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from framework.model.experts import count_experts, find_experts
 from framework.model.units import Unit
 
 # Names under which configs have the number of experts that a token is sent to.
@@ -36,7 +37,7 @@ class ModelSize:
 
 def measure_model(model: PreTrainedModel) -> ModelSize:
     """The parameters of a model, which may be on meta. Of stacked experts [E, ...], (experts per token) / E are active."""
-    experts_per_token = _experts_per_token(model.config.get_text_config())
+    experts_per_token, stacked = _experts_per_token(model.config.get_text_config()), _find_stacked(model)
     head = model.get_output_embeddings()
     head_weight = getattr(head, "weight", None)
     lookups = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} - {id(head_weight)}
@@ -44,11 +45,21 @@ def measure_model(model: PreTrainedModel) -> ModelSize:
     for name, parameter in model.named_parameters():
         count = parameter.numel()
         total += count
-        if parameter.ndim == 3 and ".experts." in name and experts_per_token:
+        if experts_per_token and name in stacked:
             count = count * experts_per_token // parameter.shape[0]
         active += count
         multiplied += 0 if id(parameter) in lookups else count
     return ModelSize(total, active, multiplied)
+
+
+def _find_stacked(model: PreTrainedModel) -> set[str]:
+    """Names of the weights and biases [E, ...] of stacked experts, one part per expert."""
+    return {
+        f"{name}.{parameter}"
+        for name, experts, _ in find_experts(model)
+        for parameter, value in experts.named_parameters()
+        if value.ndim > 1 and value.shape[0] == count_experts(experts)
+    }
 
 
 def flops_per_token(model: PreTrainedModel, context: int) -> float:

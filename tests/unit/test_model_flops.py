@@ -41,6 +41,13 @@ def test_a_token_meets_its_share_of_the_experts():
     assert size.total - size.active == all_experts // 2
 
 
+def test_a_token_meets_its_share_of_the_experts_biases():
+    values = {**SMALL, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    size = measure_model(build("gpt_oss", **values))
+    one_expert = 8 * 2 * 10 + 2 * 10 + 10 * 8 + 8
+    assert size.total - size.active == 3 * (4 - 2) * one_expert
+
+
 def test_latent_attention_has_its_own_widths_for_keys_and_values():
     values = {**SMALL, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 5,
               "num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
