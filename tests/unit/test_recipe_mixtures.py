@@ -1,0 +1,73 @@
+"""Experiments with mixtures of experts: sizes as published, and a layout that fits GPUs of 80 GB on every number of nodes that
+their files promise."""
+
+import pytest
+from transformers import AutoConfig
+
+from framework.errors import RecipeError
+from framework.model.flops import measure_model
+from framework.model.load import build_meta
+from framework.plan.check import check_layout, most_bytes
+from framework.recipe.compose import compose
+from framework.recipe.derive import derive
+from tests.grid import few_of
+
+BYTES = 80e9  # of a GPU
+
+# Active parameters per token, and as published: in billions, some count the embedding that is looked up and some do not.
+ACTIVE = {
+    "qwen3_30b_a3b": (3_353_032_704, 3_041_867_776, 3.3),
+    "mixtral_8x7b": (12_879_925_248, 12_748_853_248, 12.9),
+    "gpt_oss_20b": (4_187_440_704, 3_608_307_264, 3.61),
+    "gpt_oss_120b": (5_711_982_912, 5_132_849_472, 5.13),
+    "deepseek_v3": (37_552_282_624, 36_625_603_584, 37),
+}
+# Nodes of 8 GPUs, from the fewest that are promised to 1,024 GPUs.
+NODES = {
+    "qwen3_30b_a3b": (1, 8, 128),
+    "gpt_oss": (1, 8, 128),
+    "mixtral_8x7b": (4, 8, 128),
+    "gpt_oss_120b": (8, 128),
+    "deepseek_v3": (32, 128),
+}
+LAYOUTS = [(experiment, nodes) for experiment, each in NODES.items() for nodes in each]
+# Too many parameters for so few GPUs: what the plan then says is above what a GPU has.
+TOO_FEW = [("mixtral_8x7b", 1), ("gpt_oss_120b", 4), ("deepseek_v3", 16)]
+
+
+def compose_on(experiment, nodes):
+    return compose([f"experiment={experiment}", f"launch.nodes={nodes}"]).require()
+
+
+@pytest.mark.parametrize("model", ACTIVE)
+def test_the_active_parameters_are_the_published_ones(model):
+    active, multiplied, published = ACTIVE[model]
+    recipe = compose([f"model={model}"]).require().model
+    size = measure_model(build_meta(AutoConfig.for_model(recipe.family, **recipe.config), "auto"))
+    assert (size.active, size.multiplied) == (active, multiplied)
+    assert min(abs(number / 1e9 - published) for number in (active, multiplied)) < 0.02 * published
+
+
+@pytest.mark.parametrize(("experiment", "nodes"), LAYOUTS)
+def test_an_experiment_needs_no_more_than_its_nodes(experiment, nodes):
+    recipe = compose_on(experiment, nodes)
+    derived = derive(recipe)
+    assert derived.world == 8 * nodes
+    assert derived.ep == derived.ranks_per_node
+    assert derived.accumulation >= recipe.parallel.pp
+
+
+@pytest.mark.parametrize(("experiment", "nodes"), few_of(LAYOUTS, lambda _, nodes: nodes in (1, 4)))
+def test_a_rank_of_every_promised_layout_fits_a_gpu_of_80_gb(experiment, nodes):
+    plan = check_layout(compose_on(experiment, nodes))
+    assert 0.1 * BYTES < most_bytes(plan) < BYTES
+
+
+@pytest.mark.parametrize(("experiment", "nodes"), few_of(TOO_FEW, lambda experiment, _: experiment == "mixtral_8x7b"))
+def test_the_plan_says_where_there_are_too_few_gpus(experiment, nodes):
+    assert most_bytes(check_layout(compose_on(experiment, nodes))) > BYTES
+
+
+def test_too_few_ranks_for_the_stages_are_refused():
+    with pytest.raises(RecipeError, match=r"launch\.ranks"):
+        compose_on("deepseek_v3", 1)
