@@ -11,11 +11,13 @@ The FLOPs of each unit are the costs by which a pipeline splits the model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.experts import count_experts, find_experts
+from framework.model.load import layer_configs
 from framework.model.units import Unit
 
 # Names under which configs have the number of experts that a token is sent to.
@@ -99,9 +101,8 @@ def _count_multiplied(module: nn.Module, config: PretrainedConfig) -> int:
 def attended(config: PretrainedConfig, context: int) -> list[int]:
     """The multiplications of a token's attention, by layer: heads (d_qk + d_v) for each token that it sees."""
     reaches = attention_reach(config, context)
-    # Layers of gemma4_unified differ in their heads, which their common config then refuses to say.
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(reaches)
-    return [attention_width(layers[index]) * reach for index, reach in enumerate(reaches)]
+    widths = [attention_width(layer) for layer in layer_configs(config)]
+    return [width * reach for width, reach in zip(cycle(widths), reaches, strict=False)]
 
 
 def attention_width(config: PretrainedConfig) -> int:

@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -113,7 +113,20 @@ def _for_training(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
+    """The config of each layer where layers have sizes of their own, which the common config then refuses to say; else that one
+    config."""
+    if not getattr(config, "is_heterogeneous", False):
+        return [config]
+    return [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+
+
 def _refuse_uneven_heads(config: PretrainedConfig) -> None:
+    for layer in layer_configs(config):
+        _refuse_uneven_heads_of(layer)
+
+
+def _refuse_uneven_heads_of(config: PretrainedConfig) -> None:
     # Such a model is built without a word, and fails in the first attention.
     heads, kv = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv, int) and (kv < 1 or heads % kv):

@@ -28,16 +28,16 @@ def keeps_documents_apart(config: PretrainedConfig) -> bool:
     small.use_cache = small.get_text_config().use_cache = False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         seed_rng(0)
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
-        if "position_ids" not in accepted_arguments(model):
-            return False
-        tokens = torch.randint(0, small.get_text_config().vocab_size, (1, sum(LENGTHS)))
-        positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
         try:
+            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+            if "position_ids" not in accepted_arguments(model):
+                return False
+            tokens = torch.randint(0, small.get_text_config().vocab_size, (1, sum(LENGTHS)))
+            positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
             packed = model(input_ids=tokens, position_ids=positions).logits
             alone = torch.cat([model(input_ids=each).logits for each in tokens.split(LENGTHS, dim=1)], dim=1)
         except FORWARD_ERRORS as error:
             raise ModelError(
-                f"the {config.model_type} model does not run on token ids and positions alone: {error}"
+                f"a small {config.model_type} model does not run on token ids and positions alone: {error}"
             ) from error
     return bool((packed - alone).abs().max() <= LARGEST_DIFFERENCE * alone.abs().max())

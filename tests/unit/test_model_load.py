@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from framework.errors import ModelError
 from framework.model.flops import measure_model
@@ -53,6 +54,19 @@ def test_unknown_config_values_name_the_nearest() -> None:
 def test_a_value_that_only_the_model_reads_is_known() -> None:
     """Qwen3's mixture reads head_dim, its config class does not declare it."""
     assert load_config(Model("qwen3_moe", {"head_dim": 24})).head_dim == 24
+
+
+@pytest.mark.skipif(
+    "gemma4_text" not in CONFIG_MAPPING, reason="this transformers has no layers with sizes of their own"
+)
+def test_uneven_heads_of_one_layer_are_refused() -> None:
+    """The common config refuses to say what differs between layers."""
+    values = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 4}
+    own = {1: {"num_attention_heads": 6, "num_key_value_heads": 2}}
+    load_config(Model("gemma4_text", values | {"num_key_value_heads": 4, "per_layer_config": own}))
+    own[1]["num_key_value_heads"] = 4
+    with pytest.raises(ModelError, match=r"num_key_value_heads=4 does not divide model.config.num_attention_heads=6"):
+        load_config(Model("gemma4_text", values | {"num_key_value_heads": 4, "per_layer_config": own}))
 
 
 def test_no_config_keeps_a_cache() -> None:

@@ -83,7 +83,7 @@ def test_a_model_that_mixes_documents_up_is_refused_before_training(tmp_path: Pa
 
 def test_a_model_that_runs_on_more_than_token_ids_is_refused() -> None:
     """roberta counts its positions from tokens that are no padding; without a padding id its forward fails."""
-    with pytest.raises(ModelError, match="roberta model does not run on token ids and positions alone"):
+    with pytest.raises(ModelError, match="small roberta model does not run on token ids and positions alone"):
         keeps_documents_apart(AutoConfig.for_model("roberta", pad_token_id=None))
 
 
