@@ -119,6 +119,8 @@ def telling_line(log: Path) -> str:
         return lines[-1] if lines else ""
     started = max((index for index, text in said if text.startswith("starts ")), default=0)
     last = said[-1][1]
+    if "as it was asked to" in last:  # srun's own line on the exit code would look like a failure
+        return last
     if "stopped" in last or "ended with" in last or "not started" in last:
         trouble = next(_find_trouble(lines[started:]), "")
         return f"{last} | {trouble}" if trouble else last

@@ -153,7 +153,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
         return _show([recipe], render(recipe, run.path.absolute(), Path.cwd()))
     busy = active_job(run)
     if busy is not None:
-        raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `scancel {busy}`")
+        raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `meshwright stop {run.path}`")
     with run.lock():
         recipe, changes = settle_length(run, recipe, changes)
         step = saved_step(run)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from framework.launch.directory import RunDirectory
-from framework.launch.status import describe_run
+from framework.launch.status import describe_run, telling_line
 from framework.recipe.compose import compose, save_recipe
 
 
@@ -49,3 +49,20 @@ def test_the_age_of_a_step_is_no_matter_of_a_run_that_has_ended(run):
     described = describe_run(run)
     assert " ago" not in described
     assert "not running" in described
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("ended with 85 at step 9, as it was asked to: go on with  meshwright submit run.id=mine", ""),
+        ("stopped: failure 11 of this job (launch.retries=10); the last exit code is 85", " | srun: error: n1: task 0"),
+    ],
+)
+def test_the_end_of_a_run_that_was_asked_to_end_is_no_trouble(tmp_path, said, shown):
+    """srun calls every exit code but 0 an error."""
+    log = tmp_path / "job.log"
+    log.write_text(
+        "2026-11-22 20:54:00  job 1: starts 1 rank on n1, from step 0\nsrun: error: n1: task 0: Exited with exit code 85\n"
+        f"2026-11-22 20:54:12  job 1: {said}\n"
+    )
+    assert telling_line(log) == said + (f"{shown}: Exited with exit code 85" if shown else "")
