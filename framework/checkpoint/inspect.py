@@ -42,7 +42,7 @@ def find_checkpoint(path: Path) -> Path:
 def describe(path: Path, manifest: Manifest) -> list[str]:
     """The lines of the table: state, files, and entries by kind (what stands before the first slash of their names)."""
     lines = [f"path          {path}", f"step          {manifest.step:,}"]
-    lines += [f"{name:<13} {value}" for name, value in manifest.state.items() if name != "step"]
+    lines += [f"{name:<13} {value}" for name, value in manifest.state.items() if name != "step" and value is not None]
     size = sum(map(_bytes, manifest.entries.values()))
     lines.append(f"files         {manifest.world}, saved by {manifest.world} ranks, {size:,} bytes of tensors")
     lines.append("entries       " + f"{'kind':<14} {'tensors':>8} {'elements':>16} {'bytes':>18}  dtype")

@@ -47,7 +47,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     if plan.recipe.launch.kind == "slurm":
         yield f"placement     {place(plan.derived).describe()}"
     shards, replicas = plan.topology.size("shard"), plan.topology.size("replica")
-    yield f"zero          stage {plan.recipe.zero.stage}: {shards} shards, {replicas} replicas"
+    parts = f"{shards} shard{'s' * (shards != 1)}, {replicas} replica{'s' * (replicas != 1)}"
+    yield f"zero          stage {plan.recipe.zero.stage}: {parts}"
     yield ""
     yield _describe_units(plan.units, by_rank)
     if plan.derived.tp > 1:
