@@ -240,9 +240,7 @@ def _describe_need(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model-config", type=Path, metavar="FILE", help="a config.json to take instead of the recipe's model"
-    )
+    parser.add_argument("--model-config", type=Path, metavar="FILE", help="a config.json instead of the recipe's model")
     parser.add_argument(
         "--dtype",
         choices=["fp64", "fp32", "bf16"],
@@ -251,27 +249,21 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp64", dest="dtype", action="store_const", const="fp64", help=argparse.SUPPRESS)
     parser.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)")
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="ranks (default: what the layout needs, at most 4 by dp)"
-    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: few that the layout needs)")
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
         help="cuda: NCCL, or gloo where ranks share GPUs (default: cpu)",
     )
-    parser.add_argument(
-        "--strict", action="store_true", help="the recipe as it is, in its own sizes and dtypes, or a refusal"
-    )
+    parser.add_argument("--strict", action="store_true", help="the recipe in its own sizes, or a refusal")
     parser.add_argument(
         "--random",
         type=int,
         metavar="N",
-        help="N recipes drawn at random on at most 8 ranks; the first that fails is told as one command. Overrides are kept",
+        help="N random recipes instead, on at most 8 ranks",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of --random: another S, other draws (default: 0)"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of --random (default: 0)")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
