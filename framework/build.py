@@ -19,6 +19,7 @@ from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_with_ties, set_parameter
 from framework.optim.optimizers import FlatOptimizer
 from framework.parallel.attach import attach
+from framework.parallel.experts import tell_dropped
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.exposed_communication import ExposedCommunication
@@ -90,6 +91,7 @@ def attach_stage(
     attached = attach(stage.model.model, stage.plan, stage.ties, buffers, exposed)
     layers = [unit.name for unit in stage.units if stage.plan.bounds.owns(unit)]
     load.watch(stage.model.model, layers, stage.plan.routed_tokens)
+    tell_dropped(stage.model.model, load.drop)
     return RankStage(stage.model, buffers, attached, loss, load)
 
 

@@ -19,6 +19,7 @@ from framework.verify.layout import run_layout
 from tests.families import family
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
+from tests.ranks.test_expert_load import count_layouts
 
 CPU = torch.device("cpu")
 OPTIONS = {
@@ -51,6 +52,30 @@ def test_every_layout_drops_what_one_process_drops(pool: RankPool, factor, prior
     }
     model = Model(expert_capacity=factor, expert_drop=priority)
     assert_equal(pool, 2, [Case("mixtral", family("mixtral"), recipes_of(layouts, 2, model=model))])
+
+
+def test_dropped_pairs_are_counted_alike_in_every_layout(pool: RankPool):
+    case = family("qwen3_moe")
+    layouts = {
+        "one rank": (1, Parallel()),
+        "slices": (2, Parallel(tp=2)),
+        "ep, tokens divided": (2, Parallel(ep=2, tp=2)),
+        "ep, tokens alike": (2, Parallel(ep=2, tp=2, sequence=False)),
+        "stages": (2, Parallel(pp=2)),
+    }
+    recipes = {
+        name: replace(
+            small_recipe("fp64", world, 4 // world, sequences=4, parallel=parallel), model=Model(expert_capacity=1.0)
+        )
+        for name, (world, parallel) in layouts.items()
+    }
+    found = pool.run(2, count_layouts, case, recipes)[0]
+    one, *others = (found[name] for name in layouts)
+    assert any(load.dropped for load in one.values())
+    for other in others:
+        assert {layer: load.dropped for layer, load in other.items()} == {
+            layer: load.dropped for layer, load in one.items()
+        }
 
 
 def record_order(rank: int, world: int, rendezvous: str) -> list[str]:

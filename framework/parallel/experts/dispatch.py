@@ -17,9 +17,9 @@ parallelism, whole experts), each routes an equal interval of them, and the resu
     T rows of hidden states, k experts per token, E experts, e of them on this rank, H features, R rows received
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -140,6 +140,7 @@ class ExpertDispatch:
     ):
         self.local, self.num_experts, self.route, self.given = local, num_experts, route, given
         self.shared, self.capacity, self.num_parts = shared, capacity, num_parts
+        self.tell_dropped: Callable[[Tensor], None] = _tell_nobody
 
     @torch.compiler.disable
     def __call__(
@@ -175,7 +176,9 @@ class ExpertDispatch:
             masks.append(~hidden.detach().any(-1, keepdim=True))
         if self.capacity is not None:
             whole_index, whole_weights = self.given.whole(index), self.given.whole(weights.detach())
-            masks.append(self.given.own(self.capacity.find_dropped(whole_index, whole_weights, self.num_experts)))
+            dropped = self.given.own(self.capacity.find_dropped(whole_index, whole_weights, self.num_experts))
+            self.tell_dropped(dropped.sum())
+            masks.append(dropped)
         return reduce(torch.logical_or, masks).expand_as(index) if masks else None
 
     def _route(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
@@ -231,6 +234,18 @@ def _find_experts_of_rows(hidden: Tensor, num_experts: int) -> Tensor:
     there is a row of zeros, whose result and gradient are zeros, too, so it may stay at home."""
     rows_each = hidden.shape[0] // num_experts
     return torch.arange(num_experts, device=hidden.device).repeat_interleave(rows_each).unsqueeze(1)
+
+
+def _tell_nobody(count: Tensor) -> None:
+    pass
+
+
+def tell_dropped(model: nn.Module, tell: Callable[[nn.Module, Tensor], None]) -> None:
+    """Have every module of experts with a capacity tell how many pairs it drops in a forward: `tell(module, scalar)`."""
+    for module in model.modules():
+        forward: Any = module.__dict__.get("forward")
+        if isinstance(forward, ExpertDispatch):
+            forward.tell_dropped = partial(tell, module)
 
 
 def write_stacked_gradients(model: nn.Module, grad_views: Mapping[str, GradView]) -> None:
