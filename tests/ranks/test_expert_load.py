@@ -56,6 +56,8 @@ LAYOUTS = {
     "zero 3, recomputed": recipe_of(2, 2, 3, memory=Memory(activation_checkpointing="full", compile="never")),
     "tp": recipe_of(2, 3, parallel=Parallel(tp=2, sequence=False)),
     "dp x sp": recipe_of(4, 1, 1, Parallel(tp=2)),
+    "ep, tokens divided": recipe_of(4, 1, 3, Parallel(ep=2, tp=2)),
+    "ep, tokens alike": recipe_of(4, 2, parallel=Parallel(ep=2, tp=2, sequence=False)),
     "pp x dp": recipe_of(4, 2, parallel=Parallel(pp=2), pipeline=Pipeline("1f1b")),
 }
 
@@ -159,10 +161,25 @@ def count_again() -> AbstractContextManager[Any]:
     return patch.object(ExpertLoad, "counting", counting)
 
 
-@pytest.mark.parametrize(("sabotage", "label"), [(count_copies, "tp"), (count_again, "zero 3, recomputed")])
+def count_padding() -> AbstractContextManager[Any]:
+    """Rows that fill up a sequence's last part count as tokens."""
+    return patch.object(RoutedTokens, "cut", lambda tokens, x: x)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "label"),
+    [
+        (count_copies, "tp"),
+        (count_copies, "ep, tokens alike"),
+        (count_padding, "ep, tokens divided"),
+        (count_again, "zero 3, recomputed"),
+    ],
+)
 def test_tokens_that_count_twice_show(pool: RankPool, sabotage: Sabotage, label: str) -> None:
     model = family("qwen3_moe")
-    found = pool.run(2, count_layouts, model, {label: LAYOUTS[label]}, sabotage)[0][label]
+    found = pool.run(LAYOUTS[label].launch.ranks or 1, count_layouts, model, {label: LAYOUTS[label]}, sabotage)[0][
+        label
+    ]
     assert {layer: load.tokens for layer, load in found.items()} != {
         layer: load.tokens for layer, load in count_stock(model).items()
     }

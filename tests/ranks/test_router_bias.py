@@ -56,6 +56,8 @@ LAYOUTS = {
     "hsdp, updates divided": recipe_of(4, 1, Zero(2, shard_within=2, optimizer_within="all")),
     "tp": recipe_of(2, parallel=Parallel(tp=2, sequence=False)),
     "dp x sp, zero 2": recipe_of(4, zero=Zero(2), parallel=Parallel(tp=2)),
+    "ep, tokens divided": recipe_of(4, 1, Zero(2), parallel=Parallel(ep=2, tp=2)),
+    "ep, tokens alike": recipe_of(4, 2, parallel=Parallel(ep=2, tp=2, sequence=False)),
     "pp x dp": recipe_of(4, 3, Zero(1), parallel=Parallel(pp=2), pipeline=Pipeline("1f1b")),
 }
 
