@@ -1,0 +1,138 @@
+"""Bytes that expert parallelism sends in a step are those of theory, to the byte.
+
+n ranks of `ep`, T tokens on this one in a microbatch, k experts per token, H features of c bytes, E experts, and rows that are
+chosen evenly. A layer sends T k H c (n-1)/n to the experts and, where all ranks have as many tokens, as much back, in forward
+and, as gradients, in backward: four times; with activation checkpointing the recomputed forward's two once more. In front of each
+forward go the numbers of rows, 8 bytes for each expert of another rank. Under sequence parallelism T are this rank's tokens,
+without padding.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from framework.build import build
+from framework.comm import ledger
+from framework.comm.connect import connect
+from framework.parallel.experts.dispatch import ExpertDispatch
+from framework.plan.plan import make_plan
+from framework.recipe.derive import derive
+from framework.recipe.schema import Memory, Parallel, Recipe
+from framework.train.step import train_step
+from framework.verify.layout import share
+from tests.families import family
+from tests.ranks.parity import CONTEXT, CPU, Case, small_recipe, topology_of
+from tests.ranks.pool import RankPool
+
+SEQUENCES = 16
+NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 32
+LAYERS = 3
+ITEM_BYTES = {"fp32": 4, "bf16": 2}
+RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
+CHANGES = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "mlp_only_layers": []}
+
+
+def route_evenly() -> AbstractContextManager[Any]:
+    """Routers of qwen3_moe give tokens to experts in turn; weights are theirs."""
+
+    def forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+        index = torch.arange(len(logits) * router.top_k).view(-1, router.top_k) % router.num_experts
+        return logits, logits.softmax(-1).gather(1, index), index
+
+    return patch.object(Qwen3MoeTopKRouter, "forward", forward)
+
+
+def measure_volume(
+    rank: int, world: int, rendezvous: str, case: Case, sabotage: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, tuple[int, int]]:
+    """Body: for each layout the calls and bytes of this rank's all-to-alls in one step."""
+    found = {}
+    for number, (label, recipe) in enumerate(case.layouts.items()):
+        topology = topology_of(recipe, case.config)
+        if rank >= topology.world:
+            continue
+        mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
+        with route_evenly(), sabotage():
+            run = build(make_plan(recipe, case.config), mesh)
+            before = ledger.snapshot(mesh)
+            train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
+            found[label] = ledger.difference(ledger.snapshot(mesh), before)["ep"]["all_to_all"]
+        mesh.close()
+    return found
+
+
+def count_tokens(recipe: Recipe, rank: int) -> int:
+    """The tokens of a microbatch that a rank dispatches."""
+    parallel, sequences = recipe.parallel, recipe.batch.sequences_per_microbatch
+    assert sequences is not None
+    tp = parallel.tp if parallel.expert_tp in (None, 1) else 1
+    groups, length = (sequences, CONTEXT) if parallel.sequence else (1, sequences * CONTEXT)
+    longest = -(-length // tp)
+    return groups * min(longest, max(length - rank % tp * longest, 0))
+
+
+def expect_volume(recipe: Recipe, rank: int) -> tuple[int, int]:
+    """Calls and bytes of a rank in one step. What it sends back is of others' tokens."""
+    n, accumulation = recipe.parallel.ep, derive(recipe).accumulation
+    axis = next(ranks for ranks in groups_of(recipe) if rank in ranks)
+    there = count_tokens(recipe, rank) * TOP_K * (n - 1) // n
+    back = sum(count_tokens(recipe, other) for other in axis if other != rank) * TOP_K // n
+    forwards = 2 if recipe.memory.activation_checkpointing == "full" else 1
+    row_bytes = HIDDEN * ITEM_BYTES[recipe.precision.compute]
+    num_bytes = (forwards + 1) * (there + back) * row_bytes + forwards * 8 * NUM_EXPERTS * (n - 1) // n
+    return LAYERS * accumulation * (3 * forwards + 2), LAYERS * accumulation * num_bytes
+
+
+def groups_of(recipe: Recipe) -> list[tuple[int, ...]]:
+    """The ranks of each axis `ep`: neighbours, or every second where two slice an expert."""
+    world, stride = derive(recipe).world, recipe.parallel.expert_tp or 1
+    size = recipe.parallel.ep * stride
+    return [tuple(range(first + at, first + size, stride)) for first in range(0, world, size) for at in range(stride)]
+
+
+def layout(precision: str, dp: int, count: int, parallel: Parallel, recomputes: bool = False) -> Recipe:
+    recipe = small_recipe(precision, dp * parallel.tp, count, SEQUENCES, None, parallel=parallel)
+    return replace(recipe, memory=RECOMPUTES) if recomputes else recipe
+
+
+LAYOUTS = {
+    "ep 2, 2 microbatches": layout("fp32", 2, 2, Parallel(ep=2)),
+    "ep 4 in bf16": layout("bf16", 4, 1, Parallel(ep=4)),
+    "ep 2 twice, recomputed": layout("fp32", 4, 1, Parallel(ep=2), recomputes=True),
+    "from shards of tokens": layout("fp32", 2, 1, Parallel(tp=2, ep=4)),
+    "from shards of tokens, recomputed": layout("bf16", 2, 2, Parallel(tp=2, ep=2), recomputes=True),
+    "from replicated tokens": layout("fp32", 2, 1, Parallel(tp=2, ep=4, sequence=False)),
+    "sliced experts": layout("fp32", 2, 1, Parallel(tp=2, ep=2, expert_tp=2)),
+}
+
+
+def test_bytes_of_an_even_step_are_those_of_theory(pool: RankPool) -> None:
+    case = Case("", family("qwen3_moe"), LAYOUTS, CHANGES)
+    by_rank = pool.run(4, measure_volume, case, nullcontext)
+    for label, recipe in LAYOUTS.items():
+        found = {rank: by_rank[rank][label] for rank in range(derive(recipe).world)}
+        assert found == {rank: expect_volume(recipe, rank) for rank in found}, label
+
+
+# --- sabotage
+
+
+def route_padding() -> AbstractContextManager[Any]:
+    """Rows that are no tokens are sent to experts: nobody reads what comes back, so only bytes and loads tell."""
+    return patch.object(ExpertDispatch, "_find_padding", lambda dispatch, hidden: None)
+
+
+def test_routed_padding_shows(pool: RankPool) -> None:
+    label = "from shards of tokens"
+    case = Case("", family("qwen3_moe"), {label: LAYOUTS[label]}, CHANGES)
+    by_rank = pool.run(4, measure_volume, case, route_padding)
+    # Every rank sends back what came of others' padding.
+    assert all(by_rank[rank][label][1] > expect_volume(LAYOUTS[label], rank)[1] for rank in range(4))
