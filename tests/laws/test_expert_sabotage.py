@@ -1,0 +1,321 @@
+"""Sabotage of expert parallelism: each bug that other frameworks have shipped, put into this one, and the comparison with one
+process fails. Who reported it stands in the sabotage's docstring; what no one has reported is what the laws forbid.
+
+Each sabotage patches one function, inside the ranks of one body; the oracle beside them stays whole. All of a case run in one
+body, on one mesh, against one oracle.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
+
+from framework.comm import duals
+from framework.comm.collectives import Pending
+from framework.comm.communicator import Communicator
+from framework.comm.connect import connect
+from framework.parallel.experts import dispatch, rows
+from framework.parallel.experts.dispatch import ExpertDispatch, Passage
+from framework.parallel.zero import gradients
+from framework.parallel.zero.buffers import GradView, UnitBuffer
+from framework.plan.plan import make_plan
+from framework.recipe.schema import Parallel, Zero
+from framework.train.stage import RankStage
+from framework.verify.compare import compare
+from framework.verify.layout import run_layout
+from tests.families import family
+from tests.ranks.parity import CPU, Case, expect, small_recipe, topology_of
+from tests.ranks.pool import RankPool
+
+TOLERANCE = 1e-9
+# A broken law must show far beyond the tolerance, not at its edge.
+VISIBLE = 1e-4
+ACCUMULATION = 2
+
+Sabotage = Callable[[], AbstractContextManager[Any]]
+ROUTE, COMBINE, SCATTER = ExpertDispatch._route, rows.combine, duals.scatter
+
+
+def whole() -> AbstractContextManager[Any]:
+    """No sabotage."""
+    return nullcontext()
+
+
+# --- gradients
+
+
+def scale_by_the_ranks_that_share() -> AbstractContextManager[Any]:
+    """Gradients of experts are ep times too large, because the tokens of all ranks are in each: pytorch 160285."""
+    add = GradView.add_stacked_matmul
+    return patch.object(
+        GradView, "add_stacked_matmul", lambda view, left, right, groups: add(view, 2 * left, right, groups)
+    )
+
+
+def keep_the_input_gradient_of_own_experts() -> AbstractContextManager[Any]:
+    """What experts of other ranks say about a token's hidden state is lost: the loss was 1.6 instead of 1.4. Automodel 1260."""
+    send = ExpertDispatch._pass
+
+    def lose(self: ExpertDispatch, sent: Tensor, passage: Passage) -> Tensor:
+        first = sum(passage.sent[: self.axis.rank])
+        is_own = torch.zeros(len(sent), 1, dtype=torch.bool)
+        is_own[first : first + passage.sent[self.axis.rank]] = True
+        return send(self, torch.where(is_own, sent, sent.detach()), passage)
+
+    return patch.object(ExpertDispatch, "_pass", lose)
+
+
+def detach_the_weights() -> AbstractContextManager[Any]:
+    """The weights of a token's experts leave autograd's graph, and routers learn nothing: Automodel 2995."""
+    return patch.object(dispatch, "combine", lambda y, weights, order: COMBINE(y, weights.detach(), order))
+
+
+def send_every_copy() -> AbstractContextManager[Any]:
+    """Each tensor-parallel rank sends the tokens that all of them hold, and gradients of experts are tp times too large:
+    Automodel 2995."""
+    return patch.object(
+        ExpertDispatch, "__call__", lambda self, hidden, index, weights: self._route(hidden, index, weights, None)
+    )
+
+
+def _is_own(self: ExpertDispatch, index: Tensor) -> Tensor:
+    """[T, k] bool: pairs whose expert this rank holds."""
+    return index // (self.num_experts // self.axis.size) == self.axis.rank
+
+
+def keep_the_score_gradient_of_own_experts() -> AbstractContextManager[Any]:
+    """A router's gradient has the part of this rank's experts only: transformers 48205."""
+
+    def route(self: ExpertDispatch, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
+        return ROUTE(self, hidden, index, torch.where(_is_own(self, index), weights, weights.detach()), left_out)
+
+    return patch.object(ExpertDispatch, "_route", route)
+
+
+def give_slots_of_others_a_gradient() -> AbstractContextManager[Any]:
+    """Slots of experts elsewhere count nothing in forward, but in backward they do: transformers 48687."""
+
+    def route(self: ExpertDispatch, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
+        y = ROUTE(self, hidden, index, weights, left_out)
+        slots = torch.where(_is_own(self, index), 0, weights)
+        return y + (slots - slots.detach()).sum(-1, keepdim=True) * y.detach()
+
+    return patch.object(ExpertDispatch, "_route", route)
+
+
+def keep_the_gradients_of_the_step_before() -> AbstractContextManager[Any]:
+    """Gradients are added to those of the former step, and norms diverge without ZeRO: DeepSpeed 7839."""
+    opened = GradView._open
+    return patch.object(GradView, "_open", lambda view: (opened(view)[0], False))
+
+
+def keep_the_last_microbatch() -> AbstractContextManager[Any]:
+    """Of several backward passes the last one's gradients are kept: DeepSpeed 7967, 7981."""
+    add = GradView.add_stacked_matmul
+
+    def overwrite(view: GradView, left: Tensor, right: Tensor, groups: Any) -> None:
+        view.is_written = False
+        add(view, left, right, groups)
+
+    return patch.object(GradView, "add_stacked_matmul", overwrite)
+
+
+def scale_on_every_stage() -> AbstractContextManager[Any]:
+    """Each pipeline stage divides the gradient that it gets by the number of microbatches once more: DeepSpeed 8154."""
+    backward = RankStage.backward
+
+    def scale(stage: RankStage, outputs: Any, received: Sequence[Tensor], is_last: bool) -> None:
+        backward(stage, outputs, tuple(each / ACCUMULATION for each in received), is_last)
+
+    return patch.object(RankStage, "backward", scale)
+
+
+def leave_replicas_of_experts_alone() -> AbstractContextManager[Any]:
+    """Within HSDP those who hold the same experts keep their own sums."""
+    start = gradients.start_all_reduce
+
+    def without_experts(x: Tensor, axis: Communicator, **options: Any) -> Pending:
+        return Pending() if axis.name == "expert_replica" else start(x, axis, **options)
+
+    return patch.object(gradients, "start_all_reduce", without_experts)
+
+
+# --- the norm
+
+
+def _count_experts(buffer: UnitBuffer, values: Tensor, replace: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    counted = COUNTED(buffer, values)
+    are_experts = {".experts." in slot.name for slot in buffer.slots}
+    assert len(are_experts) == 1, "experts have buffers of their own"
+    return replace(counted) if True in are_experts else counted
+
+
+COUNTED = UnitBuffer.counted_elements
+
+
+def omit_experts_of_other_tensor_ranks() -> AbstractContextManager[Any]:
+    """Experts of all but the first tensor-parallel rank are taken for copies of its own: Megatron-LM 5916."""
+    return patch.object(
+        UnitBuffer,
+        "counted_elements",
+        lambda buffer, values: _count_experts(buffer, values, lambda own: own if dist.get_rank() == 0 else []),
+    )
+
+
+def count_one_group_in_the_norm() -> AbstractContextManager[Any]:
+    """Of the groups that divide the experts only the first counts its part: Megatron-LM 7530."""
+    return patch.object(
+        UnitBuffer,
+        "counted_elements",
+        lambda buffer, values: _count_experts(buffer, values, lambda own: own if dist.get_rank() < 2 else []),
+    )
+
+
+def count_each_group_in_the_norm() -> AbstractContextManager[Any]:
+    """Experts count once for each group that holds them: Megatron-LM 7530."""
+    return patch.object(
+        UnitBuffer, "counted_elements", lambda buffer, values: _count_experts(buffer, values, lambda own: [values])
+    )
+
+
+# --- tokens on their way
+
+
+def weigh_twice() -> AbstractContextManager[Any]:
+    """The receiver weights what its experts give, and so does the sender."""
+
+    def combine(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        return COMBINE(y * weights.flatten()[order].unsqueeze(-1), weights, order)
+
+    return patch.object(dispatch, "combine", combine)
+
+
+def pair_weights_with_other_experts() -> AbstractContextManager[Any]:
+    """A token's weights and its experts are numbered in two ways: transformers 45473."""
+    return patch.object(dispatch, "combine", lambda y, weights, order: COMBINE(y, weights.flip(-1), order))
+
+
+def leave_memory_as_it_was() -> AbstractContextManager[Any]:
+    """Rows that no expert has written hold whatever the memory held: transformers 48205."""
+
+    def unsort(sorted_rows: Tensor, order: Tensor, num_tokens: int, top_k: int) -> Tensor:
+        pairs = sorted_rows.new_full((num_tokens * top_k, sorted_rows.shape[1]), torch.nan)
+        return pairs.index_copy_(0, order, sorted_rows).view(num_tokens, top_k, -1)
+
+    return patch.object(rows, "_unsort", unsort)
+
+
+def divide_features_for_rows() -> AbstractContextManager[Any]:
+    """Under tensor parallelism features are divided instead of rows; as many numbers, so nothing fails: DeepSpeed 8195."""
+
+    def scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
+        is_hidden = x.shape[-1] == 32
+        return x.chunk(axis.size, -1)[axis.rank].reshape(-1, 32) if is_hidden else SCATTER(x, axis, dim)
+
+    return patch.object(dispatch.duals, "scatter", scatter)
+
+
+def mix_up_counts() -> AbstractContextManager[Any]:
+    """A sender's numbers of rows are read in another order of this rank's experts."""
+    of = Passage.of
+
+    def mixed(sent: Sequence[int], counts: Sequence[int], on_device: Tensor) -> Passage:
+        other = on_device.view(len(sent), -1).flip(1).flatten()
+        return of(sent, other.tolist(), other)
+
+    return patch.object(Passage, "of", mixed)
+
+
+def count_the_shared_expert_on_every_rank() -> AbstractContextManager[Any]:
+    """What a shared expert gives is added once for each tensor-parallel rank."""
+    forward = Qwen2MoeMLP.forward
+    return patch.object(Qwen2MoeMLP, "forward", lambda mlp, x: 2 * forward(mlp, x))
+
+
+def case(name: str, dp: int, parallel: Parallel, zero: Zero = Zero(stage=0), **changes: Any) -> Case:  # noqa: B008
+    world = dp * parallel.tp * parallel.pp
+    recipe = small_recipe("fp64", world, ACCUMULATION, 8, 0.05, zero, parallel)
+    return Case(name, family(name), {"": recipe}, {"num_hidden_layers": parallel.pp, **changes})
+
+
+QWEN2: dict[str, Any] = {"num_experts": 4, "mlp_only_layers": []}
+CASES = {
+    "two ranks": case("mixtral", 2, Parallel(ep=2)),
+    "replicas of experts": case("mixtral", 4, Parallel(ep=2), Zero(stage=2, shard_within=2)),
+    "replicated tokens": case("qwen2_moe", 1, Parallel(tp=2, ep=2, sequence=False), **QWEN2),
+    "padded tokens": case("mixtral", 1, Parallel(tp=2, ep=2)),
+    "two stages": case("mixtral", 2, Parallel(pp=2, ep=2)),
+}
+GRADIENT, NORM = "gradient, step 1", "gradient norm"
+# What is done, where it shows, and the quantity in which it must.
+SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
+    (scale_by_the_ranks_that_share, "two ranks", GRADIENT),
+    (keep_the_input_gradient_of_own_experts, "two ranks", GRADIENT),
+    (detach_the_weights, "two ranks", GRADIENT),
+    (keep_the_score_gradient_of_own_experts, "two ranks", GRADIENT),
+    (give_slots_of_others_a_gradient, "two ranks", GRADIENT),
+    (keep_the_gradients_of_the_step_before, "two ranks", NORM),
+    (keep_the_last_microbatch, "two ranks", GRADIENT),
+    (weigh_twice, "two ranks", "loss"),
+    (pair_weights_with_other_experts, "two ranks", "loss"),
+    (mix_up_counts, "two ranks", "loss"),
+    (leave_replicas_of_experts_alone, "replicas of experts", GRADIENT),
+    (count_one_group_in_the_norm, "replicas of experts", NORM),
+    (count_each_group_in_the_norm, "replicas of experts", NORM),
+    (send_every_copy, "replicated tokens", GRADIENT),
+    (omit_experts_of_other_tensor_ranks, "replicated tokens", NORM),
+    (divide_features_for_rows, "replicated tokens", "loss"),
+    (count_the_shared_expert_on_every_rank, "replicated tokens", "loss"),
+    (leave_memory_as_it_was, "padded tokens", GRADIENT),
+    (scale_on_every_stage, "two stages", GRADIENT),
+)
+
+
+def run_each(
+    rank: int, world: int, rendezvous: str, sabotages: Sequence[Sabotage], of: Case
+) -> dict[str, dict[str, float]]:
+    """Body: the worst relative error of each quantity under each sabotage, which ends with it; on rank 0."""
+    (recipe,) = of.layouts.values()
+    mesh = connect(topology_of(recipe, of.config), CPU, rendezvous, rank)
+    found = {}
+    for sabotage in sabotages:
+        with sabotage():
+            found[sabotage.__name__] = run_layout(make_plan(recipe, of.config), of.batches(), mesh)
+    mesh.close()
+    if rank > 0:
+        return {}
+    expected = expect(of)
+    return {name: {row.quantity: row.error for row in compare(each, expected)} for name, each in found.items()}
+
+
+@pytest.fixture(scope="module")
+def errors(pool: RankPool) -> dict[str, dict[str, dict[str, float]]]:
+    """By case, sabotage and quantity."""
+    found = {}
+    for label, of in CASES.items():
+        sabotages = [whole, *(sabotage for sabotage, at, _ in SABOTAGES if at == label)]
+        world = of.recipe.launch.ranks
+        assert world is not None
+        found[label] = pool.run(world, run_each, sabotages, of)[0]
+    return found
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_whole_code_is_within_the_tolerance(errors: dict[str, dict[str, dict[str, float]]], label: str) -> None:
+    assert max(errors[label]["whole"].values()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "label", "quantity"), SABOTAGES, ids=[sabotage.__name__ for sabotage, _, _ in SABOTAGES]
+)
+def test_a_bug_shows(
+    errors: dict[str, dict[str, dict[str, float]]], sabotage: Sabotage, label: str, quantity: str
+) -> None:
+    # Not a number is an error, too.
+    assert not errors[label][sabotage.__name__][quantity] < VISIBLE
