@@ -27,6 +27,20 @@ MISTAKES = {
         ("parallel.tp=8", "launch.ranks=8"),
         ("parallel.tp=8", "4 heads (num_attention_heads)", "2 key-value heads (num_key_value_heads)", "[1, 2, 4]"),
     ),
+    "ep over experts": (
+        (
+            "model.family=mixtral",
+            "model.config.num_local_experts=6",
+            "parallel.tp=2",
+            "parallel.ep=4",
+            "launch.ranks=4",
+        ),
+        ("parallel.ep=4 does not divide the 6 experts", "1, 2, 3, 6"),
+    ),
+    "ep without experts": (
+        ("parallel.ep=2", "launch.ranks=2"),
+        ("parallel.ep=2: llama has no stacked experts", "parallel.ep=1"),
+    ),
     "context over positions": (
         ("batch.context=4096",),
         ("batch.context = 4096", "2,048 positions", "max_position_embeddings=4096"),
@@ -55,7 +69,9 @@ def test_check_with_the_model_names_key_reason_and_fix(name, capsys):
 
 
 @pytest.mark.parametrize("command", [["train"], ["submit", "--dry-run"], ["train", "-m", "optim.lr=1e-3,1e-4"]])
-@pytest.mark.parametrize("name", ["misspelt key", "pp over layers", "tp over heads", "context over positions"])
+@pytest.mark.parametrize(
+    "name", ["misspelt key", "pp over layers", "tp over heads", "ep over experts", "context over positions"]
+)
 def test_what_no_rank_could_build_leaves_nothing_behind(command, name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     slurm = ["launch=slurm", "launch.gres=null"] if command[0] == "submit" else []
