@@ -8,7 +8,7 @@ Nothing here communicates: `parallel/tensor` and `parallel/zero` call it between
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -120,17 +120,26 @@ class Matmul:
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Rows [R, .] in groups, one for each matrix of a stack. bounds: E + 1 row numbers on the host; offsets: [E] int32 on the
+    """Rows [R, .] in groups, one for each matrix of a stack. counts: rows of each group, on the host; offsets: [E] int32 on the
     device, where each group ends."""
 
-    bounds: tuple[int, ...]
+    counts: tuple[int, ...]
     offsets: Tensor
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> "RowGroups":
         """counts: rows of each group."""
-        bounds = (0, *accumulate(counts))
-        return cls(bounds, upload_values(bounds[1:], torch.int32, device))
+        return cls(tuple(counts), upload_values(tuple(accumulate(counts)), torch.int32, device))
+
+    @property
+    def empty(self) -> list[int]:
+        """Groups without a row."""
+        return [group for group, count in enumerate(self.counts) if count == 0]
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """The rows of each group.  x: [R, ...]."""
+        # One call for all: a slice for each group is Python, 15 us of it in a loop of matmuls (docs/benchmarks.md, "Experts").
+        return x.split_with_sizes(self.counts)
 
 
 class StackedMatmul:
@@ -266,33 +275,48 @@ def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool)
 
 def stacked_matmul(x: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
     """y = x W_e^T for the rows of each group e.  x: [R, K]; weights: [E, N, K], any strides -> [R, N]. Not differentiable."""
-    if _has_grouped_kernel(x):
+    if (_multiplies_groups(x) or _loops_in_torch(x)) and takes_grouped_matmul(x) and takes_grouped_matmul(weights):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=groups.offsets)
     out = x.new_empty(x.shape[0], weights.shape[1])
-    for expert, (start, stop) in enumerate(pairwise(groups.bounds)):
-        if start < stop:
-            matmul_into(out[start:stop], x[start:stop], weights[expert])
+    for y, rows, weight in zip(groups.split(out), groups.split(x), weights.unbind(), strict=True):
+        if len(rows):
+            matmul_into(y, rows, weight)
     return out
 
 
 def accumulate_stacked_matmul(view: Tensor, left: Tensor, right: Tensor, groups: RowGroups, is_first: bool) -> None:
     """view[e] = left^T right of the rows of group e if it is the first, else added.  view: [E, M, N]; left: [R, M]; right:
     [R, N]. An empty group's is zero."""
-    if _has_grouped_kernel(left):
+    if _multiplies_groups(left) and takes_grouped_matmul(left) and takes_grouped_matmul(right):
         gradient = F.grouped_mm(left.t(), right, offs=groups.offsets)
+        for expert in groups.empty:
+            # torch's own tests of this kernel leave out the gradient of an empty group: do not rely on it.
+            gradient[expert].zero_()
         view.copy_(gradient) if is_first else view.add_(gradient)
         return
-    for expert, (start, stop) in enumerate(pairwise(groups.bounds)):
-        if start < stop:
-            accumulate_matmul(view[expert], left[start:stop], right[start:stop], is_first)
+    for matrix, rows, others in zip(view.unbind(), groups.split(left), groups.split(right), strict=True):
+        if len(rows):
+            accumulate_matmul(matrix, rows, others, is_first)
         elif is_first:
-            view[expert].zero_()
+            matrix.zero_()
 
 
-def _has_grouped_kernel(x: Tensor) -> bool:
-    """Whether one kernel multiplies all groups: in bf16 on NVIDIA's GPUs since Ampere. On CPUs a loop of matmuls is faster
-    (docs/benchmarks.md, "Experts"), and it takes every dtype."""
+def _multiplies_groups(x: Tensor) -> bool:
+    """Whether the device has a kernel for all groups at once, whatever their sizes: bf16 on NVIDIA's GPUs since Ampere."""
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def _loops_in_torch(x: Tensor) -> bool:
+    """Whether torch's grouped matmul is the same loop of the same matmuls as ours, without Python: 5 to 15% faster. Not for
+    gradients of weights, which it cannot add in place (docs/benchmarks.md, "Experts")."""
+    return x.device.type == "cpu" and (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and MKL_IS_FAST))
+
+
+def takes_grouped_matmul(x: Tensor) -> bool:
+    """Whether F.grouped_mm takes a factor, on any device: there are rows, and memory that starts at 16 bytes, as do all its rows
+    or columns. Of contiguous ones K and N are then multiples of 8 in bf16."""
+    lines = max(x.stride()[-2:])
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and lines * x.element_size() % 16 == 0
 
 
 def _has_faster_kernel(x: Tensor, weight: Tensor) -> bool:

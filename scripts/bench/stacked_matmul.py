@@ -5,8 +5,8 @@
 
 First the three matmuls of `model/matmul.py`'s StackedMatmul: forward Y = X W_e^T, input gradient dX = dY W_e, and weight gradient
 dW_e = dY^T X added to a main gradient in fp32. Rows are in groups of random sizes, as a router's choices make them.
-  loop      what `model/matmul.py` takes on CPUs: a matmul for each group, in place
-  grouped   F.grouped_mm on all groups
+  loop      a matmul for each group, in place: what `model/matmul.py` takes for gradients of weights
+  grouped   F.grouped_mm on all groups: what it takes for the other two where memory is aligned, in fp32 where MKL is fast
   padded    torch.bmm on groups padded to the largest, the copies there and back counted
 
 Then a whole module of experts, forward and backward, from tokens and a router's choices to their sum: Hugging Face's Qwen3-MoE
@@ -20,7 +20,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
 from framework.model.experts import form_of
-from framework.model.matmul import RowGroups, accumulate_stacked_matmul, stacked_matmul
+from framework.model.matmul import RowGroups, accumulate_stacked_matmul, matmul_into
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
 
 # Experts, rows of all of them, features in, features out.
@@ -82,10 +81,8 @@ class Padding:
     """Groups of rows as a batch of equal ones, and back."""
 
     def __init__(self, groups: RowGroups):
-        self._experts, self._bounds = len(groups.offsets), groups.bounds
-        sizes = [stop - start for start, stop in pairwise(groups.bounds)]
-        self._longest = max(sizes)
-        self._places = torch.cat([torch.arange(size) + e * self._longest for e, size in enumerate(sizes)])
+        self._experts, self._longest = len(groups.counts), max(groups.counts)
+        self._places = torch.cat([torch.arange(size) + e * self._longest for e, size in enumerate(groups.counts)])
 
     def pad(self, x: Tensor) -> Tensor:
         """[R, F] -> [E, longest, F]."""
@@ -101,10 +98,18 @@ def forward_ways(x: Tensor, weights: Tensor, groups: RowGroups) -> dict[str, Way
     """y = x W_e^T. weights: [E, N, K]; the gradient of inputs is the same with the weights transposed."""
     padding = Padding(groups)
     return {
-        "loop": lambda: stacked_matmul(x, weights, groups),
+        "loop": lambda: multiply_by_loop(x, weights, groups),
         "grouped": lambda: F.grouped_mm(x, weights.transpose(1, 2), offs=groups.offsets),
         "padded": lambda: padding.unpad(torch.bmm(padding.pad(x), weights.transpose(1, 2))),
     }
+
+
+def multiply_by_loop(x: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+    out = x.new_empty(x.shape[0], weights.shape[1])
+    for y, rows, weight in zip(groups.split(out), groups.split(x), weights.unbind(), strict=True):
+        if len(rows):
+            matmul_into(y, rows, weight)
+    return out
 
 
 def gradient_ways(main: Tensor, dy: Tensor, x: Tensor, groups: RowGroups) -> dict[str, Way]:
