@@ -1,5 +1,6 @@
 """`meshwright verify`: compare the recipe's layout, on ranks of this machine, with stock Hugging Face in one process."""
 
+import math
 import platform
 import sys
 import time
@@ -14,6 +15,7 @@ from transformers.utils.logging import set_verbosity_error
 
 from framework.data.fit import find_sequence_problems
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
+from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, load_config, load_config_file
 from framework.model.shrink import MIN_LAYERS, shrink
 from framework.recipe.derive import count_virtual_stages, derive
@@ -99,7 +101,8 @@ def _choose_sides(recipe: Recipe, options: Options) -> Verification:
     config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
     model = build_meta(config)
     names = [name for name, _ in model.named_parameters()]
-    small = shrink_recipe(recipe, names, _count_positions(config), options)
+    experts = math.gcd(*(count_experts(each) for _, each, _ in find_experts(model)))
+    small = shrink_recipe(recipe, names, _count_positions(config), options, experts)
     changes += find_config_changes(original, config) + find_changes(recipe, small.recipe, small.reasons)
     return Verification(Sides(small.recipe, config, options.steps), changes, _count(model))
 

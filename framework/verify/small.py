@@ -1,6 +1,7 @@
 """A small version of the user's recipe that verification runs in its place. `left_out.py` tells the user of every change.
 
-Kept: the optimizer, groups, freezing, clipping, ZeRO, activation checkpointing, the degrees but for dp, the schedule's shape.
+Kept: the optimizer, groups, freezing, clipping, ZeRO, activation checkpointing, the schedule's shape, the degrees but for dp, and
+for ep where it is more than few ranks or the small model's experts take.
 """
 
 import re
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from framework.errors import TopologyError
 from framework.recipe.derive import count_expert_slices, derive
-from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Precision, Recipe, Zero
+from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Precision, Recipe, Zero
 from framework.verify.options import Options
 
 MAX_RANKS = 4
@@ -40,15 +41,17 @@ class Small:
     reasons: Mapping[str, str]
 
 
-def shrink_recipe(recipe: Recipe, parameters: Collection[str], positions: int, options: Options) -> Small:
+def shrink_recipe(
+    recipe: Recipe, parameters: Collection[str], positions: int, options: Options, experts: int = 0
+) -> Small:
     """A recipe that runs in seconds and takes the same paths.
 
-    parameters: names in the small model; positions: the longest sequence that it takes. TopologyError if the layout does not
-    fit options.ranks.
+    parameters: names in the small model; positions: the longest sequence that it takes; experts: what every layer's number of
+    experts is a multiple of, 0 without experts. TopologyError if the layout does not fit options.ranks.
     """
     derived = derive(recipe)
     dtype = options.dtype or "fp32"
-    dp = _choose_dp(recipe, options.ranks)
+    dp, ep = _choose_degrees(recipe, options.ranks, experts)
     microbatch = min(derived.sequences_per_microbatch, MAX_SEQUENCES_PER_MICROBATCH)
     accumulation = min(derived.accumulation, _most_microbatches(recipe))
     batch = Batch(dp * microbatch * accumulation, None, microbatch, min(derived.context, MAX_CONTEXT, positions))
@@ -60,7 +63,7 @@ def shrink_recipe(recipe: Recipe, parameters: Collection[str], positions: int, o
         train=replace(recipe.train, steps=options.steps),
         batch=batch,
         model=model,
-        parallel=replace(recipe.parallel, dp=dp),
+        parallel=_lower_ep(recipe.parallel, dp, ep),
         pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
         memory=replace(recipe.memory, compile="never"),
@@ -73,6 +76,7 @@ def shrink_recipe(recipe: Recipe, parameters: Collection[str], positions: int, o
         "precision.master": "that of --dtype",
         "precision.reduce": "that of --dtype",
         "parallel.dp": "--ranks sets another number",
+        "parallel.ep": "what few ranks and the small model's experts take",
         "pipeline.layers": "by cost instead, the small model has fewer layers",
         "memory.compile": "it would take longer than all the rest",
     }
@@ -91,19 +95,39 @@ def _inner(recipe: Recipe) -> int:
     return recipe.parallel.tp * recipe.parallel.pp * recipe.parallel.cp
 
 
-def _choose_dp(recipe: Recipe, ranks: int | None) -> int:
-    """The largest dp that needs at most MAX_RANKS ranks, or else the smallest legal one; with `ranks`, the dp that fills them."""
-    inner, ep = _inner(recipe), recipe.parallel.ep
-    per_dp = recipe.parallel.cp * recipe.parallel.tp // count_expert_slices(recipe.parallel)
+def _lower_ep(parallel: Parallel, dp: int, ep: int) -> Parallel:
+    # Where ep becomes 1, experts stay whole: what is not said would then mean slices.
+    return replace(
+        parallel, dp=dp, ep=ep, expert_tp=count_expert_slices(parallel) if ep < parallel.ep else parallel.expert_tp
+    )
+
+
+def _choose_degrees(recipe: Recipe, ranks: int | None, experts: int) -> tuple[int, int]:
+    """(dp, ep): the recipe's ep if few ranks and the experts take it, else a divisor of it, more than 1 if any fits.
+
+    dp is the largest that needs at most MAX_RANKS ranks, or else the smallest legal one; with `ranks`, the dp that fills them.
+    """
+    inner, parallel = _inner(recipe), recipe.parallel
+    per_dp, most = parallel.cp * parallel.tp // count_expert_slices(parallel), derive(recipe).dp
+    degrees = [each for each in range(parallel.ep, 0, -1) if parallel.ep % each == 0 and experts % each == 0]
     if ranks is not None:
-        if ranks < 1 or ranks % inner or (ranks // inner * per_dp) % ep:
-            smallest = inner * next(dp for dp in range(1, ep + 1) if dp * per_dp % ep == 0)
+        degree = next((each for each in degrees if ranks // inner * per_dp % each == 0), 1)
+        if ranks < 1 or ranks % inner or degree < min(parallel.ep, 2):
+            smallest = inner * next(dp for dp in range(1, parallel.ep + 1) if dp * per_dp % degrees[0] == 0)
             raise TopologyError(
-                f"--ranks {ranks} does not fit tp * pp * cp = {inner} with ep = {ep}: use a multiple of {smallest}"
+                f"--ranks {ranks} does not fit tp * pp * cp = {inner} with ep = {parallel.ep}: use a multiple of {smallest}"
             )
-        return ranks // inner
-    legal = [dp for dp in range(1, derive(recipe).dp + 1) if dp * per_dp % ep == 0]
-    return max((dp for dp in legal if dp * inner <= MAX_RANKS), default=legal[0])
+        return ranks // inner, degree
+    legal = {ep: [dp for dp in range(1, most + 1) if dp * per_dp % ep == 0] for ep in degrees}
+    few = {ep: [dp for dp in legal[ep] if dp * inner <= MAX_RANKS] for ep in degrees}
+    fitting = [ep for ep in degrees if few[ep] and (ep > 1 or len(degrees) == 1)]
+    if not fitting:
+        ep = min(degrees[:-1], default=1)
+        return legal[ep][0], ep
+    # Where ranks share experts they still do, unless then no experts are divided.
+    shares = most * per_dp > parallel.ep and fitting[0] < parallel.ep
+    ep = next((ep for ep in fitting if shares and max(few[ep]) * per_dp > ep), fitting[0])
+    return max(few[ep]), ep
 
 
 def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict[str, str]]:

@@ -12,6 +12,7 @@ import torch
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError, TopologyError
 from framework.model.loss import IGNORE
 from framework.recipe.compose import compose
+from framework.recipe.derive import derive
 from framework.recipe.keys import list_keys
 from framework.recipe.schema import Recipe
 from framework.verify import command, sides
@@ -35,9 +36,9 @@ def recipe_of(*overrides: str) -> Recipe:
     return compose(overrides).require()
 
 
-def shrunk(recipe: Recipe, dtype: Any = None, ranks: int | None = None) -> tuple[Recipe, str]:
+def shrunk(recipe: Recipe, dtype: Any = None, ranks: int | None = None, experts: int = 0) -> tuple[Recipe, str]:
     """The small recipe, and what is left out as one text."""
-    small = shrink_recipe(recipe, NAMES, positions=256, options=Options(dtype=dtype, ranks=ranks))
+    small = shrink_recipe(recipe, NAMES, positions=256, options=Options(dtype=dtype, ranks=ranks), experts=experts)
     return small.recipe, "\n".join(map(str, find_changes(recipe, small.recipe, small.reasons)))
 
 
@@ -77,6 +78,39 @@ def test_ranks_that_do_not_fit_the_layout_are_refused() -> None:
     wide = replace(recipe, parallel=replace(recipe.parallel, tp=2))
     with pytest.raises(TopologyError, match="use a multiple of 2"):
         shrunk(wide, ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts", "expected"),
+    [  # (dp, ep, ranks): ep as it is, fewer for few ranks, for few experts, still shared by ranks if it was
+        ({"ranks": 16, "ep": 4}, 8, (4, 4, 4)),
+        ({"ranks": 64, "ep": 8}, 8, (4, 2, 4)),
+        ({"ranks": 8, "ep": 8}, 8, (4, 4, 4)),
+        ({"ranks": 64, "ep": 64}, 5, (4, 1, 4)),
+        ({"ranks": 12, "ep": 6}, 3, (3, 3, 3)),
+        ({"ranks": 64, "ep": 64, "tp": 4}, 8, (1, 4, 4)),
+        ({"ranks": 64, "ep": 16, "tp": 4, "expert_tp": 4}, 8, (2, 2, 8)),
+        ({"ranks": 64, "ep": 8, "pp": 8}, 6, (2, 2, 16)),
+    ],
+)
+def test_fewer_ranks_divide_experts_where_they_can(
+    layout: dict[str, int], experts: int, expected: tuple[int, int, int]
+) -> None:
+    ranks = layout.pop("ranks")
+    recipe = recipe_of(
+        f"launch.ranks={ranks}", "batch.sequences_per_step=1536", *(f"parallel.{key}={layout[key]}" for key in layout)
+    )
+    small, notes = shrunk(recipe, experts=experts)
+    assert (derive(small).dp, small.parallel.ep, small.launch.ranks) == expected
+    assert ("parallel.ep" in notes) == (small.parallel.ep != recipe.parallel.ep)
+    assert derive(small).expert_tp == derive(recipe).expert_tp
+
+
+def test_asked_ranks_divide_the_experts_or_are_refused() -> None:
+    recipe = recipe_of("launch.ranks=8", "parallel.ep=8", "batch.sequences_per_step=64")
+    assert shrunk(recipe, ranks=2, experts=8)[0].parallel.ep == 2
+    with pytest.raises(TopologyError, match=r"--ranks 3 does not fit .* with ep = 8"):
+        shrunk(recipe, ranks=3, experts=8)
 
 
 def test_patterns_without_a_small_parameter_are_left_out_and_named() -> None:
