@@ -206,6 +206,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from framework.mesh.placement import place
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
     from framework.recipe.describe import (
@@ -230,6 +231,8 @@ def _check(arguments: argparse.Namespace) -> int:
     print(f"{describe_derived(derive(recipe))}\ndata          {describe_blend(recipe.data)}{need}")
     if compilation := describe_compilation(recipe):
         print(compilation)
+    if advice := place(derive(recipe)).advise_experts():
+        print(f"experts       {advice}")
     return EXIT_DONE
 
 

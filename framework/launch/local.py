@@ -56,7 +56,7 @@ def check_model(recipe: Recipe) -> str:
 def summarize(recipe: Recipe, model_type: str) -> str:
     """What is about to be trained, in a few lines. model_type: of the model itself, for pretrained weights know theirs."""
     derived = derive(recipe)
-    degrees = " ".join(f"{axis}={getattr(derived, axis)}" for axis in ("pp", "dp", "cp", "tp", "ep"))
+    degrees = " ".join(f"{axis}={size}" for axis, size in derived.degrees.items())
     origin = f"weights of {recipe.model.weights}" if recipe.model.weights else f"from scratch, seed {recipe.train.seed}"
     lines = {
         "model": f"{model_type}, {origin}",
@@ -68,6 +68,7 @@ def summarize(recipe: Recipe, model_type: str) -> str:
     }
     if recipe.launch.kind == "slurm":
         lines["nodes"] = place(derived).describe()
+        lines |= {"experts": advice} if (advice := place(derived).advise_experts()) else {}
     return "\n".join(f"{name:<8} {text}" for name, text in lines.items())
 
 

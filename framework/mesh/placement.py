@@ -37,6 +37,18 @@ class Placement:
         firsts = (rank for rank in range(self.topology.world) if self.topology.index(axis, rank) == 0)
         return max(len({self.node(rank) for rank in self.topology.ranks(axis, first)}) for first in firsts)
 
+    def advise_experts(self) -> str:
+        """What to change where tokens leave their node on the way to experts; empty where they do not, or no degree helps."""
+        ep, slices = self.topology.size("ep"), self.topology.size("expert_tp")
+        nodes = self.nodes_spanned("ep")
+        inner = [each for each in range(2, ep) if ep % each == 0 and self.ranks_per_node % (each * slices) == 0]
+        if nodes == 1 or not inner:
+            return ""
+        return (
+            f"tokens travel between {nodes} nodes in every layer: parallel.ep={inner[-1]} keeps them in a node, with"
+            f" {ep // inner[-1]} times as many experts on a rank"
+        )
+
     def describe(self) -> str:
         """A line for people: the nodes, and how many of them a group of each axis spans."""
         spans = {axis: self.nodes_spanned(axis) for axis in PLACED_AXES if self.topology.size(axis) > 1}

@@ -39,7 +39,7 @@ class ModelSize:
 
 def measure_model(model: PreTrainedModel) -> ModelSize:
     """The parameters of a model, which may be on meta. Of stacked experts [E, ...], (experts per token) / E are active."""
-    experts_per_token, stacked = _experts_per_token(model.config.get_text_config()), _find_stacked(model)
+    top_k, stacked = experts_per_token(model.config.get_text_config()), _find_stacked(model)
     head = model.get_output_embeddings()
     head_weight = getattr(head, "weight", None)
     lookups = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} - {id(head_weight)}
@@ -47,8 +47,8 @@ def measure_model(model: PreTrainedModel) -> ModelSize:
     for name, parameter in model.named_parameters():
         count = parameter.numel()
         total += count
-        if experts_per_token and name in stacked:
-            count = count * experts_per_token // parameter.shape[0]
+        if top_k and name in stacked:
+            count = count * top_k // parameter.shape[0]
         active += count
         multiplied += 0 if id(parameter) in lookups else count
     return ModelSize(total, active, multiplied)
@@ -90,7 +90,7 @@ def _count_multiplied(module: nn.Module, config: PretrainedConfig) -> int:
     """Weights of the module itself, without its children, in a token's matmuls; of stacked experts, those of one token."""
     if isinstance(module, nn.Embedding):
         return 0
-    chosen = _experts_per_token(config) if hasattr(module, "is_transposed") else None
+    chosen = experts_per_token(config) if hasattr(module, "is_transposed") else None
     total = 0
     for parameter in module.parameters(recurse=False):
         count = parameter.numel()
@@ -132,6 +132,6 @@ def attention_reach(config: PretrainedConfig, context: int) -> list[int]:
     return [reaches.get(kind, 0) for kind in layer_types]
 
 
-def _experts_per_token(config: PretrainedConfig) -> int | None:
+def experts_per_token(config: PretrainedConfig) -> int | None:
     counts = (getattr(config, key, None) for key in _EXPERTS_PER_TOKEN)
     return next((count for count in counts if count), None)

@@ -18,9 +18,12 @@ def describe_layouts(buffers: Sequence[BufferPlan]) -> str:
         rows.setdefault(
             name, (_shape(slot.layout.shape), _shape(slot.layout.shape_local), describe_layout(slot.layout))
         )
-    width = max(len(name) for name in rows)
+    name_width, shape_width, local_width = (
+        max(map(len, column)) for column in zip(*[(name, *row[:2]) for name, row in rows.items()], strict=True)
+    )
     return "\n".join(
-        f"  {name:<{width}}  {shape:>14} -> {local:<14} {how}" for name, (shape, local, how) in sorted(rows.items())
+        f"  {name:<{name_width}}  {shape:>{shape_width}} -> {local:<{local_width}} {how}"
+        for name, (shape, local, how) in sorted(rows.items())
     )
 
 

@@ -15,6 +15,7 @@ from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.check import check_layout
+from framework.plan.experts import describe_experts
 from framework.plan.layouts_page import describe_layouts
 from framework.plan.memory import RankMemory
 from framework.plan.plan import Plan
@@ -46,14 +47,15 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield f"device        {plan.device.type}, {plan.recipe.precision.compute}"
     if plan.recipe.launch.kind == "slurm":
         yield f"placement     {place(plan.derived).describe()}"
+    yield from describe_experts(plan)
     shards, replicas = plan.topology.size("shard"), plan.topology.size("replica")
     parts = f"{shards} shard{'s' * (shards != 1)}, {replicas} replica{'s' * (replicas != 1)}"
     yield f"zero          stage {plan.recipe.zero.stage}: {parts}"
     yield ""
     yield _describe_units(plan.units, by_rank)
-    if plan.derived.tp > 1:
+    if max(plan.derived.tp, plan.derived.ep) > 1:
         everything = [buffer for buffers in by_rank for buffer in buffers]
-        yield "\nparameters of one rank of tp, before ZeRO\n" + describe_layouts(everything)
+        yield "\nparameters of one rank, before ZeRO\n" + describe_layouts(everything)
     yield ""
     yield _describe_activations(plan)
     yield ""
@@ -104,7 +106,7 @@ def _describe_bytes(memories: Sequence[RankMemory], traffic: Sequence[Mapping[st
     rows = [{**_sizes(each.held | {"all": each.total}), "live": str(each.live)} for each in memories]
     yield from _table(rows)
     yield ""
-    yield "bytes that it sends in a step: parameters, gradients, and hidden states over tp and pp"
+    yield "bytes that it sends in a step: parameters, gradients, and hidden states over tp, pp and ep"
     yield from _table([_sizes(each) for each in traffic])
 
 

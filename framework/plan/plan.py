@@ -18,7 +18,7 @@ from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
-from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
+from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
@@ -40,7 +40,7 @@ from framework.plan.activations import Activations, layer_widths
 from framework.plan.memory import RankMemory, bytes_held
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
-from framework.plan.traffic import bytes_sent
+from framework.plan.traffic import bytes_sent, expert_bytes_sent
 from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
@@ -88,9 +88,7 @@ class Plan:
     @property
     def title(self) -> str:
         """Model and layout in a line, for pictures."""
-        degrees = [
-            f"{axis}={size}" for axis in ("pp", "dp", "cp", "tp", "ep") if (size := getattr(self.derived, axis)) > 1
-        ]
+        degrees = [f"{axis}={size}" for axis, size in self.derived.degrees.items() if size > 1]
         layout = ", ".join([" ".join(degrees) or "one rank", f"zero {self.recipe.zero.stage}"])
         batch = f"{self.derived.accumulation} microbatches of {self.derived.sequences_per_microbatch} x {self.derived.context}"
         return f"{self.config.model_type}, {self.size.total:,} parameters; {layout}; {batch} tokens"
@@ -149,7 +147,7 @@ class Plan:
 
     def traffic(self, rank: int) -> dict[str, int]:
         """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden
-        states over `tp` and over `pp`."""
+        states over `tp` and over `pp`, and over `ep` with equally many tokens for each expert."""
         place, accumulation = self.topology.index("pp", rank), self.derived.accumulation
         messages = sum(action.kind in SENDS for action in self.pipeline.lowered(accumulation).ranks[place])
         num_layers = sum(bounds.stop - bounds.start for bounds in self._own_stages(rank))
@@ -157,7 +155,24 @@ class Plan:
         return sent | {
             "tp": self.activations.sent_per_layer * accumulation * num_layers,
             "pp": self.activations.hidden_bytes * messages,
+            "ep": sum(map(self.expert_traffic, self.mixtures_of(rank))) * accumulation,
         }
+
+    def expert_traffic(self, mixture: Mixture) -> int:
+        """Bytes that a rank sends over `ep` for one mixture and one microbatch, with equally many tokens for each expert.
+
+        Ranks of `tp` that have whole experts route a part of the tokens each; those that slice experts all route the same."""
+        batch, activations = self.recipe.batch, self.activations
+        num_tokens = batch.sequences_per_microbatch * batch.context * self.derived.expert_tp // self.derived.tp
+        num_rows = num_tokens * (experts_per_token(self.config.get_text_config()) or 1)
+        row_bytes = activations.width * activations.itemsize
+        ep, recomputes = self.derived.ep, activations.is_checkpointed
+        return expert_bytes_sent(num_rows, row_bytes, mixture.num_experts, ep, recomputes)
+
+    def mixtures_of(self, rank: int) -> list[Mixture]:
+        """The mixtures of the rank's stages, in order."""
+        own = {unit.name for stage in self.of_rank(rank).stages for unit in stage.units}
+        return [mixture for mixture in self.mixtures if mixture.layer in own]
 
     def _own_stages(self, rank: int) -> list[StageBounds]:
         """The stages of the rank, in order of computation."""

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in a step, in closed form (docs/zero.md, docs/tensor.md)."""
+"""Bytes that a rank sends in a step, in closed form (docs/zero.md, docs/tensor.md, docs/experts.md)."""
 
 from collections.abc import Sequence
 
@@ -28,3 +28,19 @@ def bytes_sent(buffers: Sequence[BufferPlan], accumulation: int, reduce_dtype: t
             for axis in buffer.axes.partial:
                 replicas += 2 * (axis.size - 1) * buffer.numel_owned * reduce_dtype.itemsize // axis.size
     return {"gathers": gathers, "reductions to shards": reductions, "to replicas": replicas}
+
+
+# Of the number of rows for an expert, which travels ahead of the rows.
+COUNT_BYTES = torch.int64.itemsize
+
+
+def expert_bytes_sent(num_rows: int, row_bytes: int, num_experts: int, ep: int, recomputes: bool) -> int:
+    """Bytes that a rank sends over `ep` for one mixture and one microbatch where each expert gets equally many rows.
+
+    num_rows: pairs of a token and an expert that the rank routes, tokens x top-k; recomputes: backward computes forward again.
+    Of n ranks (n-1)/n of the rows are another's. A row travels there and back in forward, its gradient in backward: 4 (n-1)/n P
+    rows, half as much again with recomputation. Ahead of each forward go the numbers of rows, one for each expert.
+    """
+    forwards = 2 if recomputes else 1
+    rows = 2 * (forwards + 1) * num_rows * row_bytes
+    return (rows + forwards * num_experts * COUNT_BYTES) * (ep - 1) // ep

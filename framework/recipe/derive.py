@@ -36,6 +36,14 @@ class Derived:
     ranks_per_node: int = 1  # ranks on each node, at most launch.ranks_per_node
     epochs: float | None = None  # where steps and total_tokens are still to follow from the data
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees as a run shows them: expert_tp only where it is not what ep and tp make of it by themselves."""
+        is_default = self.expert_tp == (1 if self.ep > 1 else self.tp)
+        return {
+            axis: getattr(self, axis) for axis in ("pp", "dp", "cp", "tp", "ep", *([] if is_default else ["expert_tp"]))
+        }
+
 
 def compiles(memory: Memory) -> bool:
     """Whether layers are compiled. `auto` is never: on CPUs it is proved and does not pay, on GPUs nobody has run it."""

@@ -19,13 +19,15 @@ from framework.recipe.schema import Data, Recipe
 def describe_derived(derived: Derived) -> str:
     """The numbers that follow from a recipe, each with how it comes about."""
     d = derived
-    axes = " x ".join(f"{axis} {getattr(d, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep"))
+    axes = " x ".join(f"{axis} {getattr(d, axis)}" for axis in ("dp", "tp", "pp", "cp"))
+    is_dense = d.ep == 1 and d.expert_tp == d.tp
+    experts = "" if is_dense else f"; experts: ep {d.ep}, expert_tp {d.expert_tp}"
     microbatches = f"{d.accumulation} microbatch{'es' if d.accumulation != 1 else ''} of {d.sequences_per_microbatch}"
     length = f"{d.total_tokens // d.tokens_per_step:,} steps = {d.total_tokens:,} tokens"
     if d.epochs is not None:
         length = f"{d.epochs:g} passes over the text: steps follow when the data is prepared"
     rows = (
-        ("world", f"{d.world} rank{'s' if d.world != 1 else ''}: {axes}"),
+        ("world", f"{d.world} rank{'s' if d.world != 1 else ''}: {axes}{experts}"),
         ("step", f"{d.sequences_per_step:,} sequences of {d.context:,} tokens = {d.tokens_per_step:,} tokens"),
         ("accumulation", f"{microbatches} on " + (f"each of {d.dp} dp ranks" if d.dp != 1 else "the only dp rank")),
         ("run", length),

@@ -33,7 +33,7 @@ def describe_run(
         start_step=start_step,
         tokens_per_step=plan.derived.tokens_per_step,
         world=plan.derived.world,
-        degrees={name: plan.topology.size(name) for name in ("pp", "dp", "cp", "tp", "ep")},
+        degrees=plan.derived.degrees,
         device=device,
         model=plan.config.model_type,
         num_parameters=plan.size.total,

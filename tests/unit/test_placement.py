@@ -39,6 +39,25 @@ def test_dense_64_on_8_nodes():
     assert placement.describe() == "8 nodes of 8 ranks: tp in a node, dp over 4 nodes, pp over 2 nodes"
 
 
+@pytest.mark.parametrize(
+    ("degrees", "advised"),
+    [
+        ({"dp": 16, "ep": 8}, None),
+        ({"dp": 32, "ep": 16}, 8),
+        ({"dp": 24, "ep": 6}, 2),  # fits a node of 8, but every third group lies on two
+        ({"dp": 16, "tp": 4, "ep": 4, "expert_tp": 4}, 2),
+        ({"dp": 16, "tp": 4, "ep": 4, "expert_tp": 1}, None),
+        (
+            {"dp": 9, "tp": 8, "ep": 9, "expert_tp": 8},
+            None,
+        ),  # a slice of an expert fills a node's rank: nothing is left to advise
+    ],
+)
+def test_experts_that_leave_their_node_without_need_are_told_the_degree_that_stays(degrees, advised):
+    advice = Placement(Topology(**degrees), ranks_per_node=8).advise_experts()
+    assert (f"parallel.ep={advised} " in advice) if advised else advice == ""
+
+
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 8, 16])
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4, 6, 8])
 def test_the_rule_refuses_just_the_degrees_whose_group_leaves_its_node(tp, ranks_per_node):

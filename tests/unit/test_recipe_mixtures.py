@@ -8,6 +8,8 @@ from framework.errors import RecipeError
 from framework.model.flops import measure_model
 from framework.model.load import build_meta
 from framework.plan.check import check_layout, most_bytes
+from framework.plan.page import describe_plan
+from framework.plan.relief import show_bytes
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from tests.grid import few_of
@@ -66,6 +68,29 @@ def test_a_rank_of_every_promised_layout_fits_a_gpu_of_80_gb(experiment, nodes):
 @pytest.mark.parametrize(("experiment", "nodes"), few_of(TOO_FEW, lambda experiment, _: experiment == "mixtral_8x7b"))
 def test_the_plan_says_where_there_are_too_few_gpus(experiment, nodes):
     assert most_bytes(check_layout(compose_on(experiment, nodes))) > BYTES
+
+
+def test_the_page_says_which_experts_a_rank_has_and_what_is_sent_to_them():
+    plan = check_layout(compose_on("qwen3_30b_a3b", 4))
+    page = "\n".join(describe_plan(plan))
+    assert "experts       128 in each of 48 layers, 8 for a token; 16 on a rank, ep 8 x 4 copies, whole\n" in page
+    # gate, up and down of 16 experts in 48 layers, two bytes each
+    assert show_bytes(16 * 48 * 3 * 2048 * 768 * 2) == "6.8 GiB"
+    assert "their parameters take at most 6.8 GiB of a rank" in page
+    # 4 and with recomputation 2 more, x tokens x top-k x hidden x 2 bytes x 7/8, and before each forward 128 numbers of rows
+    sent = 6 * 4096 * 8 * 2048 * 2 * 7 // 8 + 2 * 128 * 8 * 7 // 8
+    assert f"a rank sends {show_bytes(sent)} per layer and microbatch" in page
+    assert plan.traffic(0)["ep"] == 48 * plan.derived.accumulation * sent
+    assert "mlp.experts.down_proj" in page
+    assert "sharded over ep along dim 0" in page
+
+
+@pytest.mark.parametrize(("expert_tp", "share"), [(1, 2), (2, 1)])
+def test_ranks_of_tp_that_have_whole_experts_send_a_part_of_the_tokens_each(expert_tp, share):
+    layout = ("parallel.tp=2", "parallel.ep=4", f"parallel.expert_tp={expert_tp}", "memory=none")
+    plan = check_layout(compose(["experiment=qwen3_30b_a3b", *layout]).require())
+    rows = 4096 * 8 // share
+    assert plan.expert_traffic(plan.mixtures[0]) == (4 * rows * 2048 * 2 + 128 * 8) * 3 // 4
 
 
 def test_too_few_ranks_for_the_stages_are_refused():
