@@ -27,8 +27,18 @@ from framework.recipe.schema import Model
 
 # What Hugging Face raises for values of a config that it does not take, or that do not fit one another (a list of layers' kinds).
 REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError)
-# What a model's forward raises where it wants more than it is given: other inputs, or a value that its config leaves open.
-FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+# What models raise, when they are built or run, where they want more than they get: other inputs, or a value that the config
+# leaves open.
+FORWARD_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    KeyError,
+    AssertionError,
+    ImportError,
+)
 
 
 def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_config) -> PretrainedConfig:

@@ -12,18 +12,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-import yaml
 from transformers.utils.logging import set_verbosity_error
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError, RecipeError
 from framework.plan.check import check_layout
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
+from framework.recipe.files import search_path
+from framework.recipe.overrides import parse_overrides
+from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 from framework.verify.command import Verification, prepare, run
 from framework.verify.draws import CHOICES, MAX_RANKS, Drawn, draw, write
@@ -55,11 +58,14 @@ class Campaign:
     def options(self) -> Options:
         return Options(steps=self.steps, device=self.device, strict=True)
 
-    @property
+    @cached_property
     def given(self) -> Mapping[str, Any]:
-        """The overrides that take the place of what would be drawn, by key."""
-        pairs = (text.partition("=") for text in self.overrides)
-        return {key: yaml.safe_load(value) for key, _, value in pairs if key in DRAWN_KEYS}
+        """The overrides that take the place of what would be drawn, by key. Raises RecipeError for one that is none."""
+        command = parse_overrides(self.overrides, search_path(self.recipes))
+        if command.problems:
+            raise RecipeError(render_problems(command.problems))
+        found = [*command.choices, *command.values]
+        return {each.key_or_group: each.value() for each in found if each.key_or_group in DRAWN_KEYS}
 
     def write(self, drawn: Drawn) -> list[str]:
         """The overrides of a draw."""

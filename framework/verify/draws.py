@@ -8,6 +8,7 @@ which have a use beside one another.
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -63,12 +64,13 @@ class Choice:
             drawn[self.key] = rng.choice(fitting)
 
 
-def _is_mixture(drawn: Drawn, _value: Any = None) -> bool:
-    return drawn["model.family"] in MIXTURES
+def _may_have_experts(drawn: Drawn, _value: Any = None) -> bool:
+    """Whether the family is none of those that are known to be dense: of the others only their models tell."""
+    return drawn["model.family"] not in DENSE
 
 
 def _fits_experts(drawn: Drawn, value: str) -> bool:
-    return _is_mixture(drawn) and not (value == "grouped_mm" and drawn["precision"] == "fp64")
+    return _may_have_experts(drawn) and not (value == "grouped_mm" and drawn["precision"] == "fp64")
 
 
 def _fits_ranks(drawn: Drawn, value: int) -> bool:
@@ -82,11 +84,11 @@ def _ranks_left(drawn: Drawn) -> int:
 
 
 def _fits_ep(drawn: Drawn, value: int) -> bool:
-    return _is_mixture(drawn) and drawn["launch.ranks"] // drawn["parallel.pp"] % value == 0
+    return _may_have_experts(drawn) and drawn["launch.ranks"] // drawn["parallel.pp"] % value == 0
 
 
 def _fits_expert_tp(drawn: Drawn, value: int | None) -> bool:
-    return _is_mixture(drawn) and value in (None, 1, drawn["parallel.tp"])
+    return _may_have_experts(drawn) and value in (None, 1, drawn["parallel.tp"])
 
 
 def _splits_weights(drawn: Drawn, _value: Any) -> bool:
@@ -127,6 +129,7 @@ def _is_optimizer(*names: str) -> Callable[[Drawn, Any], bool]:
     return lambda drawn, value: drawn["optim.name"] in names
 
 
+@cache
 def list_choices() -> tuple[Choice, ...]:
     """Everything that is drawn, in this order: the table without degrees that the recipe does not have."""
     known = {key.path for key in list_keys()}
@@ -140,7 +143,7 @@ CHOICES = (
     Choice("train.steps", (5, 50)),
     Choice("config.vocab_size", (None, 96, 97, 101)),
     Choice("config.tie_word_embeddings", (None, True, False)),
-    Choice("config.output_router_logits", (None, True), _is_mixture),
+    Choice("config.output_router_logits", (None, True), _may_have_experts),
     Choice("model.attention", ("auto", "auto", "eager", "sdpa")),
     Choice("model.experts", ("auto", "eager", "batched_mm", "grouped_mm"), _fits_experts),
     Choice("model.freeze", ([], [], [], ["embed|wte|wpe"], ["bias|norm|ln"], [r"\.0\."])),

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from framework.errors import ModelError
+from framework.errors import ModelError, RecipeError
 from framework.model.load import load_config
 from framework.recipe.compose import compose
 from framework.recipe.schema import Recipe
@@ -55,7 +55,7 @@ def test_every_value_is_drawn_within_500_draws() -> None:
 
 def test_a_drawn_value_is_in_the_recipe_that_its_command_says() -> None:
     """Whatever is drawn comes back from the overrides, as the recipe has it."""
-    for number in range(12):
+    for number in range(6):
         drawn = draw(2, number, 0, PLAIN | {"model.family": "qwen3"})
         recipe = recipe_of(drawn)
         for key, value in drawn.items():
@@ -96,8 +96,13 @@ def test_a_value_comes_back_from_the_command_line(value: object) -> None:
 
 
 def test_overrides_take_the_place_of_what_is_drawn() -> None:
-    campaign = Campaign(1, overrides=["parallel.tp=2", "optim.clip_norm=null", "zero.stage=3", "track.every_steps=2"])
-    assert campaign.given == {"parallel.tp": 2, "optim.clip_norm": None, "zero.stage": 3}
+    campaign = Campaign(
+        1, overrides=["parallel.tp=2", "optim.clip_norm=null", "precision=fp64", "optim.lr=1e-4", "track.every_steps=2"]
+    )
+    assert campaign.given == {"parallel.tp": 2, "optim.clip_norm": None, "precision": "fp64", "optim.lr": 1e-4}
     words = campaign.write(draw(0, 0, 0, campaign.given))
     assert words.count("parallel.tp=2") == 1
+    assert "optim.lr=0.0001" in words
+    with pytest.raises(RecipeError, match="an override is written key=value"):
+        assert Campaign(1, overrides=["optim.lr"]).given
     assert words[-1] == "track.every_steps=2"
