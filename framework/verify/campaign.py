@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers.utils.logging import set_verbosity_error
 
-from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError, RecipeError
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError, ModelError, RecipeError, TopologyError
 from framework.plan.check import check_layout
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
@@ -41,6 +41,8 @@ TIMEOUT_S = 300.0
 # So many refusals one after another are those of the given overrides, which fit nothing that is drawn.
 MAX_ATTEMPTS = 100
 REASON_WIDTH = 110
+# What ranks may find, with an explanation, where only a forward pass can tell. Whatever else they raise is a failure.
+LATE_REFUSALS = (ModelError, RecipeError, TopologyError)
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ def _verify_attempt(campaign: Campaign, drawn: Drawn, pool: RankPool) -> Recipe:
             code = run(prepared)
     except NothingToCompare as error:
         raise Refused(_summarize(str(error), drawn["model.family"])) from error
+    except LATE_REFUSALS as error:
+        raise Refused(f"by ranks, not by check: {_summarize(str(error), drawn['model.family'])}") from error
     except Exception as error:
         raise Failed(overrides, f"{printed.getvalue()}{traceback.format_exc()}") from error
     if code != EXIT_DONE:
@@ -182,7 +186,7 @@ def _verify_attempt(campaign: Campaign, drawn: Drawn, pool: RankPool) -> Recipe:
 
 def _prepare(campaign: Campaign, overrides: Sequence[str], pool: RankPool) -> Verification:
     recipe = compose(overrides, campaign.recipes).require()
-    check_layout(recipe)  # before ranks start: what they raise after it is a failure, however well it is explained
+    check_layout(recipe)
     prepared = prepare(recipe, campaign.options)
     initial_weights(
         prepared.sides.config, recipe.train.seed
