@@ -28,6 +28,20 @@ _QUANTIZED = "training quantized weights is not in this version: precision.compu
 _CHAT = "chat formats are not in this version: it trains on plain text, data.sources.NAME.field of each record"
 _PREFERENCES = "training on preferences is not in this version: it trains to predict the next token"
 
+_AUX_LOSS = "model.config.router_aux_loss_coef, in the loss with model.config.output_router_logits=true"
+_NO_Z_LOSS = (
+    "a z-loss of routers is not in this version: no family of transformers has one that the exported model would know"
+)
+_EXPERT_COUNT = "the number of experts is the family's: model.config.num_experts, num_local_experts or n_routed_experts"
+_TOP_K = "model.config.num_experts_per_tok, under the name that the family's config has"
+_EXPERT_WIDTH = "model.config.moe_intermediate_size, or model.config.intermediate_size where all layers have experts"
+_DISPATCH = "tokens always travel by all-to-all (parallel.ep); with parallel.expert_hierarchical node by node"
+_GROUPED = (
+    "model.experts chooses how experts are multiplied; with parallel.ep grouped matmuls are used where they are fast"
+)
+_CAPACITY = "model.expert_capacity, over an even share; null (the default) drops no token"
+_SCORING = "how a router scores is the family's: model.family and its model.config"
+
 _HF_TRAINER = MappingProxyType(
     {
         "learning_rate": "optim.lr",
@@ -119,6 +133,15 @@ _DEEPSPEED = MappingProxyType(
         "wall_clock_breakdown": "metrics.jsonl has the times of every step",
         "communication_data_type": "precision.reduce",
         "activation_checkpointing.partition_activations": "memory.activation_checkpointing",
+        "moe.ep_size": "parallel.ep",
+        "moe_expert_parallel_size": "parallel.ep",
+        "moe.num_experts": _EXPERT_COUNT,
+        "use_tutel": _GROUPED,
+        "min_capacity": _CAPACITY,
+        "eval_capacity_factor": "validation drops as training does: model.expert_capacity",
+        "drop_tokens": _CAPACITY,
+        "use_residual": "shared experts are the family's: model.family and its model.config",
+        "noisy_gate_policy": _SCORING,
     }
 )
 _MEGATRON = MappingProxyType(
@@ -127,6 +150,35 @@ _MEGATRON = MappingProxyType(
         "pipeline_model_parallel_size": "parallel.pp",
         "context_parallel_size": "parallel.cp",
         "expert_model_parallel_size": "parallel.ep",
+        "expert_tensor_parallel_size": "parallel.expert_tp",
+        "num_moe_experts": _EXPERT_COUNT,
+        "moe_router_topk": _TOP_K,
+        "moe_ffn_hidden_size": _EXPERT_WIDTH,
+        "moe_shared_expert_intermediate_size": "model.config.shared_expert_intermediate_size or n_shared_experts, by the family",
+        "moe_layer_freq": "model.config.first_k_dense_replace, mlp_only_layers or decoder_sparse_step, by the family",
+        "moe_aux_loss_coeff": _AUX_LOSS,
+        "moe_z_loss_coeff": _NO_Z_LOSS,
+        "moe_router_load_balancing_type": "model.config.output_router_logits=true (auxiliary loss) or model.router_bias_rate",
+        "moe_router_enable_expert_bias": "model.router_bias_rate, for families whose routers have a correction bias",
+        "moe_router_bias_update_rate": "model.router_bias_rate",
+        "moe_router_score_function": _SCORING,
+        "moe_router_pre_softmax": _SCORING,
+        "moe_router_topk_scaling_factor": "model.config.routed_scaling_factor",
+        "moe_router_num_groups": "model.config.n_group",
+        "moe_router_group_topk": "model.config.topk_group",
+        "moe_router_dtype": "routers compute in the dtype that the family's code gives them",
+        "moe_expert_capacity_factor": "model.expert_capacity",
+        "moe_token_drop_policy": "model.expert_drop",
+        "moe_pad_expert_input_to_capacity": "experts compute the tokens that they get, without padding",
+        "moe_token_dispatcher_type": _DISPATCH,
+        "moe_flex_dispatcher_backend": _DISPATCH,
+        "moe_enable_deepep": _DISPATCH,
+        "moe_grouped_gemm": _GROUPED,
+        "moe_permute_fusion": _GROUPED,
+        "overlap_moe_expert_parallel_comm": "parallel.expert_overlap",
+        "moe_shared_expert_overlap": "shared experts are computed while tokens travel, always",
+        "moe_per_layer_logging": "the load of every layer's experts is reported by itself: docs/experts.md",
+        "moe_layer_recompute": "memory.activation_checkpointing",
         "data_parallel_size": "parallel.dp",
         "tensor_parallel_size": "parallel.tp",
         "pipeline_parallel_size": "parallel.pp",
@@ -203,6 +255,16 @@ _TORCHTITAN = MappingProxyType(
         "pipeline_parallel_degree": "parallel.pp",
         "context_parallel_degree": "parallel.cp",
         "expert_parallel_degree": "parallel.ep",
+        "expert_tensor_parallel_degree": "parallel.expert_tp",
+        "expert_parallel_comm_backend": _DISPATCH,
+        "moe_args.num_experts": _EXPERT_COUNT,
+        "moe_args.top_k": _TOP_K,
+        "num_shared_experts": "shared experts are the family's: model.config.n_shared_experts, as the family has it",
+        "score_func": _SCORING,
+        "route_norm": "model.config.norm_topk_prob",
+        "route_scale": "model.config.routed_scaling_factor",
+        "use_grouped_mm": _GROUPED,
+        "load_balance_coeff": "model.router_bias_rate",
         "optimizer.name": "optim.name",
         "optimizer.lr": "optim.lr",
         "optimizer.eps": "optim.eps",
@@ -252,6 +314,8 @@ _AXOLOTL = MappingProxyType(
         "saves_per_epoch": "checkpoint.every_steps",
         "evals_per_epoch": "train.validate_every_steps",
         "fsdp_config": _ZERO,
+        "expert_parallel_size": "parallel.ep",
+        "moe_kernels": _GROUPED,
         "adapter": _ADAPTERS,
         "peft": _ADAPTERS,
         **dict.fromkeys(
@@ -274,6 +338,7 @@ _LLAMA_FACTORY = MappingProxyType(
         "preprocessing_num_workers": "`meshwright prepare --workers N`",
         "neat_packing": "data.pack, such as data.pack=documents",
         "flash_attn": "model.attention, such as model.attention=flash_attention_2",
+        "moe_aux_loss_coef": _AUX_LOSS,
         "plot_loss": "report.png in the run's folder has the curves",
         "finetuning_type": _ADAPTERS,
         "freeze_trainable_layers": "model.freeze",
@@ -287,6 +352,18 @@ _LLAMA_FACTORY = MappingProxyType(
 )
 _OTHERS = MappingProxyType(
     {
+        **dict.fromkeys(
+            ("router_aux_loss_coef", "aux_loss_alpha", "aux_loss_coef", "load_balancing_loss_coef"), _AUX_LOSS
+        ),
+        **dict.fromkeys(("router_z_loss_coef", "z_loss_coef", "moe_zloss_weight"), _NO_Z_LOSS),
+        **dict.fromkeys(("num_experts", "n_experts", "num_local_experts", "n_routed_experts"), _EXPERT_COUNT),
+        **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"), _TOP_K),
+        **dict.fromkeys(("capacity_factor", "moe_capacity_factor", "expert_capacity"), "model.expert_capacity"),
+        "moe_intermediate_size": _EXPERT_WIDTH,
+        "output_router_logits": "model.config.output_router_logits",
+        "norm_topk_prob": "model.config.norm_topk_prob",
+        "expert_parallel": "parallel.ep",
+        "enable_expert_parallel": "parallel.ep, the number of ranks that divide the experts",
         "offload.optimizer": _NO_OFFLOAD,
         "offload.parameters": _NO_OFFLOAD,
         "offload.activations": _NO_OFFLOAD,
