@@ -1,13 +1,14 @@
 """A pipeline stage on this rank, as the executor drives it: part of the model, its parameters, gradients and hooks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from framework.comm.algorithms import Pending
 from framework.data.pack import Microbatch
 from framework.model.expert_load import ExpertLoad
 from framework.model.loss import TokenLoss
@@ -27,7 +28,8 @@ class StepInputs:
     """What one step asks of the stages of a rank.
 
     microbatches: on the device; first those to train on, then those of validation. seeds: of the random draws in each microbatch
-    to train on. num_tokens: int64 scalar, the loss tokens of the whole batch, by which losses are divided. num_microbatches: of
+    to train on. num_tokens: int64 scalar, the loss tokens of the whole batch, by which losses are divided, once `counting` has
+    ended. num_microbatches: of
     the whole batch, over which load-balancing losses are averaged.
     """
 
@@ -35,6 +37,7 @@ class StepInputs:
     seeds: Sequence[tuple[int | str, ...]]
     num_tokens: Tensor
     num_microbatches: int
+    counting: Pending = field(default_factory=Pending)
 
 
 class RankStage:
@@ -113,6 +116,7 @@ class RankStage:
     def _part_of_loss(self, microbatch: int, output: Any, *sums: Tensor) -> Tensor:
         """sums: of routers, over all layers."""
         inputs = self.inputs
+        inputs.counting.wait()
         loss = self._loss(output.logits, inputs.microbatches[microbatch].labels, inputs.num_tokens)
         if self.model.routers is not None:
             auxiliary = self.model.routers.loss

@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import Pending
 from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
@@ -89,8 +88,8 @@ class Run:
 
     @cached_property
     def held(self) -> Tensor:
-        """[trained parameters of the model] uint8 on the device: 1 for those that this rank trains."""
-        held = torch.zeros(len(self.parameter_index), dtype=torch.uint8)
+        """[trained parameters of the model] fp64 on the device: 1 for those that this rank trains."""
+        held = torch.zeros(len(self.parameter_index), dtype=torch.float64)
         held[[each.index for each in self.trained]] = 1
         return upload(held, self.mesh.device)
 
@@ -139,12 +138,15 @@ def train_step(
     own = [_to_device(microbatch, run.mesh.device) for microbatch in microbatches]
     filling = _take(run, validation, run.pipeline.room(len(own)))
     num_tokens = torch.stack([count_loss_tokens(each.labels) for each in own]).sum()
-    all_reduce(num_tokens, batch_axis)
+    # Nobody waits for the count before a loss needs it.
+    counting = start_all_reduce(num_tokens, batch_axis)
     seeds = [(run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank) for index in range(len(own))]
     for stage in run.stages.values():
         stage.gradients.start_step()
     run.load.start_step(is_reported)
-    losses, timed = _execute(run, StepInputs([*own, *filling], seeds, num_tokens, len(own) * batch_axis.size))
+    inputs = StepInputs([*own, *filling], seeds, num_tokens, len(own) * batch_axis.size, counting)
+    losses, timed = _execute(run, inputs)
+    counting.wait()
     validation.add(filling, losses[len(own) :])
     validation.num_free += len(filling)
     for stage in run.stages.values():
@@ -172,18 +174,16 @@ def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, .
 def _update(run: Run, loss: Tensor, lr: float, flags: Flags, loads: Tensor | None) -> StepSums:
     """Sum loss, norm and flags over the world, then clip and update, unless loss or norm is not finite. loads: of experts."""
     missed = [each for each in run.trained if not each.view.is_reached]
-    reached, pending = _start_reached(run, missed)
     # The loss is on all ranks of tp.
     terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted_rows, run.mesh.device)
-    sums = StepSums.pack(*terms, flags, run.mesh.device)
-    all_reduce(sums.vector, run.mesh.axis("world"))
-    pending.wait()
+    sums = StepSums.pack(*terms, flags, _find_reached(run, missed), run.mesh.device)
+    all_reduce(sums.terms, run.mesh.axis("world"))
     norm = sums.take_root()
     divisor = clip_divisor(norm, run.clip_norm)
     for stage in run.stages.values():
         stage.parameters.update()
     is_finite = sums.loss.isfinite() & norm.isfinite()
-    with run.optimizer.preserving(_missed_elements(run, missed, reached)):
+    with run.optimizer.preserving(_missed_elements(run, missed, sums.reached)):
         run.optimizer.step(lr, divisor, skip=~is_finite)
     run.biases.update(loads, is_finite)
     for buffer in run.buffers:
@@ -191,20 +191,15 @@ def _update(run: Run, loss: Tensor, lr: float, flags: Flags, loads: Tensor | Non
     return sums
 
 
-def _start_reached(run: Run, missed: Sequence[TrainedParameter]) -> tuple[Tensor, Pending]:
-    """Start to find which parameters some rank's backward has reached: [trained parameters of the model] uint8, 1 for those, when
-    the operation has ended. Reduces a byte for each parameter over the world (its maximum), beside this rank's sum of squares.
-
-    Why in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear in this
-    very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait for
-    one another, or for the device. No fixed number of scalars holds an exact answer.
-    """
+def _find_reached(run: Run, missed: Sequence[TrainedParameter]) -> Tensor:
+    """[trained parameters of the model] fp64: 1 for those that this rank's backward has reached."""
+    if not missed:
+        return run.held
     reached = run.held.clone()
-    if missed:
-        anyway = {each.index for each in run.trained if each.view.is_reached}
-        for index in {each.index for each in missed} - anyway:
-            reached[index].zero_()
-    return reached, start_all_reduce(reached, run.mesh.axis("world"), "max", "reached parameters")
+    anyway = {each.index for each in run.trained if each.view.is_reached}
+    for index in {each.index for each in missed} - anyway:
+        reached[index].zero_()
+    return reached
 
 
 def _missed_elements(run: Run, missed: Sequence[TrainedParameter], reached: Tensor) -> list[Missed]:

@@ -1,7 +1,6 @@
-"""What all ranks learn of a step: a fixed number of scalars, summed over the world in one all-reduce.
+"""What all ranks learn of a step: a few scalars and a number for each trained parameter, summed over the world in one all-reduce.
 
-Its size depends on neither the world nor the model. What has one number for each rank (`loop.RankTimes`) is gathered for
-reported steps only; what has one for each parameter (`step._start_reached`) travels as bytes in a reduction of its own.
+What has one number for each rank (`loop.RankTimes`) is gathered for reported steps only.
 """
 
 from collections.abc import Sequence
@@ -23,18 +22,37 @@ class Flags:
 
 @dataclass(frozen=True)
 class StepSums:
-    """vector: [4] fp64 on the device: loss, squared norm of the gradient (its norm after `take_root`), ranks that ask to stop,
-    ranks that ask to save."""
+    """terms: [4 + P] fp64 on the device: loss, squared norm of the gradient (its norm after `take_root`), ranks that ask to stop,
+    ranks that ask to save; then for each of the model's P trained parameters the ranks whose backward has reached it.
 
-    vector: Tensor
+    Why the last in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear in
+    this very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait for
+    one another, or for the device. No fixed number of scalars holds an exact answer. Beside the scalars, because a message costs
+    the host far more than its bytes: 8 for each parameter tensor, 10 KiB of a model of 671B.
+    """
+
+    terms: Tensor
 
     @classmethod
-    def pack(cls, loss: Tensor, squared_norm: Tensor, flags: Flags, device: torch.device) -> "StepSums":
-        """This rank's terms. loss, squared_norm: scalars on the device, in any dtype."""
-        sums = cls(upload_values([0.0, 0.0, flags.stop, flags.save], torch.float64, device))
+    def pack(
+        cls, loss: Tensor, squared_norm: Tensor, flags: Flags, reached: Tensor, device: torch.device
+    ) -> "StepSums":
+        """This rank's terms. loss, squared_norm: scalars on the device, in any dtype; reached: [P] fp64, 1 or 0."""
+        scalars = upload_values([0.0, 0.0, flags.stop, flags.save], torch.float64, device)
+        sums = cls(torch.cat([scalars, reached]))
         sums.loss.copy_(loss)
         sums.vector[1].copy_(squared_norm)
         return sums
+
+    @property
+    def vector(self) -> Tensor:
+        """The four scalars, [4]: a view."""
+        return self.terms[:4]
+
+    @property
+    def reached(self) -> Tensor:
+        """[P], above 0 for parameters that some rank has reached, once it is summed over the world: a view."""
+        return self.terms[4:]
 
     @property
     def loss(self) -> Tensor:
