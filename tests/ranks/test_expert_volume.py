@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +29,7 @@ from framework.recipe.schema import Memory, Parallel, Recipe
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
+from tests.grid import few_of
 from tests.ranks.parity import CONTEXT, CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
@@ -114,10 +116,15 @@ LAYOUTS = {
 }
 
 
-def test_bytes_of_an_even_step_are_those_of_theory(pool: RankPool) -> None:
-    case = Case("", family("qwen3_moe"), LAYOUTS, CHANGES)
-    by_rank = pool.run(4, measure_volume, case, nullcontext)
-    for label, recipe in LAYOUTS.items():
+# The others say the same of fewer ranks or of two things at once.
+SHOWN = ("ep 4 in bf16", "ep 2 twice, recomputed", "from shards of tokens", "from replicated tokens")
+
+
+@pytest.mark.parametrize("labels", few_of([(SHOWN,), (tuple(LAYOUTS),)], lambda labels: labels == SHOWN))
+def test_bytes_of_an_even_step_are_those_of_theory(pool: RankPool, labels: tuple[str, ...]) -> None:
+    layouts = {label: LAYOUTS[label] for label in labels}
+    by_rank = pool.run(4, measure_volume, Case("", family("qwen3_moe"), layouts, CHANGES), nullcontext)
+    for label, recipe in layouts.items():
         found = {rank: by_rank[rank][label] for rank in range(derive(recipe).world)}
         assert found == {rank: expect_volume(recipe, rank) for rank in found}, label
 
