@@ -3,10 +3,17 @@
 Run `python scripts/sweep_families.py [model_type ...]`: one line per model type from its default config, then a count.
   trains   one forward and backward pass on CPU is finite
   weights  `write_weights` gives the files of `save_pretrained`, and `read_weights` returns the state dict from them
+
+With --experts: families with experts only, each through `meshwright verify --fp64` on layouts that divide its experts, 2 to 4
+ranks: does every layout train as one process does, or say why it cannot?
 """
 
+import argparse
+import contextlib
+import io
+import json
 import logging
-import sys
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -20,28 +27,84 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from framework.cli import main as meshwright
 from framework.mesh.box import Box
+from framework.model.experts import find_experts, find_unknown_experts
 from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_weights
 
+# Keys without which a family's default config has no experts, or does not build.
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "doge": {"is_moe": True},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 3},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+}
 
-def main(model_types: list[str]) -> None:
+# By name: what `verify` gets beside the model.
+EXPERT_LAYOUTS = {
+    "ep2": ["launch.ranks=2", "parallel.ep=2", "zero.stage=0"],
+    "ep2-zero3": ["launch.ranks=2", "parallel.ep=2", "zero.stage=3"],
+    "ep2-tp2": ["launch.ranks=2", "parallel.ep=2", "parallel.tp=2", "parallel.sequence=false"],
+    "ep2-tp2-sequence": ["launch.ranks=2", "parallel.ep=2", "parallel.tp=2", "parallel.sequence=true"],
+    "ep2-expert_tp2": ["launch.ranks=4", "parallel.ep=2", "parallel.tp=2", "parallel.expert_tp=2"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_types", nargs="*", metavar="model_type")
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--print", action="store_true", help="what verify prints where it is not equal")
+    arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     counts: Counter[tuple[str, ...]] = Counter()
-    for model_type in model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        results = examine(model_type)
-        counts[tuple(result.split(":")[0] for result in results)] += 1
-        print(f"{model_type:24s} {'; '.join(results)}", flush=True)
+    for model_type in arguments.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        results = examine_experts(model_type, arguments.print) if arguments.experts else examine(model_type)
+        if results:
+            counts[tuple(result.split(":")[0] for result in results)] += 1
+            print(f"{model_type:24s} {'; '.join(results)}", flush=True)
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
     for outcome, number in counts.most_common():
         print(f"{number:4d} {'; '.join(outcome)}")
 
 
+def build_config(model_type: str) -> PretrainedConfig:
+    return CONFIG_MAPPING[model_type](**COMPLETIONS.get(model_type, {}))
+
+
+def examine_experts(model_type: str, prints: bool) -> list[str]:
+    """An outcome for each layout; none where the family has no experts, or cannot be built."""
+    try:
+        model = meta(shrink(build_config(model_type)))
+    except Exception as error:
+        has_experts = any("expert" in key for key in CONFIG_MAPPING[model_type]().to_dict())
+        return [f"does not build: {describe(error)}"] if has_experts else []
+    if not any(True for _ in find_experts(model)) and not find_unknown_experts(model):
+        return []
+    return [f"{name} {verify(model_type, options, prints)}" for name, options in EXPERT_LAYOUTS.items()]
+
+
+def verify(model_type: str, options: list[str], prints: bool) -> str:
+    printed = io.StringIO()
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        Path(file.name).write_text(json.dumps({"model_type": model_type, **COMPLETIONS.get(model_type, {})}))
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = meshwright(["verify", "--model-config", file.name, "--fp64", *options])
+    told = re.search(r"(?s)(meshwright: |quantity ).*", printed.getvalue()) or [printed.getvalue()]
+    if code and prints:
+        print(f"{model_type} {' '.join(options)}\n{told[0]}")
+    return "ok" if code == 0 else f"exit {code}: {' '.join(told[0].split())[:160]}"
+
+
 def examine(model_type: str) -> list[str]:
     try:
-        full = CONFIG_MAPPING[model_type]()
+        full = build_config(model_type)
         meta(full)
     except Exception as error:
         return [f"default config does not build: {describe(error)}"]
@@ -106,4 +169,4 @@ def describe(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -145,6 +145,13 @@ FAMILIES: tuple[Family, ...] = (
             num_experts_per_tok=2, moe_layers=[0, 2], attention_chunk_size=5, no_rope_layers=[1, 0, 1]),
     _family("ernie4_5_moe", LLAMA, moe_num_experts=8, moe_k=3, moe_intermediate_size=24, moe_num_shared_experts=1,
             moe_layer_start_index=1, moe_layer_end_index=2),
+    # Two attentions in a layer; some of its experts' numbers mean the token itself.
+    _family("longcat_flash", {**DEEPSEEK, "num_hidden_layers": 6}, ffn_hidden_size=56, moe_topk=3,
+            expert_ffn_hidden_size=24, zero_expert_num=3, head_dim=4, routed_scaling_factor=2.0),
+    # Experts without a gate; here without its state-space layers, which tensor parallelism does not split.
+    _family("nemotron_h", LLAMA, head_dim=8, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=16, n_shared_experts=1,
+            layers_block_type=["attention", "moe", "attention"]),
     _family("diffllama", LLAMA),
     _family("biogpt", SHARED, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
             pad_token_id=0, max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0,

@@ -5,15 +5,18 @@
     expert-major  (hidden [E * T, H]) -> [E * T, H]                       gate_up_proj [E, H, 2I], down_proj [E, I, H]
 
 The first is that of all families whose experts transformers lets choose among several kernels; they say by attributes how their
-weights lie. The second is llama4's: every expert is given every token, times its score, which is zero where it was not chosen.
+weights lie. longcat_flash's do not and are read off their shapes; a number beyond its experts' means the token itself. The second
+is llama4's: every expert is given every token, times its score, which is zero where it was not chosen.
 
     T tokens, k experts per token, E experts, H hidden features, I features inside an expert
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -23,6 +26,8 @@ class ExpertsForm:
 
     first: the name of the weight that reads hidden states; its outputs are gate and up if it `has_gate`, in halves if
     `is_concatenated`, else in turn. is_transposed: weights are [E, inputs, outputs]. is_expert_major: called as llama4's.
+    has_identity: an index of E or more means the token itself; the first weight has unused matrices behind its E.
+    has_kernels: transformers chooses its kernel, and it says how gate and up become one.
     """
 
     first: str
@@ -30,6 +35,8 @@ class ExpertsForm:
     is_concatenated: bool
     is_transposed: bool
     is_expert_major: bool = False
+    has_identity: bool = False
+    has_kernels: bool = True
 
     @property
     def last(self) -> str:
@@ -38,7 +45,7 @@ class ExpertsForm:
 
     def activate(self, experts: Any, x: Tensor) -> Tensor:
         """What stands between the two matmuls: [R, 2I], or [R, I] without a gate -> [R, I]."""
-        if self.is_expert_major:
+        if not self.has_kernels:
             gate, up = x.chunk(2, dim=-1)
             return up * experts.act_fn(gate)
         return experts._apply_gate(x) if self.has_gate else experts.act_fn(x)
@@ -52,7 +59,17 @@ def form_of(module: nn.Module) -> ExpertsForm | None:
         return ExpertsForm(first, experts.has_gate, experts.is_concatenated, experts.is_transposed)
     own = dict(module.named_parameters(recurse=False))
     if set(own) == {"gate_up_proj", "down_proj"} and all(each.ndim == 3 for each in own.values()):
-        return ExpertsForm("gate_up_proj", True, True, True, is_expert_major=True)
+        return _read_shapes(module, own["gate_up_proj"].shape, own["down_proj"].shape)
+    return None
+
+
+def _read_shapes(module: nn.Module, first: torch.Size, last: torch.Size) -> ExpertsForm | None:
+    """The form of gate_up_proj and down_proj that are all of a module. first, last: their shapes."""
+    is_routed = "top_k_index" in signature(type(module).forward).parameters
+    if not is_routed and first == (last[0], last[2], 2 * last[1]):
+        return ExpertsForm("gate_up_proj", True, True, True, is_expert_major=True, has_kernels=False)
+    if is_routed and first[1:] == (2 * last[2], last[1]):
+        return ExpertsForm("gate_up_proj", True, True, False, has_identity=first[0] > last[0], has_kernels=False)
     return None
 
 
@@ -62,6 +79,26 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm
         form = form_of(module)
         if form is not None:
             yield name, module, form
+
+
+def find_unknown_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that hold experts in no form known here, with their names, the outermost of each: lists of MLPs, matrices that lie
+    in one of two dims, projections that are routed one by one. Shared experts are none: every token meets them."""
+    known = [name for name, _, _ in find_experts(model)]
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        is_named = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
+        is_outer = not any(name.startswith(f"{other}.") for other in known + [each for each, _ in found])
+        holds_known = any(other == name or other.startswith(f"{name}.") for other in known)
+        if (
+            is_named
+            and is_outer
+            and not holds_known
+            and "shared" not in name
+            and any(True for _ in module.parameters())
+        ):
+            found.append((name, module))
+    return found
 
 
 def count_experts(experts: nn.Module) -> int:

@@ -107,7 +107,7 @@ def build_meta(config: PretrainedConfig, attention: str = "auto") -> PreTrainedM
 def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.dtype) -> None:
     """Select the implementation of stacked experts' matmuls. `auto` keeps the family's, except in fp64, which has no grouped
     matmul."""
-    if all(form.is_expert_major for _, _, form in find_experts(model)):
+    if not any(form.has_kernels for _, _, form in find_experts(model)):
         return
     if implementation == "auto" and compute == torch.float64:
         implementation = "eager"

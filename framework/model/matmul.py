@@ -141,6 +141,14 @@ class RowGroups:
         # One call for all: a slice for each group is Python, 15 us of it in a loop of matmuls (docs/benchmarks.md, "Experts").
         return x.split_with_sizes(self.counts)
 
+    def padded(self, count: int) -> "RowGroups":
+        """With empty groups behind, `count` in all: for matrices at the end of a stack that no row meets."""
+        missing = count - len(self.offsets)
+        if missing == 0:
+            return self
+        last = self.offsets[-1:].expand(missing)
+        return RowGroups(self.bounds + self.bounds[-1:] * missing, torch.cat([self.offsets, last]))
+
 
 class StackedMatmul:
     """The three matmuls of a stack of weights [E, N, K], or [E, K, N] if it `is_transposed`, with rows in groups: as `Matmul`,

@@ -33,7 +33,7 @@ def compile_layers(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: 
     for layer in layers:
         for _, module, form in find_experts(layer):
             experts: Any = module
-            if not form.is_expert_major and experts.config._experts_implementation == "eager":
+            if form.has_kernels and experts.config._experts_implementation == "eager":
                 experts.forward = torch.compiler.disable(experts.forward)
         layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
     return layouts

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
+from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
@@ -27,6 +28,7 @@ from framework.model.materialize import set_parameter
 from framework.model.routed_tokens import RoutedTokens
 from framework.model.stage import StageBounds
 from framework.model.units import find_units, tied_names
+from framework.parallel.experts import split_experts
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
 from framework.recipe.schema import Memory, Model, Parallel, Recipe
@@ -189,9 +191,10 @@ def split(
     """A whole model on meta, in one stage, split over the axes."""
     units = find_units(model)
     num_layers = sum(unit.is_layer for unit in units)
+    alone = {name: Communicator(Axis(name, 1, 0)) for name in ("ep", "ep_inner", "ep_outer")}
     plan = StagePlan(
         recipe=recipe or recipe_of(),
-        axes={"tp": tp, "kv": kv, "expert_tp": tp},
+        axes={"tp": tp, "kv": kv, "expert_tp": tp, **alone},
         bounds=StageBounds(0, 1, 0, num_layers),
         tokens=TokenLayout(ROWS, tokens, tp.axis, sequence),
         units=tuple(units),
@@ -202,7 +205,7 @@ def split(
         device=CPU,
     )
     whole = {name: Layout(tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)}
-    return split_over_tp(model, whole, plan)
+    return split_over_tp(model, split_experts(model, whole, plan), plan)
 
 
 def split_vocabulary(model: PreTrainedModel, layouts: Mapping[str, Layout]) -> int:

@@ -39,10 +39,12 @@ from framework.parallel.experts.shared import SharedExperts
 
 
 class LocalExperts:
-    """The experts that this rank holds, [e, ...] of every weight, on rows in the order of the experts."""
+    """The experts that this rank holds, [e, ...] of every weight, on rows in the order of the experts. keeps_tokens: whether this
+    rank gives back tokens that are routed to themselves: where experts are sliced, one of those whose results are summed."""
 
-    def __init__(self, experts: nn.Module, form: ExpertsForm):
+    def __init__(self, experts: nn.Module, form: ExpertsForm, keeps_tokens: bool):
         self.experts, self.form = experts, form
+        self.keeps_tokens = keeps_tokens and form.has_identity
         self.first = StackedMatmul(experts, form.first, form.is_transposed)
         self.last = StackedMatmul(experts, form.last, form.is_transposed)
 
@@ -52,7 +54,8 @@ class LocalExperts:
 
     def compute(self, x: Tensor, ids: Tensor, groups: RowGroups) -> Tensor:
         """What each row's expert makes of it.  x: [R, H] -> [R, H]; ids: [R] int64, its number among this rank's experts."""
-        y = self._add_bias(self.first(x, groups), self.form.first, ids)
+        # longcat_flash's first weight has matrices behind those of its experts, which no row meets.
+        y = self._add_bias(self.first(x, groups.padded(len(self.first.weight))), self.form.first, ids)
         y = self._add_bias(self.last(self.form.activate(self.experts, y), groups), self.form.last, ids)
         # Muse-Spark normalises what an expert gives, before it is weighted.
         return self.experts.post_expert_norm(y) if getattr(self.experts, "has_post_expert_norm", False) else y  # type: ignore[operator]
@@ -152,9 +155,12 @@ class ExpertDispatch:
             top_k_index = _find_experts_of_rows(hidden_states, self.num_experts)
             top_k_weights = hidden_states.new_ones(len(top_k_index), 1)
         left_out = self._find_left_out(hidden_states, top_k_index, top_k_weights)
-        if not self.given.are_alike:
-            return self._route(hidden_states, top_k_index, top_k_weights, left_out)
-        return self._route_interval(hidden_states, top_k_index, top_k_weights, left_out)
+        route = self._route_interval if self.given.are_alike else self._route
+        out = route(hidden_states, top_k_index, top_k_weights, left_out)
+        if not self.local.keeps_tokens:
+            return out
+        kept = top_k_weights.masked_fill(top_k_index < self.num_experts, 0.0).sum(-1, keepdim=True)
+        return out + (hidden_states * kept).to(out.dtype)
 
     def _route_interval(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
         """As `_route`, of rows that all ranks of `tp` are given alike: each sends an interval, filled up to equal lengths."""
@@ -172,6 +178,8 @@ class ExpertDispatch:
         masks = []
         if self.given.tokens.padding:
             masks.append(self.given.is_padding(index))
+        if self.local.form.has_identity:
+            masks.append(index >= self.num_experts)
         if self.local.form.is_expert_major:
             masks.append(~hidden.detach().any(-1, keepdim=True))
         if self.capacity is not None:

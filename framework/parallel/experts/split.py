@@ -17,7 +17,7 @@ from framework.errors import ModelError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard, part
 from framework.model.capacity import Capacity
-from framework.model.experts import ExpertsForm, count_experts, find_experts
+from framework.model.experts import ExpertsForm, count_experts, find_experts, find_unknown_experts
 from framework.parallel.experts.dispatch import ExpertDispatch, GivenRows, LocalExperts
 from framework.parallel.experts.passage import Route
 from framework.parallel.experts.shared import stand_in
@@ -31,12 +31,12 @@ def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
 
     model: on meta. Raises ModelError where ep does not divide a layer's experts.
     """
-    if not divides_experts(plan):
-        return layouts
     refined = dict(layouts)
     for name, experts, form in find_experts(model):
-        refined |= _split(name, experts, layouts, plan.axes["ep"])
-        _replace_forward(model, name, form, plan)
+        # Of slices, too, one rank has to add tokens that are routed to themselves, which the stock forward adds on all.
+        if divides_experts(plan) or (form.has_identity and plan.axes["tp"].size > 1):
+            refined |= _split(name, experts, layouts, plan.axes["ep"])
+            _replace_forward(model, name, form, plan)
     return refined
 
 
@@ -56,6 +56,10 @@ def check_experts(model: PreTrainedModel, degree: int, capacity: float | None = 
         return
     kind = model.config.get_text_config().model_type
     asked = f"parallel.ep={degree}" if degree > 1 else f"model.expert_capacity={capacity}"
+    unknown = {type(experts).__name__: name for name, experts in find_unknown_experts(model)}
+    if unknown:
+        names = ", ".join(f"{name} ({form})" for form, name in unknown.items())
+        raise ModelError(f"{asked}: {kind} holds experts in a form that cannot be divided, {names}: leave the key out")
     counts = {name: count_experts(experts) for name, experts, _ in find_experts(model)}
     if not counts:
         raise ModelError(
@@ -65,6 +69,10 @@ def check_experts(model: PreTrainedModel, degree: int, capacity: float | None = 
     if capacity is not None and any(form.is_expert_major for _, _, form in find_experts(model)):
         raise ModelError(
             f"model.expert_capacity={capacity}: the experts of {kind} are told no weights to drop by; use null"
+        )
+    if capacity is not None and any(form.has_identity for _, _, form in find_experts(model)):
+        raise ModelError(
+            f"model.expert_capacity={capacity}: {kind} routes tokens to themselves, which nothing bounds; use null"
         )
     for name, count in counts.items():
         if count % degree:
@@ -78,10 +86,12 @@ def _split(name: str, experts: nn.Module, layouts: Mapping[str, Layout], ep: Com
     for parameter, whole in list(experts.named_parameters()):
         full = f"{name}.{parameter}"
         layout = replace(layouts[full], shard_axis="expert_shard", replica_axis="expert_replica")
-        if "." in parameter or whole.shape[0] != count:
+        if "." in parameter or whole.shape[0] < count:
             refined[full] = _replicate(layout, ep)
             continue
-        layout = replace(layout, shards=(*layout.shards, Shard("ep", 0, ep.rank, ep.size)))
+        # What lies behind the experts' matrices is divided for itself, or ranks would not have both matrices of one expert.
+        segments = (count, whole.shape[0] - count) if whole.shape[0] > count else ()
+        layout = replace(layout, shards=(*layout.shards, Shard("ep", 0, ep.rank, ep.size, segments)))
         empty = torch.empty(layout.shape_local, dtype=whole.dtype, device="meta")
         setattr(experts, parameter, nn.Parameter(empty, requires_grad=whole.requires_grad))
         refined[full] = layout
@@ -110,7 +120,7 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan:
         tp = axes["tp"]
         shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
     experts.forward = ExpertDispatch(  # type: ignore[method-assign]
-        LocalExperts(experts, form),
+        LocalExperts(experts, form, keeps_tokens=axes["expert_tp"].rank == 0),
         count_experts(experts) * axes["ep"].size,
         Route(hops),
         GivenRows(tp, tokens),

@@ -93,7 +93,7 @@ def _check_user_plan(model: str, modules: Collection[str], user: Mapping[str, st
 def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
     """The regions of one layer. Linear layers that it holds itself make one region, which the first of them enters."""
     loose: dict[str, Role] = {}
-    for child, module in search.model.get_submodule(layer).named_children():
+    for child, module in _find_parts(search.model.get_submodule(layer)):
         name = f"{layer}.{child}"
         if isinstance(module, LINEARS):
             role = _role(search, name, has_experts=False)
@@ -111,6 +111,15 @@ def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
     _check_ends(search, loose, has_experts=False)
     if loose:
         yield RegionPlan(next(iter(loose)), loose, (), is_block=False)
+
+
+def _find_parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a layer, with their names. A list is called entry by entry: longcat_flash has two attentions in one."""
+    for child, module in layer.named_children():
+        if isinstance(module, nn.ModuleList):
+            yield from ((f"{child}.{index}", entry) for index, entry in enumerate(module))
+        else:
+            yield child, module
 
 
 def _regions_of_mixture(search: _Search, name: str, mixture: nn.Module) -> Iterator[RegionPlan]:

@@ -92,10 +92,11 @@ FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
 # attention pairs heads of the first half with those of the second.
 HEAD_BLOCKS: Mapping[str, int] = MappingProxyType({"codegen": 4, "diffllama": 2})
 
-# Parameters that stand in an attention module itself: the arrangement of dim 0, None if replicated.
+# Parameters that stand in an attention or a mixture of experts itself: the arrangement of dim 0, None if replicated.
 PARAMETERS: Mapping[str, str | None] = MappingProxyType({
     "sinks": "heads",
     "lambda_q1": None, "lambda_k1": None, "lambda_q2": None, "lambda_k2": None,
+    "expert_bias": None,
     "dt_bias": "linear_value_heads", "A_log": "linear_value_heads",
 })  # fmt: skip
 
