@@ -165,9 +165,10 @@ class Plan:
         batch, activations = self.recipe.batch, self.activations
         num_tokens = batch.sequences_per_microbatch * batch.context * self.derived.expert_tp // self.derived.tp
         num_rows = num_tokens * (experts_per_token(self.config.get_text_config()) or 1)
+        counts = mixture.num_experts * (2 if self.recipe.parallel.expert_overlap else 1)
+        hops = [self.topology.size(axis) for axis in ("ep_inner", "ep_outer")]
         row_bytes = activations.width * activations.itemsize
-        ep, recomputes = self.derived.ep, activations.is_checkpointed
-        return expert_bytes_sent(num_rows, row_bytes, mixture.num_experts, ep, recomputes)
+        return expert_bytes_sent(num_rows * row_bytes, counts, hops, activations.is_checkpointed)
 
     def mixtures_of(self, rank: int) -> list[Mixture]:
         """The mixtures of the rank's stages, in order."""

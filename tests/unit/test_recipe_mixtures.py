@@ -93,6 +93,13 @@ def test_ranks_of_tp_that_have_whole_experts_send_a_part_of_the_tokens_each(expe
     assert plan.expert_traffic(plan.mixtures[0]) == (4 * rows * 2048 * 2 + 128 * 8) * 3 // 4
 
 
+def test_two_hops_send_rows_twice_and_of_two_parts_twice_as_many_numbers():
+    layout = ("parallel.expert_hierarchical=2", "parallel.expert_overlap=true", "memory=none")
+    plan = check_layout(compose(["experiment=qwen3_30b_a3b", *layout]).require())
+    rows, numbers = 4 * 4096 * 8 * 2048 * 2, 2 * 128 * 8
+    assert plan.expert_traffic(plan.mixtures[0]) == (rows + numbers) // 2 + (rows + numbers) * 3 // 4
+
+
 def test_too_few_ranks_for_the_stages_are_refused():
     with pytest.raises(RecipeError, match=r"launch\.ranks"):
         compose_on("deepseek_v3", 1)
