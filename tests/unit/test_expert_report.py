@@ -24,6 +24,7 @@ from framework.recipe.schema import Model, Track, Train
 from framework.track.report import RunInfo, StepReport
 from framework.train.faults import StepWatch, StopRequest
 from framework.train.loop import Loop
+from framework.train.router_bias import RouterBiases
 from framework.train.state import RunState
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of
@@ -146,3 +147,25 @@ def test_a_rate_of_frozen_biases_is_refused() -> None:
     # Freezing is of parameters: deepseek's bias is a buffer.
     frozen = replace(recipe, model=Model(router_bias_rate=0.001, freeze=["mlp.gate"]))
     assert make_plan(frozen, build_config(family("deepseek_v3"))).mixtures
+
+
+def move(loads: list[list[float]], is_finite: bool = True) -> list[list[float]]:
+    """Biases of two mixtures, of 4 and of 3 experts, after one step of 0.5 from zero."""
+    model = torch.nn.Module()
+    for name, count in (("wide", 4), ("narrow", 3)):
+        model.register_buffer(name, torch.zeros(count))
+    mixtures = tuple(replace(MIXTURE, bias=name, num_experts=count) for name, count in (("wide", 4), ("narrow", 3)))
+    stage: Any = SimpleNamespace(model=SimpleNamespace(model=model), buffers=[])
+    sums = torch.tensor([[*row, 0.0, 0.0, 0.0, 0.0] for row in loads], dtype=torch.float64)
+    RouterBiases(0.5, mixtures, {0: stage}, CPU).update(sums, torch.tensor(is_finite))
+    return [model.get_buffer(each.bias).tolist() for each in mixtures]
+
+
+def test_a_bias_moves_against_its_load_and_stays_at_the_mean() -> None:
+    # Means are 5 and 10/3, which no load of whole tokens has.
+    loads = [[5.0, 9.0, 1.0, 5.0], [3.0, 4.0, 3.0, 0.0]]
+    assert move(loads) == [[0.0, -0.5, 0.5, 0.0], [0.5, -0.5, 0.5]]
+
+
+def test_a_skipped_step_moves_no_bias() -> None:
+    assert move([[9.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]], is_finite=False) == [[0.0] * 4, [0.0] * 3]
