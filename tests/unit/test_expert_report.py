@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from framework.build import build
 from framework.comm.communicator import Communicator
@@ -18,6 +19,7 @@ from framework.model.expert_load import ExpertLoad, MixtureLoad, read_loads
 from framework.model.load import build_meta
 from framework.model.mixtures import Mixture, find_mixtures
 from framework.model.routed_tokens import RoutedTokens
+from framework.model.shrink import shrink
 from framework.model.units import find_units
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Track, Train
@@ -169,3 +171,23 @@ def test_a_bias_moves_against_its_load_and_stays_at_the_mean() -> None:
 
 def test_a_skipped_step_moves_no_bias() -> None:
     assert move([[9.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]], is_finite=False) == [[0.0] * 4, [0.0] * 3]
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "afmoe", "hy_v3", "kolibri1", "nemotron_h"]
+)
+def test_the_bias_that_is_found_decides_who_is_chosen(name: str) -> None:
+    config = shrink(CONFIG_MAPPING[name]())
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    mixtures = [each for each in find_mixtures(model, find_units(model)) if each.bias]
+    load = ExpertLoad(mixtures, ALONE, CPU)
+    load.watch(model, [each.layer for each in mixtures], RoutedTokens.of_one_rank())
+    load.start_step(is_reported=True)
+    for each in mixtures:
+        model.state_dict()[each.bias].flatten()[1] = 50.0
+    with torch.no_grad(), load.counting():
+        model(input_ids=torch.arange(12).view(2, 6) + 3)
+    assert mixtures
+    for row in load.sums.tolist():
+        assert row[1] == 12
