@@ -260,18 +260,15 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         help="cuda: NCCL, or gloo where ranks share GPUs (default: cpu)",
     )
     parser.add_argument("--strict", action="store_true", help="the recipe in its own sizes, or a refusal")
-    parser.add_argument(
-        "--random",
-        type=int,
-        metavar="N",
-        help="N random recipes instead, on at most 8 ranks",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of --random (default: 0)")
+    parser.add_argument("--random", type=int, metavar="N", help="N random recipes until one fails; overrides are kept")
+    parser.add_argument("--seed", type=int, metavar="S", help="with --random: other draws (default: 0)")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     if arguments.random is not None:
         return _verify_random(arguments)
+    if arguments.seed is not None:
+        raise RecipeError("--seed chooses the draws of --random N; the seed of a recipe is train.seed")
     recipe = _compose(arguments)
     from framework.verify.command import verify
     from framework.verify.options import Options
@@ -290,8 +287,9 @@ def _verify_random(arguments: argparse.Namespace) -> int:
         )
     from framework.verify.campaign import Campaign, verify_random
 
-    names = ("random", "seed", "steps", "device", "overrides", "recipes")
-    return verify_random(Campaign(*(getattr(arguments, name) for name in names)))
+    names = ("steps", "device", "overrides", "recipes")
+    words = {name: getattr(arguments, name) for name in names}
+    return verify_random(Campaign(arguments.random, arguments.seed or 0, **words))
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:

@@ -78,6 +78,7 @@ def test_what_is_given_and_fits_nothing_is_refused(
         (["--random", "0"], "at least one draw"),
         (["--random", "1", "--ranks", "2"], "--random draws what --ranks would set"),
         (["--random", "1", "model=gpt2"], "give its family"),
+        (["--seed", "1"], "--seed chooses the draws of --random N"),
     ],
 )
 def test_mistakes_are_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
