@@ -31,8 +31,7 @@ class Capacity:
         return ceil(self.factor * tokens * top_k / num_experts)
 
     def find_dropped(self, index: Tensor, weights: Tensor, num_experts: int) -> Tensor:
-        """[B, S, k] bool: the pairs that find no room.  index, weights: [B, S, k], the router's. Numbers beyond the experts mean
-        the token itself, for which there is always room."""
+        """[B, S, k] bool: the pairs that find no room.  index, weights: [B, S, k], the router's."""
         tokens, top_k = index.shape[1:]
         experts = index.flatten(1)
         pairs = torch.arange(experts.shape[1], device=index.device).expand_as(experts)
@@ -45,4 +44,4 @@ class Capacity:
         place = torch.arange(experts.shape[1], device=index.device) - first
         is_dropped = torch.empty_like(experts, dtype=torch.bool)
         is_dropped.scatter_(1, pairs.gather(1, order), place >= self.room(tokens, top_k, num_experts))
-        return is_dropped.view_as(index) & (index < num_experts)
+        return is_dropped.view_as(index)

@@ -147,7 +147,7 @@ class RowGroups:
         if missing == 0:
             return self
         last = self.offsets[-1:].expand(missing)
-        return RowGroups(self.bounds + self.bounds[-1:] * missing, torch.cat([self.offsets, last]))
+        return RowGroups(self.counts + (0,) * missing, torch.cat([self.offsets, last]))
 
 
 class StackedMatmul:

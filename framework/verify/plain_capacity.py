@@ -38,6 +38,6 @@ def _find_dropped(index: Tensor, weights: Tensor, capacity: Capacity, num_expert
     for pair in pairs:
         expert = int(index[pair])
         taken[expert] = taken.get(expert, 0) + 1
-        if taken[expert] > room and expert < num_experts:
+        if taken[expert] > room:
             dropped.append(pair)
     return dropped
