@@ -11,6 +11,17 @@ rank, i features of the mlp on a rank, e bytes of an activation:
                         T 4 a                  the logarithm of each softmax's sum, in fp32
     mlp                 T 4 i e                gate, silu(gate), up, and what the down projection reads
 
+and norms of queries and keys, where it has them, T (q + k) (4 + e) + 8 T a. A mixture of E gated experts of i features each, of
+which a router chooses k for each token, keeps instead of the mlp, for R rows in its experts:
+
+    router              T" (4 E + 16 k)        softmax in fp32, the chosen experts and their weights
+    rows                R (2 h e + 24)         what experts read, what of theirs has come back, and three orders of rows
+    experts             R 4 i e                as an mlp
+
+Where experts are whole the router sees T" = T' tokens, and R = T k / t: as many as the rank sends, and as its own experts receive
+on average. That is for a uniform router: a rank whose experts get twice the mean holds twice the rows, which no layout tells.
+Where experts are slices over tp, T" = T and R = T k.
+
 An activation-checkpointed layer keeps its input, T' h e. What stands behind the last layer keeps, for v words on a rank:
 
     norm and head       T' (h (4 + e) + 4) + T h e
@@ -21,9 +32,11 @@ from dataclasses import dataclass
 from math import prod
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.mesh.token_layout import TokenLayout
+from framework.model.experts import count_experts, find_experts
+from framework.model.flops import experts_per_token
 from framework.model.stage import StageBounds
 from framework.model.units import find_layers
 from framework.recipe.schema import Memory
@@ -38,7 +51,8 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Features of a whole layer of Llama's form. kv_heads: of key-value heads."""
+    """Features of a whole layer of Llama's form. kv_heads: of key-value heads; inner: of the mlp, or of one expert; has_qk_norms:
+    of queries and keys; mixture: None where the mlp is no mixture."""
 
     hidden: int
     q: int
@@ -46,23 +60,40 @@ class LayerWidths:
     heads: int
     kv_heads: int
     inner: int
+    has_qk_norms: bool = False
+    mixture: "MixtureWidths | None" = None
+
+
+@dataclass(frozen=True)
+class MixtureWidths:
+    """A mixture's experts, to how many of them a token is sent, and the features inside of one."""
+
+    experts: int
+    top_k: int
+    inner: int
 
 
 def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
-    """From the shapes of the first layer; None if it is not two RMS norms, a softmax attention and a gated mlp."""
+    """From the shapes of the layers; None if they differ, or are not RMS norms, a softmax attention and a gated mlp or a mixture
+    of gated experts."""
     found = find_layers(model)
-    if found is None:
-        return None
+    forms = set() if found is None else {_read_layer(model.config.get_text_config(), layer) for layer in found[1]}
+    return forms.pop() if len(forms) == 1 else None
+
+
+def _read_layer(config: PretrainedConfig, layer: nn.Module) -> LayerWidths | None:
     parts = {
-        name: module
-        for name, module in found[1][0].named_modules()
-        if any(True for _ in module.parameters(recurse=False))
+        name: module for name, module in layer.named_modules() if any(True for _ in module.parameters(recurse=False))
     }
     linears = {name.rpartition(".")[2]: module for name, module in parts.items() if isinstance(module, nn.Linear)}
-    norms = [type(module).__name__ for name, module in parts.items() if not isinstance(module, nn.Linear)]
-    if set(linears) != ATTENTION | MLP or len(norms) != 2 or not all("RMSNorm" in norm for norm in norms):
+    norms = [name.rpartition(".")[2] for name, module in parts.items() if "RMSNorm" in type(module).__name__]
+    has_qk_norms = {"q_norm", "k_norm"} <= set(norms)
+    mixture = _read_mixture(config, layer)
+    # Beside these a mixture has its router and its experts, and a layer of no mixture nothing.
+    num_parts = len(linears) + len(norms) + (0 if mixture is None else 2)
+    blocks = ATTENTION | MLP if mixture is None else ATTENTION
+    if set(linears) != blocks or len(norms) != (4 if has_qk_norms else 2) or len(parts) != num_parts:
         return None
-    config = model.config.get_text_config()
     outputs = {name: linear.out_features for name, linear in linears.items()}
     return LayerWidths(
         hidden=linears["q_proj"].in_features,
@@ -70,8 +101,24 @@ def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
         kv=outputs["k_proj"],
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        inner=outputs["up_proj"],
+        inner=outputs["up_proj"] if mixture is None else mixture.inner,
+        has_qk_norms=has_qk_norms,
+        mixture=mixture,
     )
+
+
+def _read_mixture(config: PretrainedConfig, layer: nn.Module) -> MixtureWidths | None:
+    """None where there are no experts, or they have no gate, or biases, or are called in llama4's way."""
+    found = list(find_experts(layer))
+    if len(found) != 1:
+        return None
+    _, experts, form = found[0]
+    top_k = experts_per_token(config)
+    is_plain = form.has_gate and not form.is_expert_major
+    if top_k is None or not is_plain or set(dict(experts.named_parameters())) != {form.first, form.last}:
+        return None
+    inner = experts.get_parameter(form.last).shape[1 if form.is_transposed else 2]
+    return MixtureWidths(count_experts(experts), top_k, inner)
 
 
 @dataclass(frozen=True)
@@ -80,6 +127,7 @@ class Activations:
 
     tokens: the rank's. width: of hidden states. vocabulary: of the whole model. itemsize: bytes of an activation. layer: the
     form of a layer, None where it has no formula: then its bytes are an estimate. memory: the recipe's.
+    expert_slices: ranks of tp, each with a slice of every expert that it computes; 1: experts are whole.
     """
 
     tokens: TokenLayout
@@ -88,6 +136,7 @@ class Activations:
     itemsize: int
     layer: LayerWidths | None
     memory: Memory
+    expert_slices: int
 
     @property
     def hidden_bytes(self) -> int:
@@ -118,10 +167,14 @@ class Activations:
         """What a rank sends over `tp` for one layer.
 
         With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
-        in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes.
+        in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes. A mixture
+        whose experts are whole is no region: with parallel.sequence it moves none, without it (n-1)/n A, as a gather of results
+        and of gradients.
         """
-        n = self.tokens.tp.size
-        return 2 * 2 * 2 * (n - 1) * self._num_tokens * self.width * self.itemsize // n
+        n, regions = self.tokens.tp.size, 2.0
+        if not self._slices_experts:
+            regions = 1.0 if self.tokens.num_parts > 1 else 1.5
+        return int(regions * 2 * 2 * (n - 1) * self._num_tokens * self.width * self.itemsize) // n
 
     @property
     def _num_tokens(self) -> int:
@@ -136,11 +189,33 @@ class Activations:
         tokens, shard = self._num_tokens, self.tokens.sequences * self.tokens.tokens_local
         norms = 2 * shard * (widths.hidden * (4 + e) + 4)
         regathers = self.memory.gathered_inputs == "regather"
-        inputs = 2 * (shard if regathers else tokens) * widths.hidden * e
+        gathered = shard if regathers else tokens
         kv = widths.kv // min(t, widths.kv_heads)
-        attention = tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
-        mlp = tokens * 4 * -(-widths.inner // t) * e
-        return norms + inputs + attention + mlp
+        attention = gathered * widths.hidden * e + tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
+        if widths.has_qk_norms:
+            attention += tokens * ((widths.q // t + kv) * (4 + e) + 8 * widths.heads // t)
+        if widths.mixture is not None:
+            return norms + attention + self._mixture_bytes(widths.mixture, gathered)
+        return norms + attention + gathered * widths.hidden * e + tokens * 4 * -(-widths.inner // t) * e
+
+    def _mixture_bytes(self, mixture: MixtureWidths, gathered: int) -> int:
+        """What a mixture keeps, its input included, where the router is uniform. gathered: tokens of a region's input."""
+        e, routed = self.itemsize, self.tokens.sequences * self.tokens.tokens_local
+        inputs, inner = routed, mixture.inner
+        if self._slices_experts:
+            inputs, routed, inner = gathered, self._num_tokens, -(-mixture.inner // self.tokens.tp.size)
+        router = routed * (4 * mixture.experts + 16 * mixture.top_k)
+        row = (2 * self.width + 4 * inner) * e + 24
+        return inputs * self.width * e + router + self.rows_in_experts(mixture.top_k) * row
+
+    def rows_in_experts(self, top_k: int) -> int:
+        """Rows that a rank sends to a mixture's experts, and that its own compute where the router is uniform."""
+        return self._num_tokens * top_k // (1 if self._slices_experts else self.tokens.tp.size)
+
+    @property
+    def _slices_experts(self) -> bool:
+        """Whether each rank of `tp` has a slice of every expert that it computes, on the rows of all of them."""
+        return self.expert_slices == self.tokens.tp.size
 
     @property
     def _head_bytes(self) -> int:

@@ -134,6 +134,7 @@ class Plan:
             self.compute_dtype.itemsize,
             layer_widths(self.whole),
             self.recipe.memory,
+            self.derived.expert_tp,
         )
 
     def memory(self, rank: int) -> RankMemory:
@@ -162,9 +163,8 @@ class Plan:
         """Bytes that a rank sends over `ep` for one mixture and one microbatch, with equally many tokens for each expert.
 
         Ranks of `tp` that have whole experts route a part of the tokens each; those that slice experts all route the same."""
-        batch, activations = self.recipe.batch, self.activations
-        num_tokens = batch.sequences_per_microbatch * batch.context * self.derived.expert_tp // self.derived.tp
-        num_rows = num_tokens * (experts_per_token(self.config.get_text_config()) or 1)
+        activations = self.activations
+        num_rows = activations.rows_in_experts(experts_per_token(self.config.get_text_config()) or 1)
         counts = mixture.num_experts * (2 if self.recipe.parallel.expert_overlap else 1)
         hops = [self.topology.size(axis) for axis in ("ep_inner", "ep_outer")]
         row_bytes = activations.width * activations.itemsize

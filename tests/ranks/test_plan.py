@@ -169,6 +169,34 @@ def test_bytes_of_a_tensor_parallel_layer_are_what_ranks_send(pool: RankPool) ->
         assert three - two == planned
 
 
+def measure_rows(rank: int, world: int, rendezvous: str, recipe: Recipe) -> int:
+    """Body: bytes over `ep` in a step."""
+    case = Case("", family("mixtral"), {"": recipe}, {"num_hidden_layers": 2})
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
+    run = build(make_plan(recipe, case.config), mesh)
+    tokens = torch.randint(3, 97, (recipe.batch.sequences_per_step or 0, recipe.batch.context))
+    batch = replace(case.batches()[0], input_ids=tokens, labels=tokens)
+    train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
+    sent = sum(mesh.axis("ep").traffic.bytes.values())
+    mesh.close()
+    return sent
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_rows_sent_to_experts_are_planned_for_a_uniform_router(pool: RankPool, checkpointing: str) -> None:
+    """Between two ranks the mean is uniform whatever the router: what one of them sends, the other keeps."""
+    recipe = small_recipe("fp32", 2, 2, 8, None, Zero(stage=0), Parallel(ep=2))
+    recipe = replace(recipe, batch=replace(recipe.batch, context=64), memory=Memory(checkpointing, compile="never"))  # type: ignore[arg-type]
+    plan = make_plan(recipe, Case("", family("mixtral"), {"": recipe}, {"num_hidden_layers": 2}).config)
+    planned = plan.traffic(0)["ep"]
+    hidden, pairs = plan.whole.config.hidden_size, 2 * 2 * 64 * 2
+    if checkpointing == "none":
+        # Two layers; rows of fp32 there and back, twice; in each microbatch the numbers of 4 experts, int64.
+        assert planned == 2 * (4 * pairs * hidden * 4 + 2 * 4 * 8) // 2
+    assert sum(pool.run(2, measure_rows, recipe)) / 2 == pytest.approx(planned, rel=0.05)
+    assert make_plan(replace(recipe, parallel=Parallel()), plan.config).traffic(0)["ep"] == 0
+
+
 # --- pipelines
 
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -51,13 +51,15 @@ MORE = {
 }
 
 
-def measure_kept(rank: int, world: int, rendezvous: str, recipes: dict[str, Recipe]) -> dict[str, int]:
+def measure_kept(
+    rank: int, world: int, rendezvous: str, recipes: dict[str, Recipe], name: str, widths: dict[str, int]
+) -> dict[str, int]:
     """Body: bytes that three layers keep for backward more than two do."""
     found = {}
     for number, (label, recipe) in enumerate(recipes.items()):
         kept = []
         for num_layers in (2, 3):
-            case = Case("", family("llama"), {label: recipe}, WIDTHS | {"num_hidden_layers": num_layers})
+            case = Case("", family(name), {label: recipe}, widths | {"num_hidden_layers": num_layers})
             mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}-{num_layers}", rank)
             kept.append(keep(case, recipe, mesh))
             mesh.close()
@@ -87,7 +89,7 @@ def keep(case: Case, recipe: Recipe, mesh: Mesh) -> int:
 def test_a_layer_keeps_what_the_formula_says(pool: RankPool, recipes: dict[str, Recipe]) -> None:
     config = build_config(family("llama"), **WIDTHS)
     expected = {label: make_plan(recipe, config).activations.layer_bytes for label, recipe in recipes.items()}
-    for found in pool.run(4, measure_kept, recipes, timeout_s=300):
+    for found in pool.run(4, measure_kept, recipes, "llama", WIDTHS, timeout_s=300):
         assert found == pytest.approx(expected, rel=0.1)
     if recipes is LAYOUTS:
         # Equal tokens in a group of ranks: nothing is left whole, and four times the tokens are divided by four.
@@ -95,8 +97,39 @@ def test_a_layer_keeps_what_the_formula_says(pool: RankPool, recipes: dict[str, 
 
 
 def test_layers_of_another_form_have_no_formula() -> None:
-    for name in ("gpt2", "mixtral", "qwen3", "deepseek_v3", "phi3"):
+    for name in ("gpt2", "gpt_oss", "qwen2_moe", "deepseek_v3", "llama4_text", "phi3"):
         assert layer_widths(build_meta(build_config(family(name)))) is None
+
+
+# --- mixtures of experts
+
+MIXTURE_WIDTHS = WIDTHS | {"num_local_experts": 8, "num_experts": 8, "moe_intermediate_size": 96, "head_dim": 16}
+MIXTURE_WIDTHS |= {"intermediate_size": 96, "mlp_only_layers": []}  # type: ignore[dict-item]
+
+
+def mixture_layout(precision: str, parallel: Parallel, memory: Memory = KEEP) -> Recipe:
+    recipe = layout(precision, parallel.tp, parallel.sequence, memory)
+    return replace(recipe, parallel=parallel)
+
+
+MIXTURES = {
+    "divided": mixture_layout("fp32", Parallel(ep=4)),
+    "divided, in halves": mixture_layout("bf16", Parallel(ep=2, expert_overlap=True)),
+    "whole under sequences": mixture_layout("bf16", Parallel(tp=2, ep=4)),
+    "whole, replicated rows": mixture_layout("fp32", Parallel(tp=2, ep=2, sequence=False)),
+    "slices": mixture_layout("fp32", Parallel(tp=2, ep=2, expert_tp=2), REGATHER),
+    "slices, all on a rank": mixture_layout("bf16", Parallel(tp=2)),
+}
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.grid)])
+def test_a_mixture_keeps_what_the_formula_says_of_a_uniform_router(pool: RankPool, name: str) -> None:
+    """The mean over ranks: what one rank's experts get more than the mean, another's get less."""
+    config = build_config(family(name), **MIXTURE_WIDTHS)
+    expected = {label: make_plan(recipe, config).activations.layer_bytes for label, recipe in MIXTURES.items()}
+    found = pool.run(4, measure_kept, MIXTURES, name, MIXTURE_WIDTHS, timeout_s=300)
+    mean = {label: sum(each[label] for each in found) / len(found) for label in MIXTURES}
+    assert mean == pytest.approx(expected, rel=0.1)
 
 
 # --- logits
