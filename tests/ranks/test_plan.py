@@ -197,6 +197,47 @@ def test_rows_sent_to_experts_are_planned_for_a_uniform_router(pool: RankPool, c
     assert make_plan(replace(recipe, parallel=Parallel()), plan.config).traffic(0)["ep"] == 0
 
 
+def measure_experts(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[dict[str, int], int, int]]:
+    """Body: for each layout the allocated bytes by kind, and of buffers of experts those of parameters and of master weights."""
+    found = {}
+    for number, (label, recipe) in enumerate(case.layouts.items()):
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
+        run = build(make_plan(recipe, case.config), mesh)
+        buffers = [each for each in run.buffers if each.plan.axes.shard.name == "expert_shard"]
+        parameters = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for buffer in buffers
+            for each in (buffer.full, buffer.shard)
+        }
+        masters = sum(buffer.master.untyped_storage().nbytes() for buffer in buffers)
+        found[label] = measure_memory(run), sum(parameters.values()), masters
+        mesh.close()
+    return found
+
+
+EXPERT_LAYOUTS = {
+    f"ep {ep}, stage {stage}": small_recipe("bf16", 4, 1, SEQUENCES, None, Zero(stage=stage), Parallel(ep=ep))
+    for ep, stage in ((2, 0), (2, 1), (4, 1), (2, 3))
+}
+
+
+def test_a_rank_holds_its_part_of_the_experts_and_of_that_what_zero_leaves(pool: RankPool) -> None:
+    case = Case("", family("mixtral"), EXPERT_LAYOUTS)
+    by_rank = pool.run(4, measure_experts, case)
+    for label, recipe in EXPERT_LAYOUTS.items():
+        plan = make_plan(recipe, case.config)
+        experts = sum(each.numel() for name, each in plan.whole.named_parameters() if ".experts." in name)
+        ep, stage = recipe.parallel.ep, recipe.zero.stage
+        shards = 4 // ep if stage else 1
+        for rank, measured in enumerate(by_rank):
+            allocated, parameters, masters = measured[label]
+            planned = plan.memory(rank).held
+            assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=0.02), label
+            assert allocated == {kind: planned[kind] for kind in KINDS if kind != "optimizer"}, label
+            assert parameters == 2 * experts // ep // (shards if stage == 3 else 1), label
+            assert masters == 4 * experts // ep // shards, label
+
+
 # --- pipelines
 
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
