@@ -148,10 +148,6 @@ FAMILIES: tuple[Family, ...] = (
     # Two attentions in a layer; some of its experts' numbers mean the token itself.
     _family("longcat_flash", {**DEEPSEEK, "num_hidden_layers": 6}, ffn_hidden_size=56, moe_topk=3,
             expert_ffn_hidden_size=24, zero_expert_num=3, head_dim=4, routed_scaling_factor=2.0),
-    # Experts without a gate; here without its state-space layers, which tensor parallelism does not split.
-    _family("nemotron_h", LLAMA, head_dim=8, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
-            moe_shared_expert_intermediate_size=16, n_shared_experts=1,
-            layers_block_type=["attention", "moe", "attention"]),
     _family("diffllama", LLAMA),
     _family("biogpt", SHARED, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
             pad_token_id=0, max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0,
@@ -164,3 +160,9 @@ FAMILIES: tuple[Family, ...] = (
     _family("arcee", LLAMA),
     _family("persimmon", LLAMA, partial_rotary_factor=0.5),
 )  # fmt: skip
+
+# Experts without a gate. Not one of FAMILIES: it never ties its head. Its state-space layers, which tensor parallelism does not
+# split, are left out.
+UNGATED = _family("nemotron_h", LLAMA, head_dim=8, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
+                  moe_shared_expert_intermediate_size=16, n_shared_experts=1,
+                  layers_block_type=["attention", "moe", "attention"])  # fmt: skip

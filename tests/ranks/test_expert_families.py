@@ -1,9 +1,11 @@
 """Experts of unusual forms, divided among ranks, train as in one process."""
 
+from operator import attrgetter
+
 import pytest
 
 from framework.recipe.schema import Parallel, Zero
-from tests.families import family
+from tests.families import UNGATED, Family, family
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 
@@ -16,11 +18,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["longcat_flash", "nemotron_h"])
-def test_tokens_that_stay_and_experts_without_gate_train_alike(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize("each", [family("longcat_flash"), UNGATED], ids=attrgetter("name"))
+def test_tokens_that_stay_and_experts_without_gate_train_alike(pool: RankPool, each: Family) -> None:
     """longcat_flash routes tokens to themselves, which one of the ranks that sum their results adds."""
     layouts = {
         label: small_recipe("fp64", world, clip_norm=0.05, zero=zero, parallel=parallel)
         for label, (world, parallel, zero) in LAYOUTS.items()
     }
-    assert_equal(pool, 4, [Case(name, family(name), layouts)])
+    assert_equal(pool, 4, [Case(each.name, each, layouts)])

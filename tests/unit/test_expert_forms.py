@@ -11,13 +11,12 @@ from framework.errors import ModelError
 from framework.model.experts import ExpertsForm, find_experts, find_unknown_experts
 from framework.model.matmul import RowGroups
 from framework.parallel.experts import check_experts
-from tests.families import LLAMA, build_config, family
+from tests.families import LLAMA, UNGATED, build_config, family
 
 ROUTED = ExpertsForm("gate_up_proj", True, True, False)
 FORMS = {
     "mixtral": ROUTED,
     "gpt_oss": ExpertsForm("gate_up_proj", True, False, True),
-    "nemotron_h": ExpertsForm("up_proj", False, True, False),
     "longcat_flash": ExpertsForm("gate_up_proj", True, True, False, has_identity=True, has_kernels=False),
 }
 DBRX: dict[str, Any] = {
@@ -30,6 +29,11 @@ DBRX: dict[str, Any] = {
 def on_meta(config: Any) -> PreTrainedModel:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+def test_experts_may_have_no_gate() -> None:
+    found = {form for _, _, form in find_experts(on_meta(build_config(UNGATED)))}
+    assert found == {ExpertsForm("up_proj", False, True, False)}
 
 
 @pytest.mark.parametrize("name", FORMS)
