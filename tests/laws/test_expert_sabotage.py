@@ -21,7 +21,8 @@ from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.parallel.experts import dispatch, rows
-from framework.parallel.experts.dispatch import ExpertDispatch, Passage
+from framework.parallel.experts.dispatch import ExpertDispatch
+from framework.parallel.experts.passage import Journey, Passage, Route
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.plan.plan import make_plan
@@ -60,15 +61,16 @@ def scale_by_the_ranks_that_share() -> AbstractContextManager[Any]:
 
 def keep_the_input_gradient_of_own_experts() -> AbstractContextManager[Any]:
     """What experts of other ranks say about a token's hidden state is lost: the loss was 1.6 instead of 1.4. Automodel 1260."""
-    send = ExpertDispatch._pass
+    depart = Journey.depart
 
-    def lose(self: ExpertDispatch, sent: Tensor, passage: Passage) -> Tensor:
-        first = sum(passage.sent[: self.axis.rank])
-        is_own = torch.zeros(len(sent), 1, dtype=torch.bool)
-        is_own[first : first + passage.sent[self.axis.rank]] = True
-        return send(self, torch.where(is_own, sent, sent.detach()), passage)
+    def lose(self: Journey, rows: Tensor) -> None:
+        hop = self.passage.hops[0]
+        first = sum(hop.sent[: hop.axis.rank])
+        is_own = torch.zeros(len(rows), 1, dtype=torch.bool)
+        is_own[first : first + hop.sent[hop.axis.rank]] = True
+        depart(self, torch.where(is_own, rows, rows.detach()))
 
-    return patch.object(ExpertDispatch, "_pass", lose)
+    return patch.object(Journey, "depart", lose)
 
 
 def detach_the_weights() -> AbstractContextManager[Any]:
@@ -86,7 +88,8 @@ def send_every_copy() -> AbstractContextManager[Any]:
 
 def _is_own(self: ExpertDispatch, index: Tensor) -> Tensor:
     """[T, k] bool: pairs whose expert this rank holds."""
-    return index // (self.num_experts // self.axis.size) == self.axis.rank
+    (ep,) = self.route.hops
+    return index // (self.num_experts // ep.size) == ep.rank
 
 
 def keep_the_score_gradient_of_own_experts() -> AbstractContextManager[Any]:
@@ -223,13 +226,13 @@ def divide_features_for_rows() -> AbstractContextManager[Any]:
 
 def mix_up_counts() -> AbstractContextManager[Any]:
     """A sender's numbers of rows are read in another order of this rank's experts."""
-    of = Passage.of
+    passage = Route._passage
 
-    def mixed(sent: Sequence[int], counts: Sequence[int], on_device: Tensor) -> Passage:
-        other = on_device.view(len(sent), -1).flip(1).flatten()
-        return of(sent, other.tolist(), other)
+    def mixed(self: Route, part: int, parts: int, numbers: Any, by_hop: Any, groups: list[int]) -> Passage:
+        others = [(sent, received.flip(3)) for sent, received in numbers]
+        return passage(self, part, parts, others, by_hop, groups[::-1])
 
-    return patch.object(Passage, "of", mixed)
+    return patch.object(Route, "_passage", mixed)
 
 
 def count_the_shared_expert_on_every_rank() -> AbstractContextManager[Any]:

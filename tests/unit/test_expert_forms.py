@@ -77,6 +77,6 @@ def test_groups_are_padded_with_empty_ones() -> None:
     groups = RowGroups.of([2, 0, 3], torch.device("cpu"))
     assert groups.padded(3) is groups
     padded = groups.padded(5)
-    assert padded.bounds == (0, 2, 2, 5, 5, 5)
+    assert padded.counts == (2, 0, 3, 0, 0)
     assert padded.offsets.tolist() == [2, 2, 5, 5, 5]
     assert padded.offsets.dtype == torch.int32
