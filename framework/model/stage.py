@@ -141,6 +141,7 @@ class StageModel:
         self._leaving: Tensor | None = None
         self._seed: tuple[int | str, ...] | None = None
         self._shape = torch.Size()
+        self._stand_ins = [module for module in model.modules() if isinstance(module, Zeros)]
         layers = [unit.root for unit in units if unit.is_layer and bounds.owns(unit)]
         for unit in units:
             if is_random and unit.is_layer and bounds.owns(unit):
@@ -167,6 +168,8 @@ class StageModel:
         """
         self._received, self._leaving, self._seed = received[0] if received else None, None, seed
         self._shape = inputs["input_ids"].shape
+        for stand_in in self._stand_ins:
+            stand_in.move(inputs["input_ids"].device)
         self._reseed("embedding", 0)
         if self.routers is not None:
             self.routers.start()
@@ -219,11 +222,20 @@ class PassThrough(nn.Module):
 
 
 class Zeros(nn.Module):
-    """Stands for another stage's embedding: returns zeros [B, T, width] in `dtype` for an input [B, T, ...]."""
+    """Stands for another stage's embedding: returns zeros [B, T, width] in `dtype` for an input [B, T, ...].
+
+    weight: [0], where the inputs are: llama4 sends its tokens to the device of its embedding.
+    """
 
     def __init__(self, width: int, dtype: torch.dtype):
         super().__init__()
         self.width, self.dtype = width, dtype
+        self.weight = torch.empty(0, dtype=dtype, device="meta")
+
+    def move(self, device: torch.device) -> None:
+        """Have `weight` on the device."""
+        if self.weight.device != device:
+            self.weight = torch.empty(0, dtype=self.dtype, device=device)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # opt's position embedding takes the attention mask first, and that is None here.
