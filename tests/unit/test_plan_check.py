@@ -37,9 +37,13 @@ MISTAKES = {
         ),
         ("parallel.ep=4 does not divide the 6 experts", "1, 2, 3, 6"),
     ),
+    "expert_tp over an expert's features": (
+        ("model.family=gpt_oss", "model.config.intermediate_size=25", "parallel.tp=2", "launch.ranks=2"),
+        ("parallel.tp=2 does not divide the 25 features of", "parallel.expert_tp=1"),
+    ),
     "ep without experts": (
         ("parallel.ep=2", "launch.ranks=2"),
-        ("parallel.ep=2: llama has no stacked experts", "parallel.ep=1"),
+        ("parallel.ep=2: llama has no stacked experts", "leave the key out"),
     ),
     "context over positions": (
         ("batch.context=4096",),

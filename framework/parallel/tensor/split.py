@@ -199,7 +199,10 @@ class _Splitter:
         inner = experts.down_proj.shape[along_inputs]
         # Gate and up in turn divide as pairs of neighbours, so an interval of features must hold whole pairs.
         if form.has_gate and not form.is_concatenated and inner % self.tp.size:
-            raise TopologyError(f"parallel.tp={self.tp.size} does not divide the {inner} features of {name}")
+            raise TopologyError(
+                f"parallel.tp={self.tp.size} does not divide the {inner} features of {name}: use parallel.expert_tp=1, which"
+                " leaves experts whole"
+            )
         arrangement = "pair" if form.has_gate and form.is_concatenated else ""
         self._take_of_experts(name, form.first, 3 - along_inputs, arrangement)
         self._take_of_experts(name, f"{form.first}_bias", 1, arrangement)
