@@ -138,7 +138,7 @@ class RowGroups:
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """The rows of each group.  x: [R, ...]."""
-        # One call for all: a slice for each group is Python, 15 us of it in a loop of matmuls (docs/benchmarks.md, "Experts").
+        # One call for all: a slice for each group would be as much Python as its matmul's.
         return x.split_with_sizes(self.counts)
 
     def padded(self, count: int) -> "RowGroups":
@@ -315,7 +315,7 @@ def _multiplies_groups(x: Tensor) -> bool:
 
 
 def _loops_in_torch(x: Tensor) -> bool:
-    """Whether torch's grouped matmul is the same loop of the same matmuls as ours, without Python: 5 to 15% faster. Not for
+    """Whether torch's grouped matmul is the same loop of the same matmuls as ours, without Python: some 5% faster. Not for
     gradients of weights, which it cannot add in place (docs/benchmarks.md, "Experts")."""
     return x.device.type == "cpu" and (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and MKL_IS_FAST))
 
