@@ -34,6 +34,8 @@ CONNECT_S = 60.0
 # And so much longer for each rank: the store and NCCL's root answer ranks one after another, in some milliseconds each.
 CONNECT_S_PER_RANK = 0.02
 CONNECT_ATTEMPTS = 3
+# Over these tokens go to experts and back: over NCCL they have communicators of their own.
+TOKEN_AXES = ("ep", "ep_inner", "ep_outer")
 # How a meeting of all ranks has ended: the first word of what the store says of it.
 MET, GIVEN_UP = "met ", "given up "
 # Explanations that the last rank to be compared reads from the store.
@@ -83,9 +85,9 @@ def disconnect() -> None:
 class Backends:
     """What carries messages between ranks: torch's names of backends for the world's group and for those of other axes.
 
-    scatter: that of a second group over `shard`, for its reduce-scatters; None where operations do not queue.
-    is_lazy: gloo connects two ranks when they first talk, and not every pair at once. is_staged: tensors of a GPU go through
-    host memory.
+    scatter: that of second groups over axes of shards, for their reduce-scatters, and of those over TOKEN_AXES; None where
+    operations do not queue. is_lazy: gloo connects two ranks when they first talk, and not every pair at once. is_staged:
+    tensors of a GPU go through host memory.
     """
 
     world: str
@@ -235,15 +237,21 @@ def join_axes(
     for axis in axes.values():
         if axis.size > 1 and axis.ranks not in groups:
             groups[axis.ranks] = join(axis.name, axis.ranks, backends.axes if groups else backends.world)
+    # NCCL runs the operations of one communicator in turn: in backward a gather, which computation waits for, would queue behind
+    # a reduction, which nobody waits for; and tokens on their way to experts behind the gathers of units that come next.
     scatter_groups: dict[str, Any] = {}
-    if backends.scatter is not None and axes["shard"].size > 1:
-        # NCCL runs the operations of one communicator in turn: in backward a gather, which computation waits for, would queue
-        # behind a reduction, which nobody waits for.
-        scatter_groups["shard"] = join("scatter", axes["shard"].ranks, backends.scatter)
+    token_groups: dict[tuple[int, ...], Any] = {}
+    if backends.scatter is not None:
+        for name in ("shard", "expert_shard"):
+            if axes[name].size > 1:
+                scatter_groups[name] = join(f"scatter {name}", axes[name].ranks, backends.scatter)
+        for name in TOKEN_AXES:
+            if axes[name].size > 1 and axes[name].ranks not in token_groups:
+                token_groups[axes[name].ranks] = join(f"tokens {name}", axes[name].ranks, backends.scatter)
     return {
         name: Communicator(
             axis,
-            groups.get(axis.ranks),
+            (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks),
             scatter_groups.get(name),
             check_s=check_s,
             staged=backends.is_staged,

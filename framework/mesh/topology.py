@@ -177,12 +177,13 @@ def count_expert_shards(shard: int, tp: int, ep: int, expert_tp: int, batch: int
     """The degree `expert_shard` where dense parameters are sharded over `shard` ranks: as many of the ranks that share experts as
     are among those shard * tp neighbours, so that experts' shards stay within a node where the others do."""
     copies = batch * tp // (expert_tp * ep)
-    return max(degree for degree in _divisors(copies) if degree == 1 or degree * ep * expert_tp <= shard * tp)
+    # Neighbours begin at multiples of their number, so it has to divide that of the others: else some lie across their border.
+    return max(degree for degree in _divisors(copies) if degree == 1 or shard * tp % (degree * ep * expert_tp) == 0)
 
 
 def count_node_neighbours(ep: int, expert_tp: int, ranks_per_node: int) -> int:
     """The degree that parallel.expert_hierarchical=node means: those of `ep` who are on one node, as far as nodes divide ep."""
-    return max(each for each in _divisors(ep) if each == 1 or each * expert_tp <= ranks_per_node)
+    return max(each for each in _divisors(ep) if each == 1 or ranks_per_node % (each * expert_tp) == 0)
 
 
 def shards_within_node(world: int, batch: int, tp: int, ranks_per_node: int, num_nodes: int) -> int:

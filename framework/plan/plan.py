@@ -233,7 +233,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     _refuse_dropped_layers(config, derived)
     _refuse_fresh_seeds(config)
     whole = build_meta(config, recipe.model.attention)
-    check_experts(whole, derived.ep, recipe.model.expert_capacity)
+    check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
     load_balancing, mixtures = find_load_balancing_loss(whole), find_mixtures(whole, units)
     refuse_bias_rate(recipe.model, whole, mixtures)

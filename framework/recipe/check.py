@@ -87,6 +87,11 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
 def _experts(recipe: Recipe) -> Iterator[Problem]:
     parallel = recipe.parallel
     inner = parallel.expert_hierarchical
+    if recipe.model.expert_drop != "weight" and recipe.model.expert_capacity is None:
+        message = "without model.expert_capacity nothing is dropped"
+        yield Problem(
+            "model.expert_drop", recipe.model.expert_drop, message, "leave it out; or model.expert_capacity=1.25"
+        )
     if parallel.ep == 1:
         for name, value, off in (
             ("expert_overlap", parallel.expert_overlap, False),

@@ -22,7 +22,7 @@ from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
-from tests.families import family
+from tests.families import build_config, family
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
@@ -319,3 +319,16 @@ def test_plan_says_of_each_rank_of_a_pipeline_what_it_holds(capsys: pytest.Captu
     assert "none" not in printed.partition("bytes of a rank")[0]
     table = printed.partition("live\n")[2].partition("\n\n")[0]
     assert [line.split()[0] for line in table.splitlines()] == ["0", "1", "3"]  # 1 and 2 alike
+
+
+def test_experts_that_one_rank_alone_has_do_not_come_and_go() -> None:
+    """Nothing is gathered where ep is all that divides them: a copy beside the shard would only cost memory."""
+    case = family("qwen3_moe")
+    recipe = replace(small_recipe("fp32", 2, 1, SEQUENCES, zero=Zero(stage=3)), parallel=Parallel(ep=2))
+    plan = make_plan(recipe, build_config(case))
+    kept = {
+        buffer.axes.shard.name: buffer.lifetimes.resident_parameters
+        for buffer in plan.of_rank(0).stages[0].buffers
+        if buffer.unit == "layers.1"
+    }
+    assert kept == {"shard": False, "expert_shard": True}

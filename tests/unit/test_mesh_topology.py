@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from framework.errors import TopologyError
 from framework.mesh.axis import Axis
-from framework.mesh.topology import AXIS_NAMES, Topology, count_expert_shards, shards_within_node
+from framework.mesh.topology import AXIS_NAMES, Topology, count_expert_shards, count_node_neighbours, shards_within_node
 
 
 @st.composite
@@ -75,6 +75,23 @@ def test_whole_experts_divide_tensor_parallel_neighbours_too():
 )
 def test_experts_are_sharded_over_those_who_share_them_within_the_dense_shards(shard, tp, ep, expert_tp, batch, degree):
     assert count_expert_shards(shard, tp, ep, expert_tp, batch) == degree
+
+
+@pytest.mark.parametrize(
+    ("ep", "expert_tp", "per_node", "degree"),
+    [(8, 1, 8, 8), (16, 1, 8, 8), (12, 1, 8, 4), (6, 1, 4, 2), (8, 4, 8, 2), (8, 8, 8, 1)],
+)
+def test_neighbours_of_the_first_hop_are_on_one_node(ep, expert_tp, per_node, degree):
+    assert count_node_neighbours(ep, expert_tp, per_node) == degree
+    topology = Topology(dp=per_node * ep, tp=expert_tp, ep=ep, expert_tp=expert_tp, ep_inner=degree)
+    for rank in range(topology.world):
+        assert len({each // per_node for each in topology.ranks("ep_inner", rank)}) == 1
+
+
+def test_shards_of_experts_stay_among_the_neighbours_that_share_dense_shards():
+    topology = Topology(dp=24, ep=3, shard=8, expert_shard=count_expert_shards(8, 1, 3, 1, 24))
+    for rank in range(24):
+        assert len({each // 8 for each in topology.ranks("expert_shard", rank)}) == 1
 
 
 def test_numbering_has_tp_innermost_and_pp_outermost():

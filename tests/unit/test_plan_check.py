@@ -41,6 +41,10 @@ MISTAKES = {
         ("model.family=gpt_oss", "model.config.intermediate_size=25", "parallel.tp=2", "launch.ranks=2"),
         ("parallel.tp=2 does not divide the 25 features of", "parallel.expert_tp=1"),
     ),
+    "whole experts without experts": (
+        ("parallel.tp=2", "parallel.expert_tp=1", "launch.ranks=2"),
+        ("parallel.expert_tp=1: llama has no stacked experts", "leave the key out"),
+    ),
     "ep without experts": (
         ("parallel.ep=2", "launch.ranks=2"),
         ("parallel.ep=2: llama has no stacked experts", "leave the key out"),

@@ -283,3 +283,16 @@ class TestProfile:
             "track.profile_ranks"
         }
         assert problems_of(f"{key}=[3,5]", "track.profile_ranks=[1]", "launch.ranks=2") == {}
+
+
+def test_what_experts_drop_is_said_only_where_they_drop():
+    assert problems_of("model.expert_drop=position").keys() == {"model.expert_drop"}
+    assert problems_of("model.expert_drop=position", "model.expert_capacity=1.5") == {}
+    assert problems_of("model.expert_capacity=0.9").keys() == {"model.expert_capacity"}
+
+
+def test_options_of_what_is_not_sent_are_refused():
+    assert problems_of("parallel.expert_overlap=true").keys() == {"parallel.expert_overlap"}
+    assert problems_of("parallel.expert_hierarchical=node").keys() == {"parallel.expert_hierarchical"}
+    two_hops = problems_of("parallel.ep=8", "parallel.expert_hierarchical=3", "launch.ranks=8")
+    assert two_hops["parallel.expert_hierarchical"].fix == "one of 2, 4, 8; node; or null"

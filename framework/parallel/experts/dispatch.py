@@ -63,7 +63,8 @@ class LocalExperts:
     def _add_bias(self, y: Tensor, name: str, ids: Tensor) -> Tensor:
         # Through the module: while it is sliced over `tp`, it lends a part of its bias.
         bias = getattr(self.experts, f"{name}_bias", None)
-        return y if bias is None else y + bias.index_select(0, ids)
+        # Indexed, not selected: on a GPU the gradient of that adds rows in a fixed order, and in more than their own dtype.
+        return y if bias is None else y + bias[ids]
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(y, weights, order)
-        # In the wider of the two dtypes, and rounded once: routers give weights in fp32 to experts in bf16.
-        weighted = _unsort(y, order, *weights.shape) * weights.unsqueeze(-1)
-        return weighted.sum(1).to(y.dtype)
+        pairs = _unsort(y, order, *weights.shape)
+        # In fp32 or wider, and rounded once. One slot after the other: all at once would be [T, k, H] in the wider dtype.
+        wide = torch.promote_types(torch.promote_types(y.dtype, weights.dtype), torch.float32)
+        total = pairs[:, 0].to(wide) * weights[:, :1]
+        for slot in range(1, weights.shape[1]):
+            total.addcmul_(pairs[:, slot], weights[:, slot : slot + 1])
+        return total.to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -44,7 +48,8 @@ class _Combine(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return dy, None, None
         # A pair that was not sent has no output, so its weight has no gradient.
-        dweights = torch.zeros_like(flat).index_copy_(0, order, (rows * y).sum(-1).to(flat.dtype))
+        wide = torch.promote_types(y.dtype, flat.dtype)
+        dweights = torch.zeros_like(flat).index_copy_(0, order, (rows.to(wide) * y).sum(-1).to(flat.dtype))
         return dy, dweights.view_as(weights), None
 
 

@@ -49,13 +49,14 @@ def divides_experts(plan: StagePlan) -> bool:
     )
 
 
-def check_experts(model: PreTrainedModel, degree: int, capacity: float | None = None) -> None:
+def check_experts(model: PreTrainedModel, degree: int, capacity: float | None = None, is_whole: bool = False) -> None:
     """Raises ModelError where the model has no experts to divide among `degree` ranks, or a layer's do not divide; and where a
-    capacity is given to what has none."""
-    if degree == 1 and capacity is None:
+    capacity is given to what has none. is_whole: parallel.expert_tp=1 leaves experts whole under tensor parallelism."""
+    if degree == 1 and capacity is None and not is_whole:
         return
     kind = model.config.get_text_config().model_type
-    asked = f"parallel.ep={degree}" if degree > 1 else f"model.expert_capacity={capacity}"
+    asked = "parallel.expert_tp=1" if capacity is None else f"model.expert_capacity={capacity}"
+    asked = f"parallel.ep={degree}" if degree > 1 else asked
     unknown = {type(experts).__name__: name for name, experts in find_unknown_experts(model)}
     if unknown:
         names = ", ".join(f"{name} ({form})" for form, name in unknown.items())
@@ -111,7 +112,11 @@ def _replicate(layout: Layout, ep: Communicator) -> Layout:
 def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan: StagePlan) -> None:
     experts = model.get_submodule(name)
     axes, tokens, shared = plan.axes, plan.tokens, None
-    hops = [axes["ep_inner"], axes["ep_outer"]] if axes["ep_outer"].size > 1 else [axes["ep"]]
+    hops = (
+        [axes["ep_inner"], axes["ep_outer"]]
+        if axes["ep_inner"].size > 1 and axes["ep_outer"].size > 1
+        else [axes["ep"]]
+    )
     parent, _, child = name.rpartition(".")
     if axes["expert_tp"].size > 1:
         # Slices of experts compute inside a region: all its ranks have all rows, and dispatch them alike.

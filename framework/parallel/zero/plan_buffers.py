@@ -274,7 +274,8 @@ def plan_buffers(
             names = [name for name in unit.parameters if kinds[name] == kind]
             slots = _lay_side_by_side(sorted(names, key=lambda name: order[groups[name]]), layouts, groups)
             dtypes = BufferDtypes(kind.dtype, master_dtype)
-            plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lifetimes, kind.axes(axes, lifetimes)))
+            lived = kind.lifetimes(axes, lifetimes)
+            plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lived, kind.axes(axes, lived)))
     return plans
 
 
@@ -303,6 +304,13 @@ class _Kind:
                 f"{layout} names no shard and replica axis: `shard_over_batch` or a transform before it has to"
             )
         return cls(dtype, group == FROZEN, layout.shard_axis, layout.replica_axis, layout.replicated, layout.partial)
+
+    def lifetimes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> Lifetimes:
+        """The recipe's, but for experts of which this rank has the only shard: what is never gathered need not come and go. Dense
+        parameters are left as they are: on one rank they show what many do."""
+        if self.shard_axis != "expert_shard" or axes["expert_shard"].size > 1:
+            return lifetimes
+        return replace(lifetimes, keeps_gradients=True, keeps_parameters=True, resident_parameters=True)
 
     def axes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> BufferAxes:
         """The axes of such a buffer. Where replicas divide the update each owns something else: they are no replicas of what is

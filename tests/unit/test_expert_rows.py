@@ -1,0 +1,40 @@
+"""Tokens weighted by their experts, in the dtypes that models have."""
+
+import pytest
+import torch
+
+from framework.parallel.experts.rows import combine
+
+TOKENS, TOP_K, WIDTH = 12, 3, 512
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32])
+def test_what_experts_give_in_bf16_is_weighted_as_autograd_does_it(weights_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(TOKENS * TOP_K, generator=generator)
+    y = torch.randn(TOKENS * TOP_K, WIDTH, generator=generator).bfloat16()
+    weights = torch.rand(TOKENS, TOP_K, generator=generator).to(weights_dtype)
+    upstream = torch.randn(TOKENS, WIDTH, generator=generator).bfloat16()
+    own = [y.clone().requires_grad_(), weights.clone().requires_grad_()]
+    combine(*own, order).backward(upstream)
+    stock = [y.clone().requires_grad_(), weights.clone().requires_grad_()]
+    pairs = torch.zeros(TOKENS * TOP_K, WIDTH, dtype=y.dtype).index_copy(0, order, stock[0])
+    (pairs.view(TOKENS, TOP_K, -1) * stock[1].unsqueeze(-1)).sum(1).to(y.dtype).backward(upstream)
+    exact = (upstream.double()[:, None] * pairs.detach().double().view(TOKENS, TOP_K, -1)).sum(-1)
+    for mine, theirs in zip(own, stock, strict=True):
+        assert mine.grad is not None and theirs.grad is not None  # noqa: PT018
+        assert torch.allclose(mine.grad.double(), theirs.grad.double(), rtol=2**-7, atol=2**-7)
+    assert own[1].grad is not None
+    error = (own[1].grad.double() - exact).norm() / exact.norm()
+    # Routers give weights in fp32, and sums of products that were rounded to bf16 would be wrong by 2e-3.
+    assert error < (1e-6 if weights_dtype == torch.float32 else 2**-8)
+
+
+def test_pairs_that_were_not_sent_add_nothing() -> None:
+    y = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([[0.25, 0.5], [2.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    out = combine(y, weights, torch.tensor([0, 3]))
+    out.sum().backward()
+    assert out[:, 0].tolist() == [0.25, 3.0]
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [[4.0, 0.0], [0.0, 4.0]]
