@@ -17,7 +17,7 @@ from framework.recipe.keys import list_keys
 from framework.recipe.schema import Recipe
 from framework.verify import command, sides
 from framework.verify.compare import Row, compare, exceeds, render
-from framework.verify.evidence import Evidence, make_batches
+from framework.verify.evidence import Evidence, NothingToCompare, make_batches
 from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_config_changes
 from framework.verify.lion import Noise, PlainLion, measure_noise
 from framework.verify.options import Options
@@ -226,10 +226,13 @@ def test_an_error_of_a_rank_arrives_as_it_was_raised(pool: RankPool) -> None:
 
 
 def test_a_rank_that_fails_tells_where(pool: RankPool) -> None:
-    """Lion's oracle waits for the ranks, so that theirs is the first error."""
+    """Lion's oracle waits for the ranks, so that theirs is the first error; but stock transformers fails here, too."""
     recipe, _ = shrunk(recipe_of("launch.ranks=2", "optim.name=lion"))
-    with pytest.raises(RankFailed, match="in train_step"):
-        Sides(recipe, build_config(family("gpt2"), n_positions=4), 1, pool).run()
+    both = Sides(recipe, build_config(family("gpt2"), n_positions=4), 1, pool)
+    with both._running_ranks() as ranks, pytest.raises(RankFailed, match="in train_step"):
+        both._collect(ranks)
+    with pytest.raises(NothingToCompare, match="does not train the gpt2"):
+        both.run()
 
 
 # --- rounding and faults
