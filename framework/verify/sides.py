@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from framework.model.load import FORWARD_ERRORS
 from framework.model.precision import DTYPES
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
@@ -74,7 +75,7 @@ class Sides:
         by_step = () if layout is None else layout.by_step
         try:
             return run_oracle(self.recipe, self.config, weights, batches, dtype, self.device, by_step)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except FORWARD_ERRORS as error:
             raise NothingToCompare(
                 f"there is nothing to compare with: stock transformers {transformers.__version__} does not train the"
                 f" {self.config.model_type} in {self.dtype}: {error}"
