@@ -5,16 +5,15 @@ A mixture's experts are one module of stacked matrices. Most are called with the
 with all tokens for each expert, weighted by its router's scores, which are zero where an expert was not chosen.
 """
 
-import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.experts import count_experts, form_of
 from framework.model.load_balancing import find_routers
 from framework.model.units import Unit
 from framework.recipe.schema import Model
@@ -48,28 +47,14 @@ def find_mixtures(model: PreTrainedModel, units: Sequence[Unit]) -> tuple[Mixtur
     for unit in (unit for unit in units if unit.is_layer):
         for path in unit.modules:
             module = model.get_submodule(path)
-            if (called_with := _count_arguments(module)) not in _ROUTED:
+            if (form := form_of(module)) is None:
                 continue
-            block, count = f"{path.rpartition('.')[0]}.", module.get_parameter("down_proj").shape[0]
+            block, count = f"{path.rpartition('.')[0]}.", count_experts(module)
             router = next((each for each in routers if each.startswith(block)), "")
             bias = next((name for name, size in biases.items() if name.startswith(block) and size == count), "")
-            is_told = called_with == _TOLD
+            is_told = not form.is_expert_major
             found.append(Mixture(unit.name, path, count, router, routers.get(router, 0), is_told, bias))
     return tuple(found)
-
-
-# Arguments of experts: hidden states, the chosen experts and their weights; or hidden states alone. Experts with one more than
-# the hidden states (inkling's shared ones) are run for every token, and nobody routes to them.
-_TOLD = 3
-_ROUTED = (_TOLD, 1)
-
-
-def _count_arguments(module: nn.Module) -> int:
-    """The number of arguments of stacked experts; 0 for any other module."""
-    down = module._parameters.get("down_proj")
-    if down is None or down.ndim != 3:
-        return 0
-    return len(inspect.signature(type(module).forward).parameters) - 1
 
 
 def refuse_bias_rate(settings: Model, model: PreTrainedModel, mixtures: Sequence[Mixture]) -> None:
