@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Without compiling every module of torch and transformers, which takes longer than a short run: a run imports few of them.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: install develop train test test-slurm test-grid try lint clean
+.PHONY: install develop train test tests test-slurm test-grid try lint clean
 
 # Two stamps: training does not wait for what only tests and benches import.
 install: .venv/installed
@@ -41,7 +41,11 @@ lint: develop
 PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SPREAD := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-test: lint
+# Lint and types beside the tests, whose ranks wait for one another and leave a part of two cores idle.
+test: develop
+	$(MAKE) --no-print-directory --jobs 2 lint tests
+
+tests: develop
 	$(PYTEST) $(SPREAD) -m "not grid" --ignore tests/slurm
 
 # On a real SLURM cluster of this machine (scripts/local_cluster.sh install); REQUIRE_SLURM=1: a skipped test is a failure.

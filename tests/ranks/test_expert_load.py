@@ -27,6 +27,7 @@ from framework.verify.double import keep_double
 from framework.verify.evidence import initial_weights, make_batches
 from framework.verify.layout import share
 from tests.families import LLAMA, Family, build_config, family
+from tests.grid import few_of
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
@@ -127,7 +128,11 @@ def assert_equal(found: Mapping[str, MixtureLoad], expected: Mapping[str, Mixtur
         assert load.entropy == pytest.approx(expected[layer].entropy, rel=1e-6)
 
 
-@pytest.mark.parametrize("model", [family("deepseek_v3"), family("qwen3_moe")], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "model",
+    few_of([family("deepseek_v3"), family("qwen3_moe")], lambda each: each.name == "deepseek_v3"),
+    ids=lambda each: each.name,
+)
 def test_the_load_of_every_layout_is_the_batches(pool: RankPool, model: Family) -> None:
     expected = count_stock(model)
     of_ranks = pool.run(4, count_layouts, model, LAYOUTS)

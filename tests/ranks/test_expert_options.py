@@ -17,6 +17,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Parallel, Recipe, Zero
 from framework.verify.layout import run_layout
 from tests.families import family
+from tests.grid import few_of
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 from tests.ranks.test_expert_load import count_layouts
@@ -38,10 +39,21 @@ def recipes_of(parallels: dict[str, Parallel], world: int, **groups: Any) -> dic
 
 def test_options_train_as_one_process(pool: RankPool):
     # deepseek_v3 computes shared experts meanwhile.
-    assert_equal(pool, 4, [Case("deepseek_v3", family("deepseek_v3"), recipes_of(OPTIONS, 4))])
+    shown = {name: OPTIONS[name] for name in ("overlap, tp", "two hops, overlap, tp")}
+    assert_equal(pool, 4, [Case("deepseek_v3", family("deepseek_v3"), recipes_of(shown, 4))])
 
 
-@pytest.mark.parametrize(("factor", "priority"), [(1.0, "weight"), (1.25, "position")])
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llama4_text"])
+def test_options_of_other_families_train_as_one_process(pool: RankPool, name: str):
+    hops = {} if name == "gpt_oss" else {label: each for label, each in OPTIONS.items() if each.ep == 4}
+    overlaps = {label: each for label, each in OPTIONS.items() if each.ep == 2}
+    assert_equal(pool, 4, [Case(name, family(name), recipes_of(overlaps | hops, 4))])
+
+
+@pytest.mark.parametrize(
+    ("factor", "priority"), few_of([(1.0, "weight"), (1.25, "position")], lambda factor, priority: factor == 1.0)
+)
 def test_every_layout_drops_what_one_process_drops(pool: RankPool, factor, priority):
     layouts = {
         "dp": Parallel(),
@@ -58,10 +70,8 @@ def test_dropped_pairs_are_counted_alike_in_every_layout(pool: RankPool):
     case = family("qwen3_moe")
     layouts = {
         "one rank": (1, Parallel()),
-        "slices": (2, Parallel(tp=2)),
         "ep, tokens divided": (2, Parallel(ep=2, tp=2)),
         "ep, tokens alike": (2, Parallel(ep=2, tp=2, sequence=False)),
-        "stages": (2, Parallel(pp=2)),
     }
     recipes = {
         name: replace(
