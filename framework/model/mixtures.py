@@ -64,7 +64,7 @@ def refuse_bias_rate(settings: Model, model: PreTrainedModel, mixtures: Sequence
     key = f"model.router_bias_rate={settings.router_bias_rate:g}"
     biases = [each.bias for each in mixtures if each.bias]
     if not biases:
-        what = "routers without a correction bias" if mixtures else "no experts"
+        what = "routers without a correction bias of one number for each expert" if mixtures else "no experts"
         other = "; or their auxiliary loss, model.config.output_router_logits=true" if mixtures else ""
         raise ModelError(
             f"{key} moves the bias with which routers correct their choice of experts, but {model.config.model_type} models have"

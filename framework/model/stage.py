@@ -350,5 +350,16 @@ def _run_in_parts(
     return hidden[0].logits
 
 
+def refuse_shared_layers(config: PretrainedConfig, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises ModelError where layers share weights (zamba's attention): stages would have to hold them together.
+
+    units: of the whole model; ties: all names of each parameter."""
+    layers = {unit.root: unit.name for unit in units if unit.is_layer}
+    for names in ties.values():
+        sharing = {layer for root, layer in layers.items() for name in names if name.startswith(f"{root}.")}
+        if len(sharing) > 1:
+            raise _refuse(config, f"{' and '.join(sorted(sharing))} share {names[0]}")
+
+
 def _refuse(config: PretrainedConfig, reason: str) -> ModelError:
     return ModelError(f"{config.model_type} models cannot be cut into pipeline stages: {reason}. Use parallel.pp=1")

@@ -23,7 +23,7 @@ from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.stage import StageBounds, copy_stage, find_layer_outputs
+from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import state_names
@@ -237,6 +237,9 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     units = tuple(find_units(whole))
     load_balancing, mixtures = find_load_balancing_loss(whole), find_mixtures(whole, units)
     refuse_bias_rate(recipe.model, whole, mixtures)
+    ties = tied_names(whole)
+    if derived.pp > 1:
+        refuse_shared_layers(config, units, ties)
     costs = unit_flops(whole, units, derived.context)
     pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
     return Plan(
@@ -247,7 +250,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         torch.device(recipe.launch.device),
         whole,
         units,
-        tied_names(whole),
+        ties,
         tuple(_group(recipe, whole, units)),
         pipeline,
         len(pipeline.stages) > 1 and find_layer_outputs(config),

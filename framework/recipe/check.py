@@ -87,6 +87,11 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
 def _experts(recipe: Recipe) -> Iterator[Problem]:
     parallel = recipe.parallel
     inner = parallel.expert_hierarchical
+    if recipe.model.experts != "auto" and (parallel.ep > 1 or recipe.model.expert_capacity is not None):
+        message = (
+            "experts that tokens are sent to are multiplied by Meshwright, not by an implementation of Hugging Face's"
+        )
+        yield Problem("model.experts", recipe.model.experts, message, "model.experts=auto")
     if recipe.model.expert_drop != "weight" and recipe.model.expert_capacity is None:
         message = "without model.expert_capacity nothing is dropped"
         yield Problem(

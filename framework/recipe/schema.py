@@ -63,15 +63,20 @@ class Model:
         "hub name or folder; null: that of `weights`, else trained offline (data.bpe_vocab)", None
     )
     attention: str = key("attention implementation, as Hugging Face names them; auto: its own choice", "auto")
-    experts: str = key("experts implementation, as Hugging Face names them; auto: its own choice", "auto")
+    experts: str = key(
+        "implementation of experts that are not dispatched (parallel.ep=1), as Hugging Face names them; auto: its own choice,"
+        " eager in fp64",
+        "auto",
+    )
     expert_capacity: float | None = key(
-        "of a mixture of experts: what an expert takes of each sequence at most, over an even share; the rest is dropped. null:"
-        " nothing is",
+        "capacity factor: an expert takes at most this many times an even share of each sequence's tokens and drops the rest;"
+        " null: no limit",
         None,
         low=1.0,
     )
     expert_drop: Literal["weight", "position"] = key(
-        "with model.expert_capacity, whom an expert drops: those of the smallest router weights, or the sequence's last",
+        "with model.expert_capacity, which tokens an expert drops: those with the smallest router weights, or the last of the"
+        " sequence",
         "weight",
     )
     router_bias_rate: float = key(

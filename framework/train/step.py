@@ -128,7 +128,8 @@ def train_step(
     microbatches: this rank's share of the batch, equally many on all ranks. flags: what this rank asks of all of them. The loss
     is of the whole batch, the norm that of its gradient before clipping. is_reported: the load of experts is asked for.
 
-    Nothing of ours here waits for the device; the model may (transformers asks in every forward whether positions restart).
+    Nothing of ours here waits for the device, but for `parallel.ep`: once per layer and forward the host must know how many rows
+    it receives. The model may wait (transformers asks in every forward whether positions restart).
 
     validation: of the weights as they are before the update: in the step's bubbles, and what they do not hold right before the
     update.

@@ -28,7 +28,7 @@ class StepSums:
     Why the last in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear in
     this very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait for
     one another, or for the device. No fixed number of scalars holds an exact answer. Beside the scalars, because a message costs
-    the host far more than its bytes: 8 for each parameter tensor, 10 KiB of a model of 671B.
+    the host far more than its bytes: 8 for each parameter tensor, 7 KiB of a model of 671B.
     """
 
     terms: Tensor

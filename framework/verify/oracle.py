@@ -109,12 +109,14 @@ class _Oracle:
 
     def update(self, batch: TokenBatch, layout: Mapping[str, Tensor]) -> None:
         """One step of the optimizer, and of the biases of routers. layout: the layout's weights after it, if they are known."""
-        self._biases.move(self.weights())
+        loads = self._biases.take()  # before gradients are computed again, which would count tokens, too
         if isinstance(self._optimizer, PlainLion) and layout:
             noise = self._measure_noise(batch)
             self._optimizer.follow(noise, {master: layout[name] for name, master in self.masters.items()})
         else:
             self._optimizer.step()
+        # Last: with biases that have moved, routers would choose other experts, which is no rounding.
+        self._biases.move(self.weights(), loads)
 
     def count_undecided(self) -> dict[str, int]:
         """By name, the number of elements whose update rounding decided in some step."""

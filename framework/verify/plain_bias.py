@@ -13,7 +13,7 @@ from framework.model.units import find_units
 
 
 class PlainBiases:
-    """Moves biases by the loads since `start`. rate: of one step, 0 for never."""
+    """Counts loads from `start` to `take`, and moves biases by them. rate: of one step, 0 for never."""
 
     def __init__(self, model: PreTrainedModel, rate: float):
         self._rate = rate
@@ -30,10 +30,14 @@ class PlainBiases:
         """Forget what was counted."""
         self._loads = {each.bias: torch.zeros(each.num_experts, dtype=torch.int64) for each in self._mixtures}
 
-    def move(self, biases: Mapping[str, Tensor]) -> None:
-        """One step, in place. biases: by full name."""
+    def take(self) -> dict[str, Tensor]:
+        """What was counted: tokens of each expert, [E] int64, by the bias's full name."""
+        return self._loads
+
+    def move(self, biases: Mapping[str, Tensor], loads: Mapping[str, Tensor]) -> None:
+        """One step, in place. biases: by full name; loads: those of `take`."""
         for mixture in self._mixtures:
-            load, bias = self._loads[mixture.bias].to(torch.float64), biases[mixture.bias]
+            load, bias = loads[mixture.bias].to(torch.float64), biases[mixture.bias]
             bias.data.add_((self._rate * (load.mean() - load).sign()).to(bias).view_as(bias))
 
     def _count(self, mixture: Mixture, experts: nn.Module, args: tuple[Any, ...]) -> None:

@@ -25,7 +25,7 @@ from framework.recipe.schema import Memory, Model, Optim, Parallel, Pipeline, Re
 from framework.train.router_bias import RouterBiases
 from framework.verify.compare import Row
 from tests.families import Family, family
-from tests.ranks.parity import Case, assert_equal, expect, run_cases, small_recipe
+from tests.ranks.parity import Case, assert_equal, expect, run_cases, small_recipe, train_layouts
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline_state import resume
 
@@ -86,6 +86,9 @@ def test_biases_of_other_families_move_as_in_one_process(pool: RankPool, model: 
 def test_biases_follow_under_lion_and_in_fp32(pool: RankPool) -> None:
     lion = Optim(name="lion", lr=1e-3, betas=(0.9, 0.95), clip_norm=0.05)
     case = Case("deepseek_v3", family("deepseek_v3"), {"lion": recipe_of(2, optim=lion)})
+    # The bias moves behind the measurement of rounding: routers that choose anew would leave nothing decided.
+    found = pool.run(2, train_layouts, [case])[0][case.name, "lion"]
+    assert sum(expect(case, found).undecided.values()) < 100
     assert_equal(pool, 2, [case, Case("fp32", family("deepseek_v3"), {"": recipe_of(2, 1, Zero(1), "fp32")})])
 
 
