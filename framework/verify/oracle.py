@@ -6,21 +6,24 @@ It imports nothing from `parallel/`, `comm/` or `train/`, so that its agreement 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.model.capacity import Capacity
-from framework.model.load import choose_experts
+from framework.model.load import FORWARD_ERRORS, choose_experts
 from framework.model.loss import IGNORE
 from framework.model.materialize import kept_in_fp32
+from framework.model.precision import DTYPES
 from framework.optim.groups import group_parameters
 from framework.optim.schedules import learning_rate
 from framework.recipe.schema import Optim, Recipe
 from framework.verify.double import keep_double
-from framework.verify.evidence import Evidence, TokenBatch, perturb
+from framework.verify.evidence import Evidence, NothingToCompare, TokenBatch, perturb
 from framework.verify.lion import Noise, PlainLion, measure_noise
 from framework.verify.plain_bias import PlainBiases
 from framework.verify.plain_capacity import drop_beyond_capacity
@@ -43,6 +46,8 @@ def run_oracle(
 
     This is textbook mixed precision: master weights in at least fp32, copied to the model's weights in `dtype`, and gradients
     summed in the masters' dtype. layout: the layout's weights after each step, for an optimizer that follows them.
+
+    Raises NothingToCompare where stock transformers does not build the model, or does not run it forward or backward.
     """
     oracle = _Oracle(recipe, config, weights, dtype, device)
     losses, norms, gradients = [], [], {}
@@ -131,12 +136,14 @@ class _Oracle:
         positions = [None] * len(inputs) if batch.position_ids is None else batch.position_ids.split(rows)
         for input_ids, target, position_ids in zip(inputs, labels, positions, strict=True):
             packed = {} if position_ids is None else {"position_ids": position_ids.to(device)}
-            output = self._model(input_ids=input_ids.to(device), **packed)
+            with _telling_of_stock(self._model.config, self._dtype):
+                output = self._model(input_ids=input_ids.to(device), **packed)
             logits, target = output.logits.flatten(0, 1), target.flatten().to(device)
             loss = F.cross_entropy(_widen(logits), target, ignore_index=IGNORE, reduction="sum") / num_tokens
             if getattr(self._model.config, "output_router_logits", False):
                 loss = loss + self._model.config.router_aux_loss_coef * output.aux_loss / len(inputs)
-            loss.backward()
+            with _telling_of_stock(self._model.config, self._dtype):
+                loss.backward()
             for name, parameter in self._model.named_parameters():
                 if parameter.grad is not None:
                     master = self.masters[name]
@@ -164,6 +171,19 @@ class _Oracle:
         return noise
 
 
+@contextmanager
+def _telling_of_stock(config: PretrainedConfig, dtype: torch.dtype) -> Iterator[None]:
+    """Around what the stock model does, and none of our own code: what it raises is no fault of the oracle's."""
+    try:
+        yield
+    except FORWARD_ERRORS as error:
+        word = next(word for word, each in DTYPES.items() if each == dtype)
+        raise NothingToCompare(
+            f"there is nothing to compare with: stock transformers {transformers.__version__} does not train the"
+            f" {config.model_type} in {word}: {error}"
+        ) from error
+
+
 def _widen(logits: Tensor) -> Tensor:
     """Logits in at least fp32: the loss is not computed in bf16."""
     return logits if logits.dtype == torch.float64 else logits.float()
@@ -171,7 +191,8 @@ def _widen(logits: Tensor) -> Tensor:
 
 def _stock_model(recipe: Recipe, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     chosen = {} if recipe.model.attention == "auto" else {"attn_implementation": recipe.model.attention}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
+    with _telling_of_stock(config, dtype):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
     choose_experts(model, recipe.model.experts, dtype)
     if recipe.model.expert_capacity is not None:
         capacity = Capacity(recipe.model.expert_capacity, recipe.model.expert_drop)

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from framework.recipe.keys import list_keys
 from framework.recipe.schema import Recipe
-from framework.verify import command, sides
+from framework.verify import command, oracle, sides
 from framework.verify.compare import Row, compare, exceeds, render
 from framework.verify.evidence import Evidence, NothingToCompare, make_batches
 from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_config_changes
@@ -216,6 +217,19 @@ def test_a_model_that_stock_cannot_train_is_no_mismatch(tmp_path: Path) -> None:
     file.write_text(json.dumps(family("xglm").config))
     with pytest.raises(ModelError, match="there is nothing to compare with"):
         command.verify(recipe_of(), Options(file, dtype="fp64", steps=1))
+
+
+def test_a_fault_of_the_oracle_is_not_told_as_one_of_stock_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("ours")
+
+    recipe, _ = shrunk(recipe_of())
+    run = partial(Sides(recipe, build_config(family("llama")), 1).run_oracle, None)
+    for place in ("_widen", "choose_experts", "_stock_optimizer"):
+        with monkeypatch.context() as broken:
+            broken.setattr(oracle, place, fail)
+            with pytest.raises(RuntimeError, match=r"^ours$"):
+                run()
 
 
 def test_an_error_of_a_rank_arrives_as_it_was_raised(pool: RankPool) -> None:
