@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from hydra.core.override_parser.types import Override
 from transformers.utils.logging import set_verbosity_error
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError, ModelError, RecipeError, TopologyError
@@ -36,7 +37,7 @@ from framework.verify.pool import RankPool
 from framework.verify.rank import compute_exactly
 from framework.verify.sides import PRELOAD
 
-# A draw takes seconds. One whose ranks have not ended after so many hangs, or is on a machine that has no core for it.
+# A draw whose ranks take longer than this has hung, or the machine is overloaded.
 TIMEOUT_S = 300.0
 # So many refusals one after another are those of the given overrides, which fit nothing that is drawn.
 MAX_ATTEMPTS = 100
@@ -62,16 +63,29 @@ class Campaign:
 
     @cached_property
     def given(self) -> Mapping[str, Any]:
-        """The overrides that take the place of what would be drawn, by key. Raises RecipeError for one that is none."""
-        command = parse_overrides(self.overrides, search_path(self.recipes))
-        if command.problems:
-            raise RecipeError(render_problems(command.problems))
-        found = [*command.choices, *command.values]
-        return {each.key_or_group: each.value() for each in found if each.key_or_group in DRAWN_KEYS}
+        """The overrides that take the place of what would be drawn, by key. Raises RecipeError for one that is none, or that
+        removes such a key."""
+        found = [each for _, each in self._parsed if each.key_or_group in DRAWN_KEYS]
+        removed = [each.input_line for each in found if each.is_delete()]
+        if removed:
+            raise RecipeError(
+                f"--random draws what {', '.join(map(str, removed))} would remove: give a value in its place"
+            )
+        return {each.key_or_group: each.value() for each in found}
 
     def write(self, drawn: Drawn) -> list[str]:
         """The overrides of a draw."""
-        return [*write(drawn), *(text for text in self.overrides if text.partition("=")[0] not in DRAWN_KEYS)]
+        return [*write(drawn), *(text for text, each in self._parsed if each.key_or_group not in DRAWN_KEYS)]
+
+    @cached_property
+    def _parsed(self) -> list[tuple[str, Override]]:
+        """Each override's text, and what it says."""
+        folders = search_path(self.recipes)
+        commands = [(text, parse_overrides([text], folders)) for text in self.overrides]
+        problems = [problem for _, command in commands for problem in command.problems]
+        if problems:
+            raise RecipeError(render_problems(problems))
+        return [(text, each) for text, command in commands for each in (*command.choices, *command.values)]
 
     def command(self, overrides: Sequence[str]) -> str:
         """What repeats a draw, for a shell."""

@@ -106,3 +106,17 @@ def test_overrides_take_the_place_of_what_is_drawn() -> None:
     with pytest.raises(RecipeError, match="an override is written key=value"):
         assert Campaign(1, overrides=["optim.lr"]).given
     assert words[-1] == "track.every_steps=2"
+
+
+def test_overrides_that_add_a_drawn_key_stand_alone() -> None:
+    """The drawn value would stand beside them, and the recipe would be refused or have that one."""
+    campaign = Campaign(1, overrides=["+parallel.tp=2", "++zero.stage=3", "+optim.groups.slow={pattern: norm}"])
+    assert campaign.given == {"parallel.tp": 2, "zero.stage": 3}
+    words = campaign.write(draw(0, 0, 0, campaign.given))
+    assert [word for word in words if "parallel.tp" in word or "zero.stage" in word] == [
+        "parallel.tp=2",
+        "zero.stage=3",
+    ]
+    assert words[-1] == "+optim.groups.slow={pattern: norm}"
+    with pytest.raises(RecipeError, match="draws what ~zero.stage would remove"):
+        assert Campaign(1, overrides=["~zero.stage"]).given
