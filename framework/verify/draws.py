@@ -8,7 +8,6 @@ which have a use beside one another.
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -17,7 +16,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from framework.errors import ModelError
 from framework.model.load import REFUSALS, load_config
 from framework.model.shrink import MIN_LAYERS, shrink
-from framework.recipe.keys import list_keys
 from framework.recipe.overrides import write_override
 from framework.recipe.schema import Model
 from framework.verify.small import LEAST_EPS
@@ -129,13 +127,7 @@ def _is_optimizer(*names: str) -> Callable[[Drawn, Any], bool]:
     return lambda drawn, value: drawn["optim.name"] in names
 
 
-@cache
-def list_choices() -> tuple[Choice, ...]:
-    """Everything that is drawn, in this order: the table without degrees that the recipe does not have."""
-    known = {key.path for key in list_keys()}
-    return tuple(choice for choice in CHOICES if choice.key in known or not choice.key.startswith("parallel."))
-
-
+# Everything that is drawn, in this order.
 CHOICES = (
     Choice("model.family", DENSE * 4 + MIXTURES * 8 + OTHERS),
     Choice("precision", ("fp32", "fp64")),
@@ -186,7 +178,7 @@ def draw(seed: int, number: int, attempt: int, given: Mapping[str, Any]) -> Draw
     """The values of one draw by key, in the table's order. given: values that are not drawn."""
     rng = random.Random(f"{seed}/{number}/{attempt}")  # a text is hashed by SHA-512, alike in all processes
     drawn: Drawn = {}
-    for choice in list_choices():
+    for choice in CHOICES:
         choice.draw(rng, drawn)
         if choice.key in given:
             drawn[choice.key] = given[choice.key]

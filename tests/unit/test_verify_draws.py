@@ -12,7 +12,7 @@ from framework.model.load import load_config
 from framework.recipe.compose import compose
 from framework.recipe.schema import Recipe
 from framework.verify.campaign import Campaign
-from framework.verify.draws import CHOICES, OTHERS, Drawn, draw, list_choices, write, write_value
+from framework.verify.draws import CHOICES, OTHERS, Drawn, draw, write, write_value
 
 PLAIN = {"parallel.ep": 1, "parallel.cp": 1, "config.output_router_logits": None}
 SHOW = "import sys; from framework.verify.draws import draw; print([draw(7, number, 0, {}) for number in range(5)])"
@@ -47,7 +47,7 @@ def test_what_is_given_is_not_drawn_and_changes_no_other_draw_before_it() -> Non
 def test_every_value_is_drawn_within_500_draws() -> None:
     """Of families those that are named: the others are more than a hundred."""
     drawn = [draw(1, number, 0, {}) for number in range(500)]
-    for choice in list_choices():
+    for choice in CHOICES:
         seen = Counter(str(each[choice.key]) for each in drawn if choice.key in each)
         missing = {str(value) for value in choice.values if value not in OTHERS} - seen.keys()
         assert not missing, f"{choice.key}: {missing} are never drawn"
