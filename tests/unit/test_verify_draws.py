@@ -118,5 +118,5 @@ def test_overrides_that_add_a_drawn_key_stand_alone() -> None:
         "zero.stage=3",
     ]
     assert words[-1] == "+optim.groups.slow={pattern: norm}"
-    with pytest.raises(RecipeError, match="draws what ~zero.stage would remove"):
+    with pytest.raises(RecipeError, match=r"draws what ~zero\.stage would remove"):
         assert Campaign(1, overrides=["~zero.stage"]).given
