@@ -82,7 +82,9 @@ class Journey:
     def depart_back(self, rows: Tensor) -> None:
         """Start the first hop back.  rows: [R, H], what the experts made of them."""
         hop = self.passage.hops[-1]
-        self._rows = self._back[-1].depart(permute(rows, hop.inverse, hop.order))
+        # In its place: what the experts made need not live while it is sent.
+        rows = permute(rows, hop.inverse, hop.order)
+        self._rows = self._back[-1].depart(rows)
 
     def arrive_back(self) -> Tensor:
         """What the experts made of this rank's rows, [P, H], in the order of `depart`."""

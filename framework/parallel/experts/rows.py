@@ -6,6 +6,7 @@
 Written out because autograd's own gradient of a gather adds into zeros row by row; here it is a gather again.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(y, weights, order)
-        pairs = _unsort(y, order, *weights.shape)
-        # In fp32 or wider, and rounded once. One slot after the other: all at once would be [T, k, H] in the wider dtype.
+        # In fp32 or wider, and rounded once. One slot after the other: all at once would be [T, k, H], and in the wider dtype.
         wide = torch.promote_types(torch.promote_types(y.dtype, weights.dtype), torch.float32)
-        total = pairs[:, 0].to(wide) * weights[:, :1]
-        for slot in range(1, weights.shape[1]):
-            total.addcmul_(pairs[:, slot], weights[:, slot : slot + 1])
+        slots = _slots(y, order, *weights.shape)
+        total = next(slots).to(wide) * weights[:, :1]
+        for slot, rows in enumerate(slots, start=1):
+            total.addcmul_(rows, weights[:, slot : slot + 1])
         return total.to(y.dtype)
 
     @staticmethod
@@ -44,13 +45,21 @@ class _Combine(torch.autograd.Function):
         y, weights, order = ctx.saved_tensors
         rows = dout.index_select(0, order // weights.shape[1])
         flat = weights.flatten()
-        dy = (rows * flat.index_select(0, order).unsqueeze(-1)).to(y.dtype)
-        if not ctx.needs_input_grad[1]:
-            return dy, None, None
-        # A pair that was not sent has no output, so its weight has no gradient.
+        sorted_weights = flat.index_select(0, order).unsqueeze(-1)
         wide = torch.promote_types(y.dtype, flat.dtype)
-        dweights = torch.zeros_like(flat).index_copy_(0, order, (rows.to(wide) * y).sum(-1).to(flat.dtype))
-        return dy, dweights.view_as(weights), None
+        products = []
+        # As many rows at a time as there are tokens: all at once would be twice [P, H] in the wider dtype. `rows` become dy.
+        for own, others, weight in zip(
+            *(each.split(max(1, len(weights))) for each in (rows, y, sorted_weights)), strict=True
+        ):
+            if ctx.needs_input_grad[1]:
+                products.append((own.to(wide) * others).sum(-1).to(flat.dtype))
+            own.mul_(weight)
+        if not ctx.needs_input_grad[1]:
+            return rows, None, None
+        # A pair that was not sent has no output, so its weight has no gradient.
+        dweights = torch.zeros_like(flat).index_copy_(0, order, torch.cat(products))
+        return rows, dweights.view_as(weights), None
 
 
 class _Permute(torch.autograd.Function):
@@ -69,6 +78,15 @@ def _unsort(rows: Tensor, order: Tensor, num_tokens: int, top_k: int) -> Tensor:
     """[P, H] to [T, k, H], zeros for pairs that have no row."""
     pairs = rows.new_zeros(num_tokens * top_k, rows.shape[1])
     return pairs.index_copy_(0, order, rows).view(num_tokens, top_k, -1)
+
+
+def _slots(y: Tensor, order: Tensor, num_tokens: int, top_k: int) -> Iterator[Tensor]:
+    """The rows of all tokens' first experts, of their second ones and so on, [T, H] each; zeros for pairs that have no row."""
+    if len(order) < num_tokens * top_k:
+        yield from _unsort(y, order, num_tokens, top_k).unbind(1)
+        return
+    for places in invert(order).view(num_tokens, top_k).unbind(1):
+        yield y.index_select(0, places)
 
 
 _APPLY_SPREAD, _APPLY_COMBINE, _APPLY_PERMUTE = find_apply(_Spread), find_apply(_Combine), find_apply(_Permute)
