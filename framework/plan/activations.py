@@ -22,6 +22,16 @@ Where experts are whole the router sees T" = T' tokens, and R = T k / t: as many
 on average. That is for a uniform router: a rank whose experts get twice the mean holds twice the rows, which no layout tells.
 Where experts are slices over tp, T" = T and R = T k.
 
+While a mixture computes there is more than it keeps, the most in backward: experts narrower than h have their peak where
+gradients come in, one more tensor of rows, weighted R/k at a time in fp32, and wide ones inside, where gate and up have their
+gradients. In forward it is one more tensor of rows as well, while they are sorted to be sent back.
+
+    transient           max(R h (e + c/k), R (2 i - h) e) + T' h e;  c = 8 where e < 4, else e
+
+T' h e is the gradient of what the mixture gives; where experts are slices and T' < T it is gathered, T h e more. What
+parallel.expert_overlap saves by halves is not counted. Every mixture of gated experts has it, whatever else stands in its layer.
+That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
+
 An activation-checkpointed layer keeps its input, T' h e. What stands behind the last layer keeps, for v words on a rank:
 
     norm and head       T' (h (4 + e) + 4) + T h e
@@ -110,12 +120,17 @@ def _read_layer(config: PretrainedConfig, layer: nn.Module) -> LayerWidths | Non
 def _read_mixture(config: PretrainedConfig, layer: nn.Module) -> MixtureWidths | None:
     """None where there are no experts, or they have no gate, or biases, or are called in llama4's way."""
     found = list(find_experts(layer))
-    if len(found) != 1:
+    if len(found) != 1 or set(dict(found[0][1].named_parameters())) != {found[0][2].first, found[0][2].last}:
         return None
-    _, experts, form = found[0]
+    return mixture_widths(layer, config)
+
+
+def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | None:
+    """Of the first mixture; None where there is none, or its experts have no gate, or are called in llama4's way. config: of the
+    text model."""
+    _, experts, form = next(find_experts(model), (None, None, None))
     top_k = experts_per_token(config)
-    is_plain = form.has_gate and not form.is_expert_major
-    if top_k is None or not is_plain or set(dict(experts.named_parameters())) != {form.first, form.last}:
+    if experts is None or form is None or top_k is None or not form.has_gate or form.is_expert_major:
         return None
     inner = experts.get_parameter(form.last).shape[1 if form.is_transposed else 2]
     return MixtureWidths(count_experts(experts), top_k, inner)
@@ -127,7 +142,8 @@ class Activations:
 
     tokens: the rank's. width: of hidden states. vocabulary: of the whole model. itemsize: bytes of an activation. layer: the
     form of a layer, None where it has no formula: then its bytes are an estimate. memory: the recipe's.
-    expert_slices: ranks of tp, each with a slice of every expert that it computes; 1: experts are whole.
+    expert_slices: ranks of tp, each with a slice of every expert that it computes; 1: experts are whole. mixture: of
+    layers of any form, None without one.
     """
 
     tokens: TokenLayout
@@ -137,6 +153,7 @@ class Activations:
     layer: LayerWidths | None
     memory: Memory
     expert_slices: int
+    mixture: MixtureWidths | None
 
     @property
     def hidden_bytes(self) -> int:
@@ -152,6 +169,20 @@ class Activations:
     def recomputed_bytes(self) -> int:
         """What is there beside that while a checkpointed layer is computed again."""
         return self._all_of_layer if self.is_checkpointed else 0
+
+    @property
+    def transient_bytes(self) -> int:
+        """What is there beside that, and beside what is kept, while a mixture computes, by the formula above; 0 without one."""
+        mixture = self.mixture
+        if mixture is None:
+            return 0
+        e, rows = self.itemsize, self.rows_in_experts(mixture.top_k)
+        inner = -(-mixture.inner // (self.tokens.tp.size if self._slices_experts else 1))
+        weighted = rows // mixture.top_k * self.width * (8 if e < 4 else e)
+        incoming = self.hidden_bytes
+        if self._slices_experts and self.tokens.num_parts > 1:
+            incoming += self._num_tokens * self.width * e
+        return max(rows * self.width * e + weighted, rows * (2 * inner - self.width) * e) + incoming
 
     @property
     def is_checkpointed(self) -> bool:

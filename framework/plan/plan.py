@@ -36,7 +36,7 @@ from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import Activations, layer_widths
+from framework.plan.activations import Activations, layer_widths, mixture_widths
 from framework.plan.memory import RankMemory, bytes_held
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
@@ -135,6 +135,7 @@ class Plan:
             layer_widths(self.whole),
             self.recipe.memory,
             self.derived.expert_tp,
+            mixture_widths(self.whole, text),
         )
 
     def memory(self, rank: int) -> RankMemory:
@@ -142,7 +143,8 @@ class Plan:
         vocabulary divide."""
         place, schedule = self.topology.index("pp", rank), self.pipeline.make(self.derived.accumulation)
         kept = [self.activations.stage_bytes(stage) for stage in self.pipeline.stages]
-        most = peak_live(schedule, kept)[place] + self.activations.recomputed_bytes
+        while_computing = self.activations.recomputed_bytes + self.activations.transient_bytes
+        most = peak_live(schedule, kept)[place] + while_computing
         held = bytes_held(self.of_rank(rank).buffers, state_names(self.recipe.optim))
         return RankMemory(held | {"activations": most}, peak_live(schedule)[place])
 
