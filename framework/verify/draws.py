@@ -32,6 +32,8 @@ MIXTURES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe",
     "llama4_text", "granitemoe", "minimax_m2", "phimoe", "ernie4_5_moe",
 )  # fmt: skip
+# Routers that are known to have a correction bias.
+WITH_BIAS = ("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe")
 OTHERS = tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*DENSE, *MIXTURES}))
 
 MAX_RANKS = 8
@@ -67,7 +69,21 @@ def _may_have_experts(drawn: Drawn, _value: Any = None) -> bool:
     return drawn["model.family"] not in DENSE
 
 
+def _sends_tokens(drawn: Drawn, value: Any) -> bool:
+    return drawn.get("parallel.ep", 1) > 1 and (not value or drawn["parallel.ep"] % value == 0)
+
+
+def _drops_tokens(drawn: Drawn, _value: Any) -> bool:
+    return drawn.get("model.expert_capacity") is not None
+
+
+def _may_have_bias(drawn: Drawn, value: float) -> bool:
+    return _may_have_experts(drawn) and (value == 0 or drawn["model.family"] in WITH_BIAS)
+
+
 def _fits_experts(drawn: Drawn, value: str) -> bool:
+    if value != "auto" and (drawn.get("parallel.ep", 1) > 1 or _drops_tokens(drawn, None)):
+        return False  # tokens are sent, and Hugging Face's kernels are not asked
     return _may_have_experts(drawn) and not (value == "grouped_mm" and drawn["precision"] == "fp64")
 
 
@@ -137,7 +153,6 @@ CHOICES = (
     Choice("config.tie_word_embeddings", (None, True, False)),
     Choice("config.output_router_logits", (None, True), _may_have_experts),
     Choice("model.attention", ("auto", "auto", "eager", "sdpa")),
-    Choice("model.experts", ("auto", "eager", "batched_mm", "grouped_mm"), _fits_experts),
     Choice("model.freeze", ([], [], [], ["embed|wte|wpe"], ["bias|norm|ln"], [r"\.0\."])),
     Choice("launch.ranks", (1, 2, 2, 3, 4, 4, 4, 4, 5, 6, 6, 7, 8, 8, 8, 8)),
     Choice("parallel.tp", (1, 1, 1, 2, 2, 2, 3, 4, 4, 5, 7, 8), _fits_ranks),
@@ -145,6 +160,12 @@ CHOICES = (
     Choice("parallel.cp", (1, 1, 1, 1, 1, 1, 1, 2), _fits_ranks),
     Choice("parallel.ep", (1, 1, 1, 2, 4), _fits_ep),
     Choice("parallel.expert_tp", (None, 1, 2, 4), _fits_expert_tp),
+    Choice("parallel.expert_overlap", (False, True), _sends_tokens),
+    Choice("parallel.expert_hierarchical", (None, None, 2), _sends_tokens),
+    Choice("model.expert_capacity", (None, None, None, 1.0, 1.25), _may_have_experts),
+    Choice("model.expert_drop", ("weight", "position"), _drops_tokens),
+    Choice("model.router_bias_rate", (0.0, 0.0, 0.05), _may_have_bias),
+    Choice("model.experts", ("auto", "eager", "batched_mm", "grouped_mm"), _fits_experts),
     Choice("parallel.sequence", (True, True, False), _splits_weights),
     Choice("parallel.overlap", ("auto", "always"), _splits_tokens),
     Choice("memory.gathered_inputs", ("keep", "regather"), _splits_tokens),
