@@ -15,8 +15,10 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -195,6 +197,7 @@ def _seconds_to(deadline: float) -> float | None:
 
 def _serve(pipe: Connection, stack_file: Path, preload: str) -> None:
     """The life of a worker: run bodies until its parent closes the pipe."""
+    threading.Thread(target=_end_with_parent, args=(stack_file.parent,), daemon=True).start()
     importlib.import_module(preload)  # what is forked has it already
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -205,6 +208,18 @@ def _serve(pipe: Connection, stack_file: Path, preload: str) -> None:
             except EOFError:
                 return
             pipe.send_bytes(_attempt(task))
+
+
+def _end_with_parent(folder: Path) -> None:
+    """Once the process that made the pool has gone, end this one in the midst of its body, and leave no folder behind.
+
+    A process that is killed closes no pool. The fork server, whose children most workers are, ends behind the last of them.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker is started by multiprocessing"
+    parent.join()
+    shutil.rmtree(folder, ignore_errors=True)  # the other workers clear it away, too
+    os._exit(1)
 
 
 def _attempt(task: bytes) -> bytes:

@@ -1,7 +1,10 @@
 """The rank pool itself: results in order, and failures that name their ranks without spoiling the next body."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +52,21 @@ def report_threads(rank, world, rendezvous):
     return torch.get_num_threads(), os.environ["HF_HUB_OFFLINE"]
 
 
+# A process whose ranks, one of each kind, tell that they have begun and then take long. Nothing here needs torch.
+LEFT_ALONE = """
+import os
+import time
+from framework.verify.pool import RankPool
+
+def begin(rank, world, rendezvous):
+    os.write(1, f"{rendezvous}\\n".encode())  # in one piece, beside the other rank's
+    time.sleep(90)
+
+if __name__ == "__main__":
+    RankPool(2, "framework.comm.connect", spawned=1).run(2, begin)
+"""
+
+
 def test_results_come_in_rank_order_and_processes_stay(pool):
     pids = set()
     for world in (1, 2, 3, 4, 2):
@@ -86,3 +104,16 @@ def test_a_hang_names_the_rank_and_where_it_waits(pool):
     assert "in sleep_on_rank_0" in str(failure.value)
     assert "rank 1" not in str(failure.value)
     assert len(pool.run(4, sum_ranks, 1)) == 4
+
+
+def test_ranks_end_with_the_process_that_made_them(tmp_path: Path) -> None:
+    """All processes have its standard output, the fork server too: it ends with the last of them."""
+    script = tmp_path / "left_alone.py"
+    script.write_text(LEFT_ALONE)
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    begun = [parent.stdout.readline() for _ in range(2)]
+    folder = Path(begun[0].strip().removeprefix("file://")).parent
+    assert folder.is_dir()
+    parent.kill()
+    parent.communicate(timeout=15)
+    assert not folder.exists()
