@@ -15,33 +15,57 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from framework.errors import MeshwrightError
+from framework.errors import ConnectionFailed, MeshwrightError
 
 # After one rank has failed the others can only wait for it; those that end by themselves within this time are heard. So are
 # ranks that nobody waits for any more.
 GRACE_S = 10.0
 # A rank that got SIGUSR1 writes its stacks at once, whatever it waits for.
 STACKS_S = 0.5
+# What a rank raises whose connection to another one broke, by gloo, c10d and NCCL. A timeout is none of it.
+LOST = re.compile(
+    r"(closed|reset) by peer|Broken pipe|Connection refused|connectFullMesh|DistNetworkError"
+    r"|ncclRemoteError|communicator was aborted"
+)
 
 
 class RankFailed(Exception):
-    """Some ranks raised, died or hung; the message has each one's story. mistakes: what they raised that is typed."""
+    """Some ranks raised, died or hung; the message has each one's story.
 
-    def __init__(self, message: str, mistakes: Sequence[MeshwrightError] = ()):
+    mistakes: by rank, what they raised that is typed. unexplained: ranks that failed in another way, and not because the
+    connection to a rank broke.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        mistakes: Mapping[int, MeshwrightError] = MappingProxyType({}),
+        unexplained: Sequence[int] = (),
+    ):
         super().__init__(message)
-        self.mistakes = tuple(mistakes)
+        self.mistakes, self.unexplained = mistakes, tuple(unexplained)
+
+    @property
+    def explanation(self) -> MeshwrightError | None:
+        """The typed error that explains why all of them failed, if one does: of the lowest rank that did not just lose others."""
+        if self.unexplained or not self.mistakes:
+            return None
+        by_rank = [self.mistakes[rank] for rank in sorted(self.mistakes)]
+        return next((mistake for mistake in by_rank if not isinstance(mistake, ConnectionFailed)), by_rank[0])
 
 
 @dataclass
@@ -54,11 +78,12 @@ class Worker:
 
 @dataclass
 class _Outcomes:
-    """The results of a body by rank, and the stories of ranks that failed."""
+    """The results of a body by rank, and the stories of ranks that failed; among them those that lost their connection."""
 
     results: dict[int, Any] = field(default_factory=dict)
     stories: dict[int, str] = field(default_factory=dict)
-    mistakes: list[MeshwrightError] = field(default_factory=list)
+    mistakes: dict[int, MeshwrightError] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
     is_sound: bool = True
 
 
@@ -103,7 +128,9 @@ class RankPool:
             self._kill()
         if found.stories:
             stories = "\n".join(f"--- rank {rank} {found.stories[rank]}" for rank in sorted(found.stories))
-            raise RankFailed(f"{name} failed on rank(s) {sorted(found.stories)} of {world}\n{stories}", found.mistakes)
+            unexplained = sorted(found.stories.keys() - found.mistakes.keys() - found.lost)
+            message = f"{name} failed on rank(s) {sorted(found.stories)} of {world}\n{stories}"
+            raise RankFailed(message, found.mistakes, unexplained)
         return [found.results[rank] for rank in range(world)]
 
     def drop(self) -> None:
@@ -147,7 +174,9 @@ class RankPool:
             return
         found.stories[rank] = outcome.story
         if outcome.mistake is not None:
-            found.mistakes.append(outcome.mistake)
+            found.mistakes[rank] = outcome.mistake
+        if outcome.is_lost:
+            found.lost.add(rank)
 
     def _start_workers(self) -> None:
         """Start all processes side by side and wait until they are ready: no body's time goes into imports."""
@@ -185,10 +214,11 @@ class RankPool:
 
 @dataclass(frozen=True)
 class _Raised:
-    """What a body raised: its traceback, and the error itself if it is typed."""
+    """What a body raised: its traceback, the error itself if it is typed, and whether it is that another rank has gone."""
 
     story: str
     mistake: MeshwrightError | None
+    is_lost: bool = False
 
 
 def _seconds_to(deadline: float) -> float | None:
@@ -231,7 +261,8 @@ def _attempt(task: bytes) -> bytes:
         return pickle.dumps(body(*args))
     except Exception as error:
         mistake = error if isinstance(error, MeshwrightError) else None
-        return pickle.dumps(_Raised(f"raised\n{traceback.format_exc()}", mistake))
+        is_lost = LOST.search(f"{type(error).__name__}: {error}") is not None
+        return pickle.dumps(_Raised(f"raised\n{traceback.format_exc()}", mistake, is_lost))
     finally:
         # A body that raised did not close its mesh. Closing its connections here wakes the ranks that wait for it.
         disconnect()

@@ -48,7 +48,7 @@ class Sides:
     def run(self) -> tuple[Evidence, Evidence]:
         """(evidence of the layout, of the oracle), run side by side unless the oracle follows the layout.
 
-        Raises RankFailed, or the MeshwrightError that a rank raised.
+        Raises RankFailed, or the MeshwrightError of a rank if that explains why each rank failed that did.
         """
         with self._running_ranks() as pool:
             if is_followed(self.recipe):
@@ -96,6 +96,6 @@ class Sides:
         try:
             return pool.collect(self.timeout_s)[0]
         except RankFailed as error:
-            if error.mistakes:
-                raise error.mistakes[0] from None
+            if error.explanation is not None:
+                raise error.explanation from None
             raise

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from framework.comm.connect import connect
+from framework.errors import ModelError
 from framework.mesh.topology import Topology
 from tests.ranks.pool import RankFailure
 
@@ -33,6 +34,20 @@ def raise_on_rank_1_while_others_wait(rank, world, rendezvous):
     if rank == 1:
         raise ValueError("the odd one")
     dist.barrier()
+
+
+def refuse_on_rank_1_while_others_wait(rank, world, rendezvous):
+    connect_world(rank, world, rendezvous)
+    if rank == 1:
+        raise ModelError("no such model")
+    dist.barrier()
+
+
+def refuse_beside_a_crash_on_rank_0(rank, world, rendezvous):
+    mesh = connect_world(rank, world, rendezvous)
+    dist.barrier()
+    mesh.close()
+    raise ValueError("a bug") if rank == 0 else ModelError("no such model")
 
 
 def die_on_last_rank(rank, world, rendezvous):
@@ -90,6 +105,22 @@ def test_an_exception_names_its_rank_and_ends_the_others(pool):
     assert "raise_on_rank_1_while_others_wait" in str(failure.value)
     assert time.monotonic() - start < 9, "peers of a rank that raised must not wait out the grace time"
     assert [pid for _, pid, _ in pool.run(4, sum_ranks, 1)] == before
+
+
+def test_a_typed_error_explains_ranks_that_lost_the_one_that_raised_it(pool):
+    with pytest.raises(RankFailure) as failure:
+        pool.run(3, refuse_on_rank_1_while_others_wait)
+    assert failure.value.mistakes.keys() == {1}
+    assert str(failure.value.explanation) == "no such model"
+    assert "--- rank 2 raised" in str(failure.value)
+
+
+def test_a_typed_error_does_not_explain_a_crash_of_another_rank(pool):
+    with pytest.raises(RankFailure, match="a bug") as failure:
+        pool.run(3, refuse_beside_a_crash_on_rank_0)
+    assert failure.value.mistakes.keys() == {1, 2}
+    assert failure.value.unexplained == (0,)
+    assert failure.value.explanation is None
 
 
 def test_a_death_is_reported_and_the_pool_replaced(pool):

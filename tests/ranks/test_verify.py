@@ -239,6 +239,18 @@ def test_an_error_of_a_rank_arrives_as_it_was_raised(pool: RankPool) -> None:
         Sides(nothing_left, build_config(family("llama")), 1, pool).run()
 
 
+def refuse_beside_a_crash(rank: int, *_: object) -> None:
+    """Body: a user's mistake on rank 0, a fault on the others."""
+    raise ModelError("refused") if rank == 0 else ValueError("a bug")
+
+
+def test_an_error_of_one_rank_does_not_hide_a_crash_of_another(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "run_rank", refuse_beside_a_crash)
+    recipe, _ = shrunk(recipe_of("launch.ranks=2", "optim.name=lion"))
+    with pytest.raises(RankFailed, match=r"(?s)refused.*a bug"):
+        Sides(recipe, build_config(family("llama")), 1, pool).run()
+
+
 def test_a_rank_that_fails_tells_where(pool: RankPool) -> None:
     """Lion's oracle waits for the ranks, so that theirs is the first error; but stock transformers fails here, too."""
     recipe, _ = shrunk(recipe_of("launch.ranks=2", "optim.name=lion"))
