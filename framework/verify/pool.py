@@ -108,7 +108,7 @@ class RankPool:
         return self.collect(timeout_s)
 
     def start(self, world: int, body: Callable[..., Any], *args: Any) -> None:
-        """Begin a run, and return at once; `collect` waits for it."""
+        """Begin a run, and return at once; `collect` waits for it. Raises RankFailed where a process dies before the body."""
         assert 1 <= world <= self.size, f"{world} ranks asked of a pool of {self.size}"
         assert self._running is None, f"{self._running} is not collected"
         if not self._workers:
@@ -180,11 +180,18 @@ class RankPool:
 
     def _start_workers(self) -> None:
         """Start all processes side by side and wait until they are ready: no body's time goes into imports."""
-        self._workers = [self._start_worker(index) for index in range(self.size)]
-        for worker in self._workers:
-            worker.pipe.recv_bytes()
+        try:
+            for index in range(self.size):
+                self._start_worker(index)
+            for worker in self._workers:
+                worker.pipe.recv_bytes()
+        except (EOFError, ConnectionError) as error:  # of a worker, or of the fork server
+            self._kill()
+            raise RankFailed(
+                f"a rank died while it was starting: it may have said why above; it imports {self._preload} first"
+            ) from error
 
-    def _start_worker(self, index: int) -> Worker:
+    def _start_worker(self, index: int) -> None:
         context: Any = multiprocessing.get_context("spawn" if index < self._spawned else "forkserver")
         context.set_forkserver_preload([self._preload])
         pipe, pipe_of_worker = context.Pipe()
@@ -193,7 +200,7 @@ class RankPool:
         )
         process.start()
         pipe_of_worker.close()  # so that the worker's death closes the last other end and reads as EOF here
-        return Worker(process, pipe)
+        self._workers.append(Worker(process, pipe))
 
     def _stack_file(self, index: int) -> Path:
         return Path(self._folder.name) / f"stacks-{index}.txt"

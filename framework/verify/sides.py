@@ -83,8 +83,8 @@ class Sides:
         """Ranks that run the layout while this context lives; leaving it ends what still runs."""
         world = derive(self.recipe).world
         pool = self.pool or RankPool(world, PRELOAD)
-        pool.start(world, run_rank, self.recipe, self.config, self.num_steps)
         try:
+            pool.start(world, run_rank, self.recipe, self.config, self.num_steps)
             yield pool
         finally:
             if self.pool is None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from framework.comm.connect import connect
 from framework.errors import ModelError
 from framework.mesh.topology import Topology
+from framework.verify.pool import RankPool as AnyRankPool
 from tests.ranks.pool import RankFailure
 
 
@@ -65,6 +66,17 @@ def sleep_on_rank_0(rank, world, rendezvous):
 
 def report_threads(rank, world, rendezvous):
     return torch.get_num_threads(), os.environ["HF_HUB_OFFLINE"]
+
+
+def test_a_rank_that_dies_while_it_starts_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second try finds no half of the first."""
+    (tmp_path / "dies_on_import.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    ranks = AnyRankPool(2, "dies_on_import", spawned=2)
+    for _ in range(2):
+        with pytest.raises(RankFailure, match="a rank died while it was starting"):
+            ranks.run(2, sum_ranks, 1)
+    ranks.close()
 
 
 # A process whose ranks, one of each kind, tell that they have begun and then take long. Nothing here needs torch.

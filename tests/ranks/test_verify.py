@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_conf
 from framework.verify.lion import Noise, PlainLion, measure_noise
 from framework.verify.options import Options
 from framework.verify.pool import RankFailed
+from framework.verify.pool import RankPool as AnyRankPool
 from framework.verify.rank import choose_rank_device
 from framework.verify.rounding import judge
 from framework.verify.sides import Sides
@@ -249,6 +250,27 @@ def test_an_error_of_one_rank_does_not_hide_a_crash_of_another(pool: RankPool, m
     recipe, _ = shrunk(recipe_of("launch.ranks=2", "optim.name=lion"))
     with pytest.raises(RankFailed, match=r"(?s)refused.*a bug"):
         Sides(recipe, build_config(family("llama")), 1, pool).run()
+
+
+def test_ranks_that_do_not_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DyingPool(AnyRankPool):
+        ended: ClassVar[list[str]] = []
+
+        def start(self, *_: object) -> None:
+            raise RankFailed("a rank died while it was starting")
+
+        def drop(self) -> None:
+            self.ended.append("drop")
+
+        def close(self) -> None:
+            self.ended.append("close")
+
+    monkeypatch.setattr(sides, "RankPool", DyingPool)
+    recipe, _ = shrunk(recipe_of())
+    for given in (None, DyingPool(1, "math")):
+        with pytest.raises(RankFailed, match="while it was starting"):
+            Sides(recipe, build_config(family("llama")), 1, given).run()
+    assert DyingPool.ended == ["close", "drop"]
 
 
 def test_a_rank_that_fails_tells_where(pool: RankPool) -> None:
