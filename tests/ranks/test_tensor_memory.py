@@ -197,6 +197,7 @@ def measure_step(run: Run, microbatches: list[Microbatch]) -> int:
     return peak_of(profile)
 
 
+@pytest.mark.grid  # half a minute: transfers are waited for, so that gloo gives its memory back
 @pytest.mark.parametrize("widths", [NARROW, WIDE], ids=["narrow", "wide"])
 def test_the_peak_while_a_mixture_computes_is_what_is_stated(pool: RankPool, widths: dict[str, int]) -> None:
     """When backward has come to the layer, the head's own activations have gone."""
