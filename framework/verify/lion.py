@@ -25,8 +25,8 @@ LEGAL = 0.1
 class Noise:
     """The effect of rounding on one parameter's gradient.
 
-    size: the largest change of an element. is_live: bool, of the gradient's shape, False in rows whose gradient is exactly zero
-    however it is rounded (a token that does not occur).
+    size: the largest change of an element. is_live: bool, of the gradient's shape, False in rows of a matrix whose gradient is exactly
+    zero however it is rounded (a token that does not occur).
     """
 
     size: float
@@ -41,7 +41,11 @@ def measure_noise(gradient: Tensor, perturbed: Sequence[Tensor], dtype: torch.dt
 
 def _find_live(gradient: Tensor) -> Tensor:
     is_live = gradient != 0
-    return is_live if gradient.ndim < 2 else is_live.flatten(1).any(1).view(-1, *[1] * (gradient.ndim - 1))
+    if gradient.ndim < 2:
+        # A vector has no rows. An element of it may be zero because its terms cancel (a key's bias, in sequences of two tokens),
+        # and ranks that add them in another order do not find zero.
+        return is_live.any().expand_as(gradient)
+    return is_live.flatten(1).any(1).view(-1, *[1] * (gradient.ndim - 1))
 
 
 class PlainLion(torch.optim.Optimizer):
