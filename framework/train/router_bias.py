@@ -45,11 +45,14 @@ class RouterBiases:
             return
         loads = chosen_tokens(sums)
         # Whole numbers on both sides, so an expert with exactly the mean stays where it is, on every machine.
-        moves = (loads.sum(1, keepdim=True) - loads * self._num_experts).sign() * is_finite * self._rate
-        own = [moves[each.row, each.start : each.start + len(each.values)] for each in self._parts]
+        signs = (loads.sum(1, keepdim=True) - loads * self._num_experts).sign() * is_finite
+        # Whole numbers, which are the same in any dtype; the rate is rounded to that of the bias, whatever else is computed in.
+        small = signs.to(torch.int8)
+        own = [small[each.row, each.start : each.start + len(each.values)] for each in self._parts]
         torch._foreach_add_(
             [each.values for each in self._parts],
-            [move.to(each.values.dtype) for move, each in zip(own, self._parts, strict=True)],
+            [sign.to(each.values.dtype) for sign, each in zip(own, self._parts, strict=True)],
+            alpha=self._rate,
         )
 
 
