@@ -178,7 +178,7 @@ def _update(run: Run, loss: Tensor, lr: float, flags: Flags, loads: Tensor | Non
     # The loss is on all ranks of tp.
     terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted_rows, run.mesh.device)
     sums = StepSums.pack(*terms, flags, _find_reached(run, missed), run.mesh.device)
-    all_reduce(sums.terms, run.mesh.axis("world"))
+    all_reduce(sums.terms, run.mesh.axis("world"), label="sums of the step")
     norm = sums.take_root()
     divisor = clip_divisor(norm, run.clip_norm)
     for stage in run.stages.values():

@@ -25,8 +25,8 @@ LEGAL = 0.1
 class Noise:
     """The effect of rounding on one parameter's gradient.
 
-    size: the largest change of an element. is_live: bool, of the gradient's shape, False in rows of a matrix whose gradient is exactly
-    zero however it is rounded (a token that does not occur).
+    size: the largest change of an element. is_live: bool, of the gradient's shape, False in rows of a matrix whose gradient is
+    exactly zero however it is rounded (a token that does not occur).
     """
 
     size: float

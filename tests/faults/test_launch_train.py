@@ -194,7 +194,7 @@ def test_a_step_of_a_rank_is_profiled(piped):
     assert found["forward of layers.1"] == found["backward of layers.1"] == 4
     assert "forward of layers.0" not in found
     assert found["send and receive over pp"] > 0
-    assert found["all_reduce reached parameters"] == 1
+    assert found["all_reduce sums of the step"] == 1
 
 
 def test_a_pipeline_is_exported_and_goes_on_as_one_stage_also_where_it_cannot_be_drawn(piped, tmp_path, capfd, caplog):

@@ -11,6 +11,7 @@ from framework.comm import collectives, ledger, p2p
 from framework.comm.connect import connect
 from framework.comm.objects import gather_to_first
 from framework.mesh.topology import Topology
+from tests.ranks.pool import RankFailure
 
 
 def connect_line(rank, world, rendezvous):
@@ -75,7 +76,7 @@ def test_batched_exchange_matches_messages_in_order(pool, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_rank_is_not_its_own_peer(pool, world):
-    with pytest.raises(AssertionError, match="no peer 0 of rank 0"):
+    with pytest.raises(RankFailure, match="no peer 0 of rank 0"):
         pool.run(world, send_to_itself)
 
 
