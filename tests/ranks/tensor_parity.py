@@ -128,6 +128,7 @@ def build_whole(config: PretrainedConfig) -> PreTrainedModel:
     choose_experts(model, "auto", torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
+            parameter.data = parameter.double()  # ernie's routers are made in fp32, whatever is asked for
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.train()
 
