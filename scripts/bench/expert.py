@@ -35,17 +35,16 @@ from interleave import (
     Ours,
     Setting,
     Side,
-    join,
     make_adamw,
     measure,
     microbatches_of,
     print_memory,
+    profile,
     run_ranks,
     save_weights,
     stock_model,
     table,
     title,
-    tokens_of,
     wrap_ddp,
 )
 from torch import Tensor
@@ -76,7 +75,6 @@ OURS = {f"ep{stage}": Zero(stage=stage) for stage in range(4)}
 SIDES = ["ddp", "ddpeager", *OURS, "dp0", "tpep0", "hfep", "hftpep", "fsdp2"]
 DEFAULT = ["ddp", "ep0", "ep1", "hfep", "hftpep", "fsdp2"]
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
-TRACED_STEPS = 5
 
 
 class Eager(Loop):
@@ -151,21 +149,6 @@ def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor) -> Side:
     return Ours(setting, mesh, OURS[name], Parallel(ep=world))
 
 
-def profile(setting: Setting, name: str, rendezvous: str, results: Path) -> None:
-    """One rank: the operators of a few steps, by their own time."""
-    mesh = join(setting, rendezvous)
-    tokens = tokens_of(setting)
-    side = build_side(name, setting, mesh, tokens)
-    for step in range(WARMUP_ROUNDS):
-        side.step(microbatches_of(setting, tokens, step))
-    with torch.profiler.profile() as profiler:
-        for step in range(WARMUP_ROUNDS, WARMUP_ROUNDS + TRACED_STEPS):
-            side.step(microbatches_of(setting, tokens, step))
-    if setting.rank == 0:
-        results.write_text(json.dumps(profiler.key_averages().table("self_cpu_time_total", row_limit=45)))
-    mesh.close()
-
-
 def find_ratios(measured: dict[str, dict[str, list[float]]], against: str) -> dict[str, dict[str, float]]:
     """Medians over the rounds of a side's wall and CPU seconds over those of `against`."""
     return {
@@ -209,7 +192,7 @@ def main() -> None:
                 if options.memory:
                     print_memory(setting, build_side, options.sides)
                 elif options.profile is not None:
-                    print(run_ranks(profile, setting, options.profile))
+                    print(run_ranks(profile, setting, build_side, options.profile))
                 else:
                     measured = run_ranks(measure, setting, build_side, options.sides)
                     print("\n".join([title(against), *table(setting, measured, against, LOSS_TOLERANCES[precision])]))

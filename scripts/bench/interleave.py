@@ -53,6 +53,7 @@ MODEL: dict[str, Any] = {
 LR, BETAS, EPS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
 WARMUP_ROUNDS = 2
 MEMORY_STEPS = 4
+PROFILED_STEPS = 5
 DATA_PARALLEL = schema.Parallel()
 ONE_STAGE = schema.Pipeline()
 
@@ -357,6 +358,22 @@ def measure_memory(setting: Setting, build_side: Builder, name: str, rendezvous:
     found = gather_objects((before, read_status("VmHWM")), mesh.axis("world"))
     if setting.rank == 0:
         results.write_text(json.dumps(found))
+    side.close()
+    mesh.close()
+
+
+def profile(setting: Setting, build_side: Builder, name: str, rendezvous: str, results: Path) -> None:
+    """One rank: the operators of a few steps, by their own time; rank 0 writes its own."""
+    mesh = join(setting, rendezvous)
+    tokens = tokens_of(setting)
+    side = build_side(name, setting, mesh, tokens)
+    for step in range(WARMUP_ROUNDS):
+        side.step(microbatches_of(setting, tokens, step))
+    with torch.profiler.profile() as profiler:
+        for step in range(WARMUP_ROUNDS, WARMUP_ROUNDS + PROFILED_STEPS):
+            side.step(microbatches_of(setting, tokens, step))
+    if setting.rank == 0:
+        results.write_text(json.dumps(profiler.key_averages().table("self_cpu_time_total", row_limit=45)))
     side.close()
     mesh.close()
 

@@ -14,11 +14,9 @@ All ranks take the same tokens. Every side: sdpa, fused AdamW, decay on matrices
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,15 +28,13 @@ from interleave import (
     Ours,
     Setting,
     Side,
-    join,
     measure,
-    microbatches_of,
     print_memory,
+    profile,
     run_ranks,
     save_weights,
     table,
     title,
-    tokens_of,
     wrap_ddp,
 )
 from torch import Tensor
@@ -61,7 +57,6 @@ from framework.recipe.schema import Parallel, Zero
 TORCH = ["torch", "torchplain", "torchloss", "torchplainloss"]
 SIDES = ["ours", "oursplain", *TORCH]
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
-TRACED_STEPS = 3
 
 
 class TorchTensorParallel(Loop):
@@ -148,21 +143,6 @@ def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor) -> Side:
     return Ours(setting, mesh, Zero(stage=0), Parallel(tp=setting.tp, sequence=name == "ours"))
 
 
-def profile(setting: Setting, name: str, rendezvous: str, results: Path) -> None:
-    """One rank: the operators of a few steps, by their own time."""
-    mesh = join(setting, rendezvous)
-    tokens = tokens_of(setting)
-    side = build_side(name, setting, mesh, tokens)
-    for step in range(WARMUP_ROUNDS):
-        side.step(microbatches_of(setting, tokens, step))
-    with torch.profiler.profile() as profiler:
-        for step in range(WARMUP_ROUNDS, WARMUP_ROUNDS + TRACED_STEPS):
-            side.step(microbatches_of(setting, tokens, step))
-    if setting.rank == 0:
-        results.write_text(json.dumps(profiler.key_averages().table("self_cpu_time_total", row_limit=40)))
-    mesh.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case(1, 1, 128), Case(1, 2, 512)])
@@ -188,7 +168,7 @@ def main() -> None:
                 if options.memory:
                     print_memory(setting, build_side, options.sides)
                 elif options.profile is not None:
-                    print(run_ranks(profile, setting, options.profile))
+                    print(run_ranks(profile, setting, build_side, options.profile))
                 else:
                     measured = run_ranks(measure, setting, build_side, options.sides)
                     against = options.sides[0]
