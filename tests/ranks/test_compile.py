@@ -28,6 +28,8 @@ from framework.comm import collectives, p2p
 from framework.comm.algorithms import Pending
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
+from framework.model.experts import find_experts
+from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.parallel.tensor.borders import AsyncBorder, ShardedBorder
 from framework.parallel.tensor.layers import ColumnLinear
 from framework.plan.plan import make_plan
@@ -221,6 +223,25 @@ def test_experts_in_a_loop_are_left_alone(pool: RankPool, kernels: str) -> None:
     """Each number of tokens that an expert is given would be a graph of its own, until torch gives up."""
     recipe = replace(lay_out("fp64"), model=Model(experts="eager"))
     compile_case(pool, Case("qwen3_moe", family("qwen3_moe"), {"": recipe}), "eager", kernels)
+
+
+def find_expert_views(rank: int, world: int, rendezvous: str, recipe: Recipe) -> list[bool]:
+    """Body: of each mixture, whether its experts' gradients go straight into their views."""
+    config = build_config(family("qwen3_moe"))
+    mesh = connect(topology_of(recipe, config), CPU, rendezvous, rank)
+    run = build(make_plan(recipe, config), mesh)
+    found = [
+        isinstance(experts.forward, ExpertDispatch) and experts.forward.local.first.grad_view is not None
+        for _, experts, _ in find_experts(run.stages[0].model.model)
+    ]
+    mesh.close()
+    return found
+
+
+def test_experts_that_dispatch_are_left_alone(pool: RankPool, kernels: str) -> None:
+    layouts = {f"stage {zero}": lay_out("fp64", zero, Parallel(ep=2), dp=2) for zero in (0, 3)}
+    compile_case(pool, Case("qwen3_moe", family("qwen3_moe"), layouts), "eager", kernels)
+    assert pool.run(2, find_expert_views, layouts["stage 0"]) == [[True, True]] * 2
 
 
 @pytest.mark.grid

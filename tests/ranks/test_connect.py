@@ -168,6 +168,25 @@ def test_every_group_has_the_runs_timeout_the_one_for_reduce_scatters_too(pool: 
     assert pool.run(4, find_timeouts) == [[1234.0] * 4] * 4  # world, batch which is shard, tp, scatter
 
 
+def compare_groups(rank: int, world: int, rendezvous: str, scatter: str | None) -> list[bool]:
+    """Body: whether tokens on their way to experts have a group of their own, by axis; and what travels over it arrives."""
+    store = dist.FileStore(rendezvous.removeprefix("file://"), world)
+    backends = Backends(world="gloo", axes="gloo", scatter=scatter, is_lazy=True)
+    axes = join_axes(Topology(dp=2, ep=2, shard=2), rank, backends, store, timedelta(seconds=30))
+    assert axes["ep"].ranks == axes["batch"].ranks
+    x = torch.tensor(float(rank))
+    dist.all_reduce(x, group=axes["ep"].group)
+    assert x.item() == 1.0
+    dist.barrier()
+    dist.destroy_process_group()
+    return [axes[name].group is not axes["batch"].group for name in ("ep", "ep_inner")]
+
+
+def test_tokens_do_not_queue_behind_weights_where_groups_run_in_turn(pool: RankPool) -> None:
+    assert pool.run(2, compare_groups, "gloo") == [[True, True]] * 2
+    assert pool.run(2, compare_groups, None) == [[False, False]] * 2
+
+
 def reconnect_a_subgroup(rank: int, world: int, rendezvous: str) -> tuple[list[str], float]:
     """Body: rank 1 fails once to say where it listens, in a subgroup; the keys that each rank has set, and a sum."""
     connecting.CONNECT_S, former = 1.0, connecting.CONNECT_S
