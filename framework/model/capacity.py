@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from framework.recipe.schema import Model
+
 Priority = Literal["weight", "position"]
 
 
@@ -45,3 +47,8 @@ class Capacity:
         is_dropped = torch.empty_like(experts, dtype=torch.bool)
         is_dropped.scatter_(1, pairs.gather(1, order), place >= self.room(tokens, top_k, num_experts))
         return is_dropped.view_as(index)
+
+
+def capacity_of(model: Model) -> Capacity | None:
+    """What the recipe bounds; None where nothing is dropped."""
+    return None if model.expert_capacity is None else Capacity(model.expert_capacity, model.expert_drop)

@@ -51,7 +51,7 @@ class ExpertLoad:
                 continue
             experts = model.get_submodule(mixture.experts)
             self._rows[experts] = row
-            if mixture.is_told:
+            if not mixture.form.is_expert_major:
                 experts.register_forward_pre_hook(partial(self._count_chosen, row, tokens))
             if mixture.router:
                 router = model.get_submodule(mixture.router)
@@ -99,7 +99,7 @@ class ExpertLoad:
         if not self._is_counting:
             return
         mixture, outputs = self.mixtures[row], output if isinstance(output, tuple) else (output,)
-        if not mixture.is_told:
+        if mixture.form.is_expert_major:
             scores = tokens.cut(outputs[1 - mixture.logits].detach())
             self.sums[row, : mixture.num_experts] += (scores > 0).sum(0)
         if self._is_reported:

@@ -52,19 +52,14 @@ class GradView(Protocol):
         """Add left^T @ right of each group's rows.  left: [R, m]; right: [R, n]; the view: [E, m, n] of the master dtype."""
 
 
-class Matmul:
-    """The three matmuls of one linear layer, and where its weight's gradient goes.
+class LayerWeight:
+    """One weight of a layer, and where its gradient goes. name: the layer's parameter.
 
-    The weight is looked up in the layer at the time of use, in forward and again in backward, so it may move in between. None of
-    the methods is differentiable: they are what autograd functions are made of.
-
-    This is where another kind of matmul belongs: a subclass per kind (fp8, int8, gradients that are added in fp32), with its
-    scales and the history that they follow from as its attributes. They live as long as the layer, and callers stay as they are.
+    It is looked up in the layer at the time of use, in forward and again in backward, so it may move in between.
     """
 
-    def __init__(self, layer: nn.Module, is_transposed: bool) -> None:
-        """layer: has the `weight`, [N, K], or [K, N] if it `is_transposed`."""
-        self.is_transposed = is_transposed
+    def __init__(self, layer: nn.Module, name: str, is_transposed: bool) -> None:
+        self.name, self.is_transposed = name, is_transposed
         # The layer's own dict, in which its weight may be replaced. Through the module's __getattr__, which is Python, a small
         # layer's forward and backward take 76 us instead of 66 (one core of this project's x86 machine, 2026-11-22).
         self._parameters = layer._parameters
@@ -78,16 +73,10 @@ class Matmul:
         self.tick = torch.zeros((), device=grad_view.parameter.device, requires_grad=True)
 
     @property
-    def matrix(self) -> Tensor:
-        """The weight as [N, K], out of autograd."""
-        weight = self.weight.data
-        return weight.t() if self.is_transposed else weight
-
-    @property
     def weight(self) -> Tensor:
-        """The layer's parameter, as it holds it: [N, K], or [K, N]."""
-        weight = self._parameters["weight"]
-        assert weight is not None, "a linear layer without a weight"
+        """The layer's parameter, as it holds it: [N, K], or [K, N]; of a stack [E, N, K], or [E, K, N]."""
+        weight = self._parameters[self.name]
+        assert weight is not None, f"a layer without its {self.name}"
         return weight
 
     @property
@@ -95,6 +84,24 @@ class Matmul:
         """What stands for the weight in autograd's graph: itself, or, where its gradient is written directly, a scalar that asks
         for a gradient. With it backward runs even where nothing else does."""
         return self.weight if self.tick is None else self.tick
+
+
+class Matmul(LayerWeight):
+    """The three matmuls of one linear layer. None of the methods is differentiable: they are what autograd functions are made of.
+
+    This is where another kind of matmul belongs: a subclass per kind (fp8, int8, gradients that are added in fp32), with its
+    scales and the history that they follow from as its attributes. They live as long as the layer, and callers stay as they are.
+    """
+
+    def __init__(self, layer: nn.Module, is_transposed: bool) -> None:
+        """layer: has the `weight`, [N, K], or [K, N] if it `is_transposed`."""
+        super().__init__(layer, "weight", is_transposed)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [N, K], out of autograd."""
+        weight = self.weight.data
+        return weight.t() if self.is_transposed else weight
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Y = X W^T + b.  x: [..., K]; bias: [N]; returns [..., N] of x's dtype, in `out` if that is given."""
@@ -150,31 +157,13 @@ class RowGroups:
         return RowGroups(self.counts + (0,) * missing, torch.cat([self.offsets, last]))
 
 
-class StackedMatmul:
+class StackedMatmul(LayerWeight):
     """The three matmuls of a stack of weights [E, N, K], or [E, K, N] if it `is_transposed`, with rows in groups: as `Matmul`,
-    each group with its own matrix. name: the layer's parameter."""
-
-    def __init__(self, layer: nn.Module, name: str, is_transposed: bool) -> None:
-        self.name, self.is_transposed = name, is_transposed
-        self._parameters = layer._parameters
-        self.grad_view: GradView | None = None
-        self.tick: Tensor | None = None
-
-    def write_gradient_to(self, grad_view: GradView) -> None:
-        """As `Matmul.write_gradient_to`."""
-        self.grad_view = grad_view
-        self.tick = torch.zeros((), device=grad_view.parameter.device, requires_grad=True)
-
-    @property
-    def weight(self) -> Tensor:
-        """The layer's parameter: [E, N, K], or [E, K, N]."""
-        weight = self._parameters[self.name]
-        assert weight is not None, f"no parameter {self.name}"
-        return weight
+    each group with its own matrix."""
 
     def __call__(self, x: Tensor, groups: RowGroups) -> Tensor:
         """Y = X W_e^T for the rows of each group e.  x: [R, K] -> [R, N]. Differentiable."""
-        return _APPLY_STACKED(x, self.weight if self.tick is None else self.tick, self, groups)
+        return _APPLY_STACKED(x, self.graph_input, self, groups)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
         """`__call__`, not differentiable."""

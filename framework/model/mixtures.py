@@ -13,7 +13,7 @@ from itertools import chain
 from transformers import PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.experts import count_experts, form_of
+from framework.model.experts import ExpertsForm, count_experts, form_of
 from framework.model.load_balancing import find_routers
 from framework.model.units import Unit
 from framework.recipe.schema import Model
@@ -25,15 +25,15 @@ CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 @dataclass(frozen=True)
 class Mixture:
     """One mixture of experts. layer: the name of its unit; experts, router: paths of modules, the router's "" where Hugging Face
-    records none; logits: their index in its output; is_told: experts are called with the chosen ones, [tokens, k], as second
-    argument; bias: the full name of the correction bias, a buffer or a parameter of num_experts elements, "" for none."""
+    records none; logits: their index in its output; form: of the experts; bias: the full name
+    of the correction bias, a buffer or a parameter of num_experts elements, "" for none."""
 
     layer: str
     experts: str
     num_experts: int
     router: str
     logits: int
-    is_told: bool
+    form: ExpertsForm
     bias: str
 
 
@@ -52,8 +52,7 @@ def find_mixtures(model: PreTrainedModel, units: Sequence[Unit]) -> tuple[Mixtur
             block, count = f"{path.rpartition('.')[0]}.", count_experts(module)
             router = next((each for each in routers if each.startswith(block)), "")
             bias = next((name for name, size in biases.items() if name.startswith(block) and size == count), "")
-            is_told = not form.is_expert_major
-            found.append(Mixture(unit.name, path, count, router, routers.get(router, 0), is_told, bias))
+            found.append(Mixture(unit.name, path, count, router, routers.get(router, 0), form, bias))
     return tuple(found)
 
 

@@ -109,10 +109,9 @@ def _choose_sides(recipe: Recipe, options: Options) -> Verification:
 
 def _judge(sides: Sides, num_parameters: int) -> int:
     dtype = _narrowest(sides.recipe.precision)
-    if dtype == "bf16":
-        found, expected = sides.run()
-        return _judge_bf16(sides, found, expected, num_parameters)
     found, expected = sides.run()
+    if dtype == "bf16":
+        return _judge_bf16(sides, found, expected, num_parameters)
     rows = compare(found, expected)
     print(render(rows, TOLERANCES[dtype]))
     _report_undecided(expected, num_parameters)

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from framework.model.capacity import Capacity
+from framework.model.capacity import capacity_of
 from framework.model.load import FORWARD_ERRORS, choose_experts
 from framework.model.loss import IGNORE
 from framework.model.materialize import kept_in_fp32
@@ -194,8 +194,7 @@ def _stock_model(recipe: Recipe, config: PretrainedConfig, dtype: torch.dtype, d
     with _telling_of_stock(config, dtype):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
     choose_experts(model, recipe.model.experts, dtype)
-    if recipe.model.expert_capacity is not None:
-        capacity = Capacity(recipe.model.expert_capacity, recipe.model.expert_drop)
+    if (capacity := capacity_of(recipe.model)) is not None:
         drop_beyond_capacity(model, capacity, recipe.batch.context)
     wide = kept_in_fp32(model, dtype)
     for name, parameter in model.named_parameters():

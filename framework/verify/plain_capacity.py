@@ -5,14 +5,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from framework.model.capacity import Capacity
-from framework.model.experts import find_experts
+from framework.model.experts import count_experts, find_experts
 
 
 def drop_beyond_capacity(model: nn.Module, capacity: Capacity, context: int) -> None:
     """From now on experts of the stock model drop what is beyond their capacity in each sequence of `context` tokens."""
     for _, experts, form in find_experts(model):
         assert not form.is_expert_major, "llama4's experts are told no weights"
-        num_experts = experts.get_parameter("down_proj").shape[0]
+        num_experts = count_experts(experts)
 
         def drop(module: nn.Module, args: tuple[Tensor, Tensor, Tensor], count: int = num_experts) -> tuple[Any, ...]:
             hidden, index, weights = args

@@ -87,7 +87,7 @@ def note(
     found: dict[str, MixtureLoad], mixture: Mixture, router: nn.Module, args: Any, output: tuple[Tensor, ...]
 ) -> None:
     logits = output[mixture.logits]
-    chosen = output[2] if mixture.is_told else logits.topk(2, -1).indices
+    chosen = logits.topk(2, -1).indices if mixture.form.is_expert_major else output[2]
     entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
     found[mixture.layer] = MixtureLoad(
         tuple(chosen.flatten().bincount(minlength=logits.shape[-1]).tolist()), float(entropy), 0

@@ -22,7 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
-from framework.parallel.experts.dispatch import GivenRows
+from framework.model.routed_tokens import RoutedTokens
 from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Memory, Parallel, Recipe
@@ -134,7 +134,7 @@ def test_bytes_of_an_even_step_are_those_of_theory(pool: RankPool, labels: tuple
 
 def route_padding() -> AbstractContextManager[Any]:
     """Rows that are no tokens are sent to experts: nobody reads what comes back, so only bytes and loads tell."""
-    return patch.object(GivenRows, "is_padding", lambda given, rows: torch.zeros(len(rows), 1, dtype=torch.bool))
+    return patch.object(RoutedTokens, "is_padding", lambda given, rows: torch.zeros(len(rows), 1, dtype=torch.bool))
 
 
 def test_routed_padding_shows(pool: RankPool) -> None:

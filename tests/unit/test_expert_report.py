@@ -16,6 +16,7 @@ from framework.errors import ModelError
 from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
 from framework.model.expert_load import ExpertLoad, MixtureLoad, read_loads
+from framework.model.experts import ExpertsForm
 from framework.model.load import build_meta
 from framework.model.mixtures import Mixture, find_mixtures
 from framework.model.routed_tokens import RoutedTokens
@@ -32,7 +33,7 @@ from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of
 
 SEQUENCES = 4
-MIXTURE = Mixture("layers.1", "experts", 3, "", 0, True, "")
+MIXTURE = Mixture("layers.1", "experts", 3, "", 0, ExpertsForm("gate_up_proj", True, True, False), "")
 ALONE = Communicator(Axis("world", 1, 0))
 
 

@@ -27,12 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.comm import duals
-from framework.comm.collectives import all_gather
-from framework.comm.communicator import Communicator
-from framework.mesh.token_layout import TokenLayout
 from framework.model.capacity import Capacity
 from framework.model.experts import ExpertsForm
 from framework.model.matmul import GradView, RowGroups, StackedMatmul
+from framework.model.routed_tokens import RoutedTokens
 from framework.parallel.experts.passage import Journey, Passage, Route
 from framework.parallel.experts.rows import combine, spread
 from framework.parallel.experts.shared import SharedExperts
@@ -68,40 +66,6 @@ class LocalExperts:
 
 
 @dataclass(frozen=True)
-class GivenRows:
-    """The rows that a module of experts is given, sequence after sequence. tp: an axis of size 1 where its ranks do all alike."""
-
-    tp: Communicator
-    tokens: TokenLayout
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether several ranks are given the same rows, and divide them."""
-        return self.tp.size > 1 and self.tokens.num_parts == 1
-
-    def is_padding(self, rows: Tensor) -> Tensor:
-        """[T, 1] bool, rows that are no tokens but fill up a sequence's last interval.  rows: [T, ...]."""
-        place = torch.arange(rows.shape[0], device=rows.device) % self.tokens.tokens_local
-        return (place >= self.tokens.valid_local).unsqueeze(1)
-
-    def whole(self, x: Tensor) -> Tensor:
-        """x of whole sequences.  x: [T, k] -> [B, S, k]; an all-gather over `tp` where each rank is given a part."""
-        x = x.unflatten(0, (-1, self.tokens.tokens_local))
-        if self.tokens.num_parts == 1:
-            return x
-        parts = x.new_empty(self.tp.size, *x.shape)
-        all_gather(parts, x.contiguous(), self.tp)
-        return parts.transpose(0, 1).flatten(1, 2)[:, : self.tokens.context]
-
-    def own(self, x: Tensor) -> Tensor:
-        """The rows that this rank is given of x: [B, S, k] -> [T, k], zeros for padding."""
-        layout = self.tokens
-        if layout.num_parts > 1:
-            x = F.pad(x, (0, 0, 0, layout.padding)).chunk(layout.num_parts, dim=1)[layout.tp.rank]
-        return x.flatten(0, 1)
-
-
-@dataclass(frozen=True)
 class Routing:
     """The pairs that a rank sends, in the order of the first hop. order: [P] int64, as in `rows`; counts: [E] int64, rows for
     each expert of the layer; both on the device. P is known when the counts are on the host: until then what is not sent
@@ -126,10 +90,8 @@ class Routing:
 class ExpertDispatch:
     """The forward of one module of stacked experts.
 
-    num_experts: of the layer. tp, tokens: of the rows that the module is given: ranks with the same rows, or with parts of the
-    same sequences; where experts are sliced over `tp`, whose ranks then do all alike, tp is an axis of size 1. shared: None where
-    none can be computed meanwhile. capacity: None where nothing is dropped. num_parts: of the tokens, that travel one after
-    another.
+    num_experts: of the layer. given: the rows that the module is given. shared: None where none can be computed meanwhile.
+    capacity: None where nothing is dropped. num_parts: of the tokens, that travel one after another.
     """
 
     def __init__(
@@ -137,7 +99,7 @@ class ExpertDispatch:
         local: LocalExperts,
         num_experts: int,
         route: Route,
-        given: GivenRows,
+        given: RoutedTokens,
         shared: SharedExperts | None = None,
         capacity: Capacity | None = None,
         num_parts: int = 1,
@@ -156,7 +118,7 @@ class ExpertDispatch:
             top_k_index = _find_experts_of_rows(hidden_states, self.num_experts)
             top_k_weights = hidden_states.new_ones(len(top_k_index), 1)
         left_out = self._find_left_out(hidden_states, top_k_index, top_k_weights)
-        route = self._route_interval if self.given.are_alike else self._route
+        route = self._route_interval if self.given.are_shared_out else self._route
         out = route(hidden_states, top_k_index, top_k_weights, left_out)
         if not self.local.keeps_tokens:
             return out
@@ -165,7 +127,7 @@ class ExpertDispatch:
 
     def _route_interval(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
         """As `_route`, of rows that all ranks of `tp` are given alike: each sends an interval, filled up to equal lengths."""
-        tp, num_rows = self.given.tp, hidden.shape[0]
+        tp, num_rows = self.given.copies, hidden.shape[0]
         missing = -num_rows % tp.size
         if missing and left_out is None:
             left_out = torch.zeros_like(index, dtype=torch.bool)
@@ -177,14 +139,14 @@ class ExpertDispatch:
     def _find_left_out(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
         """[T, k] bool: pairs that are sent to nobody; None where all are sent."""
         masks = []
-        if self.given.tokens.padding:
+        if self.given.has_padding:
             masks.append(self.given.is_padding(index))
         if self.local.form.has_identity:
             masks.append(index >= self.num_experts)
         if self.local.form.is_expert_major:
             masks.append(~hidden.detach().any(-1, keepdim=True))
         if self.capacity is not None:
-            whole_index, whole_weights = self.given.whole(index), self.given.whole(weights.detach())
+            whole_index, whole_weights = self.given.join(index), self.given.join(weights.detach())
             dropped = self.given.own(self.capacity.find_dropped(whole_index, whole_weights, self.num_experts))
             self.tell_dropped(dropped.sum())
             masks.append(dropped)

@@ -107,14 +107,20 @@ class Route:
         self.hops = tuple(hops)
         self._inner = self.hops[0].size
         self._outer = self.hops[1].size if len(self.hops) > 1 else 1
+        self._keys: dict[tuple[int, torch.device], Tensor] = {}
 
     def sort_keys(self, num_experts: int, device: torch.device) -> Tensor | None:
         """[E + 1] int64, the place of each expert in the order of the first hop; the last is of pairs that are not sent. None:
         that is the order of the experts' numbers."""
         if self._outer == 1:
             return None
-        order = torch.arange(num_experts, device=device).view(self._outer, self._inner, -1).transpose(0, 1).flatten()
-        return torch.cat([invert(order), order.new_full((1,), num_experts)])
+        if (keys := self._keys.get((num_experts, device))) is None:
+            order = (
+                torch.arange(num_experts, device=device).view(self._outer, self._inner, -1).transpose(0, 1).flatten()
+            )
+            keys = torch.cat([invert(order), order.new_full((1,), num_experts)])
+            self._keys[num_experts, device] = keys
+        return keys
 
     def plan(self, counts: Sequence[Tensor]) -> list[Passage]:
         """The passage of each part of the tokens, from this rank's rows for each of the layer's experts, [E] int64 each.

@@ -14,15 +14,13 @@ from transformers import PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard, part
-from framework.model.capacity import Capacity
+from framework.model.capacity import capacity_of
 from framework.model.experts import ExpertsForm, count_experts, find_experts, find_unknown_experts
-from framework.parallel.experts.dispatch import ExpertDispatch, GivenRows, LocalExperts
+from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
 from framework.parallel.experts.passage import Route
 from framework.parallel.experts.shared import stand_in
 from framework.parallel.stage_plan import StagePlan
-from framework.recipe.schema import Model
 
 
 def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
@@ -111,29 +109,22 @@ def _replicate(layout: Layout, ep: Communicator) -> Layout:
 
 def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan: StagePlan) -> None:
     experts = model.get_submodule(name)
-    axes, tokens, shared = plan.axes, plan.tokens, None
+    axes, shared = plan.axes, None
     hops = (
         [axes["ep_inner"], axes["ep_outer"]]
         if axes["ep_inner"].size > 1 and axes["ep_outer"].size > 1
         else [axes["ep"]]
     )
     parent, _, child = name.rpartition(".")
-    if axes["expert_tp"].size > 1:
-        # Slices of experts compute inside a region: all its ranks have all rows, and dispatch them alike.
-        tp, tokens = Communicator(Axis("tp", 1, 0)), replace(tokens, is_sharded=False)
-    else:
-        tp = axes["tp"]
+    # Where slices of experts compute inside a region, it is the region that computes shared experts.
+    if axes["expert_tp"].size == 1:
         shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
     experts.forward = ExpertDispatch(  # type: ignore[method-assign]
         LocalExperts(experts, form, keeps_tokens=axes["expert_tp"].rank == 0),
         count_experts(experts) * axes["ep"].size,
         Route(hops),
-        GivenRows(tp, tokens),
+        plan.routed_tokens,
         shared,
-        _capacity_of(plan.recipe.model),
+        capacity_of(plan.recipe.model),
         num_parts=2 if plan.recipe.parallel.expert_overlap else 1,
     )
-
-
-def _capacity_of(model: Model) -> Capacity | None:
-    return None if model.expert_capacity is None else Capacity(model.expert_capacity, model.expert_drop)
