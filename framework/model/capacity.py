@@ -18,6 +18,9 @@ from torch import Tensor
 from framework.recipe.schema import Model
 
 Priority = Literal["weight", "position"]
+# Weights are compared in units of 2^-16. Equal first tokens of a sequence have equal hidden states and so equal weights, and
+# rounding, which differs between layouts, must not decide which of them is dropped.
+UNITS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Capacity:
         pairs = torch.arange(experts.shape[1], device=index.device).expand_as(experts)
         if self.priority == "weight":
             # Stable: of equal weights the first in the sequence.
-            pairs = weights.detach().flatten(1).argsort(dim=1, descending=True, stable=True)
+            units = (weights.detach().flatten(1).to(torch.float64) * UNITS).round()
+            pairs = units.argsort(dim=1, descending=True, stable=True)
         # By expert, and within each by priority; then a pair's place within its expert's run is its number less the run's first.
         by_expert, order = experts.gather(1, pairs).sort(dim=1, stable=True)
         first = torch.searchsorted(by_expert, by_expert)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from framework.model.capacity import Capacity
+from framework.model.capacity import UNITS, Capacity
 from framework.model.experts import count_experts, find_experts
 
 
@@ -31,7 +31,8 @@ def _find_dropped(index: Tensor, weights: Tensor, capacity: Capacity, num_expert
     """The (token, slot) pairs of one sequence that find no room.  index, weights: [S, k]."""
     pairs = [(token, slot) for token in range(index.shape[0]) for slot in range(index.shape[1])]
     if capacity.priority == "weight":
-        pairs.sort(key=lambda pair: -float(weights[pair].detach()))
+        # In units in which weights that differ by rounding are equal; the sort leaves those in order.
+        pairs.sort(key=lambda pair: -round(float(weights[pair].detach()) * UNITS))
     room = capacity.room(index.shape[0], index.shape[1], num_experts)
     taken: dict[int, int] = {}
     dropped = []

@@ -163,6 +163,15 @@ def find_dropped_plainly(index: Tensor, weights: Tensor, room: int, by_weight: b
     return dropped
 
 
+def test_rounding_does_not_decide_who_is_dropped():
+    # The two first tokens of a sequence are the same: their weights are equal but for rounding, in whatever layout.
+    index, weights = torch.zeros(1, 3, 1, dtype=torch.int64), torch.tensor([[[0.5], [0.5], [0.4]]], dtype=torch.float64)
+    for rounding in (-1e-12, 0.0, 1e-12):
+        noise = torch.tensor([[[0.0], [rounding], [0.0]]], dtype=torch.float64)
+        dropped = Capacity(1.0, "weight").find_dropped(index, weights + noise, 3)
+        assert dropped.flatten().tolist() == [False, True, True]
+
+
 @pytest.mark.parametrize("priority", ["weight", "position"])
 def test_capacity_drops_by_sequence(priority):
     generator = torch.Generator().manual_seed(1)
