@@ -11,18 +11,22 @@ from torch import Tensor
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.capacity import Capacity
+from framework.parallel.experts import shared, transfer
 from framework.parallel.experts.passage import Journey, Route
-from framework.parallel.experts.shared import SharedExperts
+from framework.parallel.experts.shared import LateSharedExperts, SharedExperts
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Model, Parallel, Recipe, Zero
+from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.verify.layout import run_layout
 from tests.families import family
 from tests.grid import few_of
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 from tests.ranks.test_expert_load import count_layouts
+from tests.ranks.test_experts import FOUR_LAYERS
 
 CPU = torch.device("cpu")
+RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
+COMPILED = {"": Memory(compile="always"), "recomputed": Memory(compile="always", activation_checkpointing="full")}
 OPTIONS = {
     "overlap": Parallel(ep=2, expert_overlap=True),
     "overlap, tp": Parallel(ep=2, tp=2, expert_overlap=True),
@@ -38,17 +42,37 @@ def recipes_of(parallels: dict[str, Parallel], world: int, **groups: Any) -> dic
 
 
 def test_options_train_as_one_process(pool: RankPool):
-    # deepseek_v3 computes shared experts meanwhile.
+    # deepseek_v3 asks for its shared experts behind the routed ones, qwen2_moe in front: both compute them meanwhile.
     shown = {name: OPTIONS[name] for name in ("overlap, tp", "two hops, overlap, tp")}
-    assert_equal(pool, 4, [Case("deepseek_v3", family("deepseek_v3"), recipes_of(shown, 4))])
+    front = recipes_of({"overlap, tp": OPTIONS["overlap, tp"]}, 4, memory=RECOMPUTES)
+    cases = [Case("deepseek_v3", family("deepseek_v3"), recipes_of(shown, 4))]
+    assert_equal(pool, 4, [*cases, Case("qwen2_moe", family("qwen2_moe"), front)])
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llama4_text", "qwen2_moe", "ernie4_5_moe"])
 def test_options_of_other_families_train_as_one_process(pool: RankPool, name: str):
-    hops = {} if name == "gpt_oss" else {label: each for label, each in OPTIONS.items() if each.ep == 4}
+    hops = {} if name in ("gpt_oss", "qwen2_moe") else {label: each for label, each in OPTIONS.items() if each.ep == 4}
     overlaps = {label: each for label, each in OPTIONS.items() if each.ep == 2}
     assert_equal(pool, 4, [Case(name, family(name), recipes_of(overlaps | hops, 4))])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_next", "ernie4_5_moe"])
+def test_shared_experts_in_front_train_as_one_process(pool: RankPool, name: str):
+    whole = {"ep": Parallel(ep=2), "tp": Parallel(ep=2, tp=2), "alike": Parallel(ep=2, tp=2, sequence=False)}
+    staged = small_recipe("fp64", 4, 3, zero=Zero(stage=2), parallel=Parallel(ep=2, pp=2))
+    split = {"split backwards": replace(staged, pipeline=Pipeline("zb_h1"))}
+    recomputed = {f"{label}, recomputed": each for label, each in recipes_of(whole, 4, memory=RECOMPUTES).items()}
+    changes = FOUR_LAYERS.get(name, {}) | {"num_hidden_layers": 4}
+    assert_equal(pool, 4, [Case(name, family(name), recipes_of(whole, 4) | recomputed | split, changes)])
+
+
+@pytest.mark.grid
+def test_shared_experts_in_front_of_compiled_layers_train_as_one_process(pool: RankPool):
+    recipe = small_recipe("fp32", 2, 1, zero=Zero(stage=3), parallel=Parallel(ep=2))
+    layouts = {label: replace(recipe, memory=memory) for label, memory in COMPILED.items()}
+    assert_equal(pool, 2, [Case("qwen2_moe", family("qwen2_moe"), layouts)])
 
 
 @pytest.mark.parametrize(
@@ -88,33 +112,44 @@ def test_dropped_pairs_are_counted_alike_in_every_layout(pool: RankPool):
         }
 
 
-def record_order(rank: int, world: int, rendezvous: str) -> list[str]:
-    """Body: what a layer of deepseek_v3 does in its first forward, in order."""
+def record_order(rank: int, world: int, rendezvous: str, name: str) -> tuple[list[str], list[str]]:
+    """Body: what the first layer with experts does in its first forward, and the last in its first backward, in order."""
     recipe = recipes_of({"ep": Parallel(ep=2)}, world)["ep"]
-    case = Case("deepseek_v3", family("deepseek_v3"), {"ep": recipe})
+    case = Case(name, family(name), {"ep": recipe})
     mesh = connect(Topology(dp=2, ep=2, shard=2, expert_tp=1), CPU, rendezvous, rank)
-    events: list[str] = []
-    depart, arrive, ahead = Journey.depart, Journey.arrive, SharedExperts.compute_ahead
+    forward: list[str] = []
+    backward: list[str] = []
 
-    def note(name: str, method: Any) -> Any:
-        def noted(self: Any, *args: Any) -> Any:
+    def note(events: list[str], owner: Any, method: str, name: str) -> Any:
+        whole = getattr(owner, method)
+
+        def noted(*args: Any) -> Any:
             events.append(name)
-            return method(self, *args)
+            return whole(*args)
 
-        return noted
+        return patch.object(owner, method, noted)
 
     with (
-        patch.object(Journey, "depart", note("depart", depart)),
-        patch.object(SharedExperts, "compute_ahead", note("shared", ahead)),
-        patch.object(Journey, "arrive", note("arrive", arrive)),
+        note(forward, Journey, "depart", "depart"),
+        note(forward, SharedExperts, "compute_ahead", "shared"),
+        note(forward, LateSharedExperts, "compute_ahead", "shared"),
+        note(forward, Journey, "arrive", "arrive"),
+        note(backward, transfer._Arrive, "backward", "start"),
+        note(backward, transfer._Depart, "backward", "wait"),
+        note(backward, shared._Keep, "backward", "shared"),
     ):
         run_layout(make_plan(recipe, case.config), case.batches()[:1], mesh)
     mesh.close()
-    return events[:3]
+    return forward[:3], backward[:5]
 
 
-def test_shared_experts_are_computed_while_rows_travel(pool: RankPool):
-    assert pool.run(2, record_order) == [["depart", "shared", "arrive"]] * 2
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe"])
+def test_shared_experts_are_computed_while_rows_travel(pool: RankPool, name: str):
+    for forward, backward in pool.run(2, record_order, name):
+        assert forward == ["depart", "shared", "arrive"]
+        # The first journey of a gradient is that of what came back; under the second shared experts compute theirs.
+        if name == "qwen2_moe":
+            assert backward == ["start", "wait", "start", "shared", "wait"]
 
 
 def count_two_hops(rank: int, world: int, rendezvous: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
