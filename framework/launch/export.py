@@ -16,12 +16,15 @@ from framework.data.tokenize import load_tokenizer
 from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
 from framework.mesh.layout import Layout
+from framework.model.added_bias import prepare_mixtures
 from framework.model.load import build_meta, load_config
 from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter
 from framework.model.special_tokens import find_token_ids, set_token_ids
 from framework.model.units import Unit, find_units, tied_names
 from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe
+from framework.recipe.describe import caution_of_export
+from framework.recipe.schema import Model
 
 
 def export_command(run: Path, to: Path, best: bool = False) -> int:
@@ -31,12 +34,15 @@ def export_command(run: Path, to: Path, best: bool = False) -> int:
     checkpoint, ModelError when `to` has content already, CheckpointError when the checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
-    model, reader = _plan_model(directory, best)
+    settings = load_recipe(directory.recipe).model
+    model, reader = _plan_model(directory, settings, best)
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
     write_weights(to, model, _read_units(reader, model, units), dtype)
     shutil.copytree(directory.tokenizer, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("info.json"))
     print(f"exported step {reader.manifest.step:,} of {run} to {to}")
+    if caution := caution_of_export(settings):
+        print(f"note: {caution}")
     return EXIT_DONE
 
 
@@ -45,8 +51,11 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
 
     Raises what `export_command` raises.
     """
-    model, reader = _plan_model(RunDirectory.open(run))
+    directory = RunDirectory.open(run)
+    settings = load_recipe(directory.recipe).model
+    model, reader = _plan_model(directory, settings)
     units, ties = find_units(model), tied_names(model)
+    prepare_mixtures(settings, model, units)  # the run's own model chooses experts with the bias that was added
     for unit in units:  # rotary tables and masks, which no checkpoint holds; before any weight that it would overwrite
         initialize_unit(model, unit, seed=0, names=())
     for unit in units:
@@ -59,14 +68,14 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     return model, reader.manifest.step
 
 
-def _plan_model(directory: RunDirectory, best: bool = False) -> tuple[PreTrainedModel, Reader]:
-    """The run's model on meta, with its tokenizer's special tokens, and the newest checkpoint, or the best."""
+def _plan_model(directory: RunDirectory, settings: Model, best: bool = False) -> tuple[PreTrainedModel, Reader]:
+    """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens, and the newest checkpoint, or the
+    best. settings: the recipe's."""
     chosen = newest_checkpoint(directory.checkpoints)
     if chosen is None:
         raise RunError(f"{directory.path} has no whole checkpoint yet: nothing to export")
     if best:
         chosen = find_best(directory.checkpoints, chosen)
-    settings = load_recipe(directory.recipe).model
     model = build_meta(load_config(settings), settings.attention)
     # Runs of older versions have the family's ids in their recipes, not the tokenizer's.
     tokenizer = load_tokenizer(str(directory.tokenizer))

@@ -22,7 +22,7 @@ from framework.launch.snapshot import describe_software
 from framework.mesh.placement import place
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
-from framework.recipe.describe import describe_blend
+from framework.recipe.describe import caution_of_export, describe_blend
 from framework.recipe.environment import fill
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
@@ -66,6 +66,8 @@ def summarize(recipe: Recipe, model_type: str) -> str:
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
         "device": f"{recipe.launch.device}, {recipe.precision.compute}",
     }
+    if caution := caution_of_export(recipe.model):
+        lines["export"] = caution
     if recipe.launch.kind == "slurm":
         lines["nodes"] = place(derived).describe()
         lines |= {"experts": advice} if (advice := place(derived).advise_experts()) else {}

@@ -48,7 +48,8 @@ def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collec
         module.__dict__.pop("_is_hf_initialized", None)
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                # Zeros stay in what no initialiser of the family writes: a bias that was added to its routers.
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
     parameters = {name: model.get_parameter(name) for name in unit.parameters if name in names}
     programs = record(seed, parameters, {path: (each, _initialiser(model, path)) for path, each in modules.items()})
     forgotten = [name for name, program in programs.items() if not program.is_complete]

@@ -19,7 +19,7 @@ from framework.plan.experts import describe_experts
 from framework.plan.layouts_page import describe_layouts
 from framework.plan.memory import RankMemory
 from framework.plan.plan import Plan
-from framework.recipe.describe import describe_derived
+from framework.recipe.describe import caution_of_export, describe_derived
 from framework.recipe.schema import Recipe
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -48,6 +48,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     if plan.recipe.launch.kind == "slurm":
         yield f"placement     {place(plan.derived).describe()}"
     yield from describe_experts(plan)
+    if caution := caution_of_export(plan.recipe.model):
+        yield f"export        {caution}"
     shards, replicas = plan.topology.size("shard"), plan.topology.size("replica")
     parts = f"{shards} shard{'s' * (shards != 1)}, {replicas} replica{'s' * (replicas != 1)}"
     yield f"zero          stage {plan.recipe.zero.stage}: {parts}"

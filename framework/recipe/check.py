@@ -49,6 +49,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
     return (
         (("parallel",), _unavailable),
         (("parallel",), _experts),
+        (("model.router_bias", "model.router_bias_rate"), _router_bias),
         (("parallel", *COUNTED), find_node_problems),
         (("parallel", *COUNTED), find_world_problems),
         (("parallel", *COUNTED, "batch"), find_batch_problems),
@@ -82,6 +83,12 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "parallel.cp", recipe.parallel.cp, message, "parallel.cp=1; ranks are data-parallel (parallel.dp)"
         )
+
+
+def _router_bias(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.model.router_bias == "added" and not recipe.model.router_bias_rate:
+        message = "with model.router_bias_rate=0 the bias would stay zero"
+        yield Problem("model.router_bias", "added", message, "leave it out; or model.router_bias_rate=0.001")
 
 
 def _experts(recipe: Recipe) -> Iterator[Problem]:

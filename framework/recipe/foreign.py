@@ -159,7 +159,7 @@ _MEGATRON = MappingProxyType(
         "moe_aux_loss_coeff": _AUX_LOSS,
         "moe_z_loss_coeff": _NO_Z_LOSS,
         "moe_router_load_balancing_type": "model.config.output_router_logits=true (auxiliary loss) or model.router_bias_rate",
-        "moe_router_enable_expert_bias": "model.router_bias_rate, for families whose routers have a correction bias",
+        "moe_router_enable_expert_bias": "model.router_bias_rate, with model.router_bias=added for routers without a bias",
         "moe_router_bias_update_rate": "model.router_bias_rate",
         "moe_router_score_function": _SCORING,
         "moe_router_pre_softmax": _SCORING,

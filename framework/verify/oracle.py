@@ -81,7 +81,7 @@ class _Oracle:
             for name, parameter in self._model.named_parameters()
         }
         self._optimizer = _stock_optimizer(recipe.optim, self.masters)
-        self._biases = PlainBiases(self._model, recipe.model.router_bias_rate)
+        self._biases = PlainBiases(self._model, recipe.model)
 
     def set_rate(self, step: int) -> None:
         rate = learning_rate(step, self._recipe.optim.schedule, self._recipe.optim.lr, self._recipe.train.steps)

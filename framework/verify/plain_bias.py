@@ -1,4 +1,8 @@
-"""The oracle's correction biases of routers: loads counted over whole batches on a stock model, and one line of update."""
+"""The oracle's correction biases of routers: loads counted over whole batches on a stock model, and one line of update.
+
+A bias that the recipe adds to routers without one (`model.router_bias: added`) changes a token's experts where their ranks by
+score and bias are not those by score; every other token keeps what the stock router gave.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,15 +12,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from framework.model.mixtures import Mixture, find_mixtures
+from framework.model.added_bias import RouterForm, add_biases, find_router_form
+from framework.model.mixtures import ADDED_BIAS, Mixture, find_mixtures
 from framework.model.units import find_units
+from framework.recipe.schema import Model
 
 
 class PlainBiases:
-    """Counts loads from `start` to `take`, and moves biases by them. rate: of one step, 0 for never."""
+    """Counts loads from `start` to `take`, and moves biases by them. settings: what is added, and the rate of one step."""
 
-    def __init__(self, model: PreTrainedModel, rate: float):
-        self._rate = rate
+    def __init__(self, model: PreTrainedModel, settings: Model):
+        self._rate = settings.router_bias_rate
+        if settings.router_bias == "added":
+            _add_biases(model)
         self._mixtures = [each for each in find_mixtures(model, find_units(model)) if each.bias]
         self._loads: dict[str, Tensor] = {}
         for mixture in self._mixtures:
@@ -42,3 +50,27 @@ class PlainBiases:
 
     def _count(self, mixture: Mixture, experts: nn.Module, args: tuple[Any, ...]) -> None:
         self._loads[mixture.bias] += torch.bincount(args[1].flatten().cpu(), minlength=mixture.num_experts)
+
+
+def _add_biases(model: PreTrainedModel) -> None:
+    form = find_router_form(model.config)
+    for name in add_biases(model, find_mixtures(model, find_units(model))):
+        model.get_submodule(name).register_forward_hook(partial(_choose, form))
+
+
+def _choose(form: RouterForm, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The router's output, with other experts for the tokens whose choice its bias changes."""
+    logits, weights, index = output[form.logits], output[form.weights].clone(), output[form.index].clone()
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    scores = torch.sigmoid(wide) if form.is_sigmoid else torch.softmax(wide, dim=1)
+    bias = router.get_buffer(ADDED_BIAS).tolist()
+    for token, row in enumerate(scores.tolist()):
+        ranked = sorted(range(len(row)), key=lambda expert, row=row: -(row[expert] + bias[expert]))  # type: ignore[misc]
+        chosen = ranked[: index.shape[1]]
+        if set(chosen) == set(index[token].tolist()):
+            continue
+        own = torch.stack([scores[token, expert] for expert in chosen])
+        weights[token] = form.scale * (own / own.sum() if form.is_normalised else own)
+        index[token] = torch.tensor(chosen)
+    replaced = dict(enumerate(output)) | {form.weights: weights, form.index: index}
+    return tuple(replaced.values())

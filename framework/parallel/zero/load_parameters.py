@@ -11,6 +11,7 @@ from framework.mesh.box import Box
 from framework.mesh.layout import Layout
 from framework.model.initial import Program
 from framework.model.materialize import persistent_buffers
+from framework.model.mixtures import ADDED_BIAS
 from framework.model.weights import read_weights
 from framework.parallel.zero.buffers import UnitBuffer
 
@@ -27,7 +28,9 @@ def load_pretrained(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folde
     """Read the buffers' masters, and the persistent buffers of `stock`: only the boxes that this rank owns. Raises what
     `read_weights` raises where an element is not found."""
     views = {slot.name: _view_boxes(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
-    for name, tensor in persistent_buffers(stock).items():
+    # A bias that was added to routers begins with zeros: no folder has it.
+    stored = {name: each for name, each in persistent_buffers(stock).items() if not name.endswith(f".{ADDED_BIAS}")}
+    for name, tensor in stored.items():
         views[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
     wanted = {name: list(boxes) for name, boxes in views.items() if boxes}
     for name, box, values in read_weights(folder, stock, wanted):
