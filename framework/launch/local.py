@@ -68,6 +68,8 @@ def summarize(recipe: Recipe, model_type: str) -> str:
     }
     if caution := caution_of_export(recipe.model):
         lines["export"] = caution
+    if (recipe.launch.device, recipe.precision.compute) == ("cpu", "fp8"):
+        lines["device"] += " emulated, as CPUs have none: the same numbers, slower than bf16"
     if recipe.launch.kind == "slurm":
         lines["nodes"] = place(derived).describe()
         lines |= {"experts": advice} if (advice := place(derived).advise_experts()) else {}

@@ -20,6 +20,7 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, Hun
 from framework.launch.phases import BUILD, CONNECT, OPEN_DATA, PhaseBar
 from framework.model.hub import find_folder
 from framework.model.load import load_config
+from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.simulate import Timeline
 from framework.parallel.zero.replicas import check_replicas
@@ -112,6 +113,10 @@ def _train(
     sources = tuple(source.name for source in prepared.sources)
     info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy, sources, prompt)
     bar.close()
+    if mesh.rank == 0 and mesh.device.type == "cuda" and emulates_fp8(recipe.precision, mesh.device):
+        print(
+            "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
+        )
     observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
 
     # Draws nothing of what is trained on: every pass begins at the split's first sequence.

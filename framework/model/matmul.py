@@ -40,13 +40,18 @@ def find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, return-value]
 
 
+# (view [M, N], left [K, M], right [K, N], is_first): view = left^T right if it is the first, else that is added.
+Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
+
+
 class GradView(Protocol):
     """The main gradient of one weight: a view of the buffer in which it is summed over microbatches."""
 
     parameter: nn.Parameter
 
-    def add_matmul(self, left: Tensor, right: Tensor) -> None:
-        """Add left^T @ right.  left: [k, m]; right: [k, n]; any strides; the view: [m, n] of the master dtype."""
+    def add_matmul(self, left: Tensor, right: Tensor, accumulate: Accumulate = ...) -> None:
+        """Add left^T @ right.  left: [k, m]; right: [k, n]; any strides; the view: [m, n] of the master dtype. accumulate:
+        computes it; `accumulate_matmul` where nothing is said."""
 
     def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: "RowGroups") -> None:
         """Add left^T @ right of each group's rows.  left: [R, m]; right: [R, n]; the view: [E, m, n] of the master dtype."""

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PreTrainedModel
 
 from framework.model.precision import DTYPES
 from framework.parallel.compilation import compiled_layers
 from framework.parallel.experts import write_stacked_gradients
+from framework.parallel.fp8_layers import find_fp8_linears, make_matmul
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.embedding_gradient import write_embedding_gradients
@@ -40,7 +42,8 @@ def attach(
     """
     grad_views = {name: view for buffer in buffers for name, view in buffer.grad_views.items()}
     compiled = {module for layer in compiled_layers(model, plan) for module in layer.modules()}
-    write_gradients_directly(model, grad_views, compiled)
+    fp8 = set(find_fp8_linears(model, plan).values())
+    write_gradients_directly(model, grad_views, compiled, partial(make_matmul, fp8=fp8, plan=plan))
     write_stacked_gradients(model, grad_views)
     write_embedding_gradients(model, grad_views, compiled)
     gradients = GradientSync(buffers, waits, DTYPES[plan.recipe.precision.reduce])

@@ -59,6 +59,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps"), _bubbles),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
         (("precision",), _precision),
+        (("precision.compute", "memory.compile"), _fp8),
         (("optim.schedule", "train.steps", "train.epochs"), _schedule),
         (("optim.name", "optim.betas", "optim.eps", "optim.momentum"), _optimizer),
         (("optim.clip_norm",), _clipping),
@@ -199,6 +200,9 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
     if precision.compute != "fp64" and precision.reduce == "fp64" and precision.master != "fp64":
         message = f"gradients are summed in the dtype of precision.master={precision.master}: a wider one adds nothing"
         yield Problem("precision.reduce", "fp64", message, f"precision.reduce={precision.master}")
+    if precision.fp8_scaling != "tensor" and precision.compute != "fp8":
+        message = f"nothing is in fp8 with precision.compute={precision.compute}"
+        yield Problem("precision.fp8_scaling", precision.fp8_scaling, message, "leave it out; or precision.compute=fp8")
     if precision.compute != "fp64":
         return
     for name in ("master", "reduce"):
@@ -206,6 +210,12 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
             message = "less precise than precision.compute=fp64, which would be lost in it"
             fix = f"precision.{name}=fp64 (precision=fp64 sets all three); or precision.compute=fp32"
             yield Problem(f"precision.{name}", getattr(precision, name), message, fix)
+
+
+def _fp8(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.precision.compute == "fp8" and recipe.memory.compile == "always":
+        message = "a compiled layer leaves its linear layers to the compiler, which would multiply them in bf16"
+        yield Problem("precision.compute", "fp8", message, "memory.compile=never; or precision.compute=bf16")
 
 
 def _schedule(recipe: Recipe) -> Iterator[Problem]:

@@ -209,11 +209,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Precision:
-    compute: Literal["auto", "bf16", "fp32", "fp64"] = key(
-        "forward and backward; auto: bf16 where the device has it, else fp32, decided once by the launcher", "auto"
+    compute: Literal["auto", "fp8", "bf16", "fp32", "fp64"] = key(
+        "forward and backward; auto: bf16 where the device has it, else fp32, decided once by the launcher; fp8: bf16 with the"
+        " linear layers' matmuls in fp8 (needs torchao)",
+        "auto",
     )
     master: Literal["fp32", "fp64"] = key("the optimizer's weights; gradients are summed in it", "fp32")
     reduce: Literal["bf16", "fp32", "fp64"] = key("dtype in which gradients travel between ranks", "fp32")
+    fp8_scaling: Literal["tensor", "row"] = key(
+        "with precision.compute=fp8, what has a scale of its own: a whole factor of a matmul, or each of its rows and columns",
+        "tensor",
+    )
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ def _choose_sides(recipe: Recipe, options: Options) -> Verification:
 def _judge(sides: Sides, num_parameters: int) -> int:
     dtype = _narrowest(sides.recipe.precision)
     found, expected = sides.run()
-    if dtype == "bf16":
-        return _judge_bf16(sides, found, expected, num_parameters)
+    if dtype in ("fp8", "bf16"):
+        return _judge_narrow(sides, found, expected, num_parameters)
     rows = compare(found, expected)
     print(render(rows, TOLERANCES[dtype]))
     _report_undecided(expected, num_parameters)
@@ -121,20 +121,21 @@ def _judge(sides: Sides, num_parameters: int) -> int:
     return _explain(sides, found, expected) if dtype == "fp32" else EXIT_FAILED
 
 
-def _judge_bf16(sides: Sides, found: Evidence, expected: Evidence, num_parameters: int) -> int:
-    """Compare the layout with the oracle in fp32, within bounds that are measured on the oracle in bf16."""
-    narrow, truth = sides.in_dtype("bf16"), sides.in_dtype("fp32").run_oracle(found)
-    first = expected if sides.dtype == "bf16" else narrow.run_oracle(found)
+def _judge_narrow(sides: Sides, found: Evidence, expected: Evidence, num_parameters: int) -> int:
+    """Compare the layout with the oracle in fp32, within bounds that are measured on the oracle in the narrowest dtype."""
+    dtype = _narrowest(sides.recipe.precision)
+    narrow, truth = sides.in_dtype(dtype), sides.in_dtype("fp32").run_oracle(found)
+    first = expected if sides.dtype == dtype else narrow.run_oracle(found)
     references = [first, *(narrow.run_oracle(found, seed) for seed in range(1, NUM_REFERENCES))]
-    rows = judge(found, references, truth, "bf16")
+    rows = judge(found, references, truth, dtype)
     print(
-        f"beside one process in fp32; each limit is measured: {NUM_REFERENCES} bf16 runs of one process, rounded otherwise"
+        f"beside one process in fp32; each limit is measured: {NUM_REFERENCES} {dtype} runs of one process, rounded otherwise"
     )
     print(render(rows, 0.0))
     _report_undecided(expected, num_parameters)
-    loose = find_loose(find_bounds(references, truth, "bf16"))
+    loose = find_loose(find_bounds(references, truth, dtype))
     if loose:
-        print(f"bf16 says next to nothing of the gradients of {len(loose)} parameters: {_shorten(loose)}")
+        print(f"{dtype} says next to nothing of the gradients of {len(loose)} parameters: {_shorten(loose)}")
     print()
     return EXIT_FAILED if exceeds(rows, 0.0) else EXIT_DONE
 
@@ -191,7 +192,7 @@ def _report_undecided(expected: Evidence, num_parameters: int) -> None:
 
 def _narrowest(precision: Precision) -> str:
     words = (precision.compute, precision.master, precision.reduce)
-    return next(word for word in ("bf16", "fp32", "fp64") if word in words)
+    return next(word for word in ("fp8", "bf16", "fp32", "fp64") if word in words)
 
 
 def _describe_compared(sides: Sides) -> str:

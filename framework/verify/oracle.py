@@ -27,6 +27,7 @@ from framework.verify.evidence import Evidence, NothingToCompare, TokenBatch, pe
 from framework.verify.lion import Noise, PlainLion, measure_noise
 from framework.verify.plain_bias import PlainBiases
 from framework.verify.plain_capacity import drop_beyond_capacity
+from framework.verify.plain_fp8 import multiply_in_fp8
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
@@ -200,6 +201,8 @@ def _stock_model(recipe: Recipe, config: PretrainedConfig, dtype: torch.dtype, d
     for name, parameter in model.named_parameters():
         parameter.data = parameter.to(torch.float32 if name in wide else dtype)
         parameter.requires_grad_(not any(re.search(pattern, name) for pattern in recipe.model.freeze))
+    if recipe.precision.compute == "fp8":
+        multiply_in_fp8(model, recipe.precision.fp8_scaling, device)
     return model.to(device).train()
 
 

@@ -14,8 +14,8 @@ from framework.verify.evidence import Evidence, NothingToCompare
 
 NUM_REFERENCES = 4
 SPREAD = 4.0
-# The smallest bounds: one rounding of bf16, the tolerance of fp32. A reference may be closer by chance.
-LEAST = {"bf16": 2.0**-8, "fp32": 1e-5}
+# The smallest bounds: one rounding of fp8 (e4m3) or bf16, the tolerance of fp32. A reference may be closer by chance.
+LEAST = {"fp8": 2.0**-4, "bf16": 2.0**-8, "fp32": 1e-5}
 # A bound above this says next to nothing about a tensor, and the user is told so.
 LOOSE = 0.5
 

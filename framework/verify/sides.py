@@ -43,7 +43,8 @@ class Sides:
         """The same run in another precision. There is no grouped matmul in fp64."""
         experts = "auto" if self.recipe.model.experts == "grouped_mm" and dtype == "fp64" else self.recipe.model.experts
         model = replace(self.recipe.model, experts=experts)
-        return replace(self, recipe=replace(self.recipe, precision=PRECISIONS[dtype], model=model))
+        precision = replace(PRECISIONS[dtype], fp8_scaling=self.recipe.precision.fp8_scaling)
+        return replace(self, recipe=replace(self.recipe, precision=precision, model=model))
 
     def run(self) -> tuple[Evidence, Evidence]:
         """(evidence of the layout, of the oracle), run side by side unless the oracle follows the layout.

@@ -30,6 +30,7 @@ PRECISIONS = {
     "fp64": Precision("fp64", "fp64", "fp64"),
     "fp32": Precision("fp32", "fp32", "fp32"),
     "bf16": Precision("bf16", "fp32", "fp32"),
+    "fp8": Precision("fp8", "fp32", "fp32"),
 }
 
 

@@ -29,7 +29,8 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, num_parameters: int, op
     """The recipe with its precision explicit, to run on this machine. Raises RecipeError that lists everything against it."""
     derived = derive(recipe)
     compute = compute_dtype(recipe.precision, torch.device(options.device))
-    word = next(name for name, dtype in DTYPES.items() if dtype == compute)
+    chosen = recipe.precision.compute
+    word = chosen if chosen != "auto" else next(name for name, dtype in DTYPES.items() if dtype == compute)
     kept = replace(
         recipe,
         precision=replace(recipe.precision, compute=word),  # type: ignore[arg-type]

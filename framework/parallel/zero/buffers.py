@@ -24,7 +24,7 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout
-from framework.model.matmul import RowGroups, accumulate_matmul, accumulate_stacked_matmul
+from framework.model.matmul import Accumulate, RowGroups, accumulate_matmul, accumulate_stacked_matmul
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot, SlotInterval
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
@@ -266,14 +266,14 @@ class GradView:
         view, is_first = self._open()
         view.copy_(gradient) if is_first else view.add_(gradient)
 
-    def add_matmul(self, left: Tensor, right: Tensor) -> None:
+    def add_matmul(self, left: Tensor, right: Tensor, accumulate: Accumulate = accumulate_matmul) -> None:
         """Add left^T @ right. left: [k, m], right: [k, n], compute dtype, any strides; the parameter's local shape: [m, n].
-        Raises LayoutError after its unit's reduction."""
+        accumulate: computes it. Raises LayoutError after its unit's reduction."""
         if self.deferred is not None:
-            self._defer(partial(self.add_matmul, left.detach(), right.detach()))
+            self._defer(partial(self.add_matmul, left.detach(), right.detach(), accumulate))
             return
         view, is_first = self._open()
-        accumulate_matmul(view, left, right, is_first)
+        accumulate(view, left, right, is_first)
 
     def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: RowGroups) -> None:
         """Add left^T @ right of each group's rows. left: [R, m], right: [R, n], compute dtype; the parameter's local shape:

@@ -7,7 +7,7 @@ Here the layer's `Matmul` adds it to the main gradient, in place where the kerne
 accumulation does.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -52,24 +52,29 @@ def find_linears(
 
 
 def write_gradients_directly(
-    model: nn.Module, grad_views: Mapping[str, GradView], compiled: Collection[nn.Module] = ()
+    model: nn.Module,
+    grad_views: Mapping[str, GradView],
+    compiled: Collection[nn.Module] = (),
+    make_matmul: Callable[[nn.Module, bool], Matmul] = Matmul,
 ) -> None:
     """Give each stock linear layer (torch's, or GPT-2's transposed Conv1D) of the model the forward above, and the matmuls of all
     of them their main gradient, [N, K] or transposed, in the master dtype. Results are those of autograd.
 
     compiled: modules within compiled layers, whose stock linears are left to autograd: the compiler cannot trace a write into
-    a buffer that is not its own, and would break its graph at each of them.
+    a buffer that is not its own, and would break its graph at each of them. make_matmul: from a module, and whether its weight is
+    transposed.
     """
     for module, grad_view in find_linears(model, grad_views, compiled):
         if isinstance(module, MatmulLinear):
+            module.matmul = make_matmul(module, module.matmul.is_transposed)
             module.matmul.write_gradient_to(grad_view)
         else:
-            module.forward = _direct_forward(module, grad_view)  # type: ignore[method-assign]
+            matmul = make_matmul(module, isinstance(module, Conv1D))
+            matmul.write_gradient_to(grad_view)
+            module.forward = _direct_forward(module, matmul)  # type: ignore[method-assign]
 
 
-def _direct_forward(module: nn.Module, grad_view: GradView):
-    matmul = Matmul(module, is_transposed=isinstance(module, Conv1D))
-    matmul.write_gradient_to(grad_view)
+def _direct_forward(module: nn.Module, matmul: Matmul):
     # The dict: a bias that is None would be asked of the module's __getattr__, which is Python.
     apply, tick, parameters = find_apply(_DirectLinear), matmul.graph_input, module._parameters
 

@@ -1,0 +1,75 @@
+"""Which linear layers multiply fp8 numbers (`precision.compute=fp8`): those of decoder layers that are trained and that kernels
+take. Embedding, head, routers, stacked experts, norms and attention stay bf16."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from framework.errors import ModelError
+from framework.mesh.layout import Layout
+from framework.model.load_balancing import find_routers
+from framework.model.materialize import kept_in_fp32
+from framework.model.matmul import Matmul, MatmulLinear
+from framework.parallel.stage_plan import StagePlan
+from framework.recipe.schema import Precision
+
+# Rows and columns of a weight that fp8 kernels take are multiples of it.
+ALIGNMENT = 16
+
+
+def check_fp8_layers(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
+    """Layouts stay; raises ModelError where the recipe asks for fp8 and the model cannot have it."""
+    if plan.recipe.precision.compute != "fp8":
+        return layouts
+    if find_spec("torchao") is None:
+        raise ModelError(
+            "precision.compute=fp8: torchao is not installed: pip install 'meshwright[fp8]'; or precision.compute=bf16"
+        )
+    found = find_fp8_linears(model, plan)
+    wide = kept_in_fp32(model, plan.compute_dtype)
+    kept = [name for name in found if f"{name}.weight" in wide]
+    if kept:
+        raise ModelError(
+            f"precision.compute=fp8: {model.config.model_type} keeps linear layers in fp32 ({', '.join(kept[:3])}), which fp8"
+            " would undo: precision.compute=bf16"
+        )
+    return layouts
+
+
+def find_fp8_linears(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Module]:
+    """By name, the linear modules that multiply fp8 numbers."""
+    if plan.recipe.precision.compute != "fp8":
+        return {}
+    routers = {id(router) for router, _ in find_routers(model)}
+    roots = [unit.root for unit in plan.own_units if unit.is_layer]
+    return {
+        f"{root}.{name}": module
+        for root in roots
+        for name, module in model.get_submodule(root).named_modules()
+        if (isinstance(module, MatmulLinear) or type(module) in (nn.Linear, Conv1D))
+        and id(module) not in routers
+        and all(size % ALIGNMENT == 0 for size in module.weight.shape)
+    }
+
+
+def emulates_fp8(precision: Precision, device: torch.device) -> bool:
+    """Whether fp8 is asked for of a device that does not multiply it."""
+    if precision.compute != "fp8":
+        return False
+    # torchao is an optional dependency, and takes two seconds to import.
+    from framework.model.fp8 import has_kernel
+
+    return not has_kernel(device, precision.fp8_scaling)
+
+
+def make_matmul(module: nn.Module, is_transposed: bool, fp8: set[nn.Module], plan: StagePlan) -> Matmul:
+    """The matmuls of a linear module: in fp8 if it is one of those."""
+    if module not in fp8:
+        return Matmul(module, is_transposed)
+    from framework.model.fp8 import Fp8Matmul
+
+    return Fp8Matmul(module, is_transposed, plan.recipe.precision.fp8_scaling)

@@ -1,0 +1,114 @@
+"""fp8 matmuls beside torchao's own layer, kernels beside emulation, and what cannot be in fp8."""
+
+from tests.torchao_folder import FOLDER  # isort: skip  first: what follows imports torchao from there
+
+import sys
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from framework.errors import ModelError
+from framework.model import fp8
+from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply
+from framework.plan.plan import make_plan
+from framework.recipe.check import check_recipe
+from framework.recipe.schema import Memory, Precision, Recipe
+from tests.families import build_config, family
+from tests.ranks.parity import small_recipe
+
+SCALINGS: list[Scaling] = ["tensor", "row"]
+# Tokens that no multiple of 16 is, and a number far beyond the others, which a scale of the whole factor has to follow.
+TOKENS, INPUTS, OUTPUTS = 21, 64, 96
+
+
+def make_inputs() -> tuple[Tensor, Tensor]:
+    """x: [3, 7, 64]; dy: [3, 7, 96]."""
+    generator = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(3, 7, size, generator=generator) for size in (INPUTS, OUTPUTS))
+    x[1, 2, 5] = 300
+    return x.bfloat16(), (1e-4 * dy).bfloat16()
+
+
+def make_linear(is_transposed: bool) -> nn.Module:
+    torch.manual_seed(5)
+    linear = Conv1D(OUTPUTS, INPUTS) if is_transposed else nn.Linear(INPUTS, OUTPUTS)
+    return linear.bfloat16()
+
+
+def run_torchao(linear: nn.Module, scaling: Scaling, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, dX and dW, [N, K], of torchao's layer."""
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig.from_recipe_name(f"{scaling}wise")
+    stock = nn.Linear(INPUTS, OUTPUTS).bfloat16()
+    weight = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
+    stock.weight.data, stock.bias.data = weight.data.contiguous(), linear.bias.data
+    layer = Float8Linear.from_float(stock, replace(config, emulate=True, round_scales_to_power_of_2=True))
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    return y, x.grad, layer.weight.grad
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_are_those_of_torchao(scaling: Scaling, is_transposed: bool) -> None:
+    linear, (x, dy) = make_linear(is_transposed), make_inputs()
+    expected = run_torchao(linear, scaling, x, dy)
+    matmul = Fp8Matmul(linear, is_transposed, scaling)
+    gradient = matmul.weight_gradient(x, dy)
+    found = matmul.forward(x, linear.bias), matmul.input_gradient(dy), gradient.t() if is_transposed else gradient
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    # And it is fp8 that has been multiplied, not what came in.
+    exact = nn.functional.linear(x, matmul.matrix, linear.bias)
+    assert not torch.allclose(found[0], exact, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_computes_what_is_emulated(scaling: Scaling, dtype: torch.dtype) -> None:
+    """torch's kernel on CPUs, which has the arguments and the layouts of memory of that on GPUs."""
+    (x, dy), matrix = make_inputs(), make_linear(False).weight.data
+    # Of each matmul the shapes and strides: rows of tokens, a transposed weight, and both factors transposed.
+    for left, right in ((x, matrix), (dy, matrix.t()), (dy.flatten(0, 1).t(), x.flatten(0, 1).t())):
+        arguments = left.reshape(-1, left.shape[-1]), right, (E5M2 if scaling == "tensor" else E4M3, E4M3), scaling
+        emulated = multiply(*arguments, torch.float32)
+        with patch.object(fp8, "has_kernel", lambda device, scaling: True):
+            computed = multiply(*arguments, dtype)
+        torch.testing.assert_close(computed.float(), emulated, rtol=2.0**-7, atol=1e-6 * float(emulated.abs().max()))
+
+
+def test_gradients_are_added_without_a_rounding_to_bf16() -> None:
+    (x, dy), linear = make_inputs(), make_linear(False)
+    view = torch.full((OUTPUTS, INPUTS), 1.0)
+    fp8._accumulate((E5M2, E4M3), "tensor", view, dy.flatten(0, 1), x.flatten(0, 1), is_first=False)
+    gradient = Fp8Matmul(linear, False, "tensor").weight_gradient(x, dy)
+    assert not torch.equal(view, 1.0 + gradient.float())
+    torch.testing.assert_close(view, 1.0 + gradient.float(), rtol=0, atol=2.0**-8 * float(gradient.abs().max()))
+
+
+def make_fp8_recipe() -> Recipe:
+    return replace(small_recipe("bf16", 1, 1, 2), precision=Precision("fp8"))
+
+
+def test_without_torchao_it_is_refused_before_a_device_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(FOLDER)])
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(
+        ModelError, match=r"precision.compute=fp8: torchao is not installed: pip install 'meshwright\[fp8\]'"
+    ):
+        make_plan(make_fp8_recipe(), build_config(family("llama"))).of_rank(0)
+
+
+def test_what_contradicts_fp8_is_told() -> None:
+    compiled = replace(make_fp8_recipe(), memory=Memory(compile="always"))
+    assert "precision.compute" in {problem.key for problem in check_recipe(compiled, {})}
+    row = replace(make_fp8_recipe(), precision=Precision("bf16", fp8_scaling="row"))
+    assert "precision.fp8_scaling" in {problem.key for problem in check_recipe(row, {})}
