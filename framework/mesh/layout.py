@@ -48,7 +48,8 @@ class Layout:
     the parts of its buffer, `replica_axis` who holds equal parts. They are a pair: together, all ranks that share the
     parameter's data-parallel gradient, which is partial over both without `partial` saying so. `replicated` and `partial`
     are what tensor parallelism and ties add to that. A dense parameter says "shard", "replica"; an expert, whose gradient
-    fewer ranks share, "expert_shard", "expert_replica". Empty: not laid out by ZeRO.
+    fewer ranks share, "expert_shard", "expert_replica". Empty: not laid out by ZeRO. `gathered_in`: "fp8" where its parts
+    travel as fp8 numbers, "" where in the dtype that forward reads.
     """
 
     shape: tuple[int, ...]
@@ -58,6 +59,7 @@ class Layout:
     interval: tuple[int, int] | None = None
     shard_axis: str = ""
     replica_axis: str = ""
+    gathered_in: str = ""
 
     def __post_init__(self) -> None:
         numel_local = self.numel_local

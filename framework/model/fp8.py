@@ -18,9 +18,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_ops import addmm_float8_unwrapped
-from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from framework.model.matmul import Matmul, matmul
 
@@ -86,19 +85,21 @@ def multiply(
 
 def _quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """x in fp8, times a scale that is returned with it.  x: [R, K] -> [R, K rounded up], contiguous, and [] or [R, 1] fp32."""
-    by_row = scaling == "row"
-    granularity = ScalingGranularity.AXISWISE if by_row else ScalingGranularity.TENSORWISE
-    scale = tensor_to_scale(
-        x,
-        dtype,
-        scaling_granularity=granularity,
-        axiswise_dim=-1 if by_row else None,
-        # A power of two: multiplying by it rounds nothing, and large numbers become the same fp8 numbers by row and by column.
-        round_scales_to_power_of_2=True,
-    )
-    cast = to_fp8_saturated(x.float() * scale, dtype).contiguous()
+    scale = scale_of(x.abs().amax(-1, keepdim=True) if scaling == "row" else x.abs().amax(), dtype)
+    numbers = cast(x, scale, dtype).contiguous()
     missing = -x.shape[1] % ALIGNMENT  # of a microbatch's tokens, over which gradients of weights are summed
-    return (F.pad(cast.view(torch.uint8), (0, missing)).view(dtype) if missing else cast), scale
+    return (F.pad(numbers.view(torch.uint8), (0, missing)).view(dtype) if missing else numbers), scale
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What takes these absolute values to the end of fp8's range, or half way there: a power of two, fp32. Multiplying by it
+    rounds nothing, and what is cast by row and by column gives the same number but where it is among the smallest."""
+    return amax_to_scale(largest, dtype, round_scales_to_power_of_2=True)
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in fp8."""
+    return to_fp8_saturated(x.float() * scale, dtype)
 
 
 def _dequantize(x: Tensor, scale: Tensor) -> Tensor:

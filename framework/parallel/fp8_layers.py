@@ -2,6 +2,7 @@
 take. Embedding, head, routers, stacked experts, norms and attention stay bf16."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -21,8 +22,9 @@ from framework.recipe.schema import Precision
 ALIGNMENT = 16
 
 
-def check_fp8_layers(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
-    """Layouts stay; raises ModelError where the recipe asks for fp8 and the model cannot have it."""
+def gather_in_fp8(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
+    """Where ZeRO gathers weights for each use (stage 3), those that are multiplied in fp8 with one scale each travel so. The
+    model stays. Raises ModelError where the recipe asks for fp8 and the model cannot have it."""
     if plan.recipe.precision.compute != "fp8":
         return layouts
     if find_spec("torchao") is None:
@@ -37,7 +39,10 @@ def check_fp8_layers(model: PreTrainedModel, layouts: Mapping[str, Layout], plan
             f"precision.compute=fp8: {model.config.model_type} keeps linear layers in fp32 ({', '.join(kept[:3])}), which fp8"
             " would undo: precision.compute=bf16"
         )
-    return layouts
+    if plan.recipe.zero.stage < 3 or plan.recipe.precision.fp8_scaling != "tensor":
+        return layouts
+    weights = {f"{name}.weight" for name in found}
+    return {name: replace(layout, gathered_in="fp8") if name in weights else layout for name, layout in layouts.items()}
 
 
 def find_fp8_linears(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Module]:
@@ -52,6 +57,7 @@ def find_fp8_linears(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Mo
         for name, module in model.get_submodule(root).named_modules()
         if (isinstance(module, MatmulLinear) or type(module) in (nn.Linear, Conv1D))
         and id(module) not in routers
+        and f"{root}.{name}.weight" in plan.groups
         and all(size % ALIGNMENT == 0 for size in module.weight.shape)
     }
 

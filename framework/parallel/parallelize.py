@@ -21,7 +21,7 @@ from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.compilation import compile_layers
 from framework.parallel.experts import split_experts
-from framework.parallel.fp8_layers import check_fp8_layers
+from framework.parallel.fp8_layers import gather_in_fp8
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import split_over_tp
 from framework.parallel.zero.plan_buffers import shard_over_batch
@@ -61,7 +61,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     split_experts,  # whole experts: of what is left of them tensor parallelism may take slices
     split_over_tp,  # weights of all that is here: vocabulary, layers, and the tokens between regions
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
-    check_fp8_layers,  # of the shapes that are left to this rank
+    gather_in_fp8,  # of the shapes that are left to this rank
     compile_layers,  # of the layers as they are computed ...
     checkpoint_layers,  # ... and around it: backward runs a layer again as forward ran it, whatever breaks its graph
     name_zero_axes,  # last: ZeRO divides what all else has left to this rank

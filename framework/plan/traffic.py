@@ -19,7 +19,7 @@ def bytes_sent(buffers: Sequence[BufferPlan], accumulation: int, reduce_dtype: t
     for buffer in buffers:
         n, lifetimes = buffer.axes.shard.size, buffer.lifetimes
         uses = 1 if lifetimes.keeps_parameters else accumulation * (2 if buffer.unit.startswith("layers.") else 1)
-        gathers += (n - 1) * buffer.numel_part * buffer.dtypes.compute.itemsize * uses
+        gathers += (n - 1) * buffer.numel_part * buffer.dtypes.travelling.itemsize * uses
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
             reductions += (n - 1) * buffer.numel_part * reduce_dtype.itemsize * times

@@ -5,14 +5,19 @@ from tests.torchao_folder import FOLDER  # noqa: F401  # isort: skip  first: wha
 from dataclasses import replace
 
 import pytest
+import torch
 
 from framework.build import build
+from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.model.fp8 import Fp8Matmul, Scaling
 from framework.model.matmul import MatmulLinear
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Precision, Recipe, Zero
+from framework.train.step import train_step
 from framework.verify.compare import Row, compare
+from framework.verify.evidence import Evidence
+from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.ranks.parity import CPU, Case, expect, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
@@ -114,3 +119,45 @@ def test_head_routers_and_experts_stay_bf16(pool: RankPool) -> None:
     recipe = make_recipe(2, parallel=Parallel(tp=2))
     assert pool.run(2, find_layers_in_fp8, recipe, "llama")[0] == attention | {"gate_proj", "up_proj", "down_proj"}
     assert pool.run(2, find_layers_in_fp8, recipe, "mixtral")[0] == attention
+
+
+def gather(
+    rank: int, world: int, rendezvous: str, recipes: dict[str, Recipe]
+) -> tuple[dict[str, Evidence], dict[str, tuple[int, int]]]:
+    """Body: evidence of each layout; and the bytes that its second step has gathered on this rank, beside those of the plan."""
+    case = Case("llama", family("llama"), recipes, WIDTHS)
+    evidence = {label: each for (_, label), each in train_layouts(rank, world, rendezvous, [case]).items()}
+    sent = {}
+    for number, (label, recipe) in enumerate(recipes.items()):
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-bytes-{number}", rank)
+        plan = make_plan(recipe, case.config)
+        run = build(plan, mesh)
+        for step, batch in enumerate(case.batches()[:2]):
+            before = ledger.snapshot(mesh)
+            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-3)
+        moved = ledger.difference(ledger.snapshot(mesh), before)["shard"]
+        sent[label] = moved["all_gather"][1], plan.traffic(rank)["gathers"]
+        mesh.close()
+    return evidence, sent
+
+
+def test_weights_that_travel_as_fp8_change_no_bit(pool: RankPool) -> None:
+    recipe = make_recipe(2, zero=3)
+    recipes = {
+        "fp8": recipe,
+        "kept": replace(recipe, zero=Zero(stage=3, keep_gathered=True)),
+        # At stage 2 parameters stay, and what has changed of them is gathered in bf16.
+        "bf16": make_recipe(2, zero=2),
+        "bf16, again": replace(recipe, precision=Precision("bf16")),
+    }
+    evidence, sent = pool.run(2, gather, recipes)[0]
+    for label in ("fp8", "kept"):
+        assert evidence[label].losses == evidence["bf16"].losses
+        assert all(
+            torch.equal(weight, evidence["bf16"].weights[name]) for name, weight in evidence[label].weights.items()
+        )
+    assert {label: gathered for label, (gathered, _) in sent.items()} == {
+        label: told for label, (_, told) in sent.items()
+    }
+    # Embedding, head and norms travel in bf16.
+    assert sent["fp8"][0] < 0.8 * sent["bf16, again"][0]

@@ -7,6 +7,7 @@ FSDP2 gathers a group of parameters into one tensor and copies each of them out 
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from framework.comm.algorithms import Pending
 from framework.comm.collectives import start_all_gather
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
+
+if TYPE_CHECKING:
+    from framework.parallel.zero.fp8_gather import Fp8Gather
 
 
 class ParameterSync:
@@ -33,6 +37,7 @@ class ParameterSync:
         self._unshards: dict[int, list[Pending]] = {}
         self._has_old_parts = True  # where replicas divide the update, each has updated only what it owns
         self._part_updates: dict[int, list[Pending]] = {}
+        self._fp8 = _find_fp8(units)
 
     @property
     def sends_nothing(self) -> bool:
@@ -49,7 +54,7 @@ class ParameterSync:
             self.transient.add(index)
         # The other ranks of the shard axis read this rank's part: what its replicas have updated must have arrived in it.
         self._exposed.wait(self._part_updates.pop(index, ()))
-        self._unshards[index] = [_start_unshard(buffer) for buffer in self.units[index]]
+        self._unshards[index] = [_start_unshard(buffer, self._fp8) for buffer in self.units[index]]
 
     def unshard(self, index: int) -> None:
         """Return when the unit's parameters can be read."""
@@ -86,6 +91,8 @@ class ParameterSync:
         their order. In place, so it takes no memory; a unit's own unshard waits for its own part alone."""
         if self._has_old_parts:
             self._has_old_parts = False
+            if self._fp8 is not None:
+                self._fp8.find_scales()
             self._part_updates = {
                 index: [_start_part_update(buffer) for buffer in unit if buffer.plan.axes.update.size > 1]
                 for index, unit in enumerate(self.units)
@@ -98,12 +105,25 @@ def _start_part_update(buffer: UnitBuffer) -> Pending:
     return start_all_gather(part, buffer.owned(part), buffer.plan.axes.update, f"updated part of {buffer.unit}")
 
 
-def _start_unshard(buffer: UnitBuffer) -> Pending:
+def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
+    """What gathers the weights that travel as fp8 numbers; None where none do."""
+    buffers = [buffer for unit in units for buffer in unit if buffer.plan.dtypes.gathered is not None]
+    if not buffers:
+        return None
+    # torchao is an optional dependency, and takes two seconds to import.
+    from framework.parallel.zero.fp8_gather import Fp8Gather
+
+    return Fp8Gather(buffers)
+
+
+def _start_unshard(buffer: UnitBuffer, fp8: "Fp8Gather | None") -> Pending:
     """All-gather over the shard axis: [numel_part] of each rank into [numel_padded]; in place where memory is resident."""
     storage = buffer.full.untyped_storage()
     num_bytes = buffer.plan.numel_padded * buffer.full.element_size()
     if storage.nbytes() < num_bytes:
         storage.resize_(num_bytes)  # of any content: the all-gather writes all of it
+    if fp8 is not None and buffer.plan.dtypes.gathered is not None:
+        return fp8.start(buffer, _unversioned(buffer.full))
     return start_all_gather(
         _unversioned(buffer.full), buffer.shard, buffer.plan.axes.shard, f"parameters of {buffer.unit}"
     )

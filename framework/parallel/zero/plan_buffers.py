@@ -57,10 +57,15 @@ class GroupSpan:
 @dataclass(frozen=True)
 class BufferDtypes:
     """Dtypes of a buffer. compute: of the parameters that forward and backward read; master: of what the optimizer updates, of
-    gradients and their sums."""
+    gradients and their sums. gathered: in which parts of the parameters travel; None: as they are."""
 
     compute: torch.dtype
     master: torch.dtype
+    gathered: torch.dtype | None = None
+
+    @property
+    def travelling(self) -> torch.dtype:
+        return self.gathered or self.compute
 
 
 @dataclass(frozen=True)
@@ -209,8 +214,12 @@ class BufferPlan:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes that come and go with the full parameters; 0 where they are resident."""
-        return 0 if self.lifetimes.resident_parameters else self.numel_padded * self.dtypes.compute.itemsize
+        """Bytes that come and go with the full parameters; 0 where they are resident. What travels in another dtype arrives
+        beside them."""
+        if self.lifetimes.resident_parameters:
+            return 0
+        arrives = 0 if self.dtypes.gathered is None else self.dtypes.gathered.itemsize
+        return self.numel_padded * (self.dtypes.compute.itemsize + arrives)
 
     @property
     def unreduced_bytes(self) -> int:
@@ -273,7 +282,7 @@ def plan_buffers(
         for kind in dict.fromkeys(kinds.values()):
             names = [name for name in unit.parameters if kinds[name] == kind]
             slots = _lay_side_by_side(sorted(names, key=lambda name: order[groups[name]]), layouts, groups)
-            dtypes = BufferDtypes(kind.dtype, master_dtype)
+            dtypes = BufferDtypes(kind.dtype, master_dtype, torch.float8_e4m3fn if kind.gathered_in == "fp8" else None)
             lived = kind.lifetimes(axes, lifetimes)
             plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lived, kind.axes(axes, lived)))
     return plans
@@ -296,6 +305,7 @@ class _Kind:
     replica_axis: str
     replicated: tuple[str, ...]
     partial: tuple[str, ...]
+    gathered_in: str
 
     @classmethod
     def of(cls, layout: Layout, dtype: torch.dtype, group: str) -> "_Kind":
@@ -303,7 +313,8 @@ class _Kind:
             raise LayoutError(
                 f"{layout} names no shard and replica axis: `shard_over_batch` or a transform before it has to"
             )
-        return cls(dtype, group == FROZEN, layout.shard_axis, layout.replica_axis, layout.replicated, layout.partial)
+        zero_axes = layout.shard_axis, layout.replica_axis
+        return cls(dtype, group == FROZEN, *zero_axes, layout.replicated, layout.partial, layout.gathered_in)
 
     def lifetimes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> Lifetimes:
         """The recipe's, but for experts of which this rank has the only shard: what is never gathered need not come and go. Dense

@@ -1,0 +1,66 @@
+"""Weights that travel as fp8 numbers: an all-gather of half the bytes, with which not one bit of the run changes.
+
+What multiplies them casts them to fp8 anyway, with one scale for the whole weight (`model/fp8.py`). Here each rank casts its part
+of the weight before the all-gather, with that same scale, for which the ranks agree on the largest absolute value, once after
+each update. Scales are powers of two, so what arrives is exact in bf16, and its own cast gives the same fp8 numbers again.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from framework.comm.algorithms import Pending
+from framework.comm.collectives import all_reduce, start_all_gather
+from framework.model.fp8 import E4M3, cast, scale_of
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.plan_buffers import Slot
+
+
+class Fp8Gather:
+    """All-gathers of the buffers of one stage whose weights travel as fp8. buffers: all on the same axes."""
+
+    def __init__(self, buffers: Sequence[UnitBuffer]):
+        self._buffers = buffers
+        self._scales: dict[int, Tensor] = {}
+
+    def find_scales(self) -> None:
+        """Agree on the scale of each weight, from what each rank owns of it: an all-reduce of a number for each weight. After
+        each update, before the first `start`."""
+        views = [buffer.held(slot, buffer.owned(buffer.shard))[1] for buffer in self._buffers for slot in buffer.slots]
+        largest = torch.zeros(len(views), device=views[0].device)
+        filled = [index for index, view in enumerate(views) if view.numel()]
+        if filled:
+            largest[filled] = torch.stack(torch._foreach_norm([views[index] for index in filled], float("inf"))).float()
+        axes = self._buffers[0].plan.axes
+        for axis in (axes.update, axes.shard):
+            all_reduce(largest, axis, "max", label="scales of fp8")
+        scales = scale_of(largest, E4M3)
+        counts = [len(buffer.slots) for buffer in self._buffers]
+        self._scales = dict(zip(map(id, self._buffers), scales.split(counts), strict=True))
+
+    def start(self, buffer: UnitBuffer, full: Tensor) -> Pending:
+        """Start to bring all ranks' parts into `full`, [numel_padded] bf16."""
+        plan, scales = buffer.plan, self._scales[id(buffer)]
+        sent = torch.zeros(plan.numel_part, dtype=torch.uint8, device=full.device).view(E4M3)
+        received = torch.empty(plan.numel_padded, dtype=torch.uint8, device=full.device).view(E4M3)
+        for index, slot in enumerate(plan.slots):
+            low, high = _clip(slot, plan.part_start, plan.numel_part)
+            sent[low:high] = cast(buffer.shard[low:high], scales[index], E4M3)
+        gather = start_all_gather(
+            received.view(torch.uint8), sent.view(torch.uint8), plan.axes.shard, f"parameters of {buffer.unit} in fp8"
+        )
+
+        def decode() -> None:
+            gather.wait()
+            for index, slot in enumerate(plan.slots):
+                of_slot = slice(slot.start, slot.stop)
+                torch.div(received[of_slot].to(full.dtype), scales[index], out=full[of_slot])
+
+        return Pending(finish=decode)
+
+
+def _clip(slot: Slot, start: int, length: int) -> tuple[int, int]:
+    """The slot's elements within [start, start + length), as a range that counts from `start`."""
+    low, high = max(slot.start, start) - start, min(slot.stop, start + length) - start
+    return low, max(low, high)
