@@ -26,6 +26,7 @@ from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
 from framework.plan.plan import Plan
 from framework.plan.stage import PlannedStage
+from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.shards import group_shards, own_shards
 from framework.train.stage import RankStage
@@ -123,6 +124,9 @@ def assemble(
         ),
         load=load,
         biases=RouterBiases(plan.recipe.model.router_bias_rate, load.mixtures, stages, mesh.device),
+        loss_scale=LossScale(
+            plan.recipe.precision, torch.promote_types(plan.compute_dtype, torch.float32), mesh.device
+        ),
         exposed_communication=exposed,
         mesh=mesh,
         clip_norm=plan.recipe.optim.clip_norm,

@@ -249,7 +249,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-config", type=Path, metavar="FILE", help="a config.json instead of the recipe's model")
     parser.add_argument(
         "--dtype",
-        choices=["fp64", "fp32", "bf16", "fp8"],
+        choices=["fp64", "fp32", "bf16", "fp16", "fp8"],
         help="compare in it: to 1e-9, to 1e-5 (default), to measured bounds; --fp64 and --bf16 say the same",
     )
     parser.add_argument("--fp64", dest="dtype", action="store_const", const="fp64", help=argparse.SUPPRESS)

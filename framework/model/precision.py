@@ -7,8 +7,13 @@ import torch
 
 from framework.recipe.schema import Precision
 
-# fp8 is of the matmuls only: what goes in and comes out is bf16.
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,  # of the matmuls only: what goes in and comes out is bf16
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:

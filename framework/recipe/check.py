@@ -203,6 +203,10 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
     if precision.fp8_scaling != "tensor" and precision.compute != "fp8":
         message = f"nothing is in fp8 with precision.compute={precision.compute}"
         yield Problem("precision.fp8_scaling", precision.fp8_scaling, message, "leave it out; or precision.compute=fp8")
+    if precision.loss_scale is not None and precision.compute != "fp16":
+        message = f"precision.compute={precision.compute} needs no loss scale: only fp16 loses small gradients"
+        fix = "leave it out (~precision.loss_scale); or precision=fp16"
+        yield Problem("precision.loss_scale", precision.loss_scale, message, fix)
     if precision.compute != "fp64":
         return
     for name in ("master", "reduce"):

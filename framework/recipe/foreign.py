@@ -10,7 +10,7 @@ from types import MappingProxyType
 _ACCUMULATION = "accumulation follows from batch.sequences_per_step / (dp * batch.sequences_per_microbatch)"
 _BATCH = "batch.sequences_per_step (of one optimizer step) or batch.sequences_per_microbatch (of one forward pass of one rank)"
 _EPOCHS = "train.epochs"
-_DTYPE = "precision.compute (bf16, fp32, fp64 or auto); fp16 is not available"
+_DTYPE = "precision.compute (fp16, bf16, fp32, fp64 or auto)"
 _ZERO = "zero.stage: 1 shards optimizer state, 2 and gradients, 3 and parameters"
 _NO_OFFLOAD = "offloading is not built yet: parameters, gradients and optimizer state stay on the device"
 _WARMUP_RATIO = "optim.schedule.warmup_steps, in steps"
@@ -24,7 +24,7 @@ _OPTIMIZER = "optim.name, or an optimizer's recipe: optim=adamw, optim=lion, opt
 _BETAS = "optim.betas=[0.9,0.95], a list of two"
 _DATA = "data.sources.NAME.path"
 _ADAPTERS = "adapters such as LoRA are not in this version: all parameters are trained, but those of model.freeze"
-_QUANTIZED = "training quantized weights is not in this version: precision.compute is bf16, fp32 or fp64"
+_QUANTIZED = "training quantized weights is not in this version: precision.compute is fp16, bf16, fp32 or fp64"
 _CHAT = "chat formats are not in this version: it trains on plain text, data.sources.NAME.field of each record"
 _PREFERENCES = "training on preferences is not in this version: it trains to predict the next token"
 
@@ -118,7 +118,7 @@ _DEEPSPEED = MappingProxyType(
         "zero_optimization.allgather_bucket_size": "parameters are gathered unit by unit; there is no bucket size to set",
         "bf16.enabled": "precision.compute",
         "fp16.enabled": _DTYPE,
-        "fp16.loss_scale": _DTYPE,
+        "fp16.loss_scale": "precision.loss_scale: dynamic, or a number (0 elsewhere means dynamic)",
         "optimizer.type": "optim.name",
         "optimizer.params.lr": "optim.lr",
         "optimizer.params.betas": "optim.betas",

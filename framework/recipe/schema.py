@@ -209,7 +209,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Precision:
-    compute: Literal["auto", "fp8", "bf16", "fp32", "fp64"] = key(
+    compute: Literal["auto", "fp8", "fp16", "bf16", "fp32", "fp64"] = key(
         "forward and backward; auto: bf16 where the device has it, else fp32, decided once by the launcher; fp8: bf16 with the"
         " linear layers' matmuls in fp8 (needs torchao)",
         "auto",
@@ -220,6 +220,18 @@ class Precision:
         "with precision.compute=fp8, what has a scale of its own: a whole factor of a matmul, or each of its rows and columns",
         "tensor",
     )
+    loss_scale: float | Literal["dynamic"] | None = key(
+        "with precision.compute=fp16, what the loss is multiplied by before backward; dynamic: halved by a step whose gradient"
+        " is not finite, doubled after 2,000 others; null: dynamic",
+        None,
+        low=2.0**-24,
+        high=2.0**40,
+    )
+
+    @property
+    def is_scale_dynamic(self) -> bool:
+        """Whether the loss scale follows the gradients."""
+        return self.compute == "fp16" and not isinstance(self.loss_scale, float)
 
 
 @dataclass(frozen=True)

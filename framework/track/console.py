@@ -95,6 +95,7 @@ def format_fields(report: StepReport, remaining_s: float) -> list[str]:
     return [
         *fields,
         f"grad {report.gradient_norm:.3g}",
+        *([] if report.loss_scale is None else [f"scale {report.loss_scale:g}"]),
         f"lr {report.lr:.2e}",
         f"wait {report.data_wait_s / report.step_s if report.step_s else 0:.1%}",
     ]

@@ -31,6 +31,7 @@ class StepReport:
     validation_losses: dict[str, float] = field(default_factory=dict)
     validation_free_fraction: float | None = None
     skipped_steps: int = 0
+    loss_scale: float | None = None
     exposed_communication_s: float = 0.0
     pipeline_bubble: float = 0.0
     expert_imbalance: dict[str, float] = field(default_factory=dict)

@@ -130,6 +130,7 @@ class Loop:
         """Read the step that was sent last, so that `state` is complete."""
         self._read()
         self.state.num_updates = self.run.optimizer.num_updates
+        self.state.loss_scale, self.state.clean_steps = self.run.loss_scale.read()
 
     def end_save(self) -> None:
         """Start the clock of `checkpoint.every_minutes` anew."""
@@ -269,6 +270,7 @@ class Loop:
             validation_losses=self._name_losses(validation_loss),
             validation_free_fraction=free_fraction,
             skipped_steps=self.state.skipped_steps,
+            loss_scale=values.loss_scale if self.recipe.precision.compute == "fp16" else None,
             **self._describe_experts(pending),
         )
 

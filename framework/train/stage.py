@@ -29,14 +29,15 @@ class StepInputs:
 
     microbatches: on the device; first those to train on, then those of validation. seeds: of the random draws in each microbatch
     to train on. num_tokens: int64 scalar, the loss tokens of the whole batch, by which losses are divided, once `counting` has
-    ended. num_microbatches: of
-    the whole batch, over which load-balancing losses are averaged.
+    ended. num_microbatches: of the whole batch, over which load-balancing losses are averaged. loss_scale: scalar of the loss's
+    dtype, the gradient of the loss from which backward starts.
     """
 
     microbatches: Sequence[Microbatch]
     seeds: Sequence[tuple[int | str, ...]]
     num_tokens: Tensor
     num_microbatches: int
+    loss_scale: Tensor
     counting: Pending = field(default_factory=Pending)
 
 
@@ -125,7 +126,8 @@ class RankStage:
 
     def _run_backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:
         if outputs:
-            torch.autograd.backward(outputs, gradients or None)
+            # None come with the loss. All of it is scaled here, a router's part too, and once, whatever stages lie before.
+            torch.autograd.backward(outputs, gradients or (self.inputs.loss_scale,))
         self.hooks.end_backward()
 
     def _set_dropout(self, is_on: bool) -> None:

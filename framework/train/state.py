@@ -28,6 +28,8 @@ class RunState:
     tokens: int = 0
     skipped_steps: int = 0
     num_updates: int = 0
+    loss_scale: float | None = None  # None: it never changes
+    clean_steps: int = 0  # since it last did
     best_step: int | None = None  # with checkpoint.keep_best, where the validation loss was the lowest
     best_validation_loss: float | None = None
 
@@ -46,6 +48,8 @@ def restore(run: Run, checkpoints: Path, found: FoundCheckpoints | None = None) 
     share_read(run)
     state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates
+    if state.loss_scale is not None:
+        run.loss_scale.restore(state.loss_scale, state.clean_steps)
     for buffer in run.buffers:
         buffer.copy_master_to_params()
     return state

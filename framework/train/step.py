@@ -21,6 +21,7 @@ from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
+from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.shards import OwnedShard
 from framework.train.stage import RankStage, StepInputs
@@ -49,6 +50,7 @@ class Run:
     stages: this rank's, by number. shards: those of the optimizer. tied_copies: buffers of one parameter in two stages of this
     rank, the second of each pair with the gradients of its own stage only. parameter_index: a number for each trained parameter
     of the whole model, equal on all ranks. activations: what goes from stage to stage. load, biases: of routers, if any.
+    loss_scale: 1 in every dtype but fp16.
 
     What never changes is found at the first step and kept: `buffers`, `counted_rows`, `trained`, `held`.
     """
@@ -62,6 +64,7 @@ class Run:
     activations: ActivationSpec
     load: ExpertLoad
     biases: RouterBiases
+    loss_scale: LossScale
     exposed_communication: ExposedCommunication
     mesh: Mesh
     clip_norm: float | None
@@ -145,7 +148,8 @@ def train_step(
     for stage in run.stages.values():
         stage.gradients.start_step()
     run.load.start_step(is_reported)
-    inputs = StepInputs([*own, *filling], seeds, num_tokens, len(own) * batch_axis.size, counting)
+    scale = run.loss_scale.value
+    inputs = StepInputs([*own, *filling], seeds, num_tokens, len(own) * batch_axis.size, scale, counting)
     losses, timed = _execute(run, inputs)
     counting.wait()
     validation.add(filling, losses[len(own) :])
@@ -179,14 +183,15 @@ def _update(run: Run, loss: Tensor, lr: float, flags: Flags, loads: Tensor | Non
     terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted_rows, run.mesh.device)
     sums = StepSums.pack(*terms, flags, _find_reached(run, missed), run.mesh.device)
     all_reduce(sums.terms, run.mesh.axis("world"), label="sums of the step")
-    norm = sums.take_root()
-    divisor = clip_divisor(norm, run.clip_norm)
+    norm = sums.take_norm(run.loss_scale.value)
+    divisor = clip_divisor(norm, run.clip_norm) * run.loss_scale.value
     for stage in run.stages.values():
         stage.parameters.update()
     is_finite = sums.loss.isfinite() & norm.isfinite()
     with run.optimizer.preserving(_missed_elements(run, missed, sums.reached)):
         run.optimizer.step(lr, divisor, skip=~is_finite)
     run.biases.update(loads, is_finite)
+    run.loss_scale.update(is_finite)
     for buffer in run.buffers:
         buffer.copy_master_to_params()
     return sums
@@ -230,7 +235,7 @@ def run_alone(run: Run, validation: Validation) -> None:
     """Run what is left of a validation, forwards only."""
     while filling := _take(run, validation, VALIDATION_MICROBATCHES):
         nothing = torch.zeros((), dtype=torch.int64, device=run.mesh.device)
-        validation.add(filling, _execute(run, StepInputs(filling, (), nothing, 0))[0])
+        validation.add(filling, _execute(run, StepInputs(filling, (), nothing, 0, run.loss_scale.value))[0])
 
 
 def _take(run: Run, validation: Validation, most: int) -> list[Microbatch]:

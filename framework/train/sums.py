@@ -11,6 +11,8 @@ from torch import Tensor
 
 from framework.comm.transfer import upload_values
 
+NUM_SCALARS = 5
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -22,8 +24,9 @@ class Flags:
 
 @dataclass(frozen=True)
 class StepSums:
-    """terms: [4 + P] fp64 on the device: loss, squared norm of the gradient (its norm after `take_root`), ranks that ask to stop,
-    ranks that ask to save; then for each of the model's P trained parameters the ranks whose backward has reached it.
+    """terms: [5 + P] fp64 on the device: loss, squared norm of the gradient (its norm after `take_norm`), ranks that ask to stop,
+    ranks that ask to save, the loss scale (after `take_norm`); then for each of the model's P trained parameters the ranks whose
+    backward has reached it.
 
     Why the last in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear in
     this very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait for
@@ -38,7 +41,7 @@ class StepSums:
         cls, loss: Tensor, squared_norm: Tensor, flags: Flags, reached: Tensor, device: torch.device
     ) -> "StepSums":
         """This rank's terms. loss, squared_norm: scalars on the device, in any dtype; reached: [P] fp64, 1 or 0."""
-        scalars = upload_values([0.0, 0.0, flags.stop, flags.save], torch.float64, device)
+        scalars = upload_values([0.0, 0.0, flags.stop, flags.save, 0.0], torch.float64, device)
         sums = cls(torch.cat([scalars, reached]))
         sums.loss.copy_(loss)
         sums.vector[1].copy_(squared_norm)
@@ -46,23 +49,24 @@ class StepSums:
 
     @property
     def vector(self) -> Tensor:
-        """The four scalars, [4]: a view."""
-        return self.terms[:4]
+        """The scalars, [5]: a view."""
+        return self.terms[:NUM_SCALARS]
 
     @property
     def reached(self) -> Tensor:
         """[P], above 0 for parameters that some rank has reached, once it is summed over the world: a view."""
-        return self.terms[4:]
+        return self.terms[NUM_SCALARS:]
 
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch, a scalar, once it is summed over the world."""
         return self.vector[0]
 
-    def take_root(self) -> Tensor:
-        """The norm, a scalar, once the squares are summed over the world. In place: the host reads what the device clips by,
-        to the last bit."""
-        return self.vector[1].sqrt_()
+    def take_norm(self, loss_scale: Tensor) -> Tensor:
+        """The norm, a scalar, once the squares of gradients that are `loss_scale` times too large are summed over the world. In
+        place: the host reads what the device clips by, to the last bit, and the scale itself."""
+        self.vector[4].copy_(loss_scale)
+        return self.vector[1].sqrt_().div_(loss_scale)
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,13 @@ class StepValues:
     loss: float
     gradient_norm: float
     flags: Flags
+    loss_scale: float
 
     @classmethod
     def unpack(cls, values: Sequence[float]) -> "StepValues":
         """values: those of `StepSums.vector`."""
-        loss, gradient_norm, stop, save = values
-        return cls(loss, gradient_norm, Flags(stop > 0, save > 0))
+        loss, gradient_norm, stop, save, loss_scale = values
+        return cls(loss, gradient_norm, Flags(stop > 0, save > 0), loss_scale)
 
     @property
     def is_finite(self) -> bool:

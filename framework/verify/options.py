@@ -11,11 +11,11 @@ from framework.errors import RecipeError
 
 @dataclass(frozen=True)
 class Options:
-    """model_config: a Hugging Face config.json in place of the recipe's model. dtype: fp64, fp32, bf16, fp8; None: fp32, or
+    """model_config: a Hugging Face config.json in place of the recipe's model. dtype: fp64, fp32, bf16, fp16, fp8; None: fp32, or
     under `strict` the recipe's. ranks None: as many as the layout needs. strict: leave nothing of the recipe out."""
 
     model_config: Path | None = None
-    dtype: Literal["fp64", "fp32", "bf16", "fp8"] | None = None
+    dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] | None = None
     steps: int = 3
     ranks: int | None = None
     device: Literal["cpu", "cuda"] = "cpu"

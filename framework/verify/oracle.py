@@ -28,6 +28,7 @@ from framework.verify.lion import Noise, PlainLion, measure_noise
 from framework.verify.plain_bias import PlainBiases
 from framework.verify.plain_capacity import drop_beyond_capacity
 from framework.verify.plain_fp8 import multiply_in_fp8
+from framework.verify.plain_loss_scale import PlainLossScale
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
@@ -83,6 +84,7 @@ class _Oracle:
         }
         self._optimizer = _stock_optimizer(recipe.optim, self.masters)
         self._biases = PlainBiases(self._model, recipe.model)
+        self._scale = PlainLossScale(recipe.precision)
 
     def set_rate(self, step: int) -> None:
         rate = learning_rate(step, self._recipe.optim.schedule, self._recipe.optim.lr, self._recipe.train.steps)
@@ -96,7 +98,9 @@ class _Oracle:
             self.masters[name].grad = None
         self._biases.start()
         with keep_double(self._dtype):
-            return sum(self._accumulate(batch))
+            loss = sum(self._accumulate(batch))
+        self._scale.unscale(self.masters.values())
+        return loss
 
     def clip(self) -> float:
         """Clip the gradients as the recipe says, and return their norm before that."""
@@ -114,8 +118,11 @@ class _Oracle:
         return self.masters | {name: buffers[name] for name in self._biases.names() if name in buffers}
 
     def update(self, batch: TokenBatch, layout: Mapping[str, Tensor]) -> None:
-        """One step of the optimizer, and of the biases of routers. layout: the layout's weights after it, if they are known."""
+        """One step of the optimizer, and of the biases of routers, if the gradients are finite. layout: the layout's weights
+        after it, if they are known."""
         loads = self._biases.take()  # before gradients are computed again, which would count tokens, too
+        if not self._scale.take():
+            return
         if isinstance(self._optimizer, PlainLion) and layout:
             noise = self._measure_noise(batch)
             self._optimizer.follow(noise, {master: layout[name] for name, master in self.masters.items()})
@@ -144,7 +151,7 @@ class _Oracle:
             if getattr(self._model.config, "output_router_logits", False):
                 loss = loss + self._model.config.router_aux_loss_coef * output.aux_loss / len(inputs)
             with _telling_of_stock(self._model.config, self._dtype):
-                loss.backward()
+                (loss * self._scale.value).backward()
             for name, parameter in self._model.named_parameters():
                 if parameter.grad is not None:
                     master = self.masters[name]

@@ -52,10 +52,11 @@ def choose_rank_device(kind: str, rank: int, world: int) -> tuple[torch.device, 
 
 
 def compute_exactly(device: torch.device) -> None:
-    """Make this process compute in fp32 where it says fp32 (no TF32), accumulate bf16 matmuls in fp32, and use deterministic
-    kernels where there are any."""
+    """Make this process compute in fp32 where it says fp32 (no TF32), accumulate bf16 and fp16 matmuls in fp32, and use
+    deterministic kernels where there are any."""
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.use_deterministic_algorithms(True, warn_only=True)

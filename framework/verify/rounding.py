@@ -2,8 +2,8 @@
 
 The oracle trains in the narrow dtype from the same weights, and again from weights that are rounded differently. The distance of
 these references from the wide oracle is the effect of rounding on this model, measured for each parameter; a layout may be SPREAD
-times as far away. In bf16, where no fixed tolerance fits all models, these are the bounds. In fp32 they tell rounding from a
-fault of fp32 alone, where the layout is beyond the tolerance and equal in fp64.
+times as far away. In bf16 and fp16, where no fixed tolerance fits all models, these are the bounds. In fp32 they tell rounding
+from a fault of fp32 alone, where the layout is beyond the tolerance and equal in fp64.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from framework.verify.evidence import Evidence, NothingToCompare
 
 NUM_REFERENCES = 4
 SPREAD = 4.0
-# The smallest bounds: one rounding of fp8 (e4m3) or bf16, the tolerance of fp32. A reference may be closer by chance.
-LEAST = {"fp8": 2.0**-4, "bf16": 2.0**-8, "fp32": 1e-5}
+# The smallest bounds: one rounding of fp8 (e4m3), bf16 or fp16, the tolerance of fp32. A reference may be closer by chance.
+LEAST = {"fp8": 2.0**-4, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 1e-5}
 # A bound above this says next to nothing about a tensor, and the user is told so.
 LOOSE = 0.5
 

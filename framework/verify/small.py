@@ -17,8 +17,9 @@ MAX_RANKS = 4
 MAX_CONTEXT = 32
 MAX_SEQUENCES_PER_MICROBATCH = 2
 MAX_ACCUMULATION = 3
-# In fp32 and bf16. Adam divides a gradient by its own root mean square plus eps. Where the true gradient is zero (a key bias:
-# softmax does not see a shift) both are rounding noise, and with an eps of 1e-8 the update is noise of the size of a real one.
+# In fp32, bf16 and fp16. Adam divides a gradient by its own root mean square plus eps. Where the true gradient is zero (a key
+# bias: softmax does not see a shift) both are rounding noise, and with an eps of 1e-8 the update is noise of the size of a real
+# one.
 LEAST_EPS = 1e-3
 # Below it fp32 weights of 0.1 would hardly move in three steps, whatever the update.
 LEAST_LR = 1e-3
@@ -31,6 +32,8 @@ PRECISIONS = {
     "fp32": Precision("fp32", "fp32", "fp32"),
     "bf16": Precision("bf16", "fp32", "fp32"),
     "fp8": Precision("fp8", "fp32", "fp32"),
+    # Far from an overflow, after which there would be nothing to compare, and enough for gradients of few tokens.
+    "fp16": Precision("fp16", "fp32", "fp32", loss_scale=1024.0),
 }
 
 
@@ -68,7 +71,7 @@ def shrink_recipe(
         pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
         memory=replace(recipe.memory, compile="never"),
-        precision=PRECISIONS[dtype],
+        precision=replace(PRECISIONS[dtype], fp8_scaling=recipe.precision.fp8_scaling),
         optim=optim,
         launch=replace(recipe.launch, kind="local", ranks=dp * _inner(recipe), device=options.device),
     )
@@ -76,6 +79,7 @@ def shrink_recipe(
         "precision.compute": "--dtype chooses another",
         "precision.master": "that of --dtype",
         "precision.reduce": "that of --dtype",
+        "precision.loss_scale": "that of --dtype",
         "parallel.dp": "--ranks sets another number",
         "parallel.ep": "what few ranks and the small model's experts take",
         "pipeline.layers": "by cost instead, the small model has fewer layers",
@@ -143,7 +147,7 @@ def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict
 
 def _simplify_model(model: Model, parameters: Collection[str], device: str, dtype: str) -> tuple[Model, dict[str, str]]:
     runs_here = {
-        "attention": model.attention in CPU_ATTENTION or (device == "cuda" and dtype == "bf16"),
+        "attention": model.attention in CPU_ATTENTION or (device == "cuda" and dtype in ("bf16", "fp16")),
         "experts": model.experts in CPU_EXPERTS and not (dtype == "fp64" and model.experts == "grouped_mm"),
     }
     why = {
