@@ -48,7 +48,7 @@ LAYOUTS = {
 
 
 def in_fp16(recipe: Recipe, loss_scale: Any = 1024.0) -> Recipe:
-    return replace(recipe, precision=Precision("fp16", "fp32", "fp32", loss_scale))
+    return replace(recipe, precision=Precision("fp16", "fp32", "fp32", loss_scale=loss_scale))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
