@@ -97,6 +97,7 @@ class CounterRng:
     """
 
     def __init__(self, size: int, device: torch.device):
+        self.size = size
         self._arange = torch.arange(size, dtype=torch.int32, device=device)
         self._words, self._bits = torch.empty_like(self._arange), torch.empty_like(self._arange)
         self._numbers, self._slopes = (torch.empty(size, device=device) for _ in range(2))
@@ -104,7 +105,7 @@ class CounterRng:
 
     def uniforms(self, key: Key, rows: Sequence[Rows]) -> Tensor:
         """Uniform in [0, 1), 24 bits each: fp32 [number of counters]."""
-        words = self._hash(key, rows)
+        words = self.words(key, rows)
         numbers = self._numbers[: len(words)]
         words.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
         return numbers.copy_(words).mul_(2.0**-24)
@@ -115,7 +116,7 @@ class CounterRng:
         A word is a sign and 31 bits q of a probability; the normal quantile of q / 2^32 is looked up. The lowest bit is set, so
         that q is never 0 and both signs have the same numbers.
         """
-        words = self._hash(key, rows)
+        words = self.words(key, rows)
         count = len(words)
         numbers, slopes, bits = self._numbers[:count], self._slopes[:count], self._bits[:count]
         values, differences = _normal_table(self._device)
@@ -131,8 +132,8 @@ class CounterRng:
         torch.index_select(values, 0, bits, out=fraction)
         return torch.copysign(slopes.add_(fraction), signed, out=numbers)
 
-    def _hash(self, key: Key, rows: Sequence[Rows]) -> Tensor:
-        """32 random bits for each counter, int32."""
+    def words(self, key: Key, rows: Sequence[Rows]) -> Tensor:
+        """32 random bits for each counter: int32 [number of counters]."""
         first, *keys = words_of((*key, rows[0].start >> BLOCK_BITS))
         filled = 0
         for each in rows:

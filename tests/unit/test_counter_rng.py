@@ -131,7 +131,7 @@ def test_tails_are_as_heavy_as_they_should_be() -> None:
 
 def test_each_bit_and_byte_is_fair() -> None:
     rng = CounterRng(1 << 20, CPU)
-    words = rng._hash(KEY, [run(1 << 20)])
+    words = rng.words(KEY, [run(1 << 20)])
     ones = torch.stack([(words >> bit & 1).sum() for bit in range(32)]).double()
     assert (ones - len(words) / 2).abs().max() < SIGMAS * len(words) ** 0.5 / 2
     for shift in (0, 8, 16, 24):
@@ -143,7 +143,7 @@ def test_each_bit_and_byte_is_fair() -> None:
 
 def test_a_flipped_bit_of_the_counter_flips_half_of_the_word() -> None:
     rng = CounterRng(4096, CPU)
-    words = rng._hash(KEY, [run(4096)]).clone()
+    words = rng.words(KEY, [run(4096)]).clone()
     for bit in range(12):
         flipped = words ^ words[torch.arange(4096) ^ (1 << bit)]
         share = torch.stack([(flipped >> each & 1).double().mean() for each in range(32)])
