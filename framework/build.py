@@ -107,11 +107,12 @@ def assemble(
     """What a rank trains with: its stages, one optimizer over all of them, and the facts that a step asks for."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
     shards = own_shards(buffers)
+    recipe, groups = plan.recipe, group_shards(shards, plan.groups)
     auxiliary = plan.load_balancing
     return Run(
         stages=stages,
         pipeline=plan.pipeline,
-        optimizer=FlatOptimizer(plan.recipe.optim, group_shards(shards, plan.groups), mesh.device),
+        optimizer=FlatOptimizer(recipe.optim, groups, mesh.device, recipe.precision.moments, recipe.train.seed),
         shards=shards,
         tied_copies=_find_copies(buffers),
         parameter_index={each.parameter: index for index, each in enumerate(plan.groups)},

@@ -13,4 +13,10 @@ def make(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-ADAMW = Method(UpdateKind.PER_ELEMENT, lambda optim: ("exp_avg", "exp_avg_sq"), make, counts_updates=True)
+ADAMW = Method(
+    UpdateKind.PER_ELEMENT,
+    lambda optim: ("exp_avg", "exp_avg_sq"),
+    make,
+    counts_updates=True,
+    nonnegative=("exp_avg_sq",),
+)

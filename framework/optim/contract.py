@@ -22,11 +22,12 @@ class UpdateKind(Enum):
 @dataclass(frozen=True, eq=False)
 class FlatShard:
     """What this rank updates of one or several parameters. value, gradient: [n] in the master dtype; value is updated in place.
-    layouts: which elements of which parameters these are, one after another."""
+    layouts: which elements of which parameters these are, one after another; parameters: their names."""
 
     layouts: tuple[Layout, ...]
     value: Tensor
     gradient: Tensor
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,11 @@ class Method:
 
     state_names: its states per element, which a checkpoint keeps. make: torch's optimizer over parameter groups of one tensor
     each; as torch's fused ones it divides gradients by `grad_scale` and does nothing where `found_inf` is 1. counts_updates:
-    whether it keeps a state `step` on the device.
+    whether it keeps a state `step` on the device. nonnegative: states that are never below zero.
     """
 
     kind: UpdateKind
     state_names: Callable[[Optim], tuple[str, ...]]
     make: Callable[[Optim, list[dict[str, Any]]], torch.optim.Optimizer]
     counts_updates: bool = False
+    nonnegative: tuple[str, ...] = ()

@@ -15,7 +15,9 @@ from framework.errors import LayoutError
 from framework.optim.adamw import ADAMW
 from framework.optim.contract import FlatShard, Method, ShardGroup
 from framework.optim.lion import LION
+from framework.optim.low_bit import SIGNED, UNSIGNED
 from framework.optim.sgd import SGD
+from framework.optim.states import MomentsDtype, StateChunk, make_states
 from framework.recipe.schema import Optim
 
 # By `optim.name` of a recipe.
@@ -38,64 +40,98 @@ def state_names(optim: Optim) -> tuple[str, ...]:
 
 
 class FlatOptimizer:
-    """The recipe's optimizer over flat shards. LayoutError where it updates what the shards of a group do not hold whole."""
+    """The recipe's optimizer over flat shards. LayoutError where it updates what the shards of a group do not hold whole.
 
-    def __init__(self, optim: Optim, groups: Sequence[ShardGroup], device: torch.device):
-        method = OPTIMIZERS[optim.name]
-        check_kinds(optim.name, method, groups)
+    moments: `precision.moments`; seed: of their stochastic rounding.
+    """
+
+    def __init__(
+        self,
+        optim: Optim,
+        groups: Sequence[ShardGroup],
+        device: torch.device,
+        moments: MomentsDtype = "fp32",
+        seed: int = 0,
+    ):
+        self._method = OPTIMIZERS[optim.name]
+        check_kinds(optim.name, self._method, groups)
         # A rank whose stages are frozen counts updates as the others do.
         nothing = FlatShard((), torch.zeros(0, device=device), torch.zeros(0, device=device))
         filled = [group for group in groups if group.shards] or [ShardGroup("nothing", (nothing,), 1.0, 0.0)]
         self.shards = tuple(shard for group in filled for shard in group.shards)
-        self.state_names = method.state_names(optim)
-        self._lr_ratios = [group.lr_ratio for group in filled]
+        self.state_names = self._method.state_names(optim)
+        self._group_of = {shard: group for group in filled for shard in group.shards}
         self._kernel_divides = all(shard.gradient.dtype == torch.float32 for shard in self.shards)
-        # One call for all shards of a group: each call of a fused kernel costs the host as much as four layers' norms.
-        settings = [
-            {"params": [shard.value for shard in group.shards], "weight_decay": group.weight_decay} for group in filled
-        ]
-        self._inner = method.make(optim, settings)
-        for shard in self.shards:
-            state = self._inner.state[shard.value]
-            state |= {name: torch.zeros_like(shard.value) for name in self.state_names}
-            if method.counts_updates:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=shard.value.device)
-            shard.value.grad = shard.gradient
+        codes = {name: UNSIGNED if name in self._method.nonnegative else SIGNED for name in self.state_names}
+        self.states = make_states(moments, codes, self.shards, device, seed)
+        self._kernels = [self._make_kernel(optim, chunk) for chunk in self.states.chunks]
 
-    def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
-        """Divide the gradients by `divisor` and update at learning rate `lr`; no effect where `skip` (scalar) is 1."""
-        for settings, lr_ratio in zip(self._inner.param_groups, self._lr_ratios, strict=True):
-            settings["lr"] = lr * lr_ratio
-        if self._kernel_divides:
-            self._inner.grad_scale = divisor.float()  # type: ignore[attr-defined]
-        else:  # the kernels read their divisor as fp32, which would round fp64 gradients
+    def _make_kernel(self, optim: Optim, chunk: StateChunk) -> torch.optim.Optimizer:
+        """torch's optimizer over the chunk's values, gradients and states."""
+        # One call for all shards of a group: each call of a fused kernel costs the host as much as four layers' norms.
+        by_group: dict[ShardGroup, list[Tensor]] = {}
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for run in chunk.runs:
+            where = slice(run.start, run.stop)
+            value = run.shard.value[where]
+            value.grad = run.shard.gradient[where]
+            by_group.setdefault(self._group_of[run.shard], []).append(value)
+            states[value] = self.states.views(chunk, run)
+            if self._method.counts_updates:
+                states[value]["step"] = torch.zeros((), dtype=torch.float32, device=value.device)
+        settings = [
+            {"params": values, "weight_decay": group.weight_decay, "lr_ratio": group.lr_ratio}
+            for group, values in by_group.items()
+        ]
+        kernel = self._method.make(optim, settings)
+        kernel.state.update(states)
+        return kernel
+
+    def step(self, lr: float, divisor: Tensor, skip: Tensor, step: int) -> None:
+        """Divide the gradients by `divisor` and update at learning rate `lr`; no effect where `skip` (scalar) is 1. step: of the
+        run, for which moments of few bits are rounded."""
+        if not self._kernel_divides:  # the kernels read their divisor as fp32, which would round fp64 gradients
             torch._foreach_div_([shard.gradient for shard in self.shards], divisor)
-        self._inner.found_inf = skip.float()  # type: ignore[attr-defined]
-        self._inner.step()
+        found_inf, grad_scale = skip.float(), divisor.float()
+        for chunk, kernel in zip(self.states.chunks, self._kernels, strict=True):
+            self.states.load(chunk)
+            for settings in kernel.param_groups:
+                settings["lr"] = lr * settings["lr_ratio"]
+            if self._kernel_divides:
+                kernel.grad_scale = grad_scale  # type: ignore[attr-defined]
+            kernel.found_inf = found_inf  # type: ignore[attr-defined]
+            kernel.step()
+            # A skipped step has left the states as they were decoded: all of them are numbers that rounding leaves alone.
+            self.states.store(chunk, step)
 
     def state(self, shard: FlatShard, name: str) -> Tensor:
-        """A per-element state of a shard: [n], in its dtype."""
-        return self._inner.state[shard.value][name]
+        """A per-element state of a shard as a checkpoint keeps it, [n]: in the master's dtype, or a copy of fewer bits in bf16.
+        Written to between `states.open` and `states.close` only."""
+        return self.states.values(shard, name)
 
     @property
     def num_updates(self) -> int:
         """Updates done so far, skipped ones not counted: Adam's bias correction depends on it."""
-        counts = [int(state["step"]) for state in self._inner.state.values() if "step" in state]
-        return max(counts, default=0)
+        return max((int(count) for count in self._counts()), default=0)
 
     @num_updates.setter
     def num_updates(self, count: int) -> None:
-        for state in self._inner.state.values():
-            if "step" in state:
-                state["step"].fill_(count)
+        for each in self._counts():
+            each.fill_(count)
+
+    def _counts(self) -> Iterator[Tensor]:
+        return (state["step"] for kernel in self._kernels for state in kernel.state.values() if "step" in state)
 
     @contextmanager
     def preserving(self, missed: Sequence[Missed]) -> Iterator[None]:
         """Leave what nobody has reached, and its states, as they are. The device decides: the host does not wait to know."""
         views = [
-            (tensor[each.start : each.stop], each.is_reached)
+            (view, each.is_reached)
             for each in missed
-            for tensor in (each.shard.value, *(self.state(each.shard, name) for name in self.state_names))
+            for view in (
+                each.shard.value[each.start : each.stop],
+                *self.states.memory(each.shard, each.start, each.stop),
+            )
         ]
         saved = [view.clone() for view, _ in views]
         yield

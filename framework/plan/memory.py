@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from framework.optim.states import MomentsDtype, count_state_bytes
 from framework.parallel.zero.plan_buffers import BufferPlan
 
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
@@ -22,7 +23,7 @@ class RankMemory:
         return sum(self.held.values())
 
 
-def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str]) -> dict[str, int]:
+def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> dict[str, int]:
     """What lives for the whole run, by kind, and the most that gathered parameters and unreduced gradients add to it.
 
     The table of `parallel/zero/lifetimes.py` in bytes, padding included.
@@ -30,11 +31,18 @@ def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str]) -> dict[str
     total = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
         held = buffer.held_bytes(len(states))
-        total["optimizer"] += held.pop("moments")
+        full = held.pop("moments")
+        total["optimizer"] += full if moments == "fp32" else len(states) * _low_bit_bytes(buffer, moments)
         for kind, num_bytes in held.items():
             total[kind] += num_bytes
     total["gathered"] = _largest_gathered(buffers)
     return total
+
+
+def _low_bit_bytes(buffer: BufferPlan, moments: MomentsDtype) -> int:
+    """One moment of what a rank owns of a buffer, which has no padding but within blocks."""
+    intervals = (each.layout.interval or (0, each.layout.numel_local) for each in buffer.held.values())
+    return count_state_bytes(moments, intervals) if buffer.is_trained else 0
 
 
 def _largest_gathered(buffers: Sequence[BufferPlan]) -> int:

@@ -146,7 +146,7 @@ class Plan:
         kept = [self.activations.stage_bytes(stage) for stage in self.pipeline.stages]
         while_computing = self.activations.recomputed_bytes + self.activations.transient_bytes
         most = peak_live(schedule, kept)[place] + while_computing
-        held = bytes_held(self.of_rank(rank).buffers, state_names(self.recipe.optim))
+        held = bytes_held(self.of_rank(rank).buffers, state_names(self.recipe.optim), self.recipe.precision.moments)
         return RankMemory(held | {"activations": most}, peak_live(schedule)[place])
 
     def traffic(self, rank: int) -> dict[str, int]:

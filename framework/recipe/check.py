@@ -62,6 +62,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("precision.compute", "memory.compile"), _fp8),
         (("optim.schedule", "train.steps", "train.epochs"), _schedule),
         (("optim.name", "optim.betas", "optim.eps", "optim.momentum"), _optimizer),
+        (("precision.moments", "optim.name", "optim.momentum"), _moments),
         (("optim.clip_norm",), _clipping),
         (("optim.groups",), _group_patterns),
         (("model.freeze",), _freeze_patterns),
@@ -260,6 +261,19 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
         )
     if optim.momentum >= 1.0:
         yield Problem("optim.momentum", optim.momentum, "at 1 it never forgets; it must be below 1", "0.9")
+
+
+def _moments(recipe: Recipe) -> Iterator[Problem]:
+    key, moments, optim = "precision.moments", recipe.precision.moments, recipe.optim
+    if moments != "fp32" and optim.name == "sgd" and optim.momentum == 0.0:
+        message = "sgd with optim.momentum=0 has no moments, so it would do nothing"
+        yield Problem(key, moments, message, f"leave it out (~{key}); or optim.momentum=0.9")
+    elif moments == "int8" and optim.name == "lion":
+        message = (
+            "lion updates by a sign, as far for a small moment as for a large one, and of small ones int8 keeps the least: where"
+            " it turns the sign of moment and gradient, an update is wrong by all of its size"
+        )
+        yield Problem(key, moments, message, f"{key}=bf16; or optim=adamw")
 
 
 def _clipping(recipe: Recipe) -> Iterator[Problem]:

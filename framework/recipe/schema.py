@@ -216,6 +216,11 @@ class Precision:
     )
     master: Literal["fp32", "fp64"] = key("the optimizer's weights; gradients are summed in it", "fp32")
     reduce: Literal["bf16", "fp32", "fp64"] = key("dtype in which gradients travel between ranks", "fp32")
+    moments: Literal["fp32", "bf16", "int8"] = key(
+        "what the optimizer's moments are kept in between steps: fp32 (the dtype of precision.master), bf16, or int8 by blocks;"
+        " the last two are rounded stochastically",
+        "fp32",
+    )
     fp8_scaling: Literal["tensor", "row"] = key(
         "with precision.compute=fp8, what has a scale of its own: a whole factor of a matmul, or each of its rows and columns",
         "tensor",

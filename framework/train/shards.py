@@ -44,6 +44,6 @@ def group_shards(shards: Sequence[OwnedShard], assignments: Iterable[GroupAssign
 
 def _shard(buffer: UnitBuffer, span: GroupSpan) -> FlatShard:
     where = slice(span.start - buffer.plan.start, span.stop - buffer.plan.start)
-    held = [buffer.held(slot, buffer.master) for slot in buffer.slots if slot.group == span.group]
-    layouts = tuple(layout for layout, values in held if values.numel())
-    return FlatShard(layouts, buffer.master[where], buffer.reduced[where])
+    held = {slot.name: buffer.held(slot, buffer.master) for slot in buffer.slots if slot.group == span.group}
+    layouts = {name: layout for name, (layout, values) in held.items() if values.numel()}
+    return FlatShard(tuple(layouts.values()), buffer.master[where], buffer.reduced[where], tuple(layouts))

@@ -161,7 +161,7 @@ def train_step(
         copy.reduced.copy_(buffer.reduced.add_(copy.reduced))
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
     loads = run.load.sum_over_ranks()
-    return StepResult(_update(run, loss, lr, flags, loads), timed, loads)
+    return StepResult(_update(run, loss, lr, step, flags, loads), timed, loads)
 
 
 def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
@@ -176,7 +176,7 @@ def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, .
     return [losses[index] for index in sorted(losses)], tuple(timed)
 
 
-def _update(run: Run, loss: Tensor, lr: float, flags: Flags, loads: Tensor | None) -> StepSums:
+def _update(run: Run, loss: Tensor, lr: float, step: int, flags: Flags, loads: Tensor | None) -> StepSums:
     """Sum loss, norm and flags over the world, then clip and update, unless loss or norm is not finite. loads: of experts."""
     missed = [each for each in run.trained if not each.view.is_reached]
     # The loss is on all ranks of tp.
@@ -189,7 +189,7 @@ def _update(run: Run, loss: Tensor, lr: float, flags: Flags, loads: Tensor | Non
         stage.parameters.update()
     is_finite = sums.loss.isfinite() & norm.isfinite()
     with run.optimizer.preserving(_missed_elements(run, missed, sums.reached)):
-        run.optimizer.step(lr, divisor, skip=~is_finite)
+        run.optimizer.step(lr, divisor, skip=~is_finite, step=step)
     run.biases.update(loads, is_finite)
     run.loss_scale.update(is_finite)
     for buffer in run.buffers:

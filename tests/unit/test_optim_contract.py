@@ -27,7 +27,7 @@ def test_the_table_has_what_a_recipe_may_name() -> None:
 def test_an_update_moves_values_and_keeps_its_states(name: str) -> None:
     optim, group = Optim(name=name), make_group()  # type: ignore[arg-type]
     optimizer = FlatOptimizer(optim, [group], CPU)
-    optimizer.step(1e-2, torch.ones((), dtype=torch.float64), torch.tensor(False))
+    optimizer.step(1e-2, torch.ones((), dtype=torch.float64), torch.tensor(False), step=0)
     (shard,) = optimizer.shards
     assert (shard.value < 1).all()
     assert [optimizer.state(shard, each).shape for each in state_names(optim)] == [(5,)] * len(state_names(optim))

@@ -1,0 +1,331 @@
+"""An optimizer's states per element, its moments: in the master's dtype, in bf16, or in int8 by blocks (`precision.moments`).
+
+A kernel updates moments in the master's dtype. Those of fewer bits are decoded for one chunk after the other, updated there by
+the same kernel, and encoded again with stochastic rounding: only one chunk's moments ever exist in full.
+
+    storage   [ run | run | pad ][ run ...      one run for each piece of a parameter; blocks begin at multiples of BLOCK of the
+              | chunk            | chunk        parameter's local elements, so a piece that begins within a block is padded
+
+An element's rounding is a function of (seed, step, parameter, element). Which elements share a block depends on where a layout
+cuts the parameter: see `low_bit` for how little that changes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from framework.mesh.layout import Run
+from framework.model.counter_rng import CounterRng, Rows
+from framework.model.initial import rows_of
+from framework.optim import low_bit
+from framework.optim.contract import FlatShard
+from framework.optim.low_bit import BLOCK, CodeRange
+from framework.optim.stochastic_rounding import ROUNDING_BITS, draw_bits, round_to_bf16
+
+MomentsDtype = Literal["fp32", "bf16", "int8"]
+
+# Elements that are decoded at a time. On a CPU torch's grain size, above which it would share one operation among threads; all
+# that an update of them touches stays in a core's cache. On a GPU enough to be worth its kernels: some 100 MiB of scratch.
+CHUNK_CPU = 1 << 15
+CHUNK_DEVICE = 1 << 22
+# The word of random bits with which two states are rounded to nearest.
+HALVES = -0x7FFF8000
+
+
+@dataclass(frozen=True)
+class StateRun:
+    """Elements [start, stop) of a shard. parameter, rows: whose they are, and their numbers within it. place: where they begin in
+    the storage; blocks: of it, [first, last)."""
+
+    shard: FlatShard
+    start: int
+    stop: int
+    parameter: str = ""
+    rows: tuple[Rows, ...] = ()
+    place: int = 0
+    blocks: Run = (0, 0)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class StateChunk:
+    """Runs that are updated together, and the blocks of the storage that they fill: [first, last)."""
+
+    runs: tuple[StateRun, ...]
+    blocks: Run = (0, 0)
+
+
+class States(Protocol):
+    """The states of a group of shards, by name. A kernel finds those of a run in `views` between `load` and `store`."""
+
+    @property
+    def chunks(self) -> Sequence[StateChunk]:
+        """In the order in which they are updated."""
+
+    def views(self, chunk: StateChunk, run: StateRun) -> dict[str, Tensor]:
+        """The run's states as a kernel updates them, [numel] each in the master's dtype."""
+
+    def load(self, chunk: StateChunk) -> None:
+        """Bring the chunk's states to its views."""
+
+    def store(self, chunk: StateChunk, step: int) -> None:
+        """Keep what is in the chunk's views; step: what the random bits of this step are drawn for."""
+
+    def values(self, shard: FlatShard, name: str) -> Tensor:
+        """A shard's state as a checkpoint keeps it, [n]: its memory, or a copy in bf16, which `close` takes if `open` made it."""
+
+    def memory(self, shard: FlatShard, start: int, stop: int) -> Iterator[Tensor]:
+        """All memory of the states of elements [start, stop), which are whole runs."""
+
+    def open(self) -> None:
+        """Have `values` return what may be written."""
+
+    def close(self) -> None:
+        """Take what was written since `open`."""
+
+
+class FullStates:
+    """States in the master's dtype: a kernel updates them where they are, all in one chunk."""
+
+    def __init__(self, names: Sequence[str], shards: Sequence[FlatShard]):
+        self.chunks: Sequence[StateChunk] = (
+            StateChunk(tuple(StateRun(shard, 0, shard.value.numel()) for shard in shards)),
+        )
+        self._states = {shard: {name: torch.zeros_like(shard.value) for name in names} for shard in shards}
+
+    def views(self, chunk: StateChunk, run: StateRun) -> dict[str, Tensor]:
+        return dict(self._states[run.shard])
+
+    def load(self, chunk: StateChunk) -> None:
+        """They are there."""
+
+    def store(self, chunk: StateChunk, step: int) -> None:
+        """They are kept as they are."""
+
+    def values(self, shard: FlatShard, name: str) -> Tensor:
+        return self._states[shard][name]
+
+    def memory(self, shard: FlatShard, start: int, stop: int) -> Iterator[Tensor]:
+        return (state[start:stop] for state in self._states[shard].values())
+
+    def open(self) -> None:
+        """`values` returns their memory."""
+
+    def close(self) -> None:
+        """`values` has returned their memory."""
+
+
+class Storage(Protocol):
+    """One state of all elements, in few bits."""
+
+    def decode(self, blocks: Run) -> Tensor:
+        """The numbers of blocks [first, last): flat."""
+
+    def encode(self, blocks: Run, values: Tensor, bits: Tensor) -> None:
+        """Keep `values`, fp32, rounded by the lowest 16 of `bits`, int32: both flat."""
+
+    def memory(self, blocks: Run) -> tuple[Tensor, ...]:
+        """All memory of these blocks."""
+
+
+class Bf16Storage:
+    """bf16: each element by itself."""
+
+    block = 1
+
+    def __init__(self, num_blocks: int, device: torch.device):
+        self.numbers = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
+
+    def decode(self, blocks: Run) -> Tensor:
+        return self.numbers[slice(*blocks)]
+
+    def encode(self, blocks: Run, values: Tensor, bits: Tensor) -> None:
+        self.numbers[slice(*blocks)] = round_to_bf16(values, bits)
+
+    def memory(self, blocks: Run) -> tuple[Tensor, ...]:
+        return (self.numbers[slice(*blocks)],)
+
+
+class Int8Storage:
+    """Codes of `low_bit`, a byte for each element, and a byte for the exponent of each block."""
+
+    block = BLOCK
+
+    def __init__(self, num_blocks: int, device: torch.device, kind: CodeRange):
+        self.codes = torch.zeros(num_blocks * BLOCK, dtype=kind.dtype, device=device)
+        self.exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=device)
+        self._kind = kind
+
+    def decode(self, blocks: Run) -> Tensor:
+        return low_bit.decode(*self.memory(blocks), kind=self._kind)
+
+    def encode(self, blocks: Run, values: Tensor, bits: Tensor) -> None:
+        low_bit.encode(values, bits, *self.memory(blocks), kind=self._kind)
+
+    def memory(self, blocks: Run) -> tuple[Tensor, Tensor]:
+        return self.codes[blocks[0] * BLOCK : blocks[1] * BLOCK], self.exponents[slice(*blocks)]
+
+
+MakeStorage = Callable[[int, torch.device], Storage]
+
+
+class LowBitStates:
+    """States in few bits. make: by name, what makes the storage of a number of blocks of `block` elements."""
+
+    def __init__(
+        self, make: Mapping[str, MakeStorage], block: int, shards: Sequence[FlatShard], device: torch.device, seed: int
+    ):
+        assert len(make) <= 2, "a word of random bits is enough for two roundings"
+        self.chunks: Sequence[StateChunk] = list(
+            cut_chunks(shards, block, CHUNK_CPU if device.type == "cpu" else CHUNK_DEVICE)
+        )
+        self.storages = {name: each(self.chunks[-1].blocks[1], device) for name, each in make.items()}
+        size = max(1, *(chunk.blocks[1] - chunk.blocks[0] for chunk in self.chunks)) * block
+        dtype = shards[0].value.dtype
+        self._scratch = {name: torch.zeros(size, dtype=dtype, device=device) for name in make}
+        self._bits = torch.zeros(size, dtype=torch.int32, device=device)
+        self._narrow = torch.zeros(size, device=device)
+        self._rng = CounterRng(size, device)
+        self._seed, self._block, self._device = seed, block, device
+        self._copies: dict[tuple[FlatShard, str], Tensor] = {}
+
+    def views(self, chunk: StateChunk, run: StateRun) -> dict[str, Tensor]:
+        return {name: scratch[self._within(chunk, run)] for name, scratch in self._scratch.items()}
+
+    def load(self, chunk: StateChunk) -> None:
+        for name, storage in self.storages.items():
+            numbers = storage.decode(chunk.blocks)
+            self._scratch[name][: len(numbers)] = numbers
+
+    def store(self, chunk: StateChunk, step: int) -> None:
+        for run in chunk.runs:
+            key = (self._seed, "moments", step, run.parameter)
+            draw_bits(self._rng, key, run.rows, self._bits[self._within(chunk, run)])
+        self._encode(chunk)
+
+    def values(self, shard: FlatShard, name: str) -> Tensor:
+        if (shard, name) in self._copies:
+            return self._copies[shard, name]
+        copy = torch.empty(shard.value.numel(), dtype=torch.bfloat16, device=self._device)
+        for run in self._runs(shard):
+            copy[run.start : run.stop] = self.storages[name].decode(run.blocks)[self._in_blocks(run)]
+        return copy
+
+    def memory(self, shard: FlatShard, start: int, stop: int) -> Iterator[Tensor]:
+        runs = [run for run in self._runs(shard) if start <= run.start < stop]
+        return (each for run in runs for storage in self.storages.values() for each in storage.memory(run.blocks))
+
+    def open(self) -> None:
+        shards = dict.fromkeys(run.shard for chunk in self.chunks for run in chunk.runs)
+        self._copies = {(shard, name): self.values(shard, name) for shard in shards for name in self.storages}
+
+    def close(self) -> None:
+        self._bits.fill_(HALVES)
+        for chunk in self.chunks:
+            for name, scratch in self._scratch.items():
+                scratch.zero_()  # padding, where another chunk has its numbers
+                for run in chunk.runs:
+                    scratch[self._within(chunk, run)] = self._copies[run.shard, name][run.start : run.stop]
+            self._encode(chunk)
+        self._copies = {}
+
+    def block_starts(self, shard: FlatShard) -> Tensor:
+        """For each element of a shard the number, within its parameter, of the first element of its block: int64 [n]."""
+        starts = torch.empty(shard.value.numel(), dtype=torch.int64)
+        for run in self._runs(shard):
+            numbers, offset = torch.cat([_number_elements(rows) for rows in run.rows]), self._in_blocks(run).start
+            block = (torch.arange(run.numel) + offset) // self._block
+            starts[run.start : run.stop] = numbers[(block * self._block - offset).clamp(min=0)]
+        return starts
+
+    def _encode(self, chunk: StateChunk) -> None:
+        size = (chunk.blocks[1] - chunk.blocks[0]) * self._block
+        bits = self._bits[:size]
+        for index, (name, storage) in enumerate(self.storages.items()):
+            # Copied, because `float()` keeps fp64 where a verification asks for that.
+            values = self._narrow[:size].copy_(self._scratch[name][:size])
+            storage.encode(chunk.blocks, values, bits >> index * ROUNDING_BITS)
+
+    def _runs(self, shard: FlatShard) -> list[StateRun]:
+        return [run for chunk in self.chunks for run in chunk.runs if run.shard is shard]
+
+    def _within(self, chunk: StateChunk, run: StateRun) -> slice:
+        """Where a run's elements are in the scratch of its chunk."""
+        first = run.place - chunk.blocks[0] * self._block
+        return slice(first, first + run.numel)
+
+    def _in_blocks(self, run: StateRun) -> slice:
+        """Where a run's elements are in its blocks."""
+        first = run.place - run.blocks[0] * self._block
+        return slice(first, first + run.numel)
+
+
+def make_states(
+    dtype: MomentsDtype, names: Mapping[str, CodeRange], shards: Sequence[FlatShard], device: torch.device, seed: int
+) -> States:
+    """Zeros. names: of the states, and what int8 spends its codes on; seed: of stochastic rounding."""
+    if dtype == "fp32" or not names:
+        return FullStates(list(names), shards)
+    if dtype == "bf16":
+        return LowBitStates(dict.fromkeys(names, Bf16Storage), Bf16Storage.block, shards, device, seed)
+    make = {name: partial(Int8Storage, kind=kind) for name, kind in names.items()}
+    return LowBitStates(make, Int8Storage.block, shards, device, seed)
+
+
+def cut_chunks(shards: Iterable[FlatShard], block: int, size: int) -> Iterator[StateChunk]:
+    """The runs of all shards, in order, in chunks of at most `size` elements of storage; at least one, perhaps without a run."""
+    runs: list[StateRun] = []
+    first = last = 0  # blocks
+    for shard in shards:
+        for run in _cut_runs(shard, block, size):
+            count = run.blocks[1] - run.blocks[0]
+            if runs and (last + count - first) * block > size:
+                yield StateChunk(tuple(runs), (first, last))
+                runs, first = [], last
+            offset = last - run.blocks[0]
+            runs.append(replace(run, place=run.place + offset * block, blocks=(last, last + count)))
+            last += count
+    yield StateChunk(tuple(runs), (first, last))
+
+
+def count_state_bytes(dtype: MomentsDtype, intervals: Iterable[Run]) -> int:
+    """Bytes of one state in few bits. intervals: of the local elements of each parameter that a shard has some of."""
+    assert dtype != "fp32", "a state in the master's dtype has the master's bytes"
+    if dtype == "bf16":
+        return sum(torch.bfloat16.itemsize * (stop - start) for start, stop in intervals)
+    return sum((last - first) * (BLOCK + 1) for first, last in (_blocks_of(each, BLOCK) for each in intervals))
+
+
+def _cut_runs(shard: FlatShard, block: int, size: int) -> Iterator[StateRun]:
+    """A shard's runs, as if the storage had all local elements of each parameter."""
+    assert size % block == 0, (size, block)
+    origin = 0
+    for parameter, layout in zip(shard.parameters, shard.layouts, strict=True):
+        low, high = layout.interval or (0, layout.numel_local)
+        cuts = [low, *range((low // size + 1) * size, high, size), high]
+        for start, stop in pairwise(cuts):
+            rows = tuple(rows_of(layout.boxes_between(start, stop), layout.shape))
+            where = origin + start - low, origin + stop - low
+            yield StateRun(shard, *where, parameter, rows, start, _blocks_of((start, stop), block))
+        origin += high - low
+    assert origin == shard.value.numel(), "a shard without layouts has moments in the master's dtype only"
+
+
+def _blocks_of(interval: Run, block: int) -> Run:
+    """The blocks in which elements [start, stop) of a parameter lie."""
+    start, stop = interval
+    return (start // block, -(-stop // block)) if start < stop else (0, 0)
+
+
+def _number_elements(rows: Rows) -> Tensor:
+    """The counters of `rows`, in order: int64."""
+    starts = rows.start + torch.arange(rows.count) * rows.stride
+    return (starts[:, None] + torch.arange(rows.length)).flatten()
