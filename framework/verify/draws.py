@@ -147,6 +147,12 @@ def _has_replicas(drawn: Drawn, _value: Any) -> bool:
     return drawn.get("zero.shard_within") is not None
 
 
+def _has_moments(drawn: Drawn, value: str) -> bool:
+    if drawn["optim.name"] == "sgd" and drawn.get("optim.momentum") == 0.0:
+        return value == "fp32"
+    return value != "int8" or drawn["optim.name"] != "lion"
+
+
 def _is_optimizer(*names: str) -> Callable[[Drawn, Any], bool]:
     return lambda drawn, value: drawn["optim.name"] in names
 
@@ -201,6 +207,7 @@ CHOICES = (
     Choice("optim.groups", ({}, {}, {"slow": {"pattern": "bias|norm|ln", "lr_ratio": 0.3}})),
     Choice("optim.schedule.name", ("constant", "linear", "cosine", "wsd")),
     Choice("optim.schedule.warmup_steps", (0, 1)),
+    Choice("precision.moments", ("fp32", "fp32", "bf16", "int8"), _has_moments),
 )
 
 

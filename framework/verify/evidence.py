@@ -27,8 +27,9 @@ class NothingToCompare(ModelError):
 class Evidence:
     """Losses and norms by step; clipped gradients of step 1 and weights after the last step, both whole, by parameter name.
 
-    by_step: weights after each step, of a layout that the oracle follows (see `lion.py`). undecided: by weight, the number of
-    elements whose update's sign was decided by rounding, of an oracle that has followed.
+    by_step: weights after each step, of a layout that the oracle follows (see `lion.py`). blocks: of its moments in int8 (see
+    `plain_moments.py`). undecided: by weight, the number of elements whose update's sign was decided by rounding, of an oracle
+    that has followed.
     """
 
     losses: tuple[float, ...]
@@ -37,6 +38,7 @@ class Evidence:
     weights: dict[str, Tensor]
     by_step: tuple[dict[str, Tensor], ...] = ()
     undecided: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

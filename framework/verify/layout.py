@@ -10,6 +10,7 @@ from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
 from framework.mesh.layout import Layout
 from framework.optim.schedules import learning_rate
+from framework.optim.states import LowBitStates
 from framework.plan.plan import Plan
 from framework.recipe.schema import Recipe
 from framework.train.step import Run, train_step
@@ -33,12 +34,13 @@ def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidenc
         if is_followed(recipe) or step == len(batches) - 1:
             by_step.append(gather_full(owned_weights(run), mesh.axis("world")))
     followed = tuple(by_step) if is_followed(recipe) else ()
-    return Evidence(tuple(losses), tuple(norms), gradients, by_step[-1], followed)
+    blocks = gather_full(owned_blocks(run), mesh.axis("world")) if recipe.precision.moments == "int8" else {}
+    return Evidence(tuple(losses), tuple(norms), gradients, by_step[-1], followed, blocks=blocks)
 
 
 def is_followed(recipe: Recipe) -> bool:
-    """Whether the oracle needs to know this layout's weights after each step, before it can begin."""
-    return recipe.optim.name == "lion"
+    """Whether the oracle needs to know this layout's weights after each step, or its blocks of moments, before it can begin."""
+    return recipe.optim.name == "lion" or recipe.precision.moments == "int8"
 
 
 def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[Microbatch]:
@@ -75,3 +77,16 @@ def owned_weights(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     buffers = dict(each for stage in run.stages.values() for each in stage.model.model.named_buffers())
     biases = {each.bias: buffers[each.bias] for each in run.load.mixtures if each.bias in buffers}
     return parameters | {name: (Layout(tuple(bias.shape)), bias.view(-1)) for name, bias in biases.items()}
+
+
+def owned_blocks(run: Run) -> dict[str, tuple[Layout, Tensor]]:
+    """Layout and, of own elements of every trained parameter, the number of the first element of the block of its moments."""
+    states = run.optimizer.states
+    assert isinstance(states, LowBitStates)
+    return {
+        slot.name: each.buffer.counted(slot, states.block_starts(each.shard).double(), each.span.start)
+        for each in run.shards
+        if not each.buffer.is_copy
+        for slot in each.buffer.slots
+        if slot.group == each.span.group
+    }

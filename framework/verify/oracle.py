@@ -29,6 +29,7 @@ from framework.verify.plain_bias import PlainBiases
 from framework.verify.plain_capacity import drop_beyond_capacity
 from framework.verify.plain_fp8 import multiply_in_fp8
 from framework.verify.plain_loss_scale import PlainLossScale
+from framework.verify.plain_moments import PlainMoments
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
@@ -42,16 +43,17 @@ def run_oracle(
     batches: Sequence[TokenBatch],
     dtype: torch.dtype,
     device: torch.device = CPU,
-    layout: Sequence[Mapping[str, Tensor]] = (),
+    layout: Evidence | None = None,
 ) -> Evidence:
     """Train from `weights` on the batches, microbatch after microbatch in one process; forward and backward in `dtype`.
 
     This is textbook mixed precision: master weights in at least fp32, copied to the model's weights in `dtype`, and gradients
-    summed in the masters' dtype. layout: the layout's weights after each step, for an optimizer that follows them.
+    summed in the masters' dtype. layout: evidence of the layout, for an optimizer that follows its weights or needs its blocks.
 
     Raises NothingToCompare where stock transformers does not build the model, or does not run it forward or backward.
     """
-    oracle = _Oracle(recipe, config, weights, dtype, device)
+    layout = layout or Evidence((), (), {}, {})
+    oracle = _Oracle(recipe, config, weights, dtype, device, layout.blocks)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         oracle.set_rate(step)
@@ -59,7 +61,7 @@ def run_oracle(
         norms.append(oracle.clip())
         if step == 0:
             gradients = oracle.gradients()
-        oracle.update(batch, layout[step] if layout else {})
+        oracle.update(batch, layout.by_step[step] if layout.by_step else {}, step)
     final = {name: weight.detach().cpu() for name, weight in oracle.weights().items()}
     return Evidence(tuple(losses), tuple(norms), gradients, final, undecided=oracle.count_undecided())
 
@@ -74,6 +76,7 @@ class _Oracle:
         weights: dict[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
+        blocks: Mapping[str, Tensor],
     ):
         self._recipe, self._dtype = recipe, dtype
         self._model = _stock_model(recipe, config, dtype, device)
@@ -85,6 +88,7 @@ class _Oracle:
         self._optimizer = _stock_optimizer(recipe.optim, self.masters)
         self._biases = PlainBiases(self._model, recipe.model)
         self._scale = PlainLossScale(recipe.precision)
+        self._moments = PlainMoments(recipe.precision.moments, recipe.train.seed, blocks)
 
     def set_rate(self, step: int) -> None:
         rate = learning_rate(step, self._recipe.optim.schedule, self._recipe.optim.lr, self._recipe.train.steps)
@@ -117,7 +121,7 @@ class _Oracle:
         buffers = dict(self._model.named_buffers())
         return self.masters | {name: buffers[name] for name in self._biases.names() if name in buffers}
 
-    def update(self, batch: TokenBatch, layout: Mapping[str, Tensor]) -> None:
+    def update(self, batch: TokenBatch, layout: Mapping[str, Tensor], step: int) -> None:
         """One step of the optimizer, and of the biases of routers, if the gradients are finite. layout: the layout's weights
         after it, if they are known."""
         loads = self._biases.take()  # before gradients are computed again, which would count tokens, too
@@ -128,6 +132,7 @@ class _Oracle:
             self._optimizer.follow(noise, {master: layout[name] for name, master in self.masters.items()})
         else:
             self._optimizer.step()
+        self._moments.round(self._optimizer, self.masters, step)
         # Last: with biases that have moved, routers would choose other experts, which is no rounding.
         self._biases.move(self.weights(), loads)
 

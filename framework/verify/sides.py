@@ -43,7 +43,8 @@ class Sides:
         """The same run in another precision. There is no grouped matmul in fp64."""
         experts = "auto" if self.recipe.model.experts == "grouped_mm" and dtype == "fp64" else self.recipe.model.experts
         model = replace(self.recipe.model, experts=experts)
-        precision = replace(PRECISIONS[dtype], fp8_scaling=self.recipe.precision.fp8_scaling)
+        own = self.recipe.precision
+        precision = replace(PRECISIONS[dtype], fp8_scaling=own.fp8_scaling, moments=own.moments)
         return replace(self, recipe=replace(self.recipe, precision=precision, model=model))
 
     def run(self) -> tuple[Evidence, Evidence]:
@@ -71,8 +72,7 @@ class Sides:
             wide = torch.promote_types(dtype, torch.float32)
             weights = {name: perturb(weight.to(wide), dtype, seed) for name, weight in weights.items()}
         batches = make_run_batches(self.recipe, self.config, self.num_steps)
-        by_step = () if layout is None else layout.by_step
-        return run_oracle(self.recipe, self.config, weights, batches, dtype, self.device, by_step)
+        return run_oracle(self.recipe, self.config, weights, batches, dtype, self.device, layout)
 
     @property
     def device(self) -> torch.device:

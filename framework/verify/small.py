@@ -71,7 +71,9 @@ def shrink_recipe(
         pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
         memory=replace(recipe.memory, compile="never"),
-        precision=replace(PRECISIONS[dtype], fp8_scaling=recipe.precision.fp8_scaling),
+        precision=replace(
+            PRECISIONS[dtype], fp8_scaling=recipe.precision.fp8_scaling, moments=recipe.precision.moments
+        ),
         optim=optim,
         launch=replace(recipe.launch, kind="local", ranks=dp * _inner(recipe), device=options.device),
     )

@@ -135,9 +135,8 @@ def expect(case: Case, layout: Evidence | None = None) -> Evidence:
     """The oracle's evidence; it follows the layout's if one is given. A recipe that clips must do so in each step, or it would
     test nothing."""
     weights = initial_weights(case.config, case.recipe.train.seed)
-    by_step = () if layout is None else layout.by_step
     dtype = DTYPES[case.recipe.precision.compute]
-    evidence = run_oracle(case.recipe, case.config, weights, case.batches(), dtype, CPU, by_step)
+    evidence = run_oracle(case.recipe, case.config, weights, case.batches(), dtype, CPU, layout)
     limit = case.recipe.optim.clip_norm
     assert limit is None or min(evidence.norms) > limit, (
         f"{case.name}: norms {evidence.norms} are not clipped at {limit}"

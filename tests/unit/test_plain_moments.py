@@ -1,0 +1,47 @@
+"""The oracle's arithmetic and the layouts' bits: the same numbers, over all of fp32's range."""
+
+import pytest
+import torch
+
+from framework.mesh.layout import Layout
+from framework.optim.contract import FlatShard, ShardGroup
+from framework.optim.optimizers import FlatOptimizer
+from framework.optim.states import LowBitStates, MomentsDtype
+from framework.recipe.schema import Optim
+from framework.verify.plain_moments import PlainMoments
+
+CPU = torch.device("cpu")
+SHAPE = (30, 50)
+
+
+@pytest.mark.parametrize(("name", "moments"), [("adamw", "bf16"), ("adamw", "int8"), ("sgd", "bf16"), ("sgd", "int8")])
+def test_both_round_alike(name: str, moments: MomentsDtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    # Rows down to 1e-22, whose squares no normal number of fp32 has, and elements of a block 19 octaves apart.
+    rows = torch.logspace(-22, 0, 30, dtype=torch.float64)[:, None]
+    spread = torch.exp2(-19 * torch.rand(SHAPE, generator=generator, dtype=torch.float64))
+    gradients = [rows * spread * torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in range(4)]
+    value = torch.ones(SHAPE, dtype=torch.float64).flatten()
+    shard = FlatShard((Layout(SHAPE, interval=(100, 1500)),), value[100:], torch.zeros(1400).double(), ("w",))
+    optim = Optim(name=name, momentum=0.9 if name == "sgd" else 0.0)  # type: ignore[arg-type]
+    ours = FlatOptimizer(optim, [ShardGroup("default", (shard,), 1.0, 0.1)], CPU, moments, seed=3)
+    assert isinstance(ours.states, LowBitStates)
+
+    master = torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.float64))
+    group = [{"params": [master], "weight_decay": 0.1}]
+    stock = (
+        torch.optim.AdamW(group, lr=1e-2, betas=optim.betas, eps=optim.eps, foreach=False)
+        if name == "adamw"
+        else torch.optim.SGD(group, lr=1e-2, momentum=0.9, foreach=False)
+    )
+    blocks = torch.cat([torch.arange(100), ours.states.block_starts(shard)])
+    plain = PlainMoments(moments, 3, {"w": blocks.view(SHAPE)})
+    for step, gradient in enumerate(gradients):
+        shard.gradient.copy_(gradient.flatten()[100:])
+        ours.step(1e-2, torch.ones((), dtype=torch.float64), torch.tensor(False), step)
+        master.grad = gradient
+        stock.step()
+        plain.round(stock, {"w": master}, step)
+    for key in ours.state_names:
+        assert torch.equal(ours.state(shard, key).double(), stock.state[master][key].flatten()[100:]), key
+    torch.testing.assert_close(shard.value, master.detach().flatten()[100:], rtol=1e-12, atol=0)
