@@ -17,7 +17,6 @@ from framework.model.expert_load import ExpertLoad
 from framework.model.hub import find_folder
 from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_with_ties, set_parameter
-from framework.optim.optimizers import FlatOptimizer
 from framework.parallel.attach import attach
 from framework.parallel.experts import tell_dropped
 from framework.parallel.pipeline.execute import ActivationSpec
@@ -28,9 +27,10 @@ from framework.plan.plan import Plan
 from framework.plan.stage import PlannedStage
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
-from framework.train.shards import group_shards, own_shards
+from framework.train.shards import own_shards
 from framework.train.stage import RankStage
 from framework.train.step import Run
+from framework.train.update import StepOptimizer
 
 
 def build(plan: Plan, mesh: Mesh, resumes: bool = False) -> Run:
@@ -107,12 +107,11 @@ def assemble(
     """What a rank trains with: its stages, one optimizer over all of them, and the facts that a step asks for."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
     shards = own_shards(buffers)
-    recipe, groups = plan.recipe, group_shards(shards, plan.groups)
     auxiliary = plan.load_balancing
     return Run(
         stages=stages,
         pipeline=plan.pipeline,
-        optimizer=FlatOptimizer(recipe.optim, groups, mesh.device, recipe.precision.moments, recipe.train.seed),
+        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh.device),
         shards=shards,
         tied_copies=_find_copies(buffers),
         parameter_index={each.parameter: index for index, each in enumerate(plan.groups)},

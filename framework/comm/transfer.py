@@ -6,10 +6,12 @@ of its own, and `torch.tensor(values, device=cuda)` waits for the device outrigh
 Pinned memory comes from torch's cache of it, which gives a block out again only when the copies that were started from it have
 run. It has to be asked for with this rank's device as the current one, or a process holds memory on the first GPU as well.
 
-On a CPU the host's memory is the device's, and nothing is copied.
+On a CPU the host's memory is the device's. What a step sends is then not copied; what has its home on the host is copied from
+memory to memory, at once, so that offload can be proved without a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -62,3 +64,94 @@ class AsyncHostCopy:
         if self._done:
             self._done.synchronize()
         return self._host.tolist()
+
+
+def zeros_on_host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host, [numel], that copies to and from the device can use beside what it computes."""
+    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def write_across(target: Tensor, source: Tensor) -> None:
+    """Cast and copy, in the order of the device's current stream; `source` may be written to at once.
+
+    target, source: [n], on the host or the device, of any dtypes; memory of the device's side is not taken.
+    """
+    if target.is_cuda and not source.is_cuda:
+        # Cast here, so that half of the bytes travel. torch's cache of pinned memory keeps a block until its copy has run.
+        staging = torch.empty(source.shape, dtype=target.dtype, pin_memory=True)
+        target.copy_(staging.copy_(source), non_blocking=True)
+    else:
+        target.copy_(source)
+
+
+def fetch(x: Tensor, device: torch.device) -> Tensor:
+    """x where `device` reads it: x itself if it is there. What the host fetches from a device it waits for."""
+    return x if x.device == device else x.to(device)
+
+
+class Arrival:
+    """The end of the copies that were queued on a `HomeTransfers`."""
+
+    def __init__(self) -> None:
+        self._done: torch.cuda.Event | None = None
+
+    def record(self) -> None:
+        """Take what is queued on the current stream for its end."""
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def wait(self) -> None:
+        """Have the device's current stream wait; the host goes on."""
+        if self._done is not None:
+            self._done.wait()
+
+    def wait_on_host(self) -> None:
+        """Return when the host may read what has come."""
+        if self._done is not None:
+            self._done.synchronize()
+
+
+class HomeTransfers:
+    """Copies between host and device beside what the device computes, one after the other. On a CPU they happen at once."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def queue(self, device: torch.device) -> Iterator[Arrival]:
+        """What is queued meanwhile runs behind all that is on the current stream now, and beside what comes there later."""
+        arrival = Arrival()
+        if device.type != "cuda":
+            yield arrival
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)
+        # A copy reads what the device has computed so far, and may write into memory that kernels before it still read.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield arrival
+            arrival.record()
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        """Within `queue`: copy `source`, [n] of the host and from `zeros_on_host`, into `target`, [n] of the device."""
+        target.copy_(source, non_blocking=True)
+
+    def download(self, source: Tensor, target: Tensor) -> "Download":
+        """Start to copy `source`, [n] of the device, into `target`, [n] of the host and from `zeros_on_host`."""
+        with self.queue(source.device) as arrival:
+            target.copy_(source, non_blocking=True)
+        return Download(source, target, arrival)
+
+
+class Download:
+    """A copy on its way to the host. `source` must not be written to before `wait` returns, `target` not be read."""
+
+    def __init__(self, source: Tensor, target: Tensor, arrival: Arrival):
+        self._source, self._target, self._arrival = source, target, arrival
+
+    def wait(self) -> None:
+        """Return when the host may read the target."""
+        self._arrival.wait_on_host()
+        # A CPU copies at once, so an order that is wrong would go unnoticed there: a GPU might have read the new values.
+        if not self._source.is_cuda:
+            same = torch.equal(self._source.view(torch.uint8), self._target.view(torch.uint8))
+            assert same, f"{tuple(self._source.shape)} was written to while it was on its way to the host"

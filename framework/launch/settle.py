@@ -15,10 +15,11 @@ from pathlib import Path
 
 from framework.errors import RecipeError
 from framework.plan.target import resolve_precision, target_device
+from framework.recipe.check import find_offload_to_device
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
-from framework.recipe.problem import COMMAND_LINE
+from framework.recipe.problem import COMMAND_LINE, render_problems
 from framework.recipe.schema import Launch, Recipe
 
 
@@ -28,6 +29,7 @@ def settle(recipe: Recipe) -> Recipe:
     RecipeError where this machine has too few GPUs for what is to be trained here, or no compiler for what is to be compiled.
     """
     launch = settle_device(recipe.launch, derive(recipe).world, partial(_count_gpus, recipe.launch))
+    refuse_offload_to_device(replace(recipe, launch=launch))
     if compiles(recipe.memory) and (launch.kind, launch.device) == ("local", "cpu"):
         _require_compiler(launch)
     model = recipe.model
@@ -36,6 +38,13 @@ def settle(recipe: Recipe) -> Recipe:
 
         model = pin_revision(model)
     return replace(recipe, launch=launch, precision=resolve_precision(recipe.precision, launch), model=model)
+
+
+def refuse_offload_to_device(recipe: Recipe) -> None:
+    """Raises RecipeError where launch.device=auto has become the CPU, whose memory is the host's."""
+    problems = list(find_offload_to_device(recipe)) if recipe.launch.device == "cpu" else []
+    if problems:
+        raise RecipeError(render_problems(problems))
 
 
 def settle_device(launch: Launch, world: int, count_gpus: Callable[[], int]) -> Launch:

@@ -11,6 +11,7 @@ from framework.model.units import Unit
 from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import mask_of, uses_rng_in_training
+from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
 
@@ -39,7 +40,8 @@ def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
     dtypes = find_compute_dtypes(model, plan)
     lifetimes = lifetimes_of(plan.recipe.zero)
     buffers = plan_buffers(plan.own_units, layouts, groups, dtypes, plan.master_dtype, lifetimes, plan.axes)
-    return PlannedStage(plan, stage, own_ties(model, plan.ties), buffers)
+    placed = choose_homes(buffers, plan.recipe.memory.offload)
+    return PlannedStage(plan, stage, own_ties(model, plan.ties), placed)
 
 
 def _find_routers(model: PreTrainedModel, plan: StagePlan) -> Routers | None:

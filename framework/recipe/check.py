@@ -58,6 +58,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.pp", "pipeline"), _stages),
         (("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps"), _bubbles),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
+        (("memory.offload", "zero.stage", "launch.device"), _offload),
         (("precision",), _precision),
         (("precision.compute", "memory.compile"), _fp8),
         (("optim.schedule", "train.steps", "train.epochs"), _schedule),
@@ -155,6 +156,30 @@ def _needs_sequence(recipe: Recipe) -> Iterator[Problem]:
         if not recipe.parallel.sequence and value not in (default, "never"):
             message = "parallel.sequence=false gathers no inputs, so it would do nothing"
             yield Problem(key, value, message, f"leave it out (~{key}); or parallel.sequence=true")
+
+
+def _offload(recipe: Recipe) -> Iterator[Problem]:
+    offload, stage = recipe.memory.offload, recipe.zero.stage
+    if recipe.launch.device == "cpu":
+        yield from find_offload_to_device(recipe)
+    if offload.parameters and stage < 3:
+        message = (
+            f"with zero.stage={stage} whole parameters are resident on the device: there are no shards to fetch in turn"
+        )
+        fix = "zero.stage=3; or memory.offload.parameters=0 and memory.offload.optimizer=1"
+        yield Problem("memory.offload.parameters", offload.parameters, message, fix)
+
+
+def find_offload_to_device(recipe: Recipe) -> Iterator[Problem]:
+    """The fractions that would go from the host's memory to the host's memory, because ranks compute on CPUs."""
+    for name in ("optimizer", "parameters"):
+        fraction = getattr(recipe.memory.offload, name)
+        if fraction:
+            message = (
+                "the device is the host (launch.device=cpu): nothing would leave its memory, and copies would be added"
+            )
+            fix = f"memory.offload.{name}=0; or launch.device=cuda"
+            yield Problem(f"memory.offload.{name}", fraction, message, fix)
 
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:

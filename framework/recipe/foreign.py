@@ -12,7 +12,8 @@ _BATCH = "batch.sequences_per_step (of one optimizer step) or batch.sequences_pe
 _EPOCHS = "train.epochs"
 _DTYPE = "precision.compute (fp16, bf16, fp32, fp64 or auto)"
 _ZERO = "zero.stage: 1 shards optimizer state, 2 and gradients, 3 and parameters"
-_NO_OFFLOAD = "offloading is not built yet: parameters, gradients and optimizer state stay on the device"
+_OFFLOAD = "memory.offload.optimizer and, with zero.stage=3, memory.offload.parameters: fractions from 0 to 1"
+_NO_OFFLOAD = "offloading of activations is not built yet: they stay on the device"
 _WARMUP_RATIO = "optim.schedule.warmup_steps, in steps"
 _OUTPUT = "run.root (the folder of all runs) and run.id (this run's folder in it)"
 _RESUME = "a run with the same run.id resumes from its newest checkpoint by itself"
@@ -110,8 +111,8 @@ _DEEPSPEED = MappingProxyType(
         "zero_optimization": "zero.stage",
         "zero_optimization.stage": "zero.stage",
         "zero_stage": "zero.stage",
-        "zero_optimization.offload_optimizer.device": _NO_OFFLOAD,
-        "zero_optimization.offload_param.device": _NO_OFFLOAD,
+        "zero_optimization.offload_optimizer.device": _OFFLOAD,
+        "zero_optimization.offload_param.device": _OFFLOAD,
         "zero_optimization.overlap_comm": "gradient reduction overlaps with backward always",
         "zero_optimization.contiguous_gradients": "gradients are contiguous always",
         "zero_optimization.reduce_bucket_size": "gradients are reduced unit by unit; there is no bucket size to set",
@@ -364,13 +365,13 @@ _OTHERS = MappingProxyType(
         "norm_topk_prob": "model.config.norm_topk_prob",
         "expert_parallel": "parallel.ep",
         "enable_expert_parallel": "parallel.ep, the number of ranks that divide the experts",
-        "offload.optimizer": _NO_OFFLOAD,
-        "offload.parameters": _NO_OFFLOAD,
+        "offload.optimizer": _OFFLOAD,
+        "offload.parameters": _OFFLOAD,
         "offload.activations": _NO_OFFLOAD,
-        "cpu_offload": _NO_OFFLOAD,
-        "offload": _NO_OFFLOAD,
-        "offload_optimizer": _NO_OFFLOAD,
-        "offload_params": _NO_OFFLOAD,
+        "cpu_offload": _OFFLOAD,
+        "offload": _OFFLOAD,
+        "offload_optimizer": _OFFLOAD,
+        "offload_params": _OFFLOAD,
         "batch_size": _BATCH,
         "total_batch_size": "batch.tokens_per_step",
         "device_batch_size": "batch.sequences_per_microbatch",

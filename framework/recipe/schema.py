@@ -192,6 +192,19 @@ class Zero:
 
 
 @dataclass(frozen=True)
+class Offload:
+    optimizer: float = key(
+        "fraction of a rank's units whose master and moments live in the host's memory and are updated there",
+        0.0,
+        low=0.0,
+        high=1.0,
+    )
+    parameters: float = key(
+        "with zero.stage=3, fraction of a rank's units whose shards live in the host's memory", 0.0, low=0.0, high=1.0
+    )
+
+
+@dataclass(frozen=True)
 class Memory:
     activation_checkpointing: Literal["none", "full"] = key(
         "full: keep each layer's input, compute the rest again", "none"
@@ -205,6 +218,7 @@ class Memory:
         "with parallel.sequence, the inputs of attention and mlp for backward: keep them whole, or gather them again",
         "keep",
     )
+    offload: Offload = group(Offload)
 
 
 @dataclass(frozen=True)

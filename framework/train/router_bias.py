@@ -51,7 +51,7 @@ class RouterBiases:
         own = [small[each.row, each.start : each.start + len(each.values)] for each in self._parts]
         torch._foreach_add_(
             [each.values for each in self._parts],
-            [sign.to(each.values.dtype) for sign, each in zip(own, self._parts, strict=True)],
+            [sign.to(each.values) for sign, each in zip(own, self._parts, strict=True)],
             alpha=self._rate,
         )
 

@@ -19,7 +19,8 @@ class OwnedShard:
 
 
 def own_shards(buffers: Iterable[UnitBuffer]) -> list[OwnedShard]:
-    """Views of the buffers' masters and reduced gradients, in the order of computation. The buffers have memory."""
+    """Views of the buffers' masters and of the reduced gradients where these live, in the order of computation. The buffers have
+    memory."""
     return [
         OwnedShard(buffer, span, _shard(buffer, span))
         for buffer in buffers
@@ -46,4 +47,4 @@ def _shard(buffer: UnitBuffer, span: GroupSpan) -> FlatShard:
     where = slice(span.start - buffer.plan.start, span.stop - buffer.plan.start)
     held = {slot.name: buffer.held(slot, buffer.master) for slot in buffer.slots if slot.group == span.group}
     layouts = {name: layout for name, (layout, values) in held.items() if values.numel()}
-    return FlatShard(tuple(layouts.values()), buffer.master[where], buffer.reduced[where], tuple(layouts))
+    return FlatShard(tuple(layouts.values()), buffer.master[where], buffer.delivered[where], tuple(layouts))

@@ -71,7 +71,7 @@ def read_entries(run: Run) -> Iterator[Entry]:
     """What this rank reads of a checkpoint: of what several replicas own alike each reads a share. `share_read` then completes
     every rank, and takes moments of few bits. Were each to read all that it owns, r replicas would open the files of all r: r^2
     for stage 0."""
-    run.optimizer.states.open()
+    run.optimizer.open_states()
     yield from _entries(run, UnitBuffer.read, run.buffers)
     for stage in run.stages.values():
         for name, tensor in persistent_buffers(stage.model.model).items():
@@ -85,7 +85,7 @@ def share_read(run: Run) -> None:
     for name in run.optimizer.state_names:
         for each in run.shards:
             each.buffer.share_read(run.optimizer.state(each.shard, name), each.span.start)
-    run.optimizer.states.close()
+    run.optimizer.close_states()
 
 
 def _entries(run: Run, cut: Callable[..., tuple[Layout, Tensor]], buffers: Sequence[UnitBuffer]) -> Iterator[Entry]:

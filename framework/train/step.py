@@ -14,7 +14,7 @@ from framework.data.pack import Microbatch
 from framework.model.expert_load import ExpertLoad
 from framework.model.loss import count_loss_tokens
 from framework.optim.clip import clip_divisor, norm_rows, squared_norm
-from framework.optim.optimizers import FlatOptimizer, Missed
+from framework.optim.optimizers import Missed
 from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
@@ -26,6 +26,7 @@ from framework.train.router_bias import RouterBiases
 from framework.train.shards import OwnedShard
 from framework.train.stage import RankStage, StepInputs
 from framework.train.sums import Flags, StepSums, StepValues
+from framework.train.update import StepOptimizer
 from framework.train.validation import Validation
 
 # Microbatches that go through the pipeline together in a validation.
@@ -57,7 +58,7 @@ class Run:
 
     stages: dict[int, RankStage]
     pipeline: Pipeline
-    optimizer: FlatOptimizer
+    optimizer: StepOptimizer
     shards: list[OwnedShard]
     tied_copies: list[tuple[UnitBuffer, UnitBuffer]]
     parameter_index: dict[str, int]
@@ -159,6 +160,8 @@ def train_step(
     run_alone(run, validation)
     for buffer, copy in run.tied_copies:
         copy.reduced.copy_(buffer.reduced.add_(copy.reduced))
+        for each in (buffer, copy):
+            each.start_delivery()  # what has started before is of one stage alone
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
     loads = run.load.sum_over_ranks()
     return StepResult(_update(run, loss, lr, step, flags, loads), timed, loads)
@@ -188,12 +191,10 @@ def _update(run: Run, loss: Tensor, lr: float, step: int, flags: Flags, loads: T
     for stage in run.stages.values():
         stage.parameters.update()
     is_finite = sums.loss.isfinite() & norm.isfinite()
-    with run.optimizer.preserving(_missed_elements(run, missed, sums.reached)):
-        run.optimizer.step(lr, divisor, skip=~is_finite, step=step)
-    run.biases.update(loads, is_finite)
     run.loss_scale.update(is_finite)
-    for buffer in run.buffers:
-        buffer.copy_master_to_params()
+    # Before the update, which sends masters to the parameters: no gradient reaches a bias, so it is left as it is then.
+    run.biases.update(loads, is_finite)
+    run.optimizer.step(lr, divisor, ~is_finite, step, _missed_elements(run, missed, sums.reached))
     return sums
 
 

@@ -13,6 +13,7 @@ from framework.optim.schedules import learning_rate
 from framework.optim.states import LowBitStates
 from framework.plan.plan import Plan
 from framework.recipe.schema import Recipe
+from framework.train.shards import OwnedShard
 from framework.train.step import Run, train_step
 from framework.verify.double import keep_double
 from framework.verify.evidence import Evidence, TokenBatch, gather_full
@@ -59,7 +60,7 @@ def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[
 def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     """Layout and own elements of every gradient: zero where a parameter is frozen, as the oracle has it."""
     return {
-        slot.name: buffer.counted(slot, buffer.reduced if buffer.is_trained else torch.zeros_like(buffer.master))
+        slot.name: buffer.counted(slot, buffer.delivered if buffer.is_trained else torch.zeros_like(buffer.master))
         for buffer in run.buffers
         if not buffer.is_copy
         for slot in buffer.slots
@@ -79,12 +80,16 @@ def owned_weights(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     return parameters | {name: (Layout(tuple(bias.shape)), bias.view(-1)) for name, bias in biases.items()}
 
 
+def _find_block_starts(run: Run, owned: OwnedShard) -> Tensor:
+    states = run.optimizer.states_of(owned.shard)
+    assert isinstance(states, LowBitStates)
+    return states.block_starts(owned.shard).double()
+
+
 def owned_blocks(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     """Layout and, of own elements of every trained parameter, the number of the first element of the block of its moments."""
-    states = run.optimizer.states
-    assert isinstance(states, LowBitStates)
     return {
-        slot.name: each.buffer.counted(slot, states.block_starts(each.shard).double(), each.span.start)
+        slot.name: each.buffer.counted(slot, _find_block_starts(run, each), each.span.start)
         for each in run.shards
         if not each.buffer.is_copy
         for slot in each.buffer.slots

@@ -169,9 +169,6 @@ def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
 @pytest.mark.parametrize(
     "key",
     [
-        "memory.offload.optimizer",
-        "memory.offload.parameters",
-        "memory.offload.activations",
         "zero.offload",
         "zero.offload_optimizer",
         "zero.cpu_offload",
@@ -179,10 +176,34 @@ def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
         "zero_optimization.offload_param.device",
     ],
 )
-def test_offloading_is_said_to_be_not_built_yet(key):
+def test_other_names_of_offloading_are_told_ours(key):
     problems = problems_of(f"{key}=cpu")
     assert problems.keys() == {key}
-    assert "offloading is not built yet" in problems[key].fix
+    assert "memory.offload.optimizer" in problems[key].fix
+
+
+def test_offloading_of_activations_is_said_to_be_not_built_yet():
+    problems = problems_of("memory.offload.activations=1")
+    assert "not built yet" in problems["memory.offload.activations"].fix
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["memory.offload.optimizer=1.5"], "memory.offload.optimizer", "from 0 to 1"),
+        (["memory.offload.optimizer=0.5", "launch.device=cpu"], "memory.offload.optimizer", "launch.device=cpu"),
+        (
+            ["memory.offload.parameters=0.5", "launch.device=cpu", "zero.stage=3"],
+            "memory.offload.parameters",
+            "the host",
+        ),
+        (["memory.offload.parameters=1", "zero.stage=2"], "memory.offload.parameters", "resident"),
+    ],
+)
+def test_offloads_that_cannot_be_are_refused(overrides, key, says):
+    problems = problems_of(*overrides)
+    assert problems.keys() == {key}
+    assert says in problems[key].message
 
 
 @pytest.mark.parametrize(

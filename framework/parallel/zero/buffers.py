@@ -7,6 +7,8 @@
     gradient  [ group A | group B | pad ]     [numel_padded], master dtype; the main gradient: what backward writes
     summed    this rank's part of it          [numel_part], master dtype; the sum over the shard axis
     reduced   what it owns of that            [numel_owned], master dtype; the sum over all ranks
+    delivered where the master lives          [numel_owned], master dtype; what the optimizer reads; `reduced` itself, or its
+                                              copy on the host
 
 A rank owns its part; where the ranks that hold the same part divide its update, each owns an equal interval of it.
 Parameters of one optimizer group lie side by side, so the optimizer is one fused call on a few flat tensors. Parts are equal
@@ -22,9 +24,11 @@ from torch import Tensor, nn
 
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
+from framework.comm.transfer import Download, HomeTransfers, fetch, write_across, zeros_on_host
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout
 from framework.model.matmul import Accumulate, RowGroups, accumulate_matmul, accumulate_stacked_matmul
+from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot, SlotInterval
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
@@ -93,18 +97,24 @@ class UnitBuffer:
     """The memory of one unit's parameters that share a lifetime, a dtype and their axes, as `plan` says. None until `allocate`.
 
     pool: the stage's, in which its units take turns with their full gradients. block, block_start: where the gradient lies, if
-    this rank keeps all of it for the whole step; else None. parameters, grad_views: by parameter name.
+    this rank keeps all of it for the whole step; else None. transfers: the stage's, to and from the host. parameters,
+    grad_views: by parameter name.
     is_copy: another stage on this rank has the same parameters and counts them.
     is_complete: backward has left the unit, so no gradient of this microbatch may come any more.
     """
 
-    def __init__(self, plan: BufferPlan, pool: BufferPool, block: GradientBlock | None = None):
-        self.plan, self.pool, self.block = plan, pool, block
+    def __init__(
+        self, plan: BufferPlan, pool: BufferPool, transfers: HomeTransfers, block: GradientBlock | None = None
+    ):
+        self.plan, self.pool, self.transfers, self.block = plan, pool, transfers, block
         self.block_start = 0 if block is None else block.reserve(plan.numel_padded)
         self.parameters: dict[str, nn.Parameter] = {}
         self.grad_views: dict[str, GradView] = {}
         self.is_copy = self.is_complete = False
-        self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = torch.empty(0)
+        self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = self.delivered = (
+            torch.empty(0)
+        )
+        self._delivery: Download | None = None
 
     @property
     def unit(self) -> str:
@@ -118,14 +128,19 @@ class UnitBuffer:
     def is_trained(self) -> bool:
         return self.plan.is_trained
 
+    @property
+    def is_updated_on_host(self) -> bool:
+        return self.plan.lifetimes.homes.master == Home.HOST
+
     def allocate(self, device: torch.device) -> None:
         """Take all memory that lives for the whole run. Values are set in `master`; `copy_master_to_params` and an unshard bring
-        them to `full`. Raises LayoutError for a home other than the device."""
+        them to `full`. Raises LayoutError for a home that nothing brings a state to."""
         self.plan.lifetimes.homes.check_built()
         self._allocate_parameters(device)
         if self.is_trained:
-            self._allocate_master()
+            self._allocate_master(device)
             self._allocate_gradient(device)
+            self._allocate_delivered(device)
         else:
             self.master = self.shard  # what there is of a frozen parameter: values are set in the same way for all
 
@@ -135,8 +150,10 @@ class UnitBuffer:
         # it stays, because no collective ever writes the padding, and it must be equal on all replicas.
         make = torch.zeros if is_resident else torch.empty
         self.full = make(plan.numel_padded, dtype=plan.dtypes.compute, device=device)
-        part = self.full[plan.part_start : plan.part_start + plan.numel_part]
-        self.shard = part if is_resident else torch.zeros_like(part)
+        if is_resident:
+            self.shard = self.part(self.full)
+        else:
+            self.shard = self._make_at(plan.lifetimes.homes.parameters, plan.numel_part, plan.dtypes.compute, device)
         for slot in self.slots:
             view = self.full[slot.start : slot.stop].view(slot.layout.shape_local)
             self.parameters[slot.name] = nn.Parameter(view, requires_grad=self.is_trained)
@@ -145,10 +162,24 @@ class UnitBuffer:
             # autograd keeps for backward. A new tensor for each unshard would leave them pointing at freed memory.
             self.full.untyped_storage().resize_(0)
 
-    def _allocate_master(self) -> None:
-        owned = self.owned(self.shard)
-        is_same = self.plan.dtypes.compute == self.plan.dtypes.master
-        self.master = owned if is_same else torch.zeros_like(owned, dtype=self.plan.dtypes.master)
+    def _make_at(self, home: Home, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros, [numel], in the memory that a home is."""
+        if home == Home.HOST:
+            return zeros_on_host(numel, dtype, device)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def _allocate_master(self, device: torch.device) -> None:
+        plan = self.plan
+        if plan.has_master:
+            # Not pinned on the host: it is cast on its way, into memory that is.
+            device = torch.device("cpu") if self.is_updated_on_host else device
+            self.master = torch.zeros(plan.numel_owned, dtype=plan.dtypes.master, device=device)
+        else:
+            self.master = self.owned(self.shard)
+
+    def _allocate_delivered(self, device: torch.device) -> None:
+        away = self.is_updated_on_host
+        self.delivered = zeros_on_host(len(self.reduced), self.reduced.dtype, device) if away else self.reduced
 
     def _allocate_gradient(self, device: torch.device) -> None:
         plan, dtype = self.plan, self.plan.dtypes.master
@@ -158,11 +189,15 @@ class UnitBuffer:
                 self.gradient = torch.zeros(plan.numel_padded, dtype=dtype, device=device)
             else:
                 self.gradient = self.block.take(self.block_start, plan.numel_padded, dtype, device)
-            self.summed = self.gradient[plan.part_start : plan.part_start + plan.numel_part]
+            self.summed = self.part(self.gradient)
         else:
             self.summed = torch.zeros(plan.numel_part, dtype=dtype, device=device)
         self.reduced = self.owned(self.summed)
         self.grad_views = {slot.name: GradView(self, slot) for slot in self.slots}
+
+    def part(self, full: Tensor) -> Tensor:
+        """This rank's part, [numel_part], of a tensor over the whole buffer, [numel_padded]: a view."""
+        return full[self.plan.part_start : self.plan.part_start + self.plan.numel_part]
 
     def owned(self, part: Tensor) -> Tensor:
         """The elements that this rank owns, [numel_owned], of a tensor over its part, [numel_part]: a view."""
@@ -185,10 +220,23 @@ class UnitBuffer:
             self.gradient = full[:0]
         return full
 
+    def start_delivery(self) -> None:
+        """Start to bring `reduced`, of which nothing is left to be summed, to where the master lives. A second time it starts
+        over; nothing to do where that is the same memory."""
+        if self.delivered is not self.reduced:
+            self._delivery = self.transfers.download(self.reduced, self.delivered)
+
+    def wait_for_delivery(self) -> None:
+        """Return when the optimizer may read `delivered`."""
+        if self._delivery is not None:
+            self._delivery.wait()
+            self._delivery = None
+
     def copy_master_to_params(self) -> None:
-        """Cast the updated master to the compute dtype, once a step; nothing to do where they are the same memory."""
-        if self.is_trained and self.plan.dtypes.compute != self.plan.dtypes.master:
-            self.owned(self.shard).copy_(self.master)
+        """Cast the updated master to the compute dtype, where the parameters live, once a step; nothing to do where they are the
+        same memory."""
+        if self.is_trained and self.plan.has_master:
+            write_across(self.owned(self.shard), self.master)
 
     def held(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
         """Layout and elements, flat, of what this rank owns of the slot: a view.
@@ -218,7 +266,11 @@ class UnitBuffer:
         values[:low].zero_()
         values[high:].zero_()
         if values.numel():
-            all_reduce(values.view(torch.uint8), self.plan.axes.reading, label=f"read {self.unit}")
+            here = fetch(
+                values, self.full.device
+            )  # ranks send between devices: what lives on the host goes there and back
+            all_reduce(here.view(torch.uint8), self.plan.axes.reading, label=f"read {self.unit}")
+            values.copy_(here)
 
     def counted_elements(self, values: Tensor) -> list[Tensor]:
         """The elements that this rank counts of a tensor over what it owns, [numel_owned]: views. Padding is nobody's."""
@@ -322,11 +374,12 @@ class GradView:
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:
     """The buffers of one stage, which share a pool; without memory until each is allocated. Gradients that this rank keeps whole
     lie in blocks, one for all that are summed over the same axes."""
-    pool = BufferPool()
+    pool, transfers = BufferPool(), HomeTransfers()
     blocks: dict[tuple[Communicator, ...], GradientBlock] = {}
 
     def make(plan: BufferPlan) -> UnitBuffer:
         is_in_block = plan.is_trained and plan.is_whole and plan.lifetimes.keeps_gradients
-        return UnitBuffer(plan, pool, blocks.setdefault(plan.axes.partial, GradientBlock()) if is_in_block else None)
+        block = blocks.setdefault(plan.axes.partial, GradientBlock()) if is_in_block else None
+        return UnitBuffer(plan, pool, transfers, block)
 
     return [make(plan) for plan in plans]

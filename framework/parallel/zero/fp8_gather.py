@@ -12,6 +12,7 @@ from torch import Tensor
 
 from framework.comm.algorithms import Pending
 from framework.comm.collectives import all_reduce, start_all_gather
+from framework.comm.transfer import fetch
 from framework.model.fp8 import E4M3, cast, scale_of
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.plan_buffers import Slot
@@ -28,10 +29,12 @@ class Fp8Gather:
         """Agree on the scale of each weight, from what each rank owns of it: an all-reduce of a number for each weight. After
         each update, before the first `start`."""
         views = [buffer.held(slot, buffer.owned(buffer.shard))[1] for buffer in self._buffers for slot in buffer.slots]
-        largest = torch.zeros(len(views), device=views[0].device)
+        device = self._buffers[0].full.device
+        largest = torch.zeros(len(views), device=device)
         filled = [index for index, view in enumerate(views) if view.numel()]
         if filled:
-            largest[filled] = torch.stack(torch._foreach_norm([views[index] for index in filled], float("inf"))).float()
+            found = torch._foreach_norm([views[index] for index in filled], float("inf"))
+            largest[filled] = torch.stack([fetch(each, device) for each in found]).float()
         axes = self._buffers[0].plan.axes
         for axis in (axes.update, axes.shard):
             all_reduce(largest, axis, "max", label="scales of fp8")
@@ -41,12 +44,12 @@ class Fp8Gather:
 
     def start(self, buffer: UnitBuffer, full: Tensor) -> Pending:
         """Start to bring all ranks' parts into `full`, [numel_padded] bf16."""
-        plan, scales = buffer.plan, self._scales[id(buffer)]
+        plan, scales, part = buffer.plan, self._scales[id(buffer)], fetch(buffer.shard, full.device)
         sent = torch.zeros(plan.numel_part, dtype=torch.uint8, device=full.device).view(E4M3)
         received = torch.empty(plan.numel_padded, dtype=torch.uint8, device=full.device).view(E4M3)
         for index, slot in enumerate(plan.slots):
             low, high = _clip(slot, plan.part_start, plan.numel_part)
-            sent[low:high] = cast(buffer.shard[low:high], scales[index], E4M3)
+            sent[low:high] = cast(part[low:high], scales[index], E4M3)
         gather = start_all_gather(
             received.view(torch.uint8), sent.view(torch.uint8), plan.axes.shard, f"parameters of {buffer.unit} in fp8"
         )

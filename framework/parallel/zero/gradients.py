@@ -83,9 +83,8 @@ class GradientSync:
         self._deferred: DeferredGradients | None = None
         self._has_reduced: set[UnitBuffer] = set()
         self._reductions: deque[Reduction] = deque()
-        self._replica_sums: list[
-            tuple[Pending, Iterator[Pending]]
-        ] = []  # what is under way of each, and what follows it
+        # What is under way of each bucket, and what follows it.
+        self._replica_sums: list[tuple[Pending, Iterator[Pending], Bucket]] = []
         for _, _, grad_view in self.grad_views:
             # Weak: Python's collector does not see what autograd's hooks hold. A cycle through one would keep the run for
             # ever, with its memory and the threads of its process groups.
@@ -151,10 +150,10 @@ class GradientSync:
         while self._replica_sums:
             # All units' sums over one axis are waited for together, then all are sent over the next: one after the other
             # would leave the network idle while each unit's answer comes back.
-            self._exposed.wait([pending for pending, _ in self._replica_sums])
-            self._replica_sums = [
-                (pending, rest) for _, rest in self._replica_sums if (pending := next(rest, None)) is not None
-            ]
+            self._exposed.wait([pending for pending, _, _ in self._replica_sums])
+            sums, self._replica_sums = self._replica_sums, []
+            for _, rest, bucket in sums:
+                self._sum_next(rest, bucket)
 
     def wait_for_reductions(self) -> None:
         """Wait for the reductions under way, and give their memory back."""
@@ -208,8 +207,17 @@ class GradientSync:
         """Start what a bucket's parts still need once the last of its buffers has come."""
         bucket = self._bucket_of[buffer]
         self._unsummed[bucket] -= 1
-        if not self._unsummed[bucket] and (pending := next(rest := self._sum_replicas(bucket), None)) is not None:
-            self._replica_sums.append((pending, rest))
+        if not self._unsummed[bucket]:
+            self._sum_next(self._sum_replicas(bucket), bucket)
+
+    def _sum_next(self, sums: Iterator[Pending], bucket: Bucket) -> None:
+        """Start the next of a bucket's sums; after the last, the way to where its masters live."""
+        pending = next(sums, None)
+        if pending is not None:
+            self._replica_sums.append((pending, sums, bucket))
+            return
+        for buffer in bucket.buffers:
+            buffer.start_delivery()
 
     def _sum_replicas(self, bucket: Bucket) -> Iterator[Pending]:
         """The sums that a bucket's parts still need, [numel_part] to [numel_owned], one after the other: each reads what the one

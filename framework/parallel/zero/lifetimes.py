@@ -9,6 +9,9 @@
 
 Stage 0 needs no algorithm of its own: it shards over one rank and has all ranks as replicas. Stage 3 is what FSDP (Zhao et al.
 2023, section 3.2) calls full sharding; HSDP is any stage with fewer shards than ranks.
+
+The last column, where a state lives between its uses, is offload: a home and not an algorithm (ZeRO-Offload, Ren et al. 2021;
+ZeRO-Infinity, Rajbhandari et al. 2021).
 """
 
 from dataclasses import dataclass, fields
@@ -43,11 +46,26 @@ class Homes:
     def check_built(self) -> None:
         """Raises LayoutError for a home that memory can be planned for, but that nothing brings a state to yet."""
         away = [
-            f"{each.name} on {home.value}" for each in fields(self) if (home := getattr(self, each.name)) != Home.DEVICE
+            f"{each.name} on {home.value}"
+            for each in fields(self)
+            if (home := getattr(self, each.name)) not in HOMES_BUILT[each.name]
         ]
         # Here and not in the constructor: a plan may ask how many bytes a home would save before anything can bring them there.
         if away:
-            raise LayoutError(f"{', '.join(away)}: offload is not built yet, every state has to live on the device")
+            raise LayoutError(f"{', '.join(away)}: nothing brings these states to that home yet")
+        if self.master != self.moments:
+            raise LayoutError(
+                f"master on {self.master.value}, moments on {self.moments.value}: one update reads both, in one memory"
+            )
+
+
+HOMES_BUILT = {
+    "parameters": (Home.DEVICE, Home.HOST),
+    "gradients": (Home.DEVICE,),
+    "master": (Home.DEVICE, Home.HOST),
+    "moments": (Home.DEVICE, Home.HOST),
+    "activations": (Home.DEVICE,),
+}
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,17 @@ FSDP2 gathers a group of parameters into one tensor and copies each of them out 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from framework.comm.algorithms import Pending
+from framework.comm.algorithms import Pending, then
 from framework.comm.collectives import start_all_gather
+from framework.comm.transfer import fetch, write_across
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.lifetimes import Home
 
 if TYPE_CHECKING:
     from framework.parallel.zero.fp8_gather import Fp8Gather
@@ -101,7 +104,20 @@ class ParameterSync:
 
 def _start_part_update(buffer: UnitBuffer) -> Pending:
     """All-gather over the update axis: [numel_owned] of each rank into [numel_part], in place."""
+    if buffer.plan.lifetimes.homes.parameters != Home.DEVICE:
+        # Not before it is waited for: all units' parts at once are what the device has no room for.
+        return Pending(finish=partial(_update_part_at_home, buffer))
     part = _unversioned(buffer.shard)
+    return _gather_part(buffer, part)
+
+
+def _update_part_at_home(buffer: UnitBuffer) -> Pending:
+    """The same for a part that lives on the host, through the device."""
+    here = fetch(buffer.shard, buffer.full.device)
+    return then(_gather_part(buffer, here), partial(write_across, buffer.shard, here))
+
+
+def _gather_part(buffer: UnitBuffer, part: Tensor) -> Pending:
     return start_all_gather(part, buffer.owned(part), buffer.plan.axes.update, f"updated part of {buffer.unit}")
 
 
@@ -122,11 +138,22 @@ def _start_unshard(buffer: UnitBuffer, fp8: "Fp8Gather | None") -> Pending:
     num_bytes = buffer.plan.numel_padded * buffer.full.element_size()
     if storage.nbytes() < num_bytes:
         storage.resize_(num_bytes)  # of any content: the all-gather writes all of it
+    full = _unversioned(buffer.full)
     if fp8 is not None and buffer.plan.dtypes.gathered is not None:
-        return fp8.start(buffer, _unversioned(buffer.full))
-    return start_all_gather(
-        _unversioned(buffer.full), buffer.shard, buffer.plan.axes.shard, f"parameters of {buffer.unit}"
-    )
+        return fp8.start(buffer, full)
+    if buffer.plan.lifetimes.homes.parameters != Home.DEVICE:
+        return _start_unshard_from_home(buffer, full)
+    return start_all_gather(full, buffer.shard, buffer.plan.axes.shard, f"parameters of {buffer.unit}")
+
+
+def _start_unshard_from_home(buffer: UnitBuffer, full: Tensor) -> Pending:
+    """Upload this rank's part, [numel_part], to its place in the full parameters, [numel_padded], and all-gather in place."""
+    part = buffer.part(full)
+    # Beside what is computed now: the all-gather waits for the upload, and computation for both when it needs the unit.
+    with buffer.transfers.queue(full.device) as arrival:
+        buffer.transfers.upload(part, buffer.shard)
+        pending = start_all_gather(full, part, buffer.plan.axes.shard, f"parameters of {buffer.unit}")
+    return then(pending, arrival.wait)
 
 
 def _unversioned(tensor: Tensor) -> Tensor:

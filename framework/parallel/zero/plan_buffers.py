@@ -195,22 +195,32 @@ class BufferPlan:
                 runs.append((runs.pop()[0] if runs and runs[-1][1] == each.start else each.start, each.stop))
         return tuple(runs)
 
+    @property
+    def has_master(self) -> bool:
+        """Whether the master is memory of its own; else it is a view of `shard`: the optimizer writes into what forward reads."""
+        homes = self.lifetimes.homes
+        return self.is_trained and (self.dtypes.compute != self.dtypes.master or homes.parameters != homes.master)
+
     def held_bytes(self, num_moments: int, home: Home = Home.DEVICE) -> dict[str, int]:
         """Bytes that live at `home` for the whole run, padding included: parameters, gradients, master and moments, of which the
-        optimizer has `num_moments` for each element. A master in the compute dtype is the parameters' own memory."""
+        optimizer has `num_moments` for each element. A master that is the parameters' own memory counts as those. Where the
+        master lives elsewhere than gradients do, a copy of what this rank owns of these is there as well."""
         compute, master = self.dtypes.compute.itemsize, self.dtypes.master.itemsize
         trained, homes = int(self.is_trained), self.lifetimes.homes
         resident = self.numel_padded if self.lifetimes.resident_parameters else self.numel_part
         kept = self.numel_padded if self.lifetimes.keeps_gradients else self.numel_part
-        # Else `master` is a view of `shard`, and the optimizer writes into what forward reads.
-        has_master = self.dtypes.compute != self.dtypes.master
-        held = {
-            "parameters": (homes.parameters, resident * compute),
-            "gradients": (homes.gradients, kept * master * trained),
-            "master": (homes.master, self.numel_owned * master * trained * has_master),
-            "moments": (homes.moments, self.numel_owned * master * trained * num_moments),
-        }
-        return {state: num_bytes if lives_at == home else 0 for state, (lives_at, num_bytes) in held.items()}
+        of_master = self.numel_owned * master * trained
+        held = [
+            ("parameters", homes.parameters, resident * compute),
+            ("gradients", homes.gradients, kept * master * trained),
+            ("gradients", homes.master, of_master * (homes.master != homes.gradients)),
+            ("master", homes.master, of_master * self.has_master),
+            ("moments", homes.moments, of_master * num_moments),
+        ]
+        total = dict.fromkeys((state for state, _, _ in held), 0)
+        for state, lives_at, num_bytes in held:
+            total[state] += num_bytes * (lives_at == home)
+        return total
 
     @property
     def unsharded_bytes(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
+from framework.comm.transfer import upload
 from framework.errors import DriftError
 from framework.parallel.zero.buffers import UnitBuffer
 
@@ -31,7 +32,8 @@ def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
             for slot in buffer.slots:
                 # The master and not what forward reads: a drift below bf16's precision would show there only after many steps.
                 held = buffer.held(slot, buffer.master)[1]
-                sums.setdefault(axis, {})[slot.name] = held.view(BITS[held.itemsize]).sum(dtype=torch.int64)
+                bits = held.view(BITS[held.itemsize]).sum(dtype=torch.int64)
+                sums.setdefault(axis, {})[slot.name] = upload(bits, buffer.full.device)
     found = []
     # In one order on all ranks: stages of a pipeline may meet the axes in different ones.
     for axis, by_name in sorted(sums.items(), key=lambda each: each[0].name):
@@ -48,7 +50,7 @@ def check_replicas(buffers: Sequence[UnitBuffer], world: Communicator, step: int
     """Raise DriftError on all ranks if some of them hold different values of one parameter that they own alike. Collective over
     `world`: one number, so that ranks that saw nothing stop with the others instead of waiting for them in the next step."""
     drifted = find_drift(buffers)
-    count = torch.full((), len(drifted), device=buffers[0].master.device)
+    count = torch.full((), len(drifted), device=buffers[0].full.device)
     all_reduce(count, world)
     if count:
         names = ", ".join(drifted[:3]) + (f" and {len(drifted) - 3} more" if len(drifted) > 3 else "")

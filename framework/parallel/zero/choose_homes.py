@@ -1,0 +1,56 @@
+"""Which units of a stage have a home away from the device: a fraction of its bytes, spread evenly over its whole units.
+
+Units and not parts of them: a unit is updated, uploaded and unsharded as a whole. Spread, so that transfers of one unit lie
+beside the computation of units that need none (Twin-Flow of ZeRO-Offload++ takes the last ones).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from framework.parallel.zero.lifetimes import Home
+from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.recipe.schema import Offload
+
+
+def choose_homes(buffers: Sequence[BufferPlan], offload: Offload) -> list[BufferPlan]:
+    """The buffers of one stage with the homes of their master, moments and parameters.
+
+    optimizer: of what is trained. parameters: of what is not resident; experts of which a rank has the only shard are.
+    """
+    updated = _choose_units(buffers, offload.optimizer, lambda each: each.numel_owned * each.is_trained)
+    unsharded = _choose_units(buffers, offload.parameters, _sharded_bytes)
+    return [_place(each, each.unit in updated and each.is_trained, each.unit in unsharded) for each in buffers]
+
+
+def _sharded_bytes(buffer: BufferPlan) -> int:
+    return 0 if buffer.lifetimes.resident_parameters else buffer.numel_part * buffer.dtypes.compute.itemsize
+
+
+def _choose_units(buffers: Sequence[BufferPlan], fraction: float, size: Callable[[BufferPlan], int]) -> set[str]:
+    """Units that have as near as may be `fraction` of the size so far, after every unit."""
+    sizes: dict[str, int] = {}
+    for buffer in buffers:
+        sizes[buffer.unit] = sizes.get(buffer.unit, 0) + size(buffer)
+    # Ranks that hold a parameter alike must update it alike, to the last bit, and a CPU rounds otherwise than a GPU: which units
+    # the stage of the other rank chooses is not known here.
+    stays = {buffer.unit for buffer in buffers if fraction < 1 and is_shared(buffer)}
+    chosen, so_far, taken = set(), 0, 0
+    for unit, num in sizes.items():
+        so_far += num
+        if unit not in stays and num and taken + num / 2 <= fraction * so_far:
+            chosen.add(unit)
+            taken += num
+    return chosen
+
+
+def is_shared(buffer: BufferPlan) -> bool:
+    """Whether another stage has a parameter of the buffer: a tied embedding."""
+    return any("embedding" in slot.layout.replicated for slot in buffer.slots)
+
+
+def _place(buffer: BufferPlan, is_updated_away: bool, is_unsharded_from_away: bool) -> BufferPlan:
+    states: Iterable[str] = ["master", "moments"] * is_updated_away
+    if is_unsharded_from_away and not buffer.lifetimes.resident_parameters:
+        states = [*states, "parameters"]
+    homes = replace(buffer.lifetimes.homes, **dict.fromkeys(states, Home.HOST))
+    return replace(buffer, lifetimes=replace(buffer.lifetimes, homes=homes))

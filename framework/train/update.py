@@ -1,0 +1,113 @@
+"""The update of a step: each unit where its master lives, and from there to the parameters that forward reads.
+
+    device    all units at home there in one call, in the order of the device's stream
+    host      unit after unit, in the order in which the next forward reads them: wait for its gradient, update, cast, start the
+              upload, which runs beside the update of the next unit (ZeRO-Offload, Ren et al. 2021, section 4)
+
+The host's update begins when the norm is known, because it may clip or skip: for that the host waits once a step. It runs on
+`launch.threads_per_rank` threads.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from framework.comm.transfer import fetch
+from framework.optim.contract import FlatShard
+from framework.optim.groups import GroupAssignment
+from framework.optim.optimizers import FlatOptimizer, Missed
+from framework.optim.states import States
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.recipe.schema import Recipe
+from framework.train.shards import OwnedShard, group_shards
+
+
+@dataclass(frozen=True, eq=False)
+class UpdatedTogether:
+    """Trained buffers whose masters live on `device`, the rank's or the host's, and are updated in one call."""
+
+    buffers: tuple[UnitBuffer, ...]
+    optimizer: FlatOptimizer
+    device: torch.device
+
+    def update(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Iterable[Missed]) -> None:
+        """One update, and the parameters that follow from it. As for `FlatOptimizer.step`; missed: of these buffers."""
+        for buffer in self.buffers:
+            buffer.wait_for_delivery()
+        here = [replace(each, is_reached=fetch(each.is_reached, self.device)) for each in missed]
+        with self.optimizer.preserving(here):
+            self.optimizer.step(lr, fetch(divisor, self.device), fetch(skip, self.device), step)
+        for buffer in self.buffers:
+            buffer.copy_master_to_params()
+
+
+class StepOptimizer:
+    """The recipe's optimizer over all that a rank owns. shards: of `buffers`, which are in the order of computation.
+
+    Raises LayoutError as `FlatOptimizer` does.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        buffers: Sequence[UnitBuffer],
+        shards: Sequence[OwnedShard],
+        assignments: Sequence[GroupAssignment],
+        device: torch.device,
+    ):
+        def join(together: list[UnitBuffer], lives_on: torch.device) -> UpdatedTogether:
+            groups = group_shards([each for each in shards if each.buffer in together], assignments)
+            moments, seed = recipe.precision.moments, recipe.train.seed
+            optimizer = FlatOptimizer(recipe.optim, groups, lives_on, moments, seed)
+            return UpdatedTogether(tuple(together), optimizer, lives_on)
+
+        trained = [buffer for buffer in buffers if buffer.is_trained]
+        at_home = [buffer for buffer in trained if not buffer.is_updated_on_host]
+        away = [buffer for buffer in trained if buffer.is_updated_on_host]
+        units = dict.fromkeys(buffer.unit for buffer in away)
+        # The device's first: its kernels run while the host updates.
+        self.parts = [join(at_home, device)] + [
+            join([buffer for buffer in away if buffer.unit == unit], torch.device("cpu")) for unit in units
+        ]
+        self.state_names = self.parts[0].optimizer.state_names
+        self._part_of = {shard: part for part in self.parts for shard in part.optimizer.shards}
+
+    @property
+    def shards(self) -> tuple[FlatShard, ...]:
+        return tuple(self._part_of)
+
+    def step(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Sequence[Missed] = ()) -> None:
+        """Divide the gradients by `divisor` and update at learning rate `lr`, but what nobody has reached; no effect where `skip`
+        is 1. divisor, skip: scalars on the device; step: of the run; missed: what this rank's backward has not reached."""
+        for part in self.parts:
+            part.update(lr, divisor, skip, step, [each for each in missed if self._part_of[each.shard] is part])
+
+    def states_of(self, shard: FlatShard) -> States:
+        """What keeps the states of a shard."""
+        return self._part_of[shard].optimizer.states
+
+    def open_states(self) -> None:
+        """Have `state` return what may be written."""
+        for part in self.parts:
+            part.optimizer.states.open()
+
+    def close_states(self) -> None:
+        """Take what was written since `open_states`."""
+        for part in self.parts:
+            part.optimizer.states.close()
+
+    def state(self, shard: FlatShard, name: str) -> Tensor:
+        """A per-element state of a shard: [n], in its dtype, where its master lives."""
+        return self._part_of[shard].optimizer.state(shard, name)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates done so far, skipped ones not counted."""
+        return max(part.optimizer.num_updates for part in self.parts)
+
+    @num_updates.setter
+    def num_updates(self, count: int) -> None:
+        for part in self.parts:
+            part.optimizer.num_updates = count
