@@ -49,8 +49,12 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
 def check_model(recipe: Recipe) -> str:
     """Lay every rank out before anything is written, and return the model's type. Raises what ranks would raise."""
     from framework.plan.check import check_layout  # torch and transformers take seconds, which `status` does not pay
+    from framework.plan.host_memory import check_host_memory
 
-    return check_layout(recipe).config.model_type
+    plan = check_layout(recipe)
+    if recipe.launch.kind == "local":
+        check_host_memory(plan)  # of this machine: a cluster's nodes look for themselves
+    return plan.config.model_type
 
 
 def summarize(recipe: Recipe, model_type: str) -> str:

@@ -24,6 +24,7 @@ from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.simulate import Timeline
 from framework.parallel.zero.replicas import check_replicas
+from framework.plan.host_memory import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.plan.relief import explain_out_of_memory
 from framework.recipe.derive import derive
@@ -60,6 +61,7 @@ def train_rank(
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
     check_nodes(recipe)
     plan = make_plan(recipe, load_config(recipe.model, find_folder))
+    check_host_memory(plan)
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
     bar.begin(CONNECT)
     mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)

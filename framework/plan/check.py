@@ -8,8 +8,8 @@ from transformers import PretrainedConfig
 from framework.data.fit import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
+from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
-from framework.plan.relief import show_bytes
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe

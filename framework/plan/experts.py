@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from framework.mesh.placement import place
 from framework.model.flops import experts_per_token
+from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
-from framework.plan.relief import show_bytes
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from framework.optim.states import MomentsDtype, count_state_bytes
+from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan
 
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
@@ -11,31 +12,51 @@ KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank. held: bytes by kind, activations included; live: the most microbatches of its stages at once between
-    their forward and the end of their backward. What kernels and the framework itself use comes on top."""
+    """Memory of one rank. held: bytes of its device by kind, activations included; live: the most microbatches of its stages at
+    once between their forward and the end of their backward. What kernels and the framework itself use comes on top. on_host:
+    bytes by kind that have their home in the host's memory."""
 
     held: dict[str, int]
     live: int
+    on_host: dict[str, int]
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes of the device."""
         return sum(self.held.values())
 
 
 def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> dict[str, int]:
-    """What lives for the whole run, by kind, and the most that gathered parameters and unreduced gradients add to it.
+    """What lives on the device for the whole run, by kind, and the most that gathered parameters and unreduced gradients add.
 
     The table of `parallel/zero/lifetimes.py` in bytes, padding included.
     """
+    return _bytes_at(Home.DEVICE, buffers, states, moments) | {"gathered": _largest_gathered(buffers)}
+
+
+def bytes_on_host(
+    buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32"
+) -> dict[str, int]:
+    """What lives in the host's memory, by kind. gradients: copies for the update; gathered: casts of masters on their way to the
+    device, of the two largest units."""
+    casts: dict[str, int] = {}
+    for buffer in buffers:
+        if buffer.lifetimes.homes.master == Home.HOST and buffer.lifetimes.homes.parameters == Home.DEVICE:
+            casts[buffer.unit] = casts.get(buffer.unit, 0) + buffer.numel_owned * buffer.dtypes.compute.itemsize
+    return _bytes_at(Home.HOST, buffers, states, moments) | {"gathered": sum(sorted(casts.values())[-2:])}
+
+
+def _bytes_at(
+    home: Home, buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype
+) -> dict[str, int]:
     total = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
-        held = buffer.held_bytes(len(states))
+        held = buffer.held_bytes(len(states), home)
         full = held.pop("moments")
-        total["optimizer"] += full if moments == "fp32" else len(states) * _low_bit_bytes(buffer, moments)
+        # Wherever they live they have few bits.
+        total["optimizer"] += len(states) * _low_bit_bytes(buffer, moments) if full and moments != "fp32" else full
         for kind, num_bytes in held.items():
             total[kind] += num_bytes
-    total["gathered"] = _largest_gathered(buffers)
     return total
 
 
@@ -56,3 +77,8 @@ def _largest_gathered(buffers: Sequence[BufferPlan]) -> int:
     layers = sorted((num for unit, num in parameters.items() if unit.startswith("layers.")), reverse=True)
     ends = [num for unit, num in parameters.items() if not unit.startswith("layers.")]
     return sum(layers[:2]) + max(ends, default=0) + sum(sorted(gradients.values(), reverse=True)[:3])
+
+
+def show_bytes(size: int) -> str:
+    """In GiB, below one in MiB."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -16,6 +16,7 @@ from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.check import check_layout
 from framework.plan.experts import describe_experts
+from framework.plan.host_memory import bytes_of_fullest_node, bytes_saved
 from framework.plan.layouts_page import describe_layouts
 from framework.plan.memory import RankMemory
 from framework.plan.plan import Plan
@@ -62,6 +63,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield _describe_activations(plan)
     yield ""
     yield from _describe_bytes([plan.memory(rank) for rank in ranks], [plan.traffic(rank) for rank in ranks])
+    yield from _describe_host(plan, ranks)
     yield ""
     yield describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
@@ -110,6 +112,23 @@ def _describe_bytes(memories: Sequence[RankMemory], traffic: Sequence[Mapping[st
     yield ""
     yield "bytes that it sends in a step: parameters, gradients, and hidden states over tp, pp and ep"
     yield from _table([_sizes(each) for each in traffic])
+
+
+def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
+    """What has its home on the host, where anything has."""
+    rows = [plan.memory(rank).on_host for rank in ranks]
+    if not any(map(any, (row.values() for row in rows))):
+        return
+    yield ""
+    yield "bytes of the host's memory that it takes for them (memory.offload), and what its device holds less"
+    saved = [bytes_saved(plan, rank) for rank in ranks]
+    yield from _table(
+        [_sizes(row | {"all": sum(row.values()), "saved": less}) for row, less in zip(rows, saved, strict=True)]
+    )
+    node, threads = _gib(bytes_of_fullest_node(plan)).strip(), plan.recipe.launch.threads_per_rank
+    yield f"  a node of {plan.derived.ranks_per_node} ranks: at most {node}; updates there run on " + (
+        f"launch.threads_per_rank={threads} threads" if threads else "the node's cores divided by its ranks"
+    )
 
 
 def _sizes(num_bytes: Mapping[str, int]) -> dict[str, str]:

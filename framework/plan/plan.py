@@ -38,7 +38,7 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations, layer_widths, mixture_widths
-from framework.plan.memory import RankMemory, bytes_held
+from framework.plan.memory import RankMemory, bytes_held, bytes_on_host
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
 from framework.plan.traffic import bytes_sent, expert_bytes_sent
@@ -146,8 +146,10 @@ class Plan:
         kept = [self.activations.stage_bytes(stage) for stage in self.pipeline.stages]
         while_computing = self.activations.recomputed_bytes + self.activations.transient_bytes
         most = peak_live(schedule, kept)[place] + while_computing
-        held = bytes_held(self.of_rank(rank).buffers, state_names(self.recipe.optim), self.recipe.precision.moments)
-        return RankMemory(held | {"activations": most}, peak_live(schedule)[place])
+        buffers, states = self.of_rank(rank).buffers, state_names(self.recipe.optim)
+        moments = self.recipe.precision.moments
+        held = bytes_held(buffers, states, moments) | {"activations": most}
+        return RankMemory(held, peak_live(schedule)[place], bytes_on_host(buffers, states, moments))
 
     def traffic(self, rank: int) -> dict[str, int]:
         """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from framework.errors import MeshwrightError, OutOfMemory
+from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Recipe
@@ -68,7 +69,7 @@ def find_relief(plan: Plan, rank: int) -> Iterator[tuple[str, int]]:
     """(override, bytes that the rank holds with it and with those before), those that are worth it and fit the recipe."""
     recipe, best = plan.recipe, plan.memory(rank).total
     for group, key, value in _changes(plan):
-        changed = replace(recipe, **{group: replace(getattr(recipe, group), **{key: value})})  # type: ignore[arg-type]
+        changed = _set(recipe, [*group.split("."), key], value)
         size = _planned_bytes(changed, plan, rank)
         if size is not None and size < (1 - WORTH_SAYING) * best:
             recipe, best = changed, size
@@ -87,6 +88,13 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, Any]]:
     yield from (("batch", "sequences_per_microbatch", size) for size in dict.fromkeys([*smaller[1::2], *smaller[-1:]]))
     yield "memory", "activation_checkpointing", "full"
     yield from (("zero", "stage", 3) for each in stages if each == 3)
+    yield "memory.offload", "optimizer", 1.0  # on a device that is the host it is refused, so it is not said
+
+
+def _set(group: Any, path: list[str], value: Any) -> Any:
+    """A recipe, or a group of it, with another value of one key."""
+    name, *rest = path
+    return replace(group, **{name: _set(getattr(group, name), rest, value) if rest else value})
 
 
 def _planned_bytes(recipe: Recipe, plan: Plan, rank: int) -> int | None:
@@ -95,8 +103,3 @@ def _planned_bytes(recipe: Recipe, plan: Plan, rank: int) -> int | None:
         return None if check_recipe(recipe, {}) else make_plan(recipe, plan.config).memory(rank).total
     except MeshwrightError:
         return None
-
-
-def show_bytes(size: int) -> str:
-    """In GiB, below one in MiB."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -8,8 +8,8 @@ from framework.errors import RecipeError
 from framework.model.flops import measure_model
 from framework.model.load import build_meta
 from framework.plan.check import check_layout, most_bytes
+from framework.plan.memory import show_bytes
 from framework.plan.page import describe_plan
-from framework.plan.relief import show_bytes
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from tests.grid import few_of

@@ -6,6 +6,7 @@ beside the computation of units that need none (Twin-Flow of ZeRO-Offload++ take
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan
@@ -17,13 +18,18 @@ def choose_homes(buffers: Sequence[BufferPlan], offload: Offload) -> list[Buffer
 
     optimizer: of what is trained. parameters: of what is not resident; experts of which a rank has the only shard are.
     """
-    updated = _choose_units(buffers, offload.optimizer, lambda each: each.numel_owned * each.is_trained)
+    updated = _choose_units(buffers, offload.optimizer, lambda each: _global_numel(each) * each.is_trained)
     unsharded = _choose_units(buffers, offload.parameters, _sharded_bytes)
     return [_place(each, each.unit in updated and each.is_trained, each.unit in unsharded) for each in buffers]
 
 
+def _global_numel(buffer: BufferPlan) -> int:
+    """Elements of its parameters on all ranks: alike on ranks of `tp` that hold uneven slices, so that they choose alike."""
+    return sum(prod(slot.layout.shape) for slot in buffer.slots)
+
+
 def _sharded_bytes(buffer: BufferPlan) -> int:
-    return 0 if buffer.lifetimes.resident_parameters else buffer.numel_part * buffer.dtypes.compute.itemsize
+    return 0 if buffer.lifetimes.resident_parameters else _global_numel(buffer) * buffer.dtypes.compute.itemsize
 
 
 def _choose_units(buffers: Sequence[BufferPlan], fraction: float, size: Callable[[BufferPlan], int]) -> set[str]:
