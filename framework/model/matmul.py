@@ -263,10 +263,16 @@ def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
     """view = left^T right if it is the first, else view += left^T right.  left: [K, M]; right: [K, N]; any strides.
 
-    In place where torch's kernel computes it, without a tensor between.
+    In place where torch's kernel computes it, without a tensor between. Factors of 16 bits, whose products a kernel adds in fp32,
+    reach an fp32 view unrounded where the device can: on NVIDIA's GPUs. Elsewhere each matmul is rounded to their dtype first.
     """
     rows = left.t()
-    if left.dtype != view.dtype or (not MKL_IS_FAST and _has_faster_kernel(rows, right.t())):
+    if _writes_fp32(left, view):
+        if is_first:
+            torch.mm(rows, right, out_dtype=view.dtype, out=view)
+        else:
+            torch.addmm(view, rows, right, out_dtype=view.dtype, out=view)
+    elif left.dtype != view.dtype or (not MKL_IS_FAST and _has_faster_kernel(rows, right.t())):
         gradient = matmul(rows, right.t())
         view.copy_(gradient) if is_first else view.add_(gradient)
     elif is_first:
@@ -301,6 +307,13 @@ def accumulate_stacked_matmul(view: Tensor, left: Tensor, right: Tensor, groups:
             accumulate_matmul(matrix, rows, others, is_first)
         elif is_first:
             matrix.zero_()
+
+
+def _writes_fp32(factor: Tensor, view: Tensor) -> bool:
+    """Whether torch's kernel takes factors of 16 bits and leaves sums in fp32. On CPUs it does not, and to widen the factors
+    first costs four times the matmul where the processor multiplies bf16 (docs/memory.md)."""
+    is_narrow = factor.dtype in (torch.bfloat16, torch.float16)
+    return is_narrow and view.dtype == torch.float32 and view.is_cuda and torch.version.hip is None
 
 
 def _multiplies_groups(x: Tensor) -> bool:

@@ -39,6 +39,28 @@ def test_matmuls_add_up_in_a_view(dtype):
     torch.testing.assert_close(view, 2 * (left @ right.t()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_factors_of_16_bits_are_added_in_fp32_unrounded_where_the_kernel_does(dtype, monkeypatch):
+    """Only GPUs have these operators: here stand-ins with their signatures."""
+    monkeypatch.setattr("framework.model.matmul._writes_fp32", lambda factor, view: True)
+
+    def mm(self, mat2, out_dtype, *, out):
+        return out.copy_(self.to(out_dtype) @ mat2.to(out_dtype))
+
+    def addmm(self, mat1, mat2, out_dtype, *, beta=1, alpha=1, out):
+        return out.copy_(beta * self + alpha * (mat1.to(out_dtype) @ mat2.to(out_dtype)))
+
+    factors = [(torch.randn(300, 97).to(dtype), torch.randn(300, 64).to(dtype)) for _ in range(3)]
+    view = torch.full((97, 64), torch.nan)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype_out", mm, "CPU")
+        library.impl("addmm.dtype_out", addmm, "CPU")
+        for number, (left, right) in enumerate(factors):
+            accumulate_matmul(view, left, right, is_first=number == 0)
+    expected = sum(left.double().t() @ right.double() for left, right in factors)
+    torch.testing.assert_close(view.double(), expected, rtol=0, atol=1e-6 * expected.abs().max())
+
+
 class Sum:
     """A main gradient, as a unit buffer gives one to a layer."""
 
