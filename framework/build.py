@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from framework.comm.connect import Mesh
 from framework.mesh.token_layout import TokenLayout
+from framework.model.chunked_loss import make_loss
 from framework.model.expert_load import ExpertLoad
 from framework.model.hub import find_folder
-from framework.model.loss import CHUNK_TOKENS, TokenLoss
 from framework.model.materialize import initialize_with_ties, set_parameter
 from framework.parallel.attach import attach
 from framework.parallel.experts import tell_dropped
@@ -45,11 +45,9 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False) -> Run:
     for stage in own.stages:
         _materialize_buffers(whole, stage, mesh.device)
     exposed = ExposedCommunication(mesh.device)
-    chunk = CHUNK_TOKENS if plan.recipe.memory.chunked_loss else None
-    loss = TokenLoss(mesh.axis("tp"), plan.vocabulary_size, chunk)
     load = ExpertLoad(plan.mixtures, mesh.axis("world"), mesh.device, always=plan.recipe.model.router_bias_rate > 0)
     stages = {
-        stage.plan.bounds.index: attach_stage(stage, buffers, exposed, loss, load) for stage, buffers in materialized
+        stage.plan.bounds.index: attach_stage(plan, stage, buffers, exposed, load) for stage, buffers in materialized
     }
     return assemble(plan, own.tokens, mesh, stages, load, exposed)
 
@@ -86,13 +84,17 @@ def _materialize_buffers(whole: PreTrainedModel, stage: PlannedStage, device: to
 
 
 def attach_stage(
-    stage: PlannedStage, buffers: list[UnitBuffer], exposed: ExposedCommunication, loss: TokenLoss, load: ExpertLoad
+    plan: Plan, stage: PlannedStage, buffers: list[UnitBuffer], exposed: ExposedCommunication, load: ExpertLoad
 ) -> RankStage:
     """The stage with what unshards its parameters, reduces its gradients and counts the load of its experts."""
     attached = attach(stage.model.model, stage.plan, stage.ties, buffers, exposed)
     layers = [unit.name for unit in stage.units if stage.plan.bounds.owns(unit)]
     load.watch(stage.model.model, layers, stage.plan.routed_tokens)
     tell_dropped(stage.model.model, load.drop)
+    # Behind `attach`, whose hooks have to see what the head gives.
+    views = [view for buffer in buffers for view in buffer.grad_views.values()]
+    logit_map = plan.logit_map if stage.plan.bounds.is_last else None
+    loss = make_loss(stage.model.model, views, logit_map, stage.plan.axes["tp"], plan.vocabulary_size)
     return RankStage(stage.model, buffers, attached, loss, load)
 
 

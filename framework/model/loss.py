@@ -10,12 +10,13 @@ Where the vocabulary is sharded over an axis, each rank has the logits z_r of it
 
 needs two numbers for each token from every rank, and the label's logit a third. The gradient, softmax(z) - onehot, is local.
 
+Where logits would be too large to exist at all, the head computes the loss in chunks of tokens: `chunked_loss.py`.
+
 Shapes: B sequences of T tokens, N = B T; V the vocabulary size, V/tp a rank's part of it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,17 @@ from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 
 IGNORE = -100
-# Tokens whose fp32 logits exist at a time in the chunked form: 0.5 GB for a vocabulary size of 128 k.
-CHUNK_TOKENS = 1024
+
+# The chunked form computes this many chunks, unless they would be so small that their matmuls, and the passes over the weight's
+# gradient between them, take longer than those of all tokens; or so large that they save nothing more worth having: 0.5 GB of
+# fp32 logits for a vocabulary size of 128 k.
+NUM_CHUNKS = 8
+LEAST_CHUNK, LARGEST_CHUNK = 128, 1024
+
+
+def chunk_size(num_tokens: int) -> int:
+    """Tokens whose logits exist at a time, of so many, in the chunked form."""
+    return min(max(-(-num_tokens // NUM_CHUNKS), LEAST_CHUNK), LARGEST_CHUNK)
 
 
 def count_loss_tokens(labels: Tensor) -> Tensor:
@@ -46,27 +56,37 @@ def token_loss(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
     return total / num_tokens.clamp(min=1)
 
 
+class Loss(Protocol):
+    """How a stage with a head gets its loss: `expect` before the model's forward, then the call with what it has returned."""
+
+    def expect(self, labels: Tensor) -> None:
+        """The labels [B, T] of the forward that comes next."""
+
+    def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+        """As `token_loss`."""
+
+
 @dataclass(frozen=True)
 class TokenLoss:
     """`token_loss` where logits are sharded over `axis` along a vocabulary of size `vocabulary`.
 
     The result is the same on all ranks of `axis`, over which forward all-reduces 3 numbers for each token; backward communicates
-    nothing. chunk_tokens: logits in fp32 exist for so many tokens at a time; None: for all. Backward overwrites the logits with
-    their gradient.
+    nothing, and overwrites sharded logits with their gradient.
     """
 
     axis: Communicator
     vocabulary: int
-    chunk_tokens: int | None = None
+
+    def expect(self, labels: Tensor) -> None:
+        """Logits come whole from the model: nothing of the loss is computed within its forward."""
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
         """The loss, a scalar in at least fp32. logits: [B, T, V/tp] in compute dtype; labels, num_tokens: as in `token_loss`."""
-        if self.axis.size == 1 and self.chunk_tokens is None:
+        if self.axis.size == 1:
             return token_loss(logits, labels, num_tokens)
         start, stop = part(self.vocabulary, self.axis.rank, self.axis.size)
         assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits for the vocabulary's [{start}, {stop})"
-        chunk = self.chunk_tokens or labels.numel()
-        total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis, chunk)
+        total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis)
         return total / num_tokens.clamp(min=1)
 
 
@@ -74,44 +94,73 @@ class _CrossEntropy(torch.autograd.Function):
     """The summed loss of N tokens, a scalar. logits: [N, V/tp]; labels: [N] int64, of the whole vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Communicator, chunk: int) -> Tensor:
-        wide_dtype = torch.promote_types(logits.dtype, torch.float32)
-        places, is_mine = _places(labels, start, logits.shape[-1])
-        maxima, sums, targets = logits.new_empty(3, len(labels), dtype=wide_dtype)
-        for rows in _chunks(len(labels), chunk):
-            wide = logits[rows].to(wide_dtype)
-            maxima[rows] = wide.amax(-1)
-            sums[rows] = (wide - maxima[rows, None]).exp_().sum(-1)
-            targets[rows] = wide.gather(-1, places[rows, None]).squeeze(-1)
-        # A collective of its own before the sum: each rank's part is rescaled to the maximum of all ranks, or exp would overflow.
-        maximum = maxima.clone()
-        all_reduce(maximum, axis, "max")
-        both = torch.stack([sums * (maxima - maximum).exp(), targets * is_mine])
-        all_reduce(both, axis)
-        log_sum = maximum + both[0].log()
-        ctx.start, ctx.chunk = start, chunk
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Communicator) -> Tensor:
+        sums = LocalSums.make(labels, start, logits.shape[-1], logits)
+        sums.read(logits.to(sums.maxima.dtype, copy=True), slice(None))
+        log_sum, total = sums.combine(axis)
+        ctx.start = start
         ctx.save_for_backward(logits, labels, log_sum)
-        return ((log_sum - both[1]) * (labels != IGNORE)).sum()
+        return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, log_sum = ctx.saved_tensors
-        places, is_mine = _places(labels, ctx.start, logits.shape[-1])
         weight = gradient * (labels != IGNORE)
         # In place: a second tensor of [N, V/tp] would be the largest of the whole step.
-        for rows in _chunks(len(labels), ctx.chunk):
-            probability = (logits[rows].to(log_sum.dtype) - log_sum[rows, None]).exp_()
-            probability.scatter_add_(-1, places[rows, None], -is_mine[rows, None].to(log_sum.dtype))
-            logits[rows] = probability.mul_(weight[rows, None]).to(logits.dtype)
-        return logits, None, None, None, None
+        logits.copy_(logits_gradient(logits, labels, log_sum, weight, ctx.start))
+        return logits, None, None, None
 
 
-def _places(labels: Tensor, start: int, vocabulary_local: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class LocalSums:
+    """What the loss of N tokens needs of one rank's logits; of its dtype, at least fp32.
+
+    maxima, sums: [N] max z_r and sum exp(z_r - max z_r); targets: [N] the label's logit, of any value if it is another rank's.
+    labels: [N]; places, is_mine: where a label is in this rank's part of the vocabulary, and whether it is there.
+    """
+
+    maxima: Tensor
+    sums: Tensor
+    targets: Tensor
+    labels: Tensor
+    places: Tensor
+    is_mine: Tensor
+
+    @classmethod
+    def make(cls, labels: Tensor, start: int, vocabulary_local: int, like: Tensor) -> "LocalSums":
+        """For labels [N], nothing read yet. like: has the device, and the dtype that is widened."""
+        wide_dtype = torch.promote_types(like.dtype, torch.float32)
+        places, is_mine = find_places(labels, start, vocabulary_local)
+        maxima, sums, targets = like.new_empty(3, len(labels), dtype=wide_dtype)
+        return cls(maxima, sums, targets, labels, places, is_mine)
+
+    def read(self, logits: Tensor, rows: slice) -> None:
+        """Take the numbers of some tokens. logits: [n, V/tp] of their own dtype, which are overwritten."""
+        self.maxima[rows] = logits.amax(-1)
+        self.targets[rows] = logits.gather(-1, self.places[rows, None]).squeeze(-1)
+        self.sums[rows] = logits.sub_(self.maxima[rows, None]).exp_().sum(-1)
+
+    def combine(self, axis: Communicator) -> tuple[Tensor, Tensor]:
+        """log sum_v exp z_v, [N], and the summed loss, a scalar; over `axis` 3 N numbers are all-reduced."""
+        # A collective of its own before the sum: each rank's part is rescaled to the maximum of all ranks, or exp would overflow.
+        maximum = self.maxima.clone()
+        all_reduce(maximum, axis, "max")
+        both = torch.stack([self.sums * (self.maxima - maximum).exp(), self.targets * self.is_mine])
+        all_reduce(both, axis)
+        log_sum = maximum + both[0].log()
+        return log_sum, ((log_sum - both[1]) * (self.labels != IGNORE)).sum()
+
+
+def logits_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor, weight: Tensor, start: int) -> Tensor:
+    """weight (softmax(z) - onehot), [N, V/tp], of the dtype of log_sum: [N].  logits: [N, V/tp], of any; labels, weight: [N];
+    start: where this rank's part of the vocabulary begins."""
+    places, is_mine = find_places(labels, start, logits.shape[-1])
+    probability = (logits - log_sum[:, None]).exp_()
+    probability.scatter_add_(-1, places[:, None], -is_mine[:, None].to(log_sum.dtype))
+    return probability.mul_(weight[:, None])
+
+
+def find_places(labels: Tensor, start: int, vocabulary_local: int) -> tuple[Tensor, Tensor]:
     """The index of each label in this rank's part of the vocabulary, 0 if it is in another's; and whether it is in this part."""
     is_mine = (labels >= start) & (labels < start + vocabulary_local)
     return (labels - start).where(is_mine, 0), is_mine
-
-
-def _chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
-    for first in range(0, num_tokens, max(chunk, 1)):
-        yield slice(first, first + chunk)

@@ -18,6 +18,10 @@ from framework.model.initial import Program
 from framework.model.record import record
 from framework.model.units import Unit
 
+# Arguments of the model that are False wherever it takes them. With a cache, packed positions would be ignored and documents
+# would see one another; a load-balancing loss of the model's own would be of the layers of one stage.
+DISABLED = ("use_cache", "output_router_logits")
+
 
 def seed_for(*parts: int | str) -> int:
     """A 63-bit seed from a path of numbers and names, equal on every rank and every machine."""

@@ -49,6 +49,13 @@ class GradView(Protocol):
 
     parameter: nn.Parameter
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether what is added now arrives later, with its factors kept until then."""
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of the weight's own shape."""
+
     def add_matmul(self, left: Tensor, right: Tensor, accumulate: Accumulate = ...) -> None:
         """Add left^T @ right.  left: [k, m]; right: [k, n]; any strides; the view: [m, n] of the master dtype. accumulate:
         computes it; `accumulate_matmul` where nothing is said."""
@@ -127,6 +134,41 @@ class Matmul(LayerWeight):
         if self.grad_view is None:
             return torch.mm(left.t(), right)
         self.grad_view.add_matmul(left, right)
+        return None
+
+    def sum_weight_gradients(self) -> "WeightGradientSum":
+        """`weight_gradient` in parts, for a caller that never has all of dY."""
+        return WeightGradientSum(self)
+
+
+class WeightGradientSum:
+    """dW = sum_i dY_i^T X_i over parts of the rows, one after another; no factor is kept.
+
+    Parts go to the main gradient at once. Where that takes gradients later (a backward that leaves weights for later) their sum
+    is kept instead, [N, K] in at least fp32: the factors together would be as large as all of dY.
+    """
+
+    def __init__(self, matmul: Matmul) -> None:
+        self.matmul, self.total = matmul, None
+        if matmul.grad_view is None or matmul.grad_view.is_deferred:
+            wide_dtype = torch.promote_types(matmul.weight.dtype, torch.float32)
+            self.total = torch.zeros(matmul.matrix.shape, dtype=wide_dtype, device=matmul.weight.device)
+
+    def add(self, x: Tensor, dy: Tensor) -> None:
+        """x: [n, K]; dy: [n, N]."""
+        if self.total is None:
+            self.matmul.weight_gradient(x, dy)
+        else:
+            accumulate_matmul(self.total, dy, x, is_first=False)
+
+    def end(self) -> Tensor | None:
+        """dW in the weight's orientation; None where it has gone, or will go, to the main gradient."""
+        if self.total is None:
+            return None
+        total = self.total.t() if self.matmul.is_transposed else self.total
+        if self.matmul.grad_view is None:
+            return total.to(self.matmul.weight.dtype)
+        self.matmul.grad_view.add(total)
         return None
 
 
@@ -217,6 +259,19 @@ class _Stacked(torch.autograd.Function):
 _APPLY_STACKED = find_apply(_Stacked)
 
 
+class InputCall(Protocol):
+    """One passage of an input that a layer need not keep whole for backward, such as that of a tensor-parallel region."""
+
+    def find_kept(self, x: Tensor) -> Tensor | None:
+        """What to keep in the place of x; None: x itself."""
+
+    def start_gather(self, kept: Tensor) -> None:
+        """Start to bring x back from what was kept."""
+
+    def gathered(self) -> Tensor:
+        """x, brought back."""
+
+
 class MatmulLinear(nn.Linear):
     """A linear layer of ours, whose forward goes through its `matmul`: who gives main gradients to layers gives one to that.
 
@@ -230,6 +285,11 @@ class MatmulLinear(nn.Linear):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.matmul = Matmul(self, is_transposed)
+
+    @property
+    def input_call(self) -> InputCall | None:
+        """The passage of the input that the layer has just got; None where it keeps it whole."""
+        return None
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -35,7 +35,12 @@ That is so where rows are dispatched; on one rank without `ep` transformers' own
 An activation-checkpointed layer keeps its input, T' h e. What stands behind the last layer keeps, for v words on a rank:
 
     norm and head       T' (h (4 + e) + 4) + T h e
-    logits              T v e with a divided vocabulary or memory.chunked_loss, else T v 4: logarithms of softmax in fp32
+    logits              T v e with a divided vocabulary, else T v 4: logarithms of softmax in fp32
+
+and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`), in the place of logits
+
+    sums of softmax     T 4                    their logarithms, in fp32
+    a chunk, at once    c v 2 max(e, 4)        while it is computed: logits, softmax in fp32, the gradient of logits
 """
 
 from dataclasses import dataclass
@@ -47,6 +52,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.mesh.token_layout import TokenLayout
 from framework.model.experts import count_experts, find_experts
 from framework.model.flops import experts_per_token
+from framework.model.loss import chunk_size
 from framework.model.stage import StageBounds
 from framework.model.units import find_layers
 from framework.recipe.schema import Memory
@@ -252,6 +258,14 @@ class Activations:
     def _head_bytes(self) -> int:
         tokens, shard = self._num_tokens, self.tokens.sequences * self.tokens.tokens_local
         e, t = self.itemsize, self.tokens.tp.size
-        kept_logit = e if t > 1 or self.memory.chunked_loss else max(e, 4)
         hidden = shard * (self.width * (4 + e) + 4) + tokens * self.width * e
-        return hidden + tokens * -(-self.vocabulary // t) * kept_logit
+        if self.memory.chunked_loss:
+            return hidden + tokens * max(e, 4)
+        return hidden + tokens * -(-self.vocabulary // t) * (e if t > 1 else max(e, 4))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What is there beside what is kept while a chunk of the loss is computed; 0 where it is not chunked."""
+        if not self.memory.chunked_loss:
+            return 0
+        return chunk_size(self._num_tokens) * -(-self.vocabulary // self.tokens.tp.size) * 2 * max(self.itemsize, 4)

@@ -22,6 +22,7 @@ from framework.model.added_bias import prepare_mixtures
 from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
+from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers
@@ -38,6 +39,7 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations, layer_widths, mixture_widths
+from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_host
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
@@ -54,11 +56,12 @@ FRESH_SEEDS = ("reformer",)
 class Plan:
     """The layout of a run.
 
-    recipe: with the device and the compute dtype of where it will run. whole: the model on meta, as Hugging Face builds it;
-    stages are copies of parts of it. units: its parts in order of computation. ties: under the name that a parameter has in its
-    unit, all its names. groups: what the optimizer does with each trained parameter of the whole model. returns_tuple: whether
-    layers return tuples (only known of a cut model). load_balancing: the routers' auxiliary loss, None without one. mixtures: of
-    experts, in order. device: where ranks compute; the index of a GPU is not known.
+    recipe: with the device and the compute dtype of where it will run, and whether the loss is chunked. whole: the model on
+    meta, as Hugging Face builds it; stages are copies of parts of it. units: its parts in order of computation. ties: under the
+    name that a parameter has in its unit, all its names. groups: what the optimizer does with each trained parameter of the whole
+    model. returns_tuple: whether layers return tuples (only known of a cut model). load_balancing: the routers' auxiliary loss,
+    None without one. mixtures: of experts, in order. logit_map: what stands between head and logits where the loss is chunked,
+    else None. device: where ranks compute; the index of a GPU is not known.
     """
 
     recipe: Recipe
@@ -74,6 +77,7 @@ class Plan:
     returns_tuple: bool
     load_balancing: LoadBalancingLoss | None
     mixtures: tuple[Mixture, ...]
+    logit_map: LogitMap | None
     _ranks: dict[int, "RankPlan"] = field(default_factory=dict, repr=False)
 
     @property
@@ -145,6 +149,8 @@ class Plan:
         place, schedule = self.topology.index("pp", rank), self.pipeline.make(self.derived.accumulation)
         kept = [self.activations.stage_bytes(stage) for stage in self.pipeline.stages]
         while_computing = self.activations.recomputed_bytes + self.activations.transient_bytes
+        if any(stage.is_last for stage in self._own_stages(rank)):
+            while_computing = max(while_computing, self.activations.chunk_bytes)  # before any layer's backward
         most = peak_live(schedule, kept)[place] + while_computing
         buffers, states = self.of_rank(rank).buffers, state_names(self.recipe.optim)
         moments = self.recipe.precision.moments
@@ -242,6 +248,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     units = tuple(find_units(whole))
     load_balancing, mixtures = find_load_balancing_loss(whole), prepare_mixtures(recipe.model, whole, units)
     ties = tied_names(whole)
+    recipe, logit_map = resolve_chunked_loss(recipe, whole)
     if derived.pp > 1:
         refuse_shared_layers(config, units, ties)
     costs = unit_flops(whole, units, derived.context)
@@ -260,6 +267,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         len(pipeline.stages) > 1 and find_layer_outputs(config),
         load_balancing,
         mixtures,
+        logit_map,
     )
 
 

@@ -213,7 +213,11 @@ class Memory:
         "torch.compile of each layer's forward; auto: never (proved on CPUs, where it does not pay; no GPU has run it)",
         "auto",
     )
-    chunked_loss: bool = key("have the loss's fp32 logits of some tokens at a time only", False)
+    chunked_loss: bool | Literal["auto"] = key(
+        "compute head and loss together, in chunks of tokens, so that logits of all tokens never exist; auto: where they are"
+        " more than 1% of the device's memory",
+        "auto",
+    )
     gathered_inputs: Literal["keep", "regather"] = key(
         "with parallel.sequence, the inputs of attention and mlp for backward: keep them whole, or gather them again",
         "keep",

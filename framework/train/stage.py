@@ -11,16 +11,12 @@ from torch.autograd.graph import GradientEdge
 from framework.comm.algorithms import Pending
 from framework.data.pack import Microbatch
 from framework.model.expert_load import ExpertLoad
-from framework.model.loss import TokenLoss
-from framework.model.materialize import accepted_arguments
+from framework.model.loss import Loss
+from framework.model.materialize import DISABLED, accepted_arguments
 from framework.model.stage import StageModel
 from framework.parallel.attach import Attached
 from framework.parallel.pipeline.execute import Tensors
 from framework.parallel.zero.buffers import DeferredGradients, UnitBuffer
-
-# Arguments of the model that are False wherever it takes them. With a cache, packed positions would be ignored and documents
-# would see one another; a load-balancing loss of the model's own would be of the layers of one stage.
-DISABLED = ("use_cache", "output_router_logits")
 
 
 @dataclass(frozen=True)
@@ -44,9 +40,7 @@ class StepInputs:
 class RankStage:
     """One stage of this rank; lives as long as the run. `start_step` says what the executor's calls that follow are about."""
 
-    def __init__(
-        self, model: StageModel, buffers: list[UnitBuffer], attached: Attached, loss: TokenLoss, load: ExpertLoad
-    ):
+    def __init__(self, model: StageModel, buffers: list[UnitBuffer], attached: Attached, loss: Loss, load: ExpertLoad):
         self.model, self.buffers = model, buffers
         self.parameters, self.gradients, self.hooks = attached.parameters, attached.gradients, attached.hooks
         self._loss, self._load = loss, load
@@ -110,6 +104,7 @@ class RankStage:
 
     def _compute(self, microbatch: int, received: Tensors, seed: tuple[int | str, ...] | None) -> tuple[Any, ...]:
         inputs = self.inputs.microbatches[microbatch]
+        self._loss.expect(inputs.labels)
         # No mask either: with one, packed positions would be ignored, too.
         positions = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
         return self.model(received, seed, input_ids=inputs.input_ids, **positions, **self._disabled)

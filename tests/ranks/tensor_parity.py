@@ -21,9 +21,11 @@ from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
+from framework.model.chunked_loss import ChunkedLoss
 from framework.model.load import build_meta, choose_experts
 from framework.model.load_balancing import Routers, find_load_balancing_loss
-from framework.model.loss import IGNORE, TokenLoss, count_loss_tokens
+from framework.model.logit_map import find_logit_map
+from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
 from framework.model.materialize import set_parameter
 from framework.model.routed_tokens import RoutedTokens
 from framework.model.stage import StageBounds
@@ -101,12 +103,13 @@ def compare_case(case: TensorCase, tp: Communicator, kv: Communicator) -> float:
         # One rank is enough to ask the whole model.
         expected = expect_whole(whole, ids, labels) if tp.rank == 0 else {}
         split, layouts = build_split(case, whole, tp, kv)
-        loss_of = TokenLoss(tp, split_vocabulary(split, layouts), case.chunk_tokens)
+        loss_of = make_loss(case, split, tp, split_vocabulary(split, layouts))
         term = find_load_balancing_loss(whole)
         tokens = RoutedTokens.whole(TokenLayout(ROWS, case.tokens, tp.axis), tp)
         routers = None if term is None else Routers(split, term, torch.float64, CPU, tokens)
         if routers is not None:
             routers.start()
+        loss_of.expect(labels)
         output = split(input_ids=ids)
         loss = loss_of(output.logits, labels, count_loss_tokens(labels))
         if routers is not None:
@@ -120,6 +123,13 @@ def compare_case(case: TensorCase, tp: Communicator, kv: Communicator) -> float:
     # A key's bias cancels in the softmax: its gradient is rounding noise.
     floor = NOISE_SHARE * max(float(each.abs().max()) for each in expected.values())
     return max(relative_error(found[name], expected[name], floor) for name in expected)
+
+
+def make_loss(case: TensorCase, split: PreTrainedModel, tp: Communicator, vocabulary: int) -> Loss:
+    if case.chunk_tokens is None:
+        return TokenLoss(tp, vocabulary)
+    logit_map = find_logit_map(build_meta(case.config), torch.float64)
+    return ChunkedLoss(split.get_output_embeddings(), (), logit_map, tp, vocabulary, case.chunk_tokens)
 
 
 def build_whole(config: PretrainedConfig) -> PreTrainedModel:

@@ -124,7 +124,12 @@ def test_loss_in_chunks_and_gathering_again_equal_whole(pool: RankPool) -> None:
         pool,
         [
             TensorCase(family("gemma2"), 4, True, chunk_tokens=5),
+            TensorCase(family("gemma2"), 2, False, chunk_tokens=4),
             TensorCase(family("cohere"), 2, False, chunk_tokens=7),
+            TensorCase(family("cohere2"), 2, True, chunk_tokens=3),
+            TensorCase(family("granite"), 2, True, {"logits_scaling": 3.0}, chunk_tokens=5),
+            TensorCase(family("granitemoe"), 2, False, {"logits_scaling": 3.0}, chunk_tokens=6),
+            TensorCase(family("gptj"), 2, True, chunk_tokens=4),  # whose head has a bias
             TensorCase(family("llama"), 2, True, regathers=True),
             TensorCase(family("qwen2_moe"), 4, True, regathers=True, tokens=13),
             TensorCase(family("deepseek_v3"), 4, True, regathers=True, chunk_tokens=1),

@@ -28,6 +28,7 @@ def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those
     changes = [change for change, _ in rows]
     assert changes == [
         "zero.stage=1",
+        "memory.chunked_loss=true",
         "batch.sequences_per_microbatch=4",
         "zero.stage=2",
         "batch.sequences_per_microbatch=2",

@@ -40,6 +40,11 @@ class ColumnLinear(MatmulLinear):
         super().__init__(weight, bias, is_transposed)
         self.region, self.kv, self.copied = region, kv, copied
 
+    @property
+    def input_call(self) -> RegionCall:
+        """The region's call that handed out the input."""
+        return self.region.call
+
     # Not traced, here and in RowLinear: a write into a main gradient or a region's call is an effect that no graph shows.
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:

@@ -309,6 +309,11 @@ class GradView:
     def _make_view(self) -> Tensor:
         return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._shape)
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether gradients of this backward come later."""
+        return self.deferred is not None
+
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the parameter's local shape, cast to the master dtype. Raises LayoutError after its unit's
         reduction."""

@@ -1,0 +1,178 @@
+"""ChunkedLoss: the head and its cross-entropy in one, in chunks of tokens, so that no more logits exist than those of a chunk.
+
+    forward   for each chunk: Z = map(X W^T + b); of each token  max z, sum exp(z - max z), z[label]
+              over tp: log sum_v exp z_v of all tokens, as in `model/loss.py`; what is kept is X and one number for each token
+    backward  for each chunk: Z again, dZ = g (softmax(z) - onehot), dY = map'(dZ), dX = dY W, dW += dY^T X
+
+That is a fourth matmul of the head's size beside three. Gradients computed in forward (Hsu et al. 2024, Liger) save it, but there
+dW has no place to go to: its unit's main gradient may be on its way to other ranks, or sharded again, or belong to the backward
+of another microbatch, and a copy of dW for each microbatch in flight is as large as the logits were.
+
+It stands where the head stands, as the head's own forward: hooks unshard its weight once and reduce its gradient as for any
+module, and the border of a tensor-parallel region gathers hidden states once. The model goes on with logits of an empty
+vocabulary.
+
+    B sequences, T tokens of each, N = B T; D hidden features; V the vocabulary size, V_r a rank's part of it
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from framework.comm.communicator import Communicator
+from framework.mesh.layout import part
+from framework.model.logit_map import LogitMap
+from framework.model.loss import IGNORE, LocalSums, Loss, TokenLoss, chunk_size, logits_gradient
+from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear, find_apply
+
+
+def make_loss(
+    model: PreTrainedModel,
+    grad_views: Iterable[GradView],
+    logit_map: LogitMap | None,
+    axis: Communicator,
+    vocabulary: int,
+) -> Loss:
+    """The loss of a stage of these logits, or, with a map, in their place; the model's head then computes it."""
+    if logit_map is None:
+        return TokenLoss(axis, vocabulary)
+    return ChunkedLoss(model.get_output_embeddings(), grad_views, logit_map, axis, vocabulary)
+
+
+class ChunkedLoss:
+    """The loss of a stage whose head computes it (`model.loss.Loss`); lives as long as the stage.
+
+    head: the stage's own, whose forward becomes this; attached already, so that hooks of others see the loss as its output.
+    grad_views: of trained parameters. logit_map: what the model does behind its head. axis, vocabulary: as of `TokenLoss`.
+    tokens: those of a chunk, None: `chunk_size`.
+    """
+
+    def __init__(
+        self,
+        head: nn.Linear,
+        grad_views: Iterable[GradView],
+        logit_map: LogitMap,
+        axis: Communicator,
+        vocabulary: int,
+        tokens: int | None = None,
+    ) -> None:
+        self.map, self.axis, self.tokens = logit_map, axis, tokens
+        self.start, stop = part(vocabulary, axis.rank, axis.size)
+        self.matmul = head.matmul if isinstance(head, MatmulLinear) else _make_matmul(head, grad_views)
+        assert self.matmul.matrix.shape[0] == stop - self.start, f"{self.matmul.matrix.shape} of [{self.start}, {stop})"
+        self._head = head
+        self._labels: Tensor | None = None
+        self._total: Tensor | None = None
+        head.forward = self._compute  # type: ignore[method-assign, assignment]
+        head.register_forward_hook(self._keep)
+
+    def expect(self, labels: Tensor) -> None:
+        """The labels [B, T] of the forward that comes next."""
+        self._labels = labels
+
+    def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+        """The loss of the forward that was, a scalar in at least fp32.  logits: [B, T, 0], of an empty vocabulary."""
+        total, self._total, self._labels = self._total, None, None
+        assert total is not None, "the model did not call its head"
+        assert not logits.numel(), f"logits {tuple(logits.shape)} that the head did not give"
+        return total / num_tokens.clamp(min=1)
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """The tokens [0, num_tokens), one chunk after another."""
+        step = self.tokens or chunk_size(num_tokens)
+        return (slice(first, first + step) for first in range(0, num_tokens, step))
+
+    # The head's forward, and a hook behind all others that wait for its output.
+
+    def _compute(self, x: Tensor) -> Tensor:
+        labels, head = self._labels, self._head
+        assert labels is not None, "a head was called whose labels nobody expects"
+        assert x.shape[:-1] == labels.shape, f"hidden states {tuple(x.shape)} for labels {tuple(labels.shape)}"
+        call = head.input_call if isinstance(head, MatmulLinear) else None
+        return _APPLY(x, self.matmul.graph_input, head.bias, labels.flatten(), self, call)
+
+    def _keep(self, head: nn.Module, args: tuple[Tensor, ...], total: Tensor) -> Tensor:
+        self._total = total
+        return args[0].new_empty(*args[0].shape[:-1], 0)
+
+
+def _make_matmul(head: nn.Linear, grad_views: Iterable[GradView]) -> Matmul:
+    matmul = Matmul(head, is_transposed=False)
+    for view in grad_views:
+        if view.parameter is head.weight:
+            matmul.write_gradient_to(view)
+    return matmul
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """x: [B, T, D], labels: [N] -> the summed loss. `source` stands for the weight in autograd's graph (`Matmul.graph_input`).
+    call: what brings x back in backward, if it is not kept whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        source: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        loss: ChunkedLoss,
+        call: InputCall | None,
+    ) -> Tensor:
+        kept = None if call is None else call.find_kept(x)
+        rows = x.reshape(-1, x.shape[-1])
+        sums = LocalSums.make(labels, loss.start, loss.matmul.matrix.shape[0], rows)
+        for chunk in loss.chunks(len(rows)):
+            logits = loss.map(loss.matmul.forward(rows[chunk], bias))
+            sums.read(logits.to(sums.maxima.dtype), chunk)
+        log_sum, total = sums.combine(loss.axis)
+        ctx.loss, ctx.call, ctx.regathers = loss, call, kept is not None
+        ctx.save_for_backward(x if kept is None else kept, bias, labels, log_sum)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, labels, log_sum = ctx.saved_tensors
+        loss: ChunkedLoss = ctx.loss
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        if ctx.regathers:
+            ctx.call.start_gather(x)
+            x = ctx.call.gathered()
+        rows, weight = x.reshape(-1, x.shape[-1]), gradient * (labels != IGNORE)
+        dx = torch.empty_like(rows) if needs_dx else None
+        dw = loss.matmul.sum_weight_gradients() if needs_dw else None
+        db = torch.zeros_like(bias, dtype=log_sum.dtype) if needs_db else None
+        for chunk in loss.chunks(len(rows)):
+            y, differentiate = _logits_again(loss, rows[chunk], bias)
+            dz = logits_gradient(y, labels[chunk], log_sum[chunk], weight[chunk], loss.start).to(y.dtype)
+            del y  # before dY comes: as large as all that a chunk has of this dtype
+            dy = differentiate(dz)
+            del dz, differentiate
+            if dx is not None:
+                loss.matmul.input_gradient(dy, out=dx[chunk])
+            if dw is not None:
+                dw.add(rows[chunk], dy)
+            if db is not None:
+                db += dy.sum(0, dtype=db.dtype)
+            del dy
+        dx = None if dx is None else dx.view(x.shape)
+        return dx, None if dw is None else dw.end(), None if db is None else db.to(bias.dtype), None, None, None
+
+
+_APPLY = find_apply(_LinearCrossEntropy)
+
+
+def _logits_again(loss: ChunkedLoss, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The logits of a chunk, and what brings their gradient to the head's output.  rows: [n, D]."""
+    y = loss.matmul.forward(rows, bias)
+    if not loss.map.operations:
+        return y, _same
+    with torch.enable_grad():
+        logits = loss.map(y.requires_grad_())
+    return logits.detach(), lambda dz: torch.autograd.grad(logits, y, dz)[0]
+
+
+def _same(dz: Tensor) -> Tensor:
+    return dz
