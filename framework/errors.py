@@ -79,6 +79,10 @@ class StorageError(MeshwrightError):
     exit_code = EXIT_FAILED
 
 
+class OffloadError(MeshwrightError):
+    """The folder of memory.offload.disk_path cannot hold the states: no room, no right to write, no disk."""
+
+
 class RunError(MeshwrightError):
     """The run directory cannot be used: in use by another process, not writable, finished."""
 

@@ -1,0 +1,131 @@
+"""Where offloaded states lie in the file of a rank: shards, cut into chunks that hold all states of their elements side by side.
+
+    file     [ shard 0: chunk 0 | chunk 1 | ... ][ shard 1: ... ]
+    chunk    [ master | exp_avg | exp_avg_sq | stamp ]              each part begins at a page
+
+Pure: a plan asks it how large the file is and how much memory the host needs (`file_bytes`, `ring_bytes`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from framework.optim.disk_file import PAGE_BYTES
+
+# Of all states of a chunk together: large enough that a disk reads it at its full speed, small enough for any host.
+CHUNK_BYTES = 8 << 20
+# A chunk is computed while the next is read and the one before is written.
+NUM_BUFFERS = 3
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """A state of a shard: one value for each `block` elements, ceil(n / block) for n (block-wise scales have more than 1)."""
+
+    name: str
+    dtype: torch.dtype
+    block: int = 1
+
+    def values(self, numel: int) -> int:
+        """How many values belong to `numel` elements that begin at a block."""
+        return -(-numel // self.block)
+
+
+@dataclass(frozen=True)
+class DiskShard:
+    """What is updated at once: `numel` elements with these states."""
+
+    numel: int
+    kinds: tuple[StateKind, ...]
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of a full chunk: their states fill whole pages, but for those with blocks."""
+        bytes_each = sum(kind.dtype.itemsize / kind.block for kind in self.kinds)
+        unit = max(PAGE_BYTES, *(kind.block for kind in self.kinds))
+        return max(1, int(CHUNK_BYTES / bytes_each / unit)) * unit
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, stop) of a shard. number: among all chunks; offset, num_bytes: in the file, with the stamp; parts: where
+    each state begins in the chunk."""
+
+    number: int
+    shard: int
+    start: int
+    stop: int
+    offset: int
+    num_bytes: int
+    parts: dict[str, int]
+
+    @property
+    def stamp(self) -> int:
+        """Where the stamp begins in the chunk."""
+        return self.num_bytes - PAGE_BYTES
+
+
+def place_chunks(shards: Sequence[DiskShard]) -> list[list[Chunk]]:
+    """The chunks of each shard, in the order of the file. Pure: a plan asks it how large the file is."""
+    placed: list[list[Chunk]] = []
+    number = offset = 0
+    for index, shard in enumerate(shards):
+        placed.append([])
+        for start in range(0, shard.numel, shard.chunk_numel):
+            stop = min(start + shard.chunk_numel, shard.numel)
+            parts, size = {}, 0
+            for kind in shard.kinds:
+                parts[kind.name] = size
+                size += whole_pages(kind.values(stop - start) * kind.dtype.itemsize)
+            placed[-1].append(Chunk(number, index, start, stop, offset, size + PAGE_BYTES, parts))
+            number, offset = number + 1, offset + size + PAGE_BYTES
+    return placed
+
+
+def file_bytes(chunks: Sequence[Sequence[Chunk]]) -> int:
+    """Bytes of the file."""
+    return sum(chunk.num_bytes for each in chunks for chunk in each)
+
+
+def ring_bytes(chunks: Sequence[Sequence[Chunk]]) -> int:
+    """Bytes of the host's memory: NUM_BUFFERS of the largest chunk, and a page."""
+    return NUM_BUFFERS * max((chunk.num_bytes for each in chunks for chunk in each), default=0) + PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Part:
+    """Values [first, last) of a state in a chunk, and the whole pages of the file that they are on."""
+
+    chunk: Chunk
+    kind: StateKind
+    first: int
+    last: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kind.dtype
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first
+
+    @property
+    def skipped(self) -> int:
+        """Bytes of the first page before the first value."""
+        return self.first * self.dtype.itemsize % PAGE_BYTES
+
+    @property
+    def offset(self) -> int:
+        """Of the first page in the file."""
+        return self.chunk.offset + self.chunk.parts[self.kind.name] + self.first * self.dtype.itemsize - self.skipped
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its pages."""
+        return whole_pages(self.skipped + self.count * self.dtype.itemsize)
+
+
+def whole_pages(num_bytes: int) -> int:
+    """The bytes of all pages that `num_bytes` need."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

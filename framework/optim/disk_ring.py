@@ -1,0 +1,246 @@
+"""Optimizer states on a disk (ZeRO-Infinity, Rajbhandari et al. 2021, section 6): a ring of read, compute, write.
+
+    buffer   0          1          2          0          1
+    read     chunk 0 -> chunk 1 -> chunk 2 -> chunk 3 ...            one thread, in order
+    compute             chunk 0 -> chunk 1 -> chunk 2 ...            the caller's thread
+    write                          chunk 0 -> chunk 1 ...            one thread, in order
+
+A *shard* is what the optimizer updates at once, a flat run of n elements with several states (master, exp_avg, ...). It lies
+in the file as chunks of a few MiB (disk_chunks.py): one read brings all that an update of some elements needs, and an update of
+all shards goes through the file from its beginning to its end.
+
+A chunk ends in a stamp: which chunk this is, and how often it was written. The host remembers that, so a file that was truncated,
+overwritten or rolled back is noticed when it is read: zeros of a hole would be taken for moments.
+
+Memory of the host: `DiskStates.host_bytes`, which is the ring and a page, whatever the shards' sizes.
+
+    states = DiskStates(disk_path / run_id, f"rank-{rank}", shards)
+    states.tensor(0, "master").write(values)                 # [n]: the first values; moments are zero
+    states.update(range(len(shards)), update_chunk)          # a step
+    states.tensor(0, "exp_avg").read()                       # a checkpoint: `pieces` in bounded memory, `[a:b]` an interval
+    states.close()                                           # removes the file
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from mmap import mmap
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from framework.errors import StorageError
+from framework.optim.disk_chunks import (
+    NUM_BUFFERS,
+    Chunk,
+    DiskShard,
+    Part,
+    StateKind,
+    file_bytes,
+    place_chunks,
+    ring_bytes,
+)
+from framework.optim.disk_file import PAGE_BYTES, DiskFile, print_line
+
+# A shard's number, which of its elements, and their states by name: updated in place.
+Update = Callable[[int, slice, dict[str, Tensor]], None]
+
+
+class DiskStates:
+    """The states of a rank's shards in one file, all zero at first; closed when the run ends, however it does.
+
+    folder, name: of `DiskFile`, whose errors it raises. For one thread at a time. Raises StorageError, from any method, when the
+    disk fails or the file is not as it was written; the states are then of no step, and so is every later use refused.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, shards: Sequence[DiskShard], say: Callable[[str], None] = print_line
+    ) -> None:
+        self.shards, self.chunks = tuple(shards), place_chunks(shards)
+        every = list(chain.from_iterable(self.chunks))
+        self.host_bytes = ring_bytes(self.chunks)
+        self.file = DiskFile(folder, name, file_bytes(self.chunks), say)
+        self._buffers = [_aligned(max((each.num_bytes for each in every), default=0)) for _ in range(NUM_BUFFERS)]
+        self._page = _aligned(PAGE_BYTES)
+        self._times_written = np.zeros(len(every), np.int64)
+        self._broken = False
+
+    def tensor(self, shard: int, name: str) -> "DiskTensor":
+        """A state of a shard: [n], or [ceil(n / block)]."""
+        kind = next(kind for kind in self.shards[shard].kinds if kind.name == name)
+        return DiskTensor(self, shard, kind, 0, kind.values(self.shards[shard].numel))
+
+    def update(self, shards: Iterable[int], function: Update) -> None:
+        """Call `function` for every chunk of the shards, in order, and write what it leaves in the states' tensors.
+
+        function: (shard, slice of its elements, states by name), in this thread. The tensors are the ring's memory: they must not
+        be used after it returns, so it waits for copies that it starts. What it raises ends the update, and the states are lost.
+        """
+        chunks = [chunk for shard in shards for chunk in self.chunks[shard]]
+        # The threads live for this update only: none is left whatever ends the run, and two cost 0.1 ms.
+        with self._alone(), ThreadPoolExecutor(1, "disk-read") as reader, ThreadPoolExecutor(1, "disk-write") as writer:
+            self._turn(chunks, function, reader, writer)
+
+    def read_part(self, part: Part) -> Tensor:
+        """The values of a part of a chunk, in the memory of the ring."""
+        with self._alone():
+            return self._read_part(part)
+
+    def write_part(self, part: Part, values: Tensor) -> None:
+        """Set the values of a part of a chunk. Pages that it shares with other values are read before."""
+        with self._alone():
+            self._read_part(part).copy_(values)
+            self.file.write(memoryview(self._buffers[0])[: part.num_bytes], part.offset)
+            self._stamp(part.chunk, memoryview(self._page))
+            self.file.write(memoryview(self._page), part.chunk.offset + part.chunk.stamp)
+
+    def close(self) -> None:
+        """Remove the file. Nothing happens the second time."""
+        self._broken = True
+        self.file.close()
+
+    def __enter__(self) -> "DiskStates":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _turn(
+        self, chunks: Sequence[Chunk], function: Update, reader: ThreadPoolExecutor, writer: ThreadPoolExecutor
+    ) -> None:
+        """The ring: chunk i is in buffer i % NUM_BUFFERS, and is read once that buffer's last chunk is written."""
+        reads: list[Future[None]] = []
+        writes: list[Future[None]] = []
+
+        def read(index: int) -> None:
+            # The writer never waits for the reader, so that neither waits for itself. Its error comes out here as well.
+            if index >= NUM_BUFFERS:
+                writes[index - NUM_BUFFERS].result()
+            self._read_chunk(chunks[index], self._buffers[index % NUM_BUFFERS])
+
+        for index, chunk in enumerate(chunks):
+            while len(reads) < min(index + NUM_BUFFERS - 1, len(chunks)):
+                reads.append(reader.submit(read, len(reads)))
+            reads[index].result()
+            buffer = self._buffers[index % NUM_BUFFERS]
+            function(chunk.shard, slice(chunk.start, chunk.stop), self._tensors(chunk, buffer))
+            writes.append(writer.submit(self._write_chunk, chunk, buffer))
+        for write in writes[-NUM_BUFFERS:]:
+            write.result()
+
+    def _tensors(self, chunk: Chunk, buffer: mmap) -> dict[str, Tensor]:
+        return {
+            kind.name: torch.frombuffer(
+                buffer, dtype=kind.dtype, count=kind.values(chunk.stop - chunk.start), offset=chunk.parts[kind.name]
+            )
+            for kind in self.shards[chunk.shard].kinds
+        }
+
+    def _read_part(self, part: Part) -> Tensor:
+        self.file.read(memoryview(self._page), part.chunk.offset + part.chunk.stamp)
+        self._check_stamp(part.chunk, memoryview(self._page))
+        self.file.read(memoryview(self._buffers[0])[: part.num_bytes], part.offset)
+        return torch.frombuffer(self._buffers[0], dtype=part.dtype, count=part.count, offset=part.skipped)
+
+    def _read_chunk(self, chunk: Chunk, buffer: mmap) -> None:
+        self.file.read(memoryview(buffer)[: chunk.num_bytes], chunk.offset)
+        self._check_stamp(chunk, memoryview(buffer)[chunk.stamp : chunk.num_bytes])
+
+    def _write_chunk(self, chunk: Chunk, buffer: mmap) -> None:
+        self._stamp(chunk, memoryview(buffer)[chunk.stamp : chunk.num_bytes])
+        self.file.write(memoryview(buffer)[: chunk.num_bytes], chunk.offset)
+
+    def _stamp(self, chunk: Chunk, page: memoryview) -> None:
+        self._times_written[chunk.number] += 1
+        np.frombuffer(page, np.int64)[:2] = self._expected(chunk)
+
+    def _check_stamp(self, chunk: Chunk, page: memoryview) -> None:
+        found = tuple(np.frombuffer(page, np.int64)[:2].tolist())
+        if found != self._expected(chunk):
+            raise self.file.damaged(f"chunk {chunk.number} has the stamp {found}, not {self._expected(chunk)}")
+
+    def _expected(self, chunk: Chunk) -> tuple[int, int]:
+        count = int(self._times_written[chunk.number])
+        return (chunk.number + 1, count) if count else (0, 0)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Use of the ring's memory and the file by one caller, the last one if it fails."""
+        if self._broken:
+            raise StorageError(
+                f"{self.file.path} is closed, in use, or an update of its states failed: they are of no step"
+            )
+        self._broken = True
+        yield
+        self._broken = False
+
+
+@dataclass(frozen=True, eq=False)
+class DiskTensor:
+    """A flat tensor [stop - start] that is in the file: values `start` to `stop` of a state. Slices are views of it."""
+
+    states: DiskStates
+    shard: int
+    kind: StateKind
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kind.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.stop - self.start,))
+
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.kind.dtype.itemsize
+
+    def __getitem__(self, where: slice) -> "DiskTensor":
+        first, last, step = where.indices(self.numel())
+        assert step == 1, where
+        return DiskTensor(self.states, self.shard, self.kind, self.start + first, self.start + max(first, last))
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The values from first to last, a chunk's at a time: in the memory of the ring, so each only until the next is asked for
+        and until the states are used otherwise."""
+        for part in self._parts():
+            yield self.states.read_part(part)
+
+    def read(self) -> Tensor:
+        """All values, in memory of their own."""
+        whole = torch.empty(self.numel(), dtype=self.dtype)
+        first = 0
+        for piece in self.pieces():
+            whole[first : first + len(piece)] = piece
+            first += len(piece)
+        return whole
+
+    def write(self, values: Tensor) -> None:
+        """Set all values, [n] of the host in any dtype."""
+        assert values.shape == self.shape, (values.shape, self.shape)
+        first = 0
+        for part in self._parts():
+            self.states.write_part(part, values[first : first + part.count])
+            first += part.count
+
+    def _parts(self) -> Iterator[Part]:
+        block = self.kind.block
+        for chunk in self.states.chunks[self.shard]:
+            low, high = chunk.start // block, chunk.start // block + self.kind.values(chunk.stop - chunk.start)
+            first, last = max(self.start, low), min(self.stop, high)
+            if first < last:
+                yield Part(chunk, self.kind, first - low, last - low)
+
+
+def _aligned(num_bytes: int) -> mmap:
+    """Memory that begins at a page, as direct I/O needs it."""
+    return mmap(-1, max(num_bytes, PAGE_BYTES))
