@@ -155,7 +155,8 @@ class DiskFile:
     def _open(self) -> int:
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
-            with suppress(FileNotFoundError):  # a rank that ended has just removed the folder, which it left empty
+            # A rank that ended may just remove the folder, which it left empty: it is there and not there within one mkdir.
+            with suppress(FileNotFoundError, FileExistsError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 # Only the user reads it: it has the weights.
                 fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -168,6 +169,9 @@ class DiskFile:
     def _allocate(self) -> None:
         try:
             os.ftruncate(self._fd, 0)
+            free = shutil.disk_usage(self.path.parent).free
+            if free < self.num_bytes:  # trying would take from others what is left
+                raise no_room(self.path.parent, self.num_bytes, free)
             os.posix_fallocate(self._fd, 0, self.num_bytes)
         except OSError as error:
             os.ftruncate(self._fd, 0)  # or what is free would be what this file has left
