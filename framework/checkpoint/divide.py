@@ -76,7 +76,7 @@ def pack_claims(entries: Sequence[Entry]) -> np.ndarray:
         start, stop = entry.layout.interval or (0, entry.layout.numel_local)
         kind = xxhash.xxh3_64_intdigest(repr(describe(entry)).encode())
         numel, cell = prod(entry.layout.shape), cell_of(entry.layout)
-        claims[place] = (hash_name(entry.name), kind, numel, start, stop, cell, entry.data.itemsize)
+        claims[place] = (hash_name(entry.name), kind, numel, start, stop, cell, entry.data.dtype.itemsize)
     return claims
 
 

@@ -13,9 +13,10 @@ reader of a part verifies that part and reads no more (blocks.py).
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -34,6 +35,27 @@ BLOCK_BYTES = 1 << 20
 ALIGNMENT = 64
 
 
+class StoredTensor(Protocol):
+    """A flat tensor, [n], that is not in memory, such as one on a disk (`optim/disk_ring.py`)."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The values from first to last in a few MiB at a time, each until the next is asked for."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """Set all values, [n]."""
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """A named tensor as one rank holds it: what to save, or where to load to.
@@ -44,12 +66,17 @@ class Entry:
 
     name: str
     layout: Layout
-    data: torch.Tensor
+    data: torch.Tensor | StoredTensor
 
     def __post_init__(self) -> None:
         owned = self.layout.numel_owned
         assert self.data.shape == (owned,), (self.name, self.data.shape, owned)
-        assert self.data.is_contiguous(), (self.name, self.data.stride())
+        is_whole = not isinstance(self.data, torch.Tensor) or self.data.is_contiguous()
+        assert is_whole, self.name
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The data from first to last, each piece until the next is asked for."""
+        return iter((self.data,)) if isinstance(self.data, torch.Tensor) else self.data.pieces()
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def load_checkpoint(
     DamagedCheckpoint when the files are not what was saved (data may then be partly filled), CheckpointError when an entry is not
     in the checkpoint or has another shape or dtype there, and StorageError when the file system goes on failing. Saved entries
     that nobody asks for are left. Needs host memory for `buffer_bytes` of blocks of all files together (at least for one, 1 MiB),
-    for one more, and for `MAX_NEEDS`.
+    for one more, for `MAX_NEEDS`, and for the largest entry that is not in memory.
     """
     entries = list(entries)
     manifest = manifest or tell(lambda: open_checkpoint(path), world)
@@ -169,23 +169,33 @@ class Reader:
     def fill(self, entries: Sequence[Entry]) -> None:
         """Fill every entry's data. Raises CheckpointError for an entry that cannot be filled from this checkpoint.
 
-        Many entries at once are read file by file: a block that has some of each of them is read once.
+        Many entries at once are read file by file: a block that has some of each of them is read once. Entries that are not in
+        memory are read one by one, through memory for one.
         """
         self.check(entries)
-        needs: list[_Need] = []
+        self._fill((entry, entry.data) for entry in entries if isinstance(entry.data, torch.Tensor))
         for entry in entries:
-            for need in self._find(entry):
+            if not isinstance(entry.data, torch.Tensor):
+                values = torch.empty(entry.data.shape, dtype=entry.data.dtype)
+                self._fill([(entry, values)])
+                entry.data.write(values)
+
+    def _fill(self, targets: Iterable[tuple[Entry, torch.Tensor]]) -> None:
+        needs: list[_Need] = []
+        for entry, data in targets:
+            for need in self._find(entry, data):
                 needs.append(need)
                 if len(needs) == MAX_NEEDS:
                     self._read(needs)
                     needs = []
         self._read(needs)
 
-    def _find(self, entry: Entry) -> Iterator["_Need"]:
-        """The places of all of the entry's elements: thousands where a layout cuts the last dim into runs."""
-        first, missing = 0, entry.data.numel()
+    def _find(self, entry: Entry, data: torch.Tensor) -> Iterator["_Need"]:
+        """The places of all of the entry's elements, to be read into `data`: thousands where a layout cuts the last dim into
+        runs."""
+        first, missing = 0, data.numel()
         for box in entry.layout.boxes():
-            target = entry.data[first : first + box.numel].view(box.sizes)
+            target = data[first : first + box.numel].view(box.sizes)
             first += box.numel
             for piece in self._index.pieces(entry.name, box):
                 common = box.intersect(piece.box)
@@ -193,7 +203,7 @@ class Reader:
                     yield _Need(piece, common, target[common.relative_to(box).slices()])
                     missing -= common.numel
         if missing:
-            raise CheckpointError(f"{self.path} lacks {missing} of the {entry.data.numel()} elements of {entry.name}")
+            raise CheckpointError(f"{self.path} lacks {missing} of the {data.numel()} elements of {entry.name}")
 
     def _read(self, needs: list["_Need"]) -> None:
         for need in sorted(needs, key=lambda need: (need.piece.file, need.piece.offset)):

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -82,9 +83,9 @@ def save_checkpoint(
     the new folder.
 
     The entries of all ranks together cover every tensor. `state` is JSON-able and equal on all ranks; rank 0's is kept.
-    Needs host memory for the largest entry of a device, none for entries on the CPU; on rank 0 also some 250 bytes for each
-    entry of each rank. Raises on *every* rank when one fails: CheckpointError where the user must act (no space, no permission),
-    StorageError for what may pass. Former checkpoints are then intact, of the new one nothing is left.
+    Needs host memory for the largest entry of a device, none for entries on the CPU or on a disk; on rank 0 also some 250 bytes
+    for each entry of each rank. Raises on *every* rank when one fails: CheckpointError where the user must act (no space, no
+    permission), StorageError for what may pass. Former checkpoints are then intact, of the new one nothing is left.
     A step that is committed already, with the same state, is not written again.
     """
     mine = owned_entries(list(entries))
@@ -136,7 +137,7 @@ def write_file(path: Path, entries: Sequence[Entry], fault: Fault, block_bytes: 
     with open(path, "xb") as file:
         for place, entry in enumerate(entries):
             padding = bytes(-hashes.size % ALIGNMENT)
-            for view in (memoryview(padding), _memory(entry.data)):
+            for view in chain((memoryview(padding),), map(_memory, entry.pieces())):
                 hashes.add(view)
                 file.write(view)
             offsets[place] = hashes.size - entry.data.nbytes

@@ -105,11 +105,10 @@ def _read_units(reader: Reader, model: PreTrainedModel, units: list[Unit]) -> It
 
 def _read(reader: Reader, kind: str, names: Iterable[str]) -> dict[str, Tensor]:
     """Full tensors by name, read together."""
-    entries = []
+    entries, tensors = [], {}
     for name in names:
         record = reader.manifest.entries[kind + name]
-        layout = Layout(record.shape)
-        data = torch.empty(layout.numel_owned, dtype=getattr(torch, record.dtype))
-        entries.append(Entry(kind + name, layout, data))
+        tensors[name] = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        entries.append(Entry(kind + name, Layout(record.shape), tensors[name].view(-1)))
     reader.fill(entries)
-    return {name: entry.data.view(entry.layout.shape) for name, entry in zip(names, entries, strict=True)}
+    return tensors
