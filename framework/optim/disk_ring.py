@@ -1,6 +1,6 @@
 """Optimizer states on a disk (ZeRO-Infinity, Rajbhandari et al. 2021, section 6): a ring of read, compute, write.
 
-    buffer   0          1          2          0          1
+    buffer   0          1          2          0          1           three are drawn
     read     chunk 0 -> chunk 1 -> chunk 2 -> chunk 3 ...            one thread, in order
     compute             chunk 0 -> chunk 1 -> chunk 2 ...            the caller's thread
     write                          chunk 0 -> chunk 1 ...            one thread, in order
