@@ -7,6 +7,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from framework.model.precision import DTYPES
+from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.compilation import compiled_layers
 from framework.parallel.experts import write_stacked_gradients
 from framework.parallel.fp8_layers import find_fp8_linears, make_matmul
@@ -22,11 +23,13 @@ from framework.parallel.zero.parameters import ParameterSync
 
 @dataclass(frozen=True)
 class Attached:
-    """What unshards a stage's parameters, what reduces its gradients, and the hooks that tell both where the model is."""
+    """What unshards a stage's parameters, what reduces its gradients, and the hooks that tell both where the model is; and what
+    takes activations to the host, if anything does."""
 
     parameters: ParameterSync
     gradients: GradientSync
     hooks: UnitHooks
+    offload: ActivationOffload | None
 
 
 def attach(
@@ -36,7 +39,8 @@ def attach(
     buffers: Sequence[UnitBuffer],
     waits: ExposedCommunication,
 ) -> Attached:
-    """Gradient views for linear layers and embeddings, then the hooks through which units are unsharded and reduced.
+    """Gradient views for linear layers and embeddings, the hooks through which units are unsharded and reduced, and around layers
+    as they are then computed what takes their activations to the host.
 
     ties: all names of each parameter in the stage's model. buffers: allocated.
     """
@@ -50,4 +54,5 @@ def attach(
     by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]
     parameters = ParameterSync(by_unit, waits)
     hooks = UnitHooks(model, plan.own_units, ties, parameters, gradients, plan.recipe.zero.prefetch_units)
-    return Attached(parameters, gradients, hooks)
+    offload = offload_activations(model, plan, [buffer.full for buffer in buffers])
+    return Attached(parameters, gradients, hooks, offload)

@@ -59,6 +59,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps"), _bubbles),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
         (("memory.offload", "zero.stage", "launch.device"), _offload),
+        (("memory.offload", "memory.activation_checkpointing"), _activation_offload),
         (("precision",), _precision),
         (("precision.compute", "memory.compile"), _fp8),
         (("optim.schedule", "train.steps", "train.epochs"), _schedule),
@@ -170,9 +171,23 @@ def _offload(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("memory.offload.parameters", offload.parameters, message, fix)
 
 
+def _activation_offload(recipe: Recipe) -> Iterator[Problem]:
+    key, fraction, policy = (
+        "memory.offload.activations",
+        recipe.memory.offload.activations,
+        recipe.memory.activation_checkpointing,
+    )
+    if fraction and policy not in ("none", "full"):
+        message = (
+            f"memory.activation_checkpointing={policy} keeps tensors of its own for backward, which autograd does not know and"
+            " offload does not reach"
+        )
+        yield Problem(key, fraction, message, f"{key}=0; or memory.activation_checkpointing=full or none")
+
+
 def find_offload_to_device(recipe: Recipe) -> Iterator[Problem]:
     """The fractions that would go from the host's memory to the host's memory, because ranks compute on CPUs."""
-    for name in ("optimizer", "parameters"):
+    for name in ("optimizer", "parameters", "activations"):
         fraction = getattr(recipe.memory.offload, name)
         if fraction:
             message = (

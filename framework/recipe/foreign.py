@@ -13,7 +13,7 @@ _EPOCHS = "train.epochs"
 _DTYPE = "precision.compute (fp16, bf16, fp32, fp64 or auto)"
 _ZERO = "zero.stage: 1 shards optimizer state, 2 and gradients, 3 and parameters"
 _OFFLOAD = "memory.offload.optimizer and, with zero.stage=3, memory.offload.parameters: fractions from 0 to 1"
-_NO_OFFLOAD = "offloading of activations is not built yet: they stay on the device"
+_ACTIVATION_OFFLOAD = "memory.offload.activations: a fraction of the layers, from 0 to 1"
 _WARMUP_RATIO = "optim.schedule.warmup_steps, in steps"
 _OUTPUT = "run.root (the folder of all runs) and run.id (this run's folder in it)"
 _RESUME = "a run with the same run.id resumes from its newest checkpoint by itself"
@@ -134,6 +134,7 @@ _DEEPSPEED = MappingProxyType(
         "wall_clock_breakdown": "metrics.jsonl has the times of every step",
         "communication_data_type": "precision.reduce",
         "activation_checkpointing.partition_activations": "memory.activation_checkpointing",
+        "activation_checkpointing.cpu_checkpointing": _ACTIVATION_OFFLOAD,
         "moe.ep_size": "parallel.ep",
         "moe_expert_parallel_size": "parallel.ep",
         "moe.num_experts": _EXPERT_COUNT,
@@ -367,7 +368,9 @@ _OTHERS = MappingProxyType(
         "enable_expert_parallel": "parallel.ep, the number of ranks that divide the experts",
         "offload.optimizer": _OFFLOAD,
         "offload.parameters": _OFFLOAD,
-        "offload.activations": _NO_OFFLOAD,
+        "offload.activations": _ACTIVATION_OFFLOAD,
+        "enable_activation_offloading": _ACTIVATION_OFFLOAD,
+        "activation_offload": _ACTIVATION_OFFLOAD,
         "cpu_offload": _OFFLOAD,
         "offload": _OFFLOAD,
         "offload_optimizer": _OFFLOAD,

@@ -202,6 +202,12 @@ class Offload:
     parameters: float = key(
         "with zero.stage=3, fraction of a rank's units whose shards live in the host's memory", 0.0, low=0.0, high=1.0
     )
+    activations: float = key(
+        "fraction of a stage's layers whose activations lie in the host's memory between forward and backward",
+        0.0,
+        low=0.0,
+        high=1.0,
+    )
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class RankStage:
     def __init__(self, model: StageModel, buffers: list[UnitBuffer], attached: Attached, loss: Loss, load: ExpertLoad):
         self.model, self.buffers = model, buffers
         self.parameters, self.gradients, self.hooks = attached.parameters, attached.gradients, attached.hooks
+        self.offload = attached.offload
         self._loss, self._load = loss, load
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
         self._with_parameters = [index for index, buffers in enumerate(attached.parameters.units) if buffers]

@@ -182,9 +182,11 @@ def test_other_names_of_offloading_are_told_ours(key):
     assert "memory.offload.optimizer" in problems[key].fix
 
 
-def test_offloading_of_activations_is_said_to_be_not_built_yet():
-    problems = problems_of("memory.offload.activations=1")
-    assert "not built yet" in problems["memory.offload.activations"].fix
+@pytest.mark.parametrize("key", ["enable_activation_offloading", "activation_checkpointing.cpu_checkpointing"])
+def test_other_names_of_offloading_activations_are_told_ours(key):
+    problems = problems_of(f"{key}=true")
+    assert problems.keys() == {key}
+    assert "memory.offload.activations" in problems[key].fix
 
 
 @pytest.mark.parametrize(
@@ -198,6 +200,8 @@ def test_offloading_of_activations_is_said_to_be_not_built_yet():
             "the host",
         ),
         (["memory.offload.parameters=1", "zero.stage=2"], "memory.offload.parameters", "resident"),
+        (["memory.offload.activations=-0.5"], "memory.offload.activations", "from 0 to 1"),
+        (["memory.offload.activations=1", "launch.device=cpu"], "memory.offload.activations", "the device is the host"),
     ],
 )
 def test_offloads_that_cannot_be_are_refused(overrides, key, says):
