@@ -1,10 +1,11 @@
 """Copies between the device and pinned memory of the host, on a stream beside that of the computation.
 
-    start     the copies run behind all that the current stream has been given so far; the host goes on at once
+    start     the copies run behind all that the current stream has been given so far; the host goes on
     wait      what the current stream is given from now on runs behind them; the host goes on
 
-Between the two, nobody writes to either side, reads the target or gives up the memory of either. Behind the wait the memory of the
-device may be given up at once: a block that was freed on the current stream the allocator gives to later work of that stream only.
+Between the two, nobody writes to either side, reads the target or gives up the memory of either. Behind the wait the memory of
+the device may be given up at once: a block that was freed on the current stream the allocator gives to later work of that stream
+only.
 
 On a CPU there is one memory and no stream. There the copies are made in the wait, as late as a device may make them, the target
 has no value until then, and a side that was given up before is an error. So a wait that is missing, or comes too late, shows
