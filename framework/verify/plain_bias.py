@@ -63,10 +63,9 @@ def _choose(form: RouterForm, router: nn.Module, args: Any, output: tuple[Tensor
     logits, weights, index = output[form.logits], output[form.weights].clone(), output[form.index].clone()
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scores = torch.sigmoid(wide) if form.is_sigmoid else torch.softmax(wide, dim=1)
-    bias = router.get_buffer(ADDED_BIAS).tolist()
-    for token, row in enumerate(scores.tolist()):
-        ranked = sorted(range(len(row)), key=lambda expert, row=row: -(row[expert] + bias[expert]))  # type: ignore[misc]
-        chosen = ranked[: index.shape[1]]
+    # torch's choice of equal scores, which a row of zeros has (a padding token's), is the stock router's.
+    biased = (scores.detach() + router.get_buffer(ADDED_BIAS)).topk(index.shape[1], dim=1).indices
+    for token, chosen in enumerate(biased.tolist()):
         if set(chosen) == set(index[token].tolist()):
             continue
         own = torch.stack([scores[token, expert] for expert in chosen])

@@ -16,6 +16,7 @@ from framework.parallel.zero.load_parameters import load_pretrained
 from framework.plan.page import describe_plan
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model
+from framework.verify.plain_bias import PlainBiases
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
 
@@ -69,6 +70,15 @@ def test_a_bias_decides_whom_a_router_chooses_and_not_how_much_they_weigh() -> N
     _, weights, index = router(hidden)
     assert torch.equal(index, torch.tensor([1, 3]).expand(50, 2))
     torch.testing.assert_close(weights, logits[:, [1, 3]].softmax(-1))
+
+
+def test_the_oracle_chooses_between_equal_scores_as_the_stock_router_does() -> None:
+    # A padding token's hidden state is zero, and so are all of its logits.
+    model = AutoModelForCausalLM.from_config(build_config(family("mixtral"), num_local_experts=8))
+    router, hidden = model.model.layers[0].mlp.gate, torch.zeros(3, 32)
+    _, _, stock = router(hidden)
+    PlainBiases(model, ADDED)
+    assert torch.equal(router(hidden)[2], stock)
 
 
 def test_pretrained_weights_leave_an_added_bias_at_zero(tmp_path: Path) -> None:
