@@ -49,6 +49,16 @@ def ask_behind(mixture: nn.Module, x: Tensor) -> Tensor:
     return mixture.routed(x) + mixture.shared_expert(x)
 
 
+def flatten_and_ask_behind(mixture: nn.Module, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    routed = mixture.routed(rows)
+    return mixture.shared_expert(rows).add_(routed).view_as(x)  # in place, as llama4 does
+
+
+def ask_of_others_behind(mixture: nn.Module, x: Tensor) -> Tensor:
+    return mixture.routed(x) + mixture.shared_expert(x[:, 1:])
+
+
 def read_between(mixture: nn.Module, x: Tensor) -> Tensor:
     shared = mixture.shared_expert(x).relu()
     return mixture.routed(x) + shared
@@ -74,6 +84,8 @@ def ask_twice(mixture: nn.Module, x: Tensor) -> Tensor:
     [
         (ask_in_front, LateSharedExperts),
         (ask_behind, SharedExperts),
+        (flatten_and_ask_behind, SharedExperts),
+        (ask_of_others_behind, None),
         (read_between, None),
         (view_between, None),
         (write_between, None),
@@ -87,7 +99,12 @@ def test_what_a_mixture_does_decides_when_they_may_be_computed(forward: Forward,
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("qwen2_moe", LateSharedExperts), ("qwen3_next", LateSharedExperts), ("deepseek_v3", SharedExperts)],
+    [
+        ("qwen2_moe", LateSharedExperts),
+        ("qwen3_next", LateSharedExperts),
+        ("deepseek_v3", SharedExperts),
+        ("llama4_text", SharedExperts),
+    ],
 )
 def test_the_order_is_that_of_the_familys_code(name: str, kind: type) -> None:
     model = build_meta(build_config(family(name)))
@@ -96,11 +113,12 @@ def test_the_order_is_that_of_the_familys_code(name: str, kind: type) -> None:
     assert type(stand_in(model.get_submodule(parent), child, 32)) is kind
 
 
-def test_a_promise_is_kept_bitwise_in_forward_and_backward() -> None:
+@pytest.mark.parametrize("forward", [ask_in_front, ask_behind, flatten_and_ask_behind])
+def test_the_result_is_bitwise_the_same_in_forward_and_backward(forward: Forward) -> None:
     x = torch.randn(2, 3, 4, requires_grad=True)
-    stock = mixture_of(ask_in_front)(x)
+    stock = mixture_of(forward)(x)
     (expected,) = torch.autograd.grad(stock.sin().sum(), x)
-    mixture = mixture_of(ask_in_front)
+    mixture = mixture_of(forward)
     mixture.routed.shared = stand_in(mixture, "routed", 4)
     found = mixture(x)
     (gradient,) = torch.autograd.grad(found.sin().sum(), x)
