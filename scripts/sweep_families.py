@@ -51,6 +51,7 @@ EXPERT_LAYOUTS = {
     "ep2-zero3": ["launch.ranks=2", "parallel.ep=2", "zero.stage=3"],
     "ep2-tp2": ["launch.ranks=2", "parallel.ep=2", "parallel.tp=2", "parallel.sequence=false"],
     "ep2-tp2-sequence": ["launch.ranks=2", "parallel.ep=2", "parallel.tp=2", "parallel.sequence=true"],
+    "ep2-pp2": ["launch.ranks=4", "parallel.ep=2", "parallel.pp=2", "zero.stage=2"],
     "ep2-expert_tp2": ["launch.ranks=4", "parallel.ep=2", "parallel.tp=2", "parallel.expert_tp=2"],
 }
 
