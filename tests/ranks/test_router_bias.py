@@ -16,9 +16,10 @@ from framework.checkpoint.commit import committed_name
 from framework.checkpoint.load import Reader
 from framework.launch.export import _read, _read_units
 from framework.model import added_bias, expert_load
-from framework.model.added_bias import RouterForm
+from framework.model.added_bias import RouterForm, prepare_mixtures
 from framework.model.expert_load import ExpertLoad
 from framework.model.load import build_meta
+from framework.model.materialize import persistent_buffers
 from framework.model.mixtures import ADDED_BIAS, find_mixtures
 from framework.model.units import find_units
 from framework.model.weights import write_weights
@@ -177,7 +178,7 @@ def test_added_biases_choose_alike_in_compiled_layers(pool: RankPool) -> None:
     assert_equal(pool, 2, [added_case("mixtral", [*layouts], layouts)])
 
 
-def test_an_added_bias_survives_a_change_of_layout(pool: RankPool, tmp_path: Path) -> None:
+def test_an_added_bias_survives_a_change_of_layout_and_is_not_exported(pool: RankPool, tmp_path: Path) -> None:
     case = added_case("mixtral", ["ep x pp, split backwards", "ep, tokens divided"])
     case = replace(case, layouts=dict(zip(("before", "after"), case.layouts.values(), strict=True)))
     found, expected = pool.run(4, resume, case, tmp_path / "saved")[0], expect(case)
@@ -187,6 +188,13 @@ def test_an_added_bias_survives_a_change_of_layout(pool: RankPool, tmp_path: Pat
     assert all(
         torch.equal(found.weights[name], expected.weights[name]) and expected.weights[name].any() for name in names
     )
+    # The run's own model has it, an exported one does not.
+    reader, meta = Reader(committed_name(tmp_path / "saved", 1)), build_meta(case.config)
+    write_weights(tmp_path / "export", meta, _read_units(reader, meta, find_units(meta)), torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    assert not any(name.endswith(ADDED_BIAS) for name in exported)
+    prepare_mixtures(ADDED, meta, find_units(meta))
+    assert all(value.any() for value in _read(reader, "buffer/", persistent_buffers(meta)).values())
 
 
 # --- sabotage
