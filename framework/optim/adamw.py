@@ -15,7 +15,7 @@ def make(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 ADAMW = Method(
     UpdateKind.PER_ELEMENT,
-    lambda optim: ("exp_avg", "exp_avg_sq"),
+    lambda optim: dict(zip(("exp_avg", "exp_avg_sq"), optim.betas, strict=True)),
     make,
     counts_updates=True,
     nonnegative=("exp_avg_sq",),

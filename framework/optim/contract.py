@@ -45,13 +45,14 @@ class ShardGroup:
 class Method:
     """An optimizer as the table of `optimizers` names it.
 
-    state_names: its states per element, which a checkpoint keeps. make: torch's optimizer over parameter groups of one tensor
-    each; as torch's fused ones it divides gradients by `grad_scale` and does nothing where `found_inf` is 1. counts_updates:
-    whether it keeps a state `step` on the device. nonnegative: states that are never below zero.
+    states: its states per element, which a checkpoint keeps: by name, the share of it that an update retains. make: torch's
+    optimizer over parameter groups of one tensor each; as torch's fused ones it divides gradients by `grad_scale` and does
+    nothing where `found_inf` is 1. counts_updates: whether it keeps a state `step` on the device. nonnegative: states that are
+    never below zero.
     """
 
     kind: UpdateKind
-    state_names: Callable[[Optim], tuple[str, ...]]
+    states: Callable[[Optim], dict[str, float]]
     make: Callable[[Optim, list[dict[str, Any]]], torch.optim.Optimizer]
     counts_updates: bool = False
     nonnegative: tuple[str, ...] = ()

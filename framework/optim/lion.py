@@ -74,4 +74,4 @@ def make(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return Lion(groups, lr=optim.lr, betas=optim.betas)
 
 
-LION = Method(UpdateKind.PER_ELEMENT, lambda optim: ("exp_avg",), make)
+LION = Method(UpdateKind.PER_ELEMENT, lambda optim: {"exp_avg": optim.betas[1]}, make)

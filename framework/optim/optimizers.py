@@ -15,9 +15,8 @@ from framework.errors import LayoutError
 from framework.optim.adamw import ADAMW
 from framework.optim.contract import FlatShard, Method, ShardGroup
 from framework.optim.lion import LION
-from framework.optim.low_bit import SIGNED, UNSIGNED
 from framework.optim.sgd import SGD
-from framework.optim.states import MomentsDtype, StateChunk, make_states
+from framework.optim.states import MomentsDtype, StateChunk, StateKind, make_states
 from framework.recipe.schema import Optim
 
 # By `optim.name` of a recipe.
@@ -36,7 +35,7 @@ class Missed:
 
 def state_names(optim: Optim) -> tuple[str, ...]:
     """The per-element states of the recipe's optimizer, which a checkpoint keeps."""
-    return OPTIMIZERS[optim.name].state_names(optim)
+    return tuple(OPTIMIZERS[optim.name].states(optim))
 
 
 class FlatOptimizer:
@@ -59,11 +58,14 @@ class FlatOptimizer:
         nothing = FlatShard((), torch.zeros(0, device=device), torch.zeros(0, device=device))
         filled = [group for group in groups if group.shards] or [ShardGroup("nothing", (nothing,), 1.0, 0.0)]
         self.shards = tuple(shard for group in filled for shard in group.shards)
-        self.state_names = self._method.state_names(optim)
+        self.state_names = state_names(optim)
         self._group_of = {shard: group for group in filled for shard in group.shards}
         self._kernel_divides = all(shard.gradient.dtype == torch.float32 for shard in self.shards)
-        codes = {name: UNSIGNED if name in self._method.nonnegative else SIGNED for name in self.state_names}
-        self.states = make_states(moments, codes, self.shards, device, seed)
+        kinds = [
+            StateKind(name, name not in self._method.nonnegative, retained)
+            for name, retained in self._method.states(optim).items()
+        ]
+        self.states = make_states(moments, kinds, self.shards, device, seed)
         self._kernels = [self._make_kernel(optim, chunk) for chunk in self.states.chunks]
 
     def _make_kernel(self, optim: Optim, chunk: StateChunk) -> torch.optim.Optimizer:

@@ -8,9 +8,9 @@ from framework.optim.contract import Method, UpdateKind
 from framework.recipe.schema import Optim
 
 
-def state_names(optim: Optim) -> tuple[str, ...]:
+def states(optim: Optim) -> dict[str, float]:
     """Without momentum there is nothing to keep."""
-    return ("momentum_buffer",) if optim.momentum else ()
+    return {"momentum_buffer": optim.momentum} if optim.momentum else {}
 
 
 def make(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -18,4 +18,4 @@ def make(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
 
 
-SGD = Method(UpdateKind.PER_ELEMENT, state_names, make)
+SGD = Method(UpdateKind.PER_ELEMENT, states, make)

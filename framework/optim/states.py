@@ -1,7 +1,8 @@
 """An optimizer's states per element, its moments: in the master's dtype, in bf16, or in int8 by blocks (`precision.moments`).
 
 A kernel updates moments in the master's dtype. Those of fewer bits are decoded for one chunk after the other, updated there by
-the same kernel, and encoded again with stochastic rounding: only one chunk's moments ever exist in full.
+the same kernel, and encoded again: only one chunk's moments ever exist in full. They are rounded stochastically where they would
+else stall (`stochastic_rounding.is_needed`).
 
     storage   [ run | run | pad ][ run ...      one run for each piece of a parameter; blocks begin at multiples of BLOCK of the
               | chunk            | chunk        parameter's local elements, so a piece that begins within a block is padded
@@ -10,9 +11,8 @@ An element's rounding is a function of (seed, step, parameter, element). Which e
 cuts the parameter: see `low_bit` for how little that changes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Literal, Protocol
 
@@ -24,17 +24,27 @@ from framework.model.counter_rng import CounterRng, Rows
 from framework.model.initial import rows_of
 from framework.optim import low_bit
 from framework.optim.contract import FlatShard
-from framework.optim.low_bit import BLOCK, CodeRange
-from framework.optim.stochastic_rounding import ROUNDING_BITS, draw_bits, round_to_bf16
+from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
+from framework.optim.stochastic_rounding import ROUNDING_BITS, draw_bits, is_needed, round_to_bf16
 
 MomentsDtype = Literal["fp32", "bf16", "int8"]
 
 # Elements that are decoded at a time. On a CPU torch's grain size, above which it would share one operation among threads; all
-# that an update of them touches stays in a core's cache. On a GPU enough to be worth its kernels: some 100 MiB of scratch.
+# that an update of them touches stays in a core's cache. On a GPU enough to be worth its kernels: some 150 MiB of scratch.
 CHUNK_CPU = 1 << 15
-CHUNK_DEVICE = 1 << 22
+CHUNK_DEVICE = 1 << 21
 # The word of random bits with which two states are rounded to nearest.
 HALVES = -0x7FFF8000
+BF16_MANTISSA_BITS = 7
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """A state of an optimizer. retained: the share of it that an update retains."""
+
+    name: str
+    is_signed: bool
+    retained: float
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,8 @@ class FullStates:
 class Storage(Protocol):
     """One state of all elements, in few bits."""
 
+    is_stochastic: bool
+
     def decode(self, blocks: Run) -> Tensor:
         """The numbers of blocks [first, last): flat."""
 
@@ -141,7 +153,8 @@ class Bf16Storage:
 
     block = 1
 
-    def __init__(self, num_blocks: int, device: torch.device):
+    def __init__(self, num_blocks: int, device: torch.device, kind: StateKind):
+        self.is_stochastic = is_needed(kind.retained, BF16_MANTISSA_BITS, kind.is_signed)
         self.numbers = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
 
     def decode(self, blocks: Run) -> Tensor:
@@ -159,41 +172,45 @@ class Int8Storage:
 
     block = BLOCK
 
-    def __init__(self, num_blocks: int, device: torch.device, kind: CodeRange):
-        self.codes = torch.zeros(num_blocks * BLOCK, dtype=kind.dtype, device=device)
+    def __init__(self, num_blocks: int, device: torch.device, kind: StateKind):
+        self._codes = SIGNED if kind.is_signed else UNSIGNED
+        self.is_stochastic = is_needed(kind.retained, self._codes.mantissa_bits, kind.is_signed)
+        self.codes = torch.zeros(num_blocks * BLOCK, dtype=self._codes.dtype, device=device)
         self.exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=device)
-        self._kind = kind
 
     def decode(self, blocks: Run) -> Tensor:
-        return low_bit.decode(*self.memory(blocks), kind=self._kind)
+        return low_bit.decode(*self.memory(blocks), kind=self._codes)
 
     def encode(self, blocks: Run, values: Tensor, bits: Tensor) -> None:
-        low_bit.encode(values, bits, *self.memory(blocks), kind=self._kind)
+        low_bit.encode(values, bits, *self.memory(blocks), kind=self._codes)
 
     def memory(self, blocks: Run) -> tuple[Tensor, Tensor]:
         return self.codes[blocks[0] * BLOCK : blocks[1] * BLOCK], self.exponents[slice(*blocks)]
 
 
-MakeStorage = Callable[[int, torch.device], Storage]
-
-
 class LowBitStates:
-    """States in few bits. make: by name, what makes the storage of a number of blocks of `block` elements."""
+    """States in few bits, each in a storage of class `make`."""
 
     def __init__(
-        self, make: Mapping[str, MakeStorage], block: int, shards: Sequence[FlatShard], device: torch.device, seed: int
+        self,
+        make: type[Bf16Storage] | type[Int8Storage],
+        kinds: Sequence[StateKind],
+        shards: Sequence[FlatShard],
+        device: torch.device,
+        seed: int,
     ):
-        assert len(make) <= 2, "a word of random bits is enough for two roundings"
-        self.chunks: Sequence[StateChunk] = list(
-            cut_chunks(shards, block, CHUNK_CPU if device.type == "cpu" else CHUNK_DEVICE)
-        )
-        self.storages = {name: each(self.chunks[-1].blocks[1], device) for name, each in make.items()}
+        assert len(kinds) <= 2, "a word of random bits is enough for two roundings"
+        block, most = make.block, CHUNK_CPU if device.type == "cpu" else CHUNK_DEVICE
+        self.chunks: Sequence[StateChunk] = list(cut_chunks(shards, block, most))
+        self.storages: dict[str, Storage] = {kind.name: make(self.chunks[-1].blocks[1], device, kind) for kind in kinds}
         size = max(1, *(chunk.blocks[1] - chunk.blocks[0] for chunk in self.chunks)) * block
         dtype = shards[0].value.dtype
-        self._scratch = {name: torch.zeros(size, dtype=dtype, device=device) for name in make}
-        self._bits = torch.zeros(size, dtype=torch.int32, device=device)
+        self._scratch = {name: torch.zeros(size, dtype=dtype, device=device) for name in self.storages}
+        self._bits = torch.full((size,), HALVES, dtype=torch.int32, device=device)
+        self._nearest = self._bits.clone()
         self._narrow = torch.zeros(size, device=device)
         self._rng = CounterRng(size, device)
+        self._draws = any(each.is_stochastic for each in self.storages.values())
         self._seed, self._block, self._device = seed, block, device
         self._copies: dict[tuple[FlatShard, str], Tensor] = {}
 
@@ -206,7 +223,7 @@ class LowBitStates:
             self._scratch[name][: len(numbers)] = numbers
 
     def store(self, chunk: StateChunk, step: int) -> None:
-        for run in chunk.runs:
+        for run in chunk.runs if self._draws else ():
             key = (self._seed, "moments", step, run.parameter)
             draw_bits(self._rng, key, run.rows, self._bits[self._within(chunk, run)])
         self._encode(chunk)
@@ -228,7 +245,7 @@ class LowBitStates:
         self._copies = {(shard, name): self.values(shard, name) for shard in shards for name in self.storages}
 
     def close(self) -> None:
-        self._bits.fill_(HALVES)
+        self._bits.copy_(self._nearest)
         for chunk in self.chunks:
             for name, scratch in self._scratch.items():
                 scratch.zero_()  # padding, where another chunk has its numbers
@@ -248,8 +265,8 @@ class LowBitStates:
 
     def _encode(self, chunk: StateChunk) -> None:
         size = (chunk.blocks[1] - chunk.blocks[0]) * self._block
-        bits = self._bits[:size]
         for index, (name, storage) in enumerate(self.storages.items()):
+            bits = (self._bits if storage.is_stochastic else self._nearest)[:size]
             # Copied, because `float()` keeps fp64 where a verification asks for that.
             values = self._narrow[:size].copy_(self._scratch[name][:size])
             storage.encode(chunk.blocks, values, bits >> index * ROUNDING_BITS)
@@ -269,15 +286,13 @@ class LowBitStates:
 
 
 def make_states(
-    dtype: MomentsDtype, names: Mapping[str, CodeRange], shards: Sequence[FlatShard], device: torch.device, seed: int
+    dtype: MomentsDtype, kinds: Sequence[StateKind], shards: Sequence[FlatShard], device: torch.device, seed: int
 ) -> States:
-    """Zeros. names: of the states, and what int8 spends its codes on; seed: of stochastic rounding."""
-    if dtype == "fp32" or not names:
-        return FullStates(list(names), shards)
-    if dtype == "bf16":
-        return LowBitStates(dict.fromkeys(names, Bf16Storage), Bf16Storage.block, shards, device, seed)
-    make = {name: partial(Int8Storage, kind=kind) for name, kind in names.items()}
-    return LowBitStates(make, Int8Storage.block, shards, device, seed)
+    """Zeros. seed: of stochastic rounding."""
+    has_elements = any(shard.value.numel() for shard in shards)  # a rank may train nothing
+    if dtype == "fp32" or not kinds or not has_elements:
+        return FullStates([kind.name for kind in kinds], shards)
+    return LowBitStates(Bf16Storage if dtype == "bf16" else Int8Storage, kinds, shards, device, seed)
 
 
 def cut_chunks(shards: Iterable[FlatShard], block: int, size: int) -> Iterator[StateChunk]:

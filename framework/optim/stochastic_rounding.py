@@ -17,6 +17,16 @@ from framework.model.counter_rng import CounterRng, Key, Rows, batch
 ROUNDING_BITS = 16
 
 
+def is_needed(retained: float, mantissa_bits: int, is_signed: bool) -> bool:
+    """Whether a moment is right on average only with stochastic rounding. retained: what a step leaves of it, beta.
+
+    To nearest, a number stays where it is while a step changes it by less than half a spacing: 2^-(mantissa_bits + 1) of it at
+    most. A first moment whose steps are larger is closer to the truth if rounded to nearest. A second one would still be too
+    large: it falls by 1 - beta at most, and rises by more.
+    """
+    return not is_signed or 1 - retained < 2.0 ** -(mantissa_bits + 1)
+
+
 def draw_bits(rng: CounterRng, key: Key, rows: Sequence[Rows], out: Tensor) -> None:
     """Fill `out`, int32 [n], with the random words of elements `rows` of stream `key`: 32 bits each, enough for two roundings."""
     first = 0

@@ -162,6 +162,9 @@ def _explain(sides: Sides, found: Evidence, expected: Evidence) -> int:
         return EXIT_FAILED
     references = [expected, *(sides.run_oracle(found, seed) for seed in range(1, NUM_REFERENCES))]
     spread = judge(found, references, truth, "fp32")
+    if sides.recipe.precision.moments != "fp32":
+        # 1e-7 may turn a rounding of a moment, for one weight of many and by a whole spacing: a few runs do not bound that.
+        spread = [row for row in spread if row.quantity == "gradient, step 1"]
     print(
         f"Equal in fp64. The fp32 layout beside it; each limit is measured: {NUM_REFERENCES} fp32 runs of one process,"
         " rounded otherwise"

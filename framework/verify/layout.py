@@ -87,8 +87,15 @@ def _find_block_starts(run: Run, owned: OwnedShard) -> Tensor:
 
 
 def owned_blocks(run: Run) -> dict[str, tuple[Layout, Tensor]]:
-    """Layout and, of own elements of every trained parameter, the number of the first element of the block of its moments."""
-    return {
+    """Layout and, of own elements of every parameter, the number of the first element of the block of its moments: 0 where it is
+    frozen, so that a rank that trains nothing has something to gather, too."""
+    frozen = {
+        slot.name: buffer.counted(slot, torch.zeros_like(buffer.master))
+        for buffer in run.buffers
+        if not buffer.is_copy and not buffer.is_trained
+        for slot in buffer.slots
+    }
+    return frozen | {
         slot.name: each.buffer.counted(slot, _find_block_starts(run, each), each.span.start)
         for each in run.shards
         if not each.buffer.is_copy

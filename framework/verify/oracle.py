@@ -88,7 +88,7 @@ class _Oracle:
         self._optimizer = _stock_optimizer(recipe.optim, self.masters)
         self._biases = PlainBiases(self._model, recipe.model)
         self._scale = PlainLossScale(recipe.precision)
-        self._moments = PlainMoments(recipe.precision.moments, recipe.train.seed, blocks)
+        self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, blocks)
 
     def set_rate(self, step: int) -> None:
         rate = learning_rate(step, self._recipe.optim.schedule, self._recipe.optim.lr, self._recipe.train.steps)

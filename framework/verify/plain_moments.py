@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from framework.model.counter_rng import Rows, fill
-from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
+from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED, CodeRange
+from framework.optim.stochastic_rounding import is_needed
+from framework.recipe.schema import Optim
 
-# The states of stock optimizers, in the order in which they take their random bits: the lower half of a word, the upper.
-NAMES = ("exp_avg", "momentum_buffer", "m", "exp_avg_sq")
+SECOND = "exp_avg_sq"
 LEAST_EXPONENT = -126  # of normal fp32 numbers
 
 
 @dataclass(frozen=True)
 class PlainMoments:
-    """What rounds the moments. dtype: `precision.moments`. blocks: by parameter, of its shape, the number of the first element of
-    each element's block; empty: blocks of BLOCK elements."""
+    """What rounds the moments of `optim`. dtype: `precision.moments`. blocks: by parameter, of its shape, the number of the first
+    element of each element's block; empty: blocks of BLOCK elements."""
 
+    optim: Optim
     dtype: str
     seed: int
     blocks: Mapping[str, Tensor]
@@ -32,22 +34,35 @@ class PlainMoments:
         if self.dtype == "fp32":
             return
         for name, master in masters.items():
-            moments = {key: optimizer.state[master][key] for key in NAMES if key in optimizer.state[master]}
+            moments = {key: optimizer.state[master][key] for key in self._retained() if key in optimizer.state[master]}
             words = _draw(master, (self.seed, "moments", step, name)) if moments else torch.empty(0)
             for index, (key, moment) in enumerate(moments.items()):
                 chance = ((words >> 16 * index) & 0xFFFF).double() / 65536
+                if not is_needed(self._retained()[key], self._mantissa_bits(key), key != SECOND):
+                    chance = torch.full_like(chance, 0.5)  # to nearest
                 rounded = self._round(name, moment.detach().float().double().flatten(), chance, key)
                 moment.copy_(rounded.view_as(moment))
 
+    def _retained(self) -> dict[str, float]:
+        """The states of stock optimizers and the share of each that a step retains, in the order in which they take their random
+        bits: the lower half of a word, the upper."""
+        betas = self.optim.betas
+        names = {"adamw": ("exp_avg", SECOND), "lion": ("", "m"), "sgd": ("momentum_buffer",)}[self.optim.name]
+        retained = (self.optim.momentum,) if self.optim.name == "sgd" else betas
+        return {name: share for name, share in zip(names, retained, strict=True) if name}
+
+    def _mantissa_bits(self, key: str) -> int:
+        return 7 if self.dtype == "bf16" else (UNSIGNED if key == SECOND else SIGNED).mantissa_bits
+
     def _round(self, name: str, values: Tensor, chance: Tensor, key: str) -> Tensor:
+        rounded = _round_mantissa(values, chance, self._mantissa_bits(key))
         if self.dtype == "bf16":
-            return _round_mantissa(values, chance, 7)
-        rounded = _round_mantissa(values, chance, 3)
+            return rounded
         starts = self.blocks[name].flatten() if name in self.blocks else torch.arange(len(values)) // BLOCK * BLOCK
         starts = starts.to(values.device, torch.int64)
         largest = torch.zeros_like(values).scatter_reduce_(0, starts, rounded.abs(), "amax")[starts]
-        smallest = _find_smallest(largest, (UNSIGNED if key == "exp_avg_sq" else SIGNED).count)
-        is_kept = values > 0 if key == "exp_avg_sq" else values.abs() > chance * smallest
+        smallest = _find_smallest(largest, UNSIGNED if key == SECOND else SIGNED)
+        is_kept = values > 0 if key == SECOND else values.abs() > chance * smallest
         return torch.where(values.abs() < smallest, is_kept * smallest * values.sign(), rounded)
 
 
@@ -65,11 +80,11 @@ def _round_mantissa(values: Tensor, chance: Tensor, bits: int) -> Tensor:
     return values.sign() * (values.abs() / spacing + chance).floor() * spacing
 
 
-def _find_smallest(largest: Tensor, count: int) -> Tensor:
+def _find_smallest(largest: Tensor, codes: CodeRange) -> Tensor:
     """The smallest number of a block, by its largest: its fp32 bits begin with `base + 1`."""
     exponent = _exponent(largest).clamp(min=LEAST_EXPONENT - 1) - LEAST_EXPONENT + 1
-    base = ((exponent + 1) * 8 - count).clamp(min=0)
-    return ((base + 1) << 20).int().view(torch.float32).double()
+    base = ((exponent + 1) * 2**codes.mantissa_bits - codes.count).clamp(min=0)
+    return ((base + 1) << codes.dropped_bits).int().view(torch.float32).double()
 
 
 def _exponent(values: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Replicas divide the reading of a checkpoint: r ranks that own the same do not open r files each."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -50,13 +51,25 @@ def save_and_restore(rank: int, world: int, rendezvous: str, case: Case, root: P
 def bits_of(run: Run) -> list[torch.Tensor]:
     """All that this rank owns, padding left out: not only what it counts."""
     masters = [buffer.held(slot, buffer.master)[1] for buffer in run.buffers for slot in buffer.slots]
-    states = [run.optimizer.state(each, name) for name in run.optimizer.state_names for each in run.optimizer.shards]
+    states = [
+        tensor
+        for shard in run.optimizer.shards
+        for tensor in run.optimizer.states.memory(shard, 0, shard.value.numel())
+    ]
     return [tensor.contiguous().view(torch.uint8) for tensor in (*masters, *states)]
 
 
-@pytest.mark.parametrize(("world", "zero"), [(3, Zero()), (4, Zero(stage=3, shard_within=2))], ids=["stage 0", "hsdp"])
-def test_each_replica_reads_its_share_and_owns_all(pool: RankPool, tmp_path: Path, world: int, zero: Zero) -> None:
-    case = Case("", family("llama"), {"": small_recipe("fp32", world, 1, 12, 0.05, zero)})
+@pytest.mark.parametrize(
+    ("world", "zero", "moments"),
+    [(3, Zero(), "fp32"), (4, Zero(stage=3, shard_within=2), "fp32"), (4, Zero(stage=3, shard_within=2), "int8")],
+    ids=["stage 0", "hsdp", "hsdp, int8"],
+)
+def test_each_replica_reads_its_share_and_owns_all(
+    pool: RankPool, tmp_path: Path, world: int, zero: Zero, moments: Any
+) -> None:
+    recipe = small_recipe("fp32", world, 1, 12, 0.05, zero)
+    recipe = replace(recipe, precision=replace(recipe.precision, moments=moments))
+    case = Case("", family("llama"), {"": recipe})
     for rank, (opened, is_same) in enumerate(pool.run(world, save_and_restore, case, tmp_path)):
         assert opened == {f"rank-{rank:05d}.bin"}
         assert is_same

@@ -169,7 +169,7 @@ def test_layouts_agree(name: str, moments: MomentsDtype, dim: int) -> None:
             wanted = torch.cat([owned(expected[each].view(SHAPES[each]), layouts[each]) for each in layouts])
             found = part.shard.value if key == "value" else part.states()[key]
             is_equal = (found - wanted).abs() <= 1e-12 * wanted.abs()
-            assert is_equal.double().mean() > (0.999 if moments == "int8" else 1 - 1e-9), key
+            assert is_equal.double().mean() > (0.98 if moments == "int8" else 1 - 1e-9), key
             assert (found - wanted).double().norm() < 1e-4 * wanted.double().norm(), key
 
 
@@ -204,6 +204,15 @@ def test_another_layout_resumes_from_it(moments: MomentsDtype, dim: int) -> None
         part.optimizer.states.close()
         for key, found in part.states().items():
             assert (found - wanted[key]).abs().max() <= wanted[key].abs().max() * (0 if moments == "bf16" else 2.0**-15)
+
+
+@LOW
+def test_a_rank_without_trained_parameters_counts_updates(moments: MomentsDtype) -> None:
+    optimizer = FlatOptimizer(make_optim("adamw"), [], CPU, moments)
+    optimizer.step(1e-2, ONE, NO, 0)
+    optimizer.states.open()
+    optimizer.states.close()
+    assert optimizer.num_updates == 1
 
 
 class Largest(TorchDispatchMode):

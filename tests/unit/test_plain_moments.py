@@ -35,7 +35,7 @@ def test_both_round_alike(name: str, moments: MomentsDtype) -> None:
         else torch.optim.SGD(group, lr=1e-2, momentum=0.9, foreach=False)
     )
     blocks = torch.cat([torch.arange(100), ours.states.block_starts(shard)])
-    plain = PlainMoments(moments, 3, {"w": blocks.view(SHAPE)})
+    plain = PlainMoments(optim, moments, 3, {"w": blocks.view(SHAPE)})
     for step, gradient in enumerate(gradients):
         shard.gradient.copy_(gradient.flatten()[100:])
         ours.step(1e-2, torch.ones((), dtype=torch.float64), torch.tensor(False), step)

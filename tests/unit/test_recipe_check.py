@@ -232,6 +232,8 @@ def test_offloads_that_cannot_be_are_refused(overrides, key, says):
         (["optim.momentum=0.5"], "optim.momentum", "adamw has no momentum"),
         (["optim.betas=[0.9,1.0]"], "optim.betas", "below 1"),
         (["optim=sgd", "optim.momentum=1.0"], "optim.momentum", "below 1"),
+        (["optim=lion", "precision.moments=int8"], "precision.moments", "lion updates by a sign"),
+        (["optim=sgd", "optim.momentum=0", "precision.moments=bf16"], "precision.moments", "has no moments"),
         (["optim.clip_norm=0"], "optim.clip_norm", "trains nothing"),
         (["model.freeze=['a(']"], "model.freeze", "not a regular expression"),
         (["optim.groups.head.pattern='['"], "optim.groups.head.pattern", "not a regular expression"),
