@@ -242,7 +242,7 @@ class Precision:
     reduce: Literal["bf16", "fp32", "fp64"] = key("dtype in which gradients travel between ranks", "fp32")
     moments: Literal["fp32", "bf16", "int8"] = key(
         "what the optimizer's moments are kept in between steps: fp32 (the dtype of precision.master), bf16, or int8 by blocks;"
-        " the last two are rounded stochastically",
+        " the last two are rounded stochastically where they would stall",
         "fp32",
     )
     fp8_scaling: Literal["tensor", "row"] = key(

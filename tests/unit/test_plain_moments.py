@@ -1,12 +1,15 @@
 """The oracle's arithmetic and the layouts' bits: the same numbers, over all of fp32's range."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
+from torch import Tensor
 
-from framework.mesh.layout import Layout
+from framework.mesh.layout import Layout, Run
 from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.optimizers import FlatOptimizer
-from framework.optim.states import LowBitStates, MomentsDtype
+from framework.optim.states import Int8Storage, LowBitStates, MomentsDtype
 from framework.recipe.schema import Optim
 from framework.verify.plain_moments import PlainMoments
 
@@ -45,3 +48,15 @@ def test_both_round_alike(name: str, moments: MomentsDtype) -> None:
     for key in ours.state_names:
         assert torch.equal(ours.state(shard, key).double(), stock.state[master][key].flatten()[100:]), key
     torch.testing.assert_close(shard.value, master.detach().flatten()[100:], rtol=1e-12, atol=0)
+
+
+def test_a_lost_exponent_is_noticed() -> None:
+    """Sabotage: every step loses the scale of one block."""
+    encode = Int8Storage.encode
+
+    def lose(storage: Int8Storage, blocks: Run, values: Tensor, bits: Tensor) -> None:
+        encode(storage, blocks, values, bits)
+        storage.exponents[3] = 0
+
+    with patch.object(Int8Storage, "encode", lose), pytest.raises(AssertionError, match="exp_avg"):
+        test_both_round_alike("adamw", "int8")
