@@ -3,20 +3,22 @@
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap, find_logit_map
 from framework.model.precision import DTYPES
+from framework.plan.target import resolve_target
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 
-# Memory that a rank is taken to have: a plan is pure, and made where there may be no such device. The GPUs that models of this
-# size are trained on have 80 GB or more; a CPU rank is one of several on its host.
+# Memory that a rank is taken to have: a plan is pure, and made where there may be no such device. GPUs that large models are
+# trained on have 80 GB or more; a rank on a CPU is one of several on its host.
 DEVICE_BYTES = {"cuda": 80 * 2**30, "cpu": 16 * 2**30}
-# Of that, whose excess by the logits of a microbatch in compute dtype turns `auto` on. Beside them a plain loss holds them in
-# fp32, their softmax and their gradient: in bf16 some 7 times as much at once, all in the moment when activations are most too.
-# Below 7% of the device it is not worth the fourth matmul of the head, 1% of a step where the head is 3% of the model.
+# Where the logits of a microbatch, in compute dtype, are more than this share of it, `auto` is on. A whole loss has 5 times as
+# much at once in bf16 (logits, softmax and its gradient in fp32, their gradient): 5% of the device. Below that the fourth matmul
+# of the head, 2% of a step for Llama 3 8B, is the larger loss.
 SHARE = 0.01
 
 
@@ -27,7 +29,7 @@ def resolve_chunked_loss(recipe: Recipe, whole: PreTrainedModel) -> tuple[Recipe
     """
     asked = recipe.memory.chunked_loss
     found = None
-    if asked is True or (asked == "auto" and _are_large(recipe, whole)):
+    if asked is True or (asked == "auto" and are_logits_large(recipe, whole.get_output_embeddings().weight.shape[0])):
         try:
             found = find_logit_map(whole, DTYPES[recipe.precision.compute])
         except ModelError:
@@ -42,6 +44,15 @@ def logits_bytes(recipe: Recipe, vocabulary: int) -> int:
     return derived.sequences_per_microbatch * derived.context * -(-vocabulary // derived.tp) * dtype.itemsize
 
 
-def _are_large(recipe: Recipe, whole: PreTrainedModel) -> bool:
-    device = torch.device(recipe.launch.device).type
-    return logits_bytes(recipe, whole.get_output_embeddings().weight.shape[0]) > SHARE * DEVICE_BYTES[device]
+def keep_chunked_loss(recipe: Recipe, config: PretrainedConfig) -> Recipe:
+    """The recipe for a smaller model in place of that of `config`: memory.chunked_loss=true where `auto` means that for it."""
+    vocabulary = config.get_text_config().vocab_size
+    if recipe.memory.chunked_loss != "auto" or not are_logits_large(resolve_target(recipe), vocabulary):
+        return recipe
+    resolved, _ = resolve_chunked_loss(resolve_target(recipe), build_meta(config))
+    return replace(recipe, memory=resolved.memory)
+
+
+def are_logits_large(recipe: Recipe, vocabulary: int) -> bool:
+    """Whether `auto` is on, for a recipe with a device and a compute dtype."""
+    return logits_bytes(recipe, vocabulary) > SHARE * DEVICE_BYTES[torch.device(recipe.launch.device).type]

@@ -18,6 +18,7 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, load_config, load_config_file
 from framework.model.shrink import MIN_LAYERS, shrink
+from framework.plan.logits import keep_chunked_loss
 from framework.recipe.derive import count_virtual_stages, derive
 from framework.recipe.describe import describe_derived
 from framework.recipe.problem import render_problems
@@ -100,6 +101,7 @@ def _choose_sides(recipe: Recipe, options: Options) -> Verification:
         num_parameters = _count(build_meta(original, recipe.model.attention))
         kept = keep_whole(recipe, original, num_parameters, options)
         return Verification(Sides(kept, original, options.steps), changes, num_parameters)
+    recipe = keep_chunked_loss(recipe, original)
     config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
     model = build_meta(config)
     names = [name for name, _ in model.named_parameters()]

@@ -1,6 +1,6 @@
 """Layouts beside the oracle: cases as values, and the body that runs many of them on one set of ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,10 +144,10 @@ def expect(case: Case, layout: Evidence | None = None) -> Evidence:
     return evidence
 
 
-def assert_equal(pool: RankPool, world: int, cases: Sequence[Case]) -> None:
+def assert_equal(pool: RankPool, world: int, cases: Sequence[Case], body: Callable[..., Any] = run_cases) -> None:
     """All layouts, of at most `world` ranks, equal their oracles within the tolerance of their precision."""
     rows: dict[str, list[Row]] = {}
-    for of_rank in pool.run(world, run_cases, cases, timeout_s=300):
+    for of_rank in pool.run(world, body, cases, timeout_s=300):
         rows |= of_rank
     tolerances = {f"{case.name}, {label}": case.tolerance for case in cases for label in case.layouts}
     assert rows.keys() == tolerances.keys()
