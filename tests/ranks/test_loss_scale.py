@@ -31,7 +31,7 @@ from tests.ranks.parity import CPU, Case, small_recipe, topology_of, train_layou
 from tests.ranks.pool import RankPool
 
 BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.05}
-SCALED = Precision("fp32", "fp32", "fp32", 1024.0)
+SCALED = Precision("fp32", loss_scale=1024.0)
 
 
 def recipe_of(world: int, zero: int = 0, accumulation: int = 3, schedule: str = "1f1b", **parallel: Any) -> Recipe:
