@@ -15,8 +15,9 @@ from framework.errors import LayoutError
 from framework.optim.adamw import ADAMW
 from framework.optim.contract import FlatShard, Method, ShardGroup
 from framework.optim.lion import LION
+from framework.optim.masters import Masters
 from framework.optim.sgd import SGD
-from framework.optim.states import MomentsDtype, StateChunk, StateKind, make_states
+from framework.optim.states import MomentsDtype, StateKind, make_states
 from framework.recipe.schema import Optim
 
 # By `optim.name` of a recipe.
@@ -41,7 +42,7 @@ def state_names(optim: Optim) -> tuple[str, ...]:
 class FlatOptimizer:
     """The recipe's optimizer over flat shards. LayoutError where it updates what the shards of a group do not hold whole.
 
-    moments: `precision.moments`; seed: of their stochastic rounding.
+    moments: `precision.moments`; seed: of stochastic rounding, of moments and of values in bf16.
     """
 
     def __init__(
@@ -66,17 +67,17 @@ class FlatOptimizer:
             for name, retained in self._method.states(optim).items()
         ]
         self.states = make_states(moments, kinds, self.shards, device, seed)
-        self._kernels = [self._make_kernel(optim, chunk) for chunk in self.states.chunks]
+        self._masters = Masters(self.states.chunks, device, seed)
+        self._kernels = [self._make_kernel(optim, number) for number in range(len(self.states.chunks))]
 
-    def _make_kernel(self, optim: Optim, chunk: StateChunk) -> torch.optim.Optimizer:
-        """torch's optimizer over the chunk's values, gradients and states."""
+    def _make_kernel(self, optim: Optim, number: int) -> torch.optim.Optimizer:
+        """torch's optimizer over the values, gradients and states of the chunk with this number."""
+        chunk = self.states.chunks[number]
         # One call for all shards of a group: each call of a fused kernel costs the host as much as four layers' norms.
         by_group: dict[ShardGroup, list[Tensor]] = {}
         states: dict[Tensor, dict[str, Tensor]] = {}
-        for run in chunk.runs:
-            where = slice(run.start, run.stop)
-            value = run.shard.value[where]
-            value.grad = run.shard.gradient[where]
+        for run, value in zip(chunk.runs, self._masters.views(number), strict=True):
+            value.grad = run.shard.gradient[run.start : run.stop]
             by_group.setdefault(self._group_of[run.shard], []).append(value)
             states[value] = self.states.views(chunk, run)
             if self._method.counts_updates:
@@ -91,11 +92,12 @@ class FlatOptimizer:
 
     def step(self, lr: float, divisor: Tensor, skip: Tensor, step: int) -> None:
         """Divide the gradients by `divisor` and update at learning rate `lr`; no effect where `skip` (scalar) is 1. step: of the
-        run, for which moments of few bits are rounded."""
+        run, for which what has few bits is rounded."""
         if not self._kernel_divides:  # the kernels read their divisor as fp32, which would round fp64 gradients
             torch._foreach_div_([shard.gradient for shard in self.shards], divisor)
         found_inf, grad_scale = skip.float(), divisor.float()
-        for chunk, kernel in zip(self.states.chunks, self._kernels, strict=True):
+        for number, (chunk, kernel) in enumerate(zip(self.states.chunks, self._kernels, strict=True)):
+            self._masters.load(number)
             self.states.load(chunk)
             for settings in kernel.param_groups:
                 settings["lr"] = lr * settings["lr_ratio"]
@@ -105,6 +107,7 @@ class FlatOptimizer:
             kernel.step()
             # A skipped step has left the states as they were decoded: all of them are numbers that rounding leaves alone.
             self.states.store(chunk, step)
+            self._masters.store(number, step)
 
     def state(self, shard: FlatShard, name: str) -> Tensor:
         """A per-element state of a shard as a checkpoint keeps it, [n]: in the master's dtype, or a copy of fewer bits in bf16.

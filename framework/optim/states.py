@@ -103,16 +103,14 @@ class States(Protocol):
 
 
 class FullStates:
-    """States in the master's dtype: a kernel updates them where they are, all in one chunk."""
+    """States in the gradient's dtype: a kernel updates them where they are."""
 
-    def __init__(self, names: Sequence[str], shards: Sequence[FlatShard]):
-        self.chunks: Sequence[StateChunk] = (
-            StateChunk(tuple(StateRun(shard, 0, shard.value.numel()) for shard in shards)),
-        )
-        self._states = {shard: {name: torch.zeros_like(shard.value) for name in names} for shard in shards}
+    def __init__(self, names: Sequence[str], shards: Sequence[FlatShard], chunks: Sequence[StateChunk]):
+        self.chunks = chunks
+        self._states = {shard: {name: torch.zeros_like(shard.gradient) for name in names} for shard in shards}
 
     def views(self, chunk: StateChunk, run: StateRun) -> dict[str, Tensor]:
-        return dict(self._states[run.shard])
+        return {name: state[run.start : run.stop] for name, state in self._states[run.shard].items()}
 
     def load(self, chunk: StateChunk) -> None:
         """They are there."""
@@ -200,11 +198,11 @@ class LowBitStates:
         seed: int,
     ):
         assert len(kinds) <= 2, "a word of random bits is enough for two roundings"
-        block, most = make.block, CHUNK_CPU if device.type == "cpu" else CHUNK_DEVICE
-        self.chunks: Sequence[StateChunk] = list(cut_chunks(shards, block, most))
+        block = make.block
+        self.chunks: Sequence[StateChunk] = list(cut_chunks(shards, block, chunk_size(device)))
         self.storages: dict[str, Storage] = {kind.name: make(self.chunks[-1].blocks[1], device, kind) for kind in kinds}
         size = max(1, *(chunk.blocks[1] - chunk.blocks[0] for chunk in self.chunks)) * block
-        dtype = shards[0].value.dtype
+        dtype = shards[0].gradient.dtype
         self._scratch = {name: torch.zeros(size, dtype=dtype, device=device) for name in self.storages}
         self._bits = torch.full((size,), HALVES, dtype=torch.int32, device=device)
         self._nearest = self._bits.clone()
@@ -291,8 +289,17 @@ def make_states(
     """Zeros. seed: of stochastic rounding."""
     has_elements = any(shard.value.numel() for shard in shards)  # a rank may train nothing
     if dtype == "fp32" or not kinds or not has_elements:
-        return FullStates([kind.name for kind in kinds], shards)
+        # All at once, unless a shard's values are brought to fp32 for the update.
+        is_chunked = any(shard.value.dtype != shard.gradient.dtype for shard in shards)
+        whole = StateChunk(tuple(StateRun(shard, 0, shard.value.numel()) for shard in shards))
+        chunks = list(cut_chunks(shards, 1, chunk_size(device))) if is_chunked else [whole]
+        return FullStates([kind.name for kind in kinds], shards, chunks)
     return LowBitStates(Bf16Storage if dtype == "bf16" else Int8Storage, kinds, shards, device, seed)
+
+
+def chunk_size(device: torch.device) -> int:
+    """Elements that are decoded at a time."""
+    return CHUNK_CPU if device.type == "cpu" else CHUNK_DEVICE
 
 
 def cut_chunks(shards: Iterable[FlatShard], block: int, size: int) -> Iterator[StateChunk]:

@@ -32,7 +32,7 @@ class StagePlan:
     ties: Mapping[str, tuple[str, ...]]
     groups: Mapping[str, str]
     compute_dtype: torch.dtype
-    master_dtype: torch.dtype
+    master_dtype: torch.dtype | None
     device: torch.device
     returns_tuple: bool = False
     load_balancing: LoadBalancingLoss | None = None

@@ -206,7 +206,7 @@ class Plan:
             ties=self.ties,
             groups={each.parameter: each.key for each in self.groups},
             compute_dtype=self.compute_dtype,
-            master_dtype=DTYPES[self.recipe.precision.master],
+            master_dtype=DTYPES.get(self.recipe.precision.master),
             device=device,
             returns_tuple=self.returns_tuple,
             load_balancing=self.load_balancing,

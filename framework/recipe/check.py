@@ -30,6 +30,13 @@ COUNTED = (
     "launch.ranks_per_node",
 )  # what the number of ranks is read from
 
+# Why the optimizer has to have weights of its own beside some compute dtypes.
+NO_MASTER = {
+    "fp16": "fp16 has nothing between 0 and 6e-8: small weights and updates would be lost, however they are rounded",
+    "fp8": "nothing has shown that fp8 learns from weights that bf16 has rounded",
+    "auto": "precision.compute=auto may be fp32 here, where weights are what the optimizer updates already",
+}
+
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # what folders, wandb ids and SLURM job names all take
 
 
@@ -240,7 +247,13 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
     precision = recipe.precision
     if precision.compute != "fp64" and precision.reduce == "fp64" and precision.master != "fp64":
         message = f"gradients are summed in the dtype of precision.master={precision.master}: a wider one adds nothing"
-        yield Problem("precision.reduce", "fp64", message, f"precision.reduce={precision.master}")
+        fix = "precision.reduce=fp32"
+        yield Problem("precision.reduce", "fp64", message, fix)
+    if precision.master == "none" and precision.compute != "bf16":
+        message = NO_MASTER.get(precision.compute, f"weights are in {precision.compute} already: nothing is saved")
+        fix = "precision.master=fp32; or precision.compute=bf16"
+        yield Problem("precision.master", "none", message, fix)
+        return
     if precision.fp8_scaling != "tensor" and precision.compute != "fp8":
         message = f"nothing is in fp8 with precision.compute={precision.compute}"
         yield Problem("precision.fp8_scaling", precision.fp8_scaling, message, "leave it out; or precision.compute=fp8")

@@ -238,7 +238,11 @@ class Precision:
         " linear layers' matmuls in fp8 (needs torchao)",
         "auto",
     )
-    master: Literal["fp32", "fp64"] = key("the optimizer's weights; gradients are summed in it", "fp32")
+    master: Literal["fp32", "fp64", "none"] = key(
+        "the optimizer's weights; gradients are summed in it. none: it updates the weights of precision.compute=bf16 themselves,"
+        " with stochastic rounding, and gradients are summed in fp32",
+        "fp32",
+    )
     reduce: Literal["bf16", "fp32", "fp64"] = key("dtype in which gradients travel between ranks", "fp32")
     moments: Literal["fp32", "bf16", "int8"] = key(
         "what the optimizer's moments are kept in between steps: fp32 (the dtype of precision.master), bf16, or int8 by blocks;"

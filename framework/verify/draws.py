@@ -153,6 +153,16 @@ def _has_moments(drawn: Drawn, value: str) -> bool:
     return value != "int8" or drawn["optim.name"] != "lion"
 
 
+def _fits_compute(drawn: Drawn, value: str) -> bool:
+    # Rounding in 16 bits decides most of Lion's signs, and the bounds of moments in few bits are those of fp32.
+    is_verifiable = drawn["optim.name"] != "lion" and drawn.get("precision.moments", "fp32") == "fp32"
+    return drawn["precision"] == "fp32" and (value == "fp32" or is_verifiable)
+
+
+def _computes_in(dtype: str) -> Callable[[Drawn, Any], bool]:
+    return lambda drawn, value: drawn.get("precision.compute") == dtype
+
+
 def _is_optimizer(*names: str) -> Callable[[Drawn, Any], bool]:
     return lambda drawn, value: drawn["optim.name"] in names
 
@@ -208,6 +218,9 @@ CHOICES = (
     Choice("optim.schedule.name", ("constant", "linear", "cosine", "wsd")),
     Choice("optim.schedule.warmup_steps", (0, 1)),
     Choice("precision.moments", ("fp32", "fp32", "bf16", "int8"), _has_moments),
+    Choice("precision.compute", ("fp32",) * 10 + ("bf16", "fp16"), _fits_compute),
+    Choice("precision.master", ("fp32", "none"), _computes_in("bf16")),
+    Choice("precision.loss_scale", (None, "dynamic", 1024.0), _computes_in("fp16")),
 )
 
 

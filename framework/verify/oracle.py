@@ -29,6 +29,7 @@ from framework.verify.plain_bias import PlainBiases
 from framework.verify.plain_capacity import drop_beyond_capacity
 from framework.verify.plain_fp8 import multiply_in_fp8
 from framework.verify.plain_loss_scale import PlainLossScale
+from framework.verify.plain_masters import has_no_master, round_master
 from framework.verify.plain_moments import PlainMoments
 
 CPU = torch.device("cpu")
@@ -81,10 +82,15 @@ class _Oracle:
         self._recipe, self._dtype = recipe, dtype
         self._model = _stock_model(recipe, config, dtype, device)
         wide = torch.promote_types(dtype, torch.float32)
+        # Without masters a weight is what the model computes with, from the beginning.
+        kept_in = {name: each.dtype for name, each in self._model.named_parameters() if has_no_master(recipe.precision)}
         self.masters = {
-            name: nn.Parameter(weights[name].to(device, wide, copy=True), parameter.requires_grad)
+            name: nn.Parameter(
+                weights[name].to(device, kept_in.get(name, wide)).to(wide, copy=True), parameter.requires_grad
+            )
             for name, parameter in self._model.named_parameters()
         }
+        self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
         self._optimizer = _stock_optimizer(recipe.optim, self.masters)
         self._biases = PlainBiases(self._model, recipe.model)
         self._scale = PlainLossScale(recipe.precision)
@@ -133,6 +139,8 @@ class _Oracle:
         else:
             self._optimizer.step()
         self._moments.round(self._optimizer, self.masters, step)
+        for name in self._in_bf16:
+            round_master(self.masters[name], (self._recipe.train.seed, "master", step, name))
         # Last: with biases that have moved, routers would choose other experts, which is no rounding.
         self._biases.move(self.weights(), loads)
 

@@ -71,9 +71,7 @@ def shrink_recipe(
         pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
         memory=replace(recipe.memory, compile="never"),
-        precision=replace(
-            PRECISIONS[dtype], fp8_scaling=recipe.precision.fp8_scaling, moments=recipe.precision.moments
-        ),
+        precision=_choose_precision(recipe.precision, dtype),
         optim=optim,
         launch=replace(recipe.launch, kind="local", ranks=dp * _inner(recipe), device=options.device),
     )
@@ -88,6 +86,12 @@ def shrink_recipe(
         "memory.compile": "it would take longer than all the rest",
     }
     return Small(small, reasons | why_model | why_optim | why_zero)
+
+
+def _choose_precision(own: Precision, dtype: str) -> Precision:
+    """That of `dtype`, with what of the recipe's own goes with it."""
+    master = "none" if own.master == "none" and dtype == "bf16" else PRECISIONS[dtype].master
+    return replace(PRECISIONS[dtype], master=master, fp8_scaling=own.fp8_scaling, moments=own.moments)
 
 
 def _most_microbatches(recipe: Recipe) -> int:

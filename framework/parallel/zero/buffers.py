@@ -4,10 +4,10 @@
     shard     this rank's part of it          [numel_part], compute dtype; what other ranks all-gather from this one
     master    what it owns of its part        [numel_owned], master dtype; what the optimizer updates; memory of `shard` if
                                               the dtypes agree
-    gradient  [ group A | group B | pad ]     [numel_padded], master dtype; the main gradient: what backward writes
-    summed    this rank's part of it          [numel_part], master dtype; the sum over the shard axis
-    reduced   what it owns of that            [numel_owned], master dtype; the sum over all ranks
-    delivered where the master lives          [numel_owned], master dtype; what the optimizer reads; `reduced` itself, or its
+    gradient  [ group A | group B | pad ]     [numel_padded], master dtype, at least fp32: the main gradient, that of backward
+    summed    this rank's part of it          [numel_part], the same; the sum over the shard axis
+    reduced   what it owns of that            [numel_owned], the same; the sum over all ranks
+    delivered where the master lives          [numel_owned], the same; what the optimizer reads; `reduced` itself, or its
                                               copy on the host
 
 A rank owns its part; where the ranks that hold the same part divide its update, each owns an equal interval of it.
@@ -182,7 +182,7 @@ class UnitBuffer:
         self.delivered = zeros_on_host(len(self.reduced), self.reduced.dtype, device) if away else self.reduced
 
     def _allocate_gradient(self, device: torch.device) -> None:
-        plan, dtype = self.plan, self.plan.dtypes.master
+        plan, dtype = self.plan, self.plan.dtypes.gradient
         if plan.lifetimes.keeps_gradients:
             # The sum lands in this rank's part of the full gradient itself: after the reduction nobody reads the rest.
             if self.block is None:
@@ -207,7 +207,7 @@ class UnitBuffer:
     def open_gradient(self) -> None:
         """Have memory for the full gradient, of any content: every view is written or zeroed before it is read."""
         if not self.gradient.numel():
-            self.gradient = self.pool.take(self.plan.numel_padded, self.plan.dtypes.master, self.full.device)
+            self.gradient = self.pool.take(self.plan.numel_padded, self.plan.dtypes.gradient, self.full.device)
 
     def close_gradient(self) -> Tensor:
         """Take the full gradient, [numel_padded], out for a reduction that reads it; the next one is written afresh. Whoever

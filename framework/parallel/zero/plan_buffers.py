@@ -56,12 +56,18 @@ class GroupSpan:
 
 @dataclass(frozen=True)
 class BufferDtypes:
-    """Dtypes of a buffer. compute: of the parameters that forward and backward read; master: of what the optimizer updates, of
-    gradients and their sums. gathered: in which parts of the parameters travel; None: as they are."""
+    """Dtypes of a buffer. compute: of the parameters that forward and backward read; master: of what the optimizer updates.
+    gathered: in which parts of the parameters travel; None: as they are."""
 
     compute: torch.dtype
     master: torch.dtype
     gathered: torch.dtype | None = None
+
+    @property
+    def gradient(self) -> torch.dtype:
+        """Of gradients, their sums and the optimizer's moments: the master's, but at least fp32. In bf16 a sum would stand still
+        once it is 256 times as large as what is added."""
+        return torch.promote_types(self.master, torch.float32)
 
     @property
     def travelling(self) -> torch.dtype:
@@ -205,17 +211,18 @@ class BufferPlan:
         """Bytes that live at `home` for the whole run, padding included: parameters, gradients, master and moments, of which the
         optimizer has `num_moments` for each element. A master that is the parameters' own memory counts as those. Where the
         master lives elsewhere than gradients do, a copy of what this rank owns of these is there as well."""
-        compute, master = self.dtypes.compute.itemsize, self.dtypes.master.itemsize
+        dtypes = self.dtypes
+        compute, master, wide = (each.itemsize for each in (dtypes.compute, dtypes.master, dtypes.gradient))
         trained, homes = int(self.is_trained), self.lifetimes.homes
         resident = self.numel_padded if self.lifetimes.resident_parameters else self.numel_part
         kept = self.numel_padded if self.lifetimes.keeps_gradients else self.numel_part
-        of_master = self.numel_owned * master * trained
+        owned = self.numel_owned * trained
         held = [
             ("parameters", homes.parameters, resident * compute),
-            ("gradients", homes.gradients, kept * master * trained),
-            ("gradients", homes.master, of_master * (homes.master != homes.gradients)),
-            ("master", homes.master, of_master * self.has_master),
-            ("moments", homes.moments, of_master * num_moments),
+            ("gradients", homes.gradients, kept * wide * trained),
+            ("gradients", homes.master, owned * wide * (homes.master != homes.gradients)),
+            ("master", homes.master, owned * master * self.has_master),
+            ("moments", homes.moments, owned * wide * num_moments),
         ]
         total = dict.fromkeys((state for state, _, _ in held), 0)
         for state, lives_at, num_bytes in held:
@@ -236,7 +243,7 @@ class BufferPlan:
         """Bytes that come and go with the full gradient; 0 where it lives for the whole step."""
         if self.lifetimes.keeps_gradients or not self.is_trained:
             return 0
-        return self.numel_padded * self.dtypes.master.itemsize
+        return self.numel_padded * self.dtypes.gradient.itemsize
 
     @cached_property
     def _counted_share(self) -> Run:
@@ -273,15 +280,15 @@ def plan_buffers(
     layouts: Mapping[str, Layout],
     groups: Mapping[str, str],
     compute_dtypes: Mapping[str, torch.dtype],
-    master_dtype: torch.dtype,
+    master_dtype: torch.dtype | None,
     lifetimes: Lifetimes,
     axes: Mapping[str, Communicator],
 ) -> list[BufferPlan]:
     """Buffers of all parameters, in order of computation.
 
     layouts, groups, compute_dtypes: by parameter name. layouts: with the names of their ZeRO axes; groups: the optimizer group,
-    FROZEN if it is not trained. axes: by name, all that layouts name. Within a buffer, groups keep the order in which they first
-    appear in `groups`. Raises LayoutError for a layout without ZeRO axes.
+    FROZEN if it is not trained. master_dtype: None is each buffer's compute dtype. axes: by name, all that layouts name. Within a
+    buffer, groups keep the order in which they first appear in `groups`. Raises LayoutError for a layout without ZeRO axes.
     """
     # Orders of first appearance and never of a set, whose order differs between processes: a buffer is one collective, and
     # every rank has to find the same element at the same place of it.
@@ -292,7 +299,9 @@ def plan_buffers(
         for kind in dict.fromkeys(kinds.values()):
             names = [name for name in unit.parameters if kinds[name] == kind]
             slots = _lay_side_by_side(sorted(names, key=lambda name: order[groups[name]]), layouts, groups)
-            dtypes = BufferDtypes(kind.dtype, master_dtype, torch.float8_e4m3fn if kind.gathered_in == "fp8" else None)
+            dtypes = BufferDtypes(
+                kind.dtype, master_dtype or kind.dtype, torch.float8_e4m3fn if kind.gathered_in == "fp8" else None
+            )
             lived = kind.lifetimes(axes, lifetimes)
             plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lived, kind.axes(axes, lived)))
     return plans
