@@ -5,7 +5,6 @@ mesh = connect(plan.topology, ...)     framework/comm: process groups
 run  = build(plan, mesh)               here
 """
 
-from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
@@ -17,31 +16,36 @@ from framework.model.chunked_loss import make_loss
 from framework.model.expert_load import ExpertLoad
 from framework.model.hub import find_folder
 from framework.model.materialize import initialize_with_ties, set_parameter
+from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.parallel.attach import attach
 from framework.parallel.experts import tell_dropped
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
 from framework.plan.plan import Plan
 from framework.plan.stage import PlannedStage
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
-from framework.train.shards import own_shards
+from framework.train.shards import find_copies, own_shards
 from framework.train.stage import RankStage
 from framework.train.step import Run
 from framework.train.update import StepOptimizer
+from framework.train.update_on_disk import open_disk
 
 
-def build(plan: Plan, mesh: Mesh, resumes: bool = False) -> Run:
+def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = None) -> Run:
     """This rank's stages over a connected mesh, with their values and one optimizer.
 
-    resumes: leave the parameters' values to a checkpoint that is loaded next.
+    resumes: leave the parameters' values to a checkpoint that is loaded next. run_id: of the folder of states on a disk; None:
+    one that nobody else has.
     """
     own = plan.lay_out(mesh.rank, mesh.axes, mesh.device)
+    disk, masters = open_disk(plan.recipe, own.stages, mesh.rank, run_id)
     # A copy, because initialisers leave buffers with memory in it: a plan has none, and two runs of one plan share none.
     whole = deepcopy(plan.whole)
-    materialized = [(stage, materialize(plan, whole, stage, mesh.device, resumes)) for stage in own.stages]
+    materialized = [(stage, materialize(plan, whole, stage, mesh.device, resumes, masters)) for stage in own.stages]
     for stage in own.stages:
         _materialize_buffers(whole, stage, mesh.device)
     exposed = ExposedCommunication(mesh.device)
@@ -49,23 +53,31 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False) -> Run:
     stages = {
         stage.plan.bounds.index: attach_stage(plan, stage, buffers, exposed, load) for stage, buffers in materialized
     }
-    return assemble(plan, own.tokens, mesh, stages, load, exposed)
+    return assemble(plan, own.tokens, mesh, stages, load, exposed, disk)
 
 
 def materialize(
-    plan: Plan, whole: PreTrainedModel, stage: PlannedStage, device: torch.device, resumes: bool
+    plan: Plan,
+    whole: PreTrainedModel,
+    stage: PlannedStage,
+    device: torch.device,
+    resumes: bool,
+    masters: list[DiskTensor],
 ) -> list[UnitBuffer]:
     """Memory and values of a stage's parameters: seeded, or read from `model.weights`, or none yet if a checkpoint follows.
 
     One unit at a time, so that drawing needs no more memory than a unit's. whole: a copy of the plan's, which nobody has laid
-    out or cut, because initialisers and files know whole modules only. It is left with the values of its buffers.
+    out or cut, because initialisers and files know whole modules only. It is left with the values of its buffers. masters: of the
+    buffers whose home is a disk, in their order; those of this stage are taken.
     """
     model, seed, buffers = plan.recipe.model, plan.recipe.train.seed, make_buffers(stage.buffers)
     for unit in stage.units:
         programs = initialize_with_ties(whole, plan.units, unit, seed, model.weights is None and not resumes)
         for buffer in (buffer for buffer in buffers if buffer.plan.unit == unit.name):
+            buffer.stored = masters.pop(0) if buffer.plan.lifetimes.homes.master == Home.DISK else None
             buffer.allocate(device)
-            initialize_parameters(buffer, programs)
+            with buffer.master_in_memory(is_changed=not resumes):
+                initialize_parameters(buffer, programs)
     if model.weights is not None and not resumes:
         load_pretrained(whole, buffers, find_folder(model.weights, model.revision))
     for buffer in buffers:
@@ -105,6 +117,7 @@ def assemble(
     stages: dict[int, RankStage],
     load: ExpertLoad,
     exposed: ExposedCommunication,
+    disk: DiskStates | None,
 ) -> Run:
     """What a rank trains with: its stages, one optimizer over all of them, and the facts that a step asks for."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
@@ -113,9 +126,10 @@ def assemble(
     return Run(
         stages=stages,
         pipeline=plan.pipeline,
-        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh.device),
+        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh.device, disk),
+        disk=disk,
         shards=shards,
-        tied_copies=_find_copies(buffers),
+        tied_copies=find_copies(buffers),
         parameter_index={each.parameter: index for index, each in enumerate(plan.groups)},
         activations=ActivationSpec(
             tokens,
@@ -134,15 +148,3 @@ def assemble(
         clip_norm=plan.recipe.optim.clip_norm,
         seed=plan.recipe.train.seed,
     )
-
-
-def _find_copies(buffers: Sequence[UnitBuffer]) -> list[tuple[UnitBuffer, UnitBuffer]]:
-    """Buffers of one parameter in two stages of this rank; the second of each pair counts nothing."""
-    known: dict[str, UnitBuffer] = {}
-    copies = []
-    for buffer in buffers:
-        first = known.setdefault(buffer.plan.slots[0].name, buffer)
-        if first is not buffer:
-            buffer.is_copy = True
-            copies.append((first, buffer))
-    return copies

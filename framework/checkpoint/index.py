@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -27,33 +27,13 @@ from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, EntryRecord, FileReco
 from framework.checkpoint.storage import read
 from framework.errors import CheckpointError
 from framework.mesh.layout import Layout, Shard
+from framework.parallel.zero.stored import StoredTensor
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 # Small, because who needs some of a block reads all of it: after a change of layout a rank needs some of many ranks' files.
 BLOCK_BYTES = 1 << 20
 ALIGNMENT = 64
-
-
-class StoredTensor(Protocol):
-    """A flat tensor, [n], that is not in memory, such as one on a disk (`optim/disk_ring.py`)."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def numel(self) -> int: ...
-
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """The values from first to last in a few MiB at a time, each until the next is asked for."""
-
-    def write(self, values: torch.Tensor) -> None:
-        """Set all values, [n]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, Hun
 from framework.launch.phases import BUILD, CONNECT, OPEN_DATA, PhaseBar
 from framework.model.hub import find_folder
 from framework.model.load import load_config
+from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.simulate import Timeline
@@ -62,6 +63,8 @@ def train_rank(
     check_nodes(recipe)
     plan = make_plan(recipe, load_config(recipe.model, find_folder))
     check_host_memory(plan)
+    if recipe.memory.offload.disk_path is not None:
+        refuse_folder(Path(recipe.memory.offload.disk_path))
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
     bar.begin(CONNECT)
     mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
@@ -104,7 +107,7 @@ def _train(
     resumes = found.newest is not None
     bar.begin(BUILD)
     with explain_out_of_memory(plan, mesh.rank):
-        run = build(plan, mesh, resumes)
+        run = build(plan, mesh, resumes, run_dir.name)
         state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:
         raise DataError(
@@ -171,6 +174,7 @@ def _train(
         raise
     finally:
         observers.close(code)
+        run.close()
     return code
 
 

@@ -6,8 +6,9 @@
 Pure: a plan asks it how large the file is and how much memory the host needs (`file_bytes`, `ring_bytes`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -35,10 +36,11 @@ class StateKind:
 
 @dataclass(frozen=True)
 class DiskShard:
-    """What is updated at once: `numel` elements with these states."""
+    """What is updated at once: `numel` elements with these states. cuts: elements at which a chunk begins whatever its size."""
 
     numel: int
     kinds: tuple[StateKind, ...]
+    cuts: tuple[int, ...] = ()
 
     @property
     def chunk_numel(self) -> int:
@@ -46,6 +48,12 @@ class DiskShard:
         bytes_each = sum(kind.dtype.itemsize / kind.block for kind in self.kinds)
         unit = max(PAGE_BYTES, *(kind.block for kind in self.kinds))
         return max(1, int(CHUNK_BYTES / bytes_each / unit)) * unit
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """The elements [start, stop) of each chunk."""
+        for low, high in pairwise(sorted({0, *self.cuts, self.numel})):
+            for start in range(low, high, self.chunk_numel):
+                yield start, min(start + self.chunk_numel, high)
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,7 @@ def place_chunks(shards: Sequence[DiskShard]) -> list[list[Chunk]]:
     number = offset = 0
     for index, shard in enumerate(shards):
         placed.append([])
-        for start in range(0, shard.numel, shard.chunk_numel):
-            stop = min(start + shard.chunk_numel, shard.numel)
+        for start, stop in shard.bounds():
             parts, size = {}, 0
             for kind in shard.kinds:
                 parts[kind.name] = size

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from mmap import mmap
@@ -43,9 +44,9 @@ def print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def refuse_folder(root: Path, num_bytes: int, mounts: Path = MOUNTS) -> None:
-    """Raises OffloadError where no file of `num_bytes` can be made below `root`: it is no folder, not writable, has too little
-    room, or is memory. Leaves nothing. For all ranks of a host together, before anything is built."""
+def refuse_folder(root: Path, mounts: Path = MOUNTS) -> None:
+    """Raises OffloadError where no file of states can be made below `root`: it is no folder, not writable, or is memory. Leaves
+    nothing; for each rank, before it connects."""
     kind = file_system_of(root, mounts)
     if not root.is_dir():
         raise OffloadError(
@@ -60,9 +61,6 @@ def refuse_folder(root: Path, num_bytes: int, mounts: Path = MOUNTS) -> None:
         raise OffloadError(
             f"{KEY}={root}: not writable on {socket.gethostname()}. Name a folder of yours on a local disk"
         )
-    free = shutil.disk_usage(root).free
-    if free < num_bytes:
-        raise no_room(root, num_bytes, free)
 
 
 def file_system_of(path: Path, mounts: Path = MOUNTS) -> str:
@@ -102,6 +100,7 @@ class DiskFile:
             self._fd = self._open()
         except OSError as error:
             raise self._explain(error, "make") from error
+        self._remove = weakref.finalize(self, _remove, self._fd, self.path, os.getpid())
         try:
             self._allocate()
             self._settle_direct(say)
@@ -119,17 +118,9 @@ class DiskFile:
         self._move(os.pwritev, source, offset, "write")
 
     def close(self) -> None:
-        """Remove the file, give its lock back, and remove folders that are then empty. Nothing happens the second time."""
-        if self._fd < 0:
-            return
-        # Removed while the lock is still held: after that a new file of this name may be another process's.
-        with suppress(OSError):
-            self.path.unlink()
-        os.close(self._fd)
-        self._fd = -1
-        for folder in self.path.parents[:2]:
-            with suppress(OSError):  # other ranks' files are in it
-                folder.rmdir()
+        """Remove the file, give its lock back, and remove folders that are then empty. Nothing happens the second time; without a
+        call it happens when the object goes, or the process ends in any way but a kill."""
+        self._remove()
 
     def _move(self, call: Callable[..., int], memory: memoryview, offset: int, doing: str) -> None:
         done = 0
@@ -204,6 +195,18 @@ class DiskFile:
             f"{what}. The file is scratch: the checkpoints are untouched, and the next start goes on from the newest. Look at the"
             " disk, or name another"
         )
+
+
+def _remove(fd: int, path: Path, pid: int) -> None:
+    if pid != os.getpid():
+        return  # a fork's copy of the object ends
+    # Removed while the lock is still held: after that a new file of this name may be another process's.
+    with suppress(OSError):
+        path.unlink()
+    os.close(fd)
+    for folder in path.parents[:2]:
+        with suppress(OSError):  # other ranks' files are in it
+            folder.rmdir()
 
 
 def _remove_dead(own: Path) -> None:

@@ -65,7 +65,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.pp", "pipeline"), _stages),
         (("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps"), _bubbles),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
-        (("memory.offload", "zero.stage", "launch.device"), _offload),
+        (("memory.offload", "zero.stage", "launch.device", "precision.moments", "model.router_bias_rate"), _offload),
         (("memory.offload", "memory.activation_checkpointing"), _activation_offload),
         (("precision",), _precision),
         (("precision.compute", "memory.compile"), _fp8),
@@ -170,6 +170,7 @@ def _offload(recipe: Recipe) -> Iterator[Problem]:
     offload, stage = recipe.memory.offload, recipe.zero.stage
     if recipe.launch.device == "cpu":
         yield from find_offload_to_device(recipe)
+    yield from _disk(recipe)
     if offload.parameters and stage < 3:
         message = (
             f"with zero.stage={stage} whole parameters are resident on the device: there are no shards to fetch in turn"
@@ -192,9 +193,33 @@ def _activation_offload(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, fraction, message, f"{key}=0; or memory.activation_checkpointing=full or none")
 
 
+def _disk(recipe: Recipe) -> Iterator[Problem]:
+    offload = recipe.memory.offload
+    if offload.home == "disk" and offload.disk_path is None:
+        message = "home=disk needs a folder for the files of the states"
+        yield Problem("memory.offload.disk_path", None, message, "name a folder on a disk of each node; or home=host")
+    if offload.home == "disk" and not offload.optimizer:
+        message = "no unit's states go to that disk: memory.offload.optimizer is 0"
+        yield Problem("memory.offload.home", "disk", message, "memory.offload.optimizer=1; or home=host")
+    if offload.home == "disk" and recipe.model.router_bias_rate:
+        message = "biases of routers are moved in memory, and may be parameters whose masters are on the disk"
+        fix = "model.router_bias_rate=0; or memory.offload.home=host"
+        yield Problem("model.router_bias_rate", recipe.model.router_bias_rate, message, fix)
+    if offload.home == "disk" and recipe.precision.moments != "fp32":
+        message = "moments of few bits are kept and rounded in memory"
+        fix = "precision.moments=fp32; or memory.offload.home=host"
+        yield Problem("precision.moments", recipe.precision.moments, message, fix)
+    if offload.home == "host" and offload.disk_path is not None:
+        message = "nothing is written there: memory.offload.home is host"
+        fix = "memory.offload.home=disk; or leave it out (~memory.offload.disk_path)"
+        yield Problem("memory.offload.disk_path", offload.disk_path, message, fix)
+
+
 def find_offload_to_device(recipe: Recipe) -> Iterator[Problem]:
     """The fractions that would go from the host's memory to the host's memory, because ranks compute on CPUs."""
-    for name in ("optimizer", "parameters", "activations"):
+    # A disk is no memory of the host: states there leave its memory on a CPU as well.
+    names = ("optimizer", "parameters", "activations")
+    for name in names[recipe.memory.offload.home == "disk" :]:
         fraction = getattr(recipe.memory.offload, name)
         if fraction:
             message = (

@@ -194,7 +194,7 @@ class Zero:
 @dataclass(frozen=True)
 class Offload:
     optimizer: float = key(
-        "fraction of a rank's units whose master and moments live in the host's memory and are updated there",
+        "fraction of a rank's units whose master and moments live at `home` and are updated by the host",
         0.0,
         low=0.0,
         high=1.0,
@@ -207,6 +207,13 @@ class Offload:
         0.0,
         low=0.0,
         high=1.0,
+    )
+    home: Literal["host", "disk"] = key(
+        "where masters and moments live that are offloaded; disk: in files below disk_path, through a ring of buffers",
+        "host",
+    )
+    disk_path: str | None = key(
+        "with home=disk, a folder on a disk of each node; a file per rank, gone with the run", None
     )
 
 

@@ -43,8 +43,20 @@ def group_shards(shards: Sequence[OwnedShard], assignments: Iterable[GroupAssign
     ]
 
 
+def find_copies(buffers: Sequence[UnitBuffer]) -> list[tuple[UnitBuffer, UnitBuffer]]:
+    """Buffers of one parameter in two stages of this rank; the second of each pair counts nothing."""
+    known: dict[str, UnitBuffer] = {}
+    copies = []
+    for buffer in buffers:
+        first = known.setdefault(buffer.plan.slots[0].name, buffer)
+        if first is not buffer:
+            buffer.is_copy = True
+            copies.append((first, buffer))
+    return copies
+
+
 def _shard(buffer: UnitBuffer, span: GroupSpan) -> FlatShard:
     where = slice(span.start - buffer.plan.start, span.stop - buffer.plan.start)
-    held = {slot.name: buffer.held(slot, buffer.master) for slot in buffer.slots if slot.group == span.group}
-    layouts = {name: layout for name, (layout, values) in held.items() if values.numel()}
+    held = {slot.name: buffer.plan.held[slot.name] for slot in buffer.slots if slot.group == span.group}
+    layouts = {name: each.layout for name, each in held.items() if each.start < each.stop}
     return FlatShard(tuple(layouts.values()), buffer.master[where], buffer.delivered[where], tuple(layouts))

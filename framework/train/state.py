@@ -13,6 +13,7 @@ from framework.checkpoint.load import load_newest
 from framework.mesh.layout import Layout
 from framework.model.materialize import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.stored import StoredTensor
 from framework.train.step import Run
 
 
@@ -81,19 +82,28 @@ def read_entries(run: Run) -> Iterator[Entry]:
 def share_read(run: Run) -> None:
     """Complete what `read_entries` has filled: replicas tell one another their shares. Collective over `replica`."""
     for buffer in run.buffers:
-        buffer.share_read(buffer.master)
+        _share_read(buffer, buffer.master_at_home)
     for name in run.optimizer.state_names:
         for each in run.shards:
-            each.buffer.share_read(run.optimizer.state(each.shard, name), each.span.start)
+            _share_read(each.buffer, run.optimizer.state(each.shard, name), each.span.start)
     run.optimizer.close_states()
 
 
-def _entries(run: Run, cut: Callable[..., tuple[Layout, Tensor]], buffers: Sequence[UnitBuffer]) -> Iterator[Entry]:
+def _share_read(buffer: UnitBuffer, values: Tensor | StoredTensor, origin: int | None = None) -> None:
+    if isinstance(values, Tensor):
+        buffer.share_read(values, origin)
+    elif buffer.plan.axes.reading.size > 1:  # alone, this rank has read everything
+        in_memory = values.read()
+        buffer.share_read(in_memory, origin)
+        values.write(in_memory)
+
+
+def _entries(run: Run, cut: Callable[..., tuple[Layout, Any]], buffers: Sequence[UnitBuffer]) -> Iterator[Entry]:
     """Entries of parameters and optimizer states. cut: of a buffer, a slot and values, the layout and elements of an entry;
     buffers: those of the run that have entries."""
     for buffer in buffers:
         for slot in buffer.slots:
-            yield Entry(f"weight/{slot.name}", *cut(buffer, slot, buffer.master))
+            yield Entry(f"weight/{slot.name}", *cut(buffer, slot, buffer.master_at_home))
     for name in run.optimizer.state_names:
         for each in (each for each in run.shards if each.buffer in buffers):
             values = run.optimizer.state(each.shard, name)

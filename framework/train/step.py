@@ -14,6 +14,7 @@ from framework.data.pack import Microbatch
 from framework.model.expert_load import ExpertLoad
 from framework.model.loss import count_loss_tokens
 from framework.optim.clip import clip_divisor, norm_rows, squared_norm
+from framework.optim.disk_ring import DiskStates
 from framework.optim.optimizers import Missed
 from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
 from framework.parallel.pipeline.pipeline import Pipeline
@@ -50,8 +51,8 @@ class Run:
 
     stages: this rank's, by number. shards: those of the optimizer. tied_copies: buffers of one parameter in two stages of this
     rank, the second of each pair with the gradients of its own stage only. parameter_index: a number for each trained parameter
-    of the whole model, equal on all ranks. activations: what goes from stage to stage. load, biases: of routers, if any.
-    loss_scale: 1 in every dtype but fp16.
+    of the whole model, equal on all ranks. disk: states that live there. activations: what goes from stage to stage. load,
+    biases: of routers, if any. loss_scale: 1 in every dtype but fp16.
 
     What never changes is found at the first step and kept: `buffers`, `counted_rows`, `trained`, `held`.
     """
@@ -59,6 +60,7 @@ class Run:
     stages: dict[int, RankStage]
     pipeline: Pipeline
     optimizer: StepOptimizer
+    disk: DiskStates | None
     shards: list[OwnedShard]
     tied_copies: list[tuple[UnitBuffer, UnitBuffer]]
     parameter_index: dict[str, int]
@@ -70,6 +72,11 @@ class Run:
     mesh: Mesh
     clip_norm: float | None
     seed: int
+
+    def close(self) -> None:
+        """Remove the file of the states that live on a disk. Nothing happens without one."""
+        if self.disk is not None:
+            self.disk.close()
 
     @cached_property
     def buffers(self) -> list[UnitBuffer]:

@@ -34,6 +34,7 @@ def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidenc
             gradients = gather_full(owned_gradients(run), mesh.axis("world"))
         if is_followed(recipe) or step == len(batches) - 1:
             by_step.append(gather_full(owned_weights(run), mesh.axis("world")))
+    run.close()
     followed = tuple(by_step) if is_followed(recipe) else ()
     blocks = gather_full(owned_blocks(run), mesh.axis("world")) if recipe.precision.moments == "int8" else {}
     return Evidence(tuple(losses), tuple(norms), gradients, by_step[-1], followed, blocks=blocks)
@@ -69,12 +70,10 @@ def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:
 
 def owned_weights(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     """Layout and own elements of every parameter, in the master dtype, and of every correction bias that is a buffer."""
-    parameters = {
-        slot.name: buffer.counted(slot, buffer.master)
-        for buffer in run.buffers
-        if not buffer.is_copy
-        for slot in buffer.slots
-    }
+    parameters: dict[str, tuple[Layout, Tensor]] = {}
+    for buffer in (buffer for buffer in run.buffers if not buffer.is_copy):
+        with buffer.master_in_memory() as master:
+            parameters |= {slot.name: buffer.counted(slot, master) for slot in buffer.slots}
     buffers = dict(each for stage in run.stages.values() for each in stage.model.model.named_buffers())
     biases = {each.bias: buffers[each.bias] for each in run.load.mixtures if each.bias in buffers}
     return parameters | {name: (Layout(tuple(bias.shape)), bias.view(-1)) for name, bias in biases.items()}

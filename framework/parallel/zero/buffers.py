@@ -16,8 +16,10 @@ intervals of the buffer, so an all-gather lands in place, a reduce-scatter reads
 shards each parameter along dim 0 instead and pays for it with a copy into and out of a flat tensor for every collective.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from framework.mesh.layout import Layout
 from framework.model.matmul import Accumulate, RowGroups, accumulate_matmul, accumulate_stacked_matmul
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot, SlotInterval
+from framework.parallel.zero.stored import StoredTensor
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
 DeferredGradients = dict[str, list[Callable[[], None]]]
@@ -93,12 +96,17 @@ class GradientBlock:
         return self.flat[start : start + numel]
 
 
+# What has elements of a buffer: in memory or not.
+Values = TypeVar("Values", Tensor, StoredTensor)
+
+
 class UnitBuffer:
     """The memory of one unit's parameters that share a lifetime, a dtype and their axes, as `plan` says. None until `allocate`.
 
     pool: the stage's, in which its units take turns with their full gradients. block, block_start: where the gradient lies, if
     this rank keeps all of it for the whole step; else None. transfers: the stage's, to and from the host. parameters,
     grad_views: by parameter name.
+    stored: the master where its home is a disk; `master` is then empty, but within `master_in_memory`.
     is_copy: another stage on this rank has the same parameters and counts them.
     is_complete: backward has left the unit, so no gradient of this microbatch may come any more.
     """
@@ -114,6 +122,7 @@ class UnitBuffer:
         self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = self.delivered = (
             torch.empty(0)
         )
+        self.stored: StoredTensor | None = None
         self._delivery: Download | None = None
 
     @property
@@ -131,6 +140,23 @@ class UnitBuffer:
     @property
     def is_updated_on_host(self) -> bool:
         return self.plan.lifetimes.homes.master == Home.HOST
+
+    @property
+    def master_at_home(self) -> Tensor | StoredTensor:
+        """The master, [numel_owned], where it lives."""
+        return self.master if self.stored is None else self.stored
+
+    @contextmanager
+    def master_in_memory(self, is_changed: bool = False) -> Iterator[Tensor]:
+        """The master, [numel_owned], in memory: that of the host where it lives on a disk. is_changed: it is written back."""
+        if self.stored is None:
+            yield self.master
+            return
+        self.master = self.stored.read()
+        yield self.master
+        if is_changed:
+            self.stored.write(self.master)
+        self.master = self.master.new_empty(0)
 
     def allocate(self, device: torch.device) -> None:
         """Take all memory that lives for the whole run. Values are set in `master`; `copy_master_to_params` and an unshard bring
@@ -170,7 +196,10 @@ class UnitBuffer:
 
     def _allocate_master(self, device: torch.device) -> None:
         plan = self.plan
-        if plan.has_master:
+        if plan.lifetimes.homes.master == Home.DISK:
+            assert self.stored is not None, f"{self.unit}: nobody has given it its states on the disk"
+            self.master = torch.empty(0, dtype=plan.dtypes.master)
+        elif plan.has_master:
             # Not pinned on the host: it is cast on its way, into memory that is.
             device = torch.device("cpu") if self.is_updated_on_host else device
             self.master = torch.zeros(plan.numel_owned, dtype=plan.dtypes.master, device=device)
@@ -236,21 +265,28 @@ class UnitBuffer:
         """Cast the updated master to the compute dtype, where the parameters live, once a step; nothing to do where they are the
         same memory."""
         if self.is_trained and self.plan.has_master:
-            write_across(self.owned(self.shard), self.master)
+            self.copy_to_params(0, self.stored.pieces() if self.stored is not None else (self.master,))
 
-    def held(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
+    def copy_to_params(self, first: int, pieces: Iterable[Tensor]) -> None:
+        """Cast pieces of the updated master, from its element `first` on, to the compute dtype, where the parameters live. Each
+        is read before the next is asked for."""
+        for piece in pieces:
+            write_across(self.owned(self.shard)[first : first + len(piece)], piece)
+            first += len(piece)
+
+    def held(self, slot: Slot, values: Values, origin: int | None = None) -> tuple[Layout, Values]:
         """Layout and elements, flat, of what this rank owns of the slot: a view.
 
         values: a tensor over what is owned, [numel_owned], or over a span of it that begins at element `origin` of the buffer.
         """
         return self._slice(self.plan.held[slot.name], values, origin)
 
-    def counted(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
+    def counted(self, slot: Slot, values: Values, origin: int | None = None) -> tuple[Layout, Values]:
         """The elements of `held`, [n], that this rank and no other counts in a norm and writes to a checkpoint."""
         assert not self.is_copy, f"{self.unit}: another stage on this rank counts it"
         return self._slice(self.plan.counted[slot.name], values, origin)
 
-    def read(self, slot: Slot, values: Tensor, origin: int | None = None) -> tuple[Layout, Tensor]:
+    def read(self, slot: Slot, values: Values, origin: int | None = None) -> tuple[Layout, Values]:
         """The elements of `held`, [n], that this rank reads for all ranks of `axes.reading`, which own the same."""
         return self._slice(self.plan.read[slot.name], values, origin)
 
@@ -277,7 +313,7 @@ class UnitBuffer:
         first = self.plan.start
         return [] if self.is_copy else [values[low - first : high - first] for low, high in self.plan.counted_runs]
 
-    def _slice(self, interval: SlotInterval, values: Tensor, origin: int | None) -> tuple[Layout, Tensor]:
+    def _slice(self, interval: SlotInterval, values: Values, origin: int | None) -> tuple[Layout, Values]:
         first = self.plan.start if origin is None else origin
         # An empty interval may lie outside of what is owned, where an index would count from the tensor's end.
         if interval.start == interval.stop:

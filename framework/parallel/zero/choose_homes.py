@@ -4,7 +4,7 @@ Units and not parts of them: a unit is updated, uploaded and unsharded as a whol
 beside the computation of units that need none (Twin-Flow of ZeRO-Offload++ takes the last ones).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -20,7 +20,14 @@ def choose_homes(buffers: Sequence[BufferPlan], offload: Offload) -> list[Buffer
     """
     updated = _choose_units(buffers, offload.optimizer, lambda each: _global_numel(each) * each.is_trained)
     unsharded = _choose_units(buffers, offload.parameters, _sharded_bytes)
-    return [_place(each, each.unit in updated and each.is_trained, each.unit in unsharded) for each in buffers]
+    return [
+        _place(
+            each,
+            Home(offload.home) if each.unit in updated and each.is_trained else Home.DEVICE,
+            Home.HOST if each.unit in unsharded and not each.lifetimes.resident_parameters else Home.DEVICE,
+        )
+        for each in buffers
+    ]
 
 
 def _global_numel(buffer: BufferPlan) -> int:
@@ -54,9 +61,6 @@ def is_shared(buffer: BufferPlan) -> bool:
     return any("embedding" in slot.layout.replicated for slot in buffer.slots)
 
 
-def _place(buffer: BufferPlan, is_updated_away: bool, is_unsharded_from_away: bool) -> BufferPlan:
-    states: Iterable[str] = ["master", "moments"] * is_updated_away
-    if is_unsharded_from_away and not buffer.lifetimes.resident_parameters:
-        states = [*states, "parameters"]
-    homes = replace(buffer.lifetimes.homes, **dict.fromkeys(states, Home.HOST))
+def _place(buffer: BufferPlan, updated: Home, unsharded: Home) -> BufferPlan:
+    homes = replace(buffer.lifetimes.homes, master=updated, moments=updated, parameters=unsharded)
     return replace(buffer, lifetimes=replace(buffer.lifetimes, homes=homes))

@@ -62,8 +62,8 @@ class Homes:
 HOMES_BUILT = {
     "parameters": (Home.DEVICE, Home.HOST),
     "gradients": (Home.DEVICE,),
-    "master": (Home.DEVICE, Home.HOST),
-    "moments": (Home.DEVICE, Home.HOST),
+    "master": tuple(Home),
+    "moments": tuple(Home),
     "activations": (Home.DEVICE,),
 }
 

@@ -26,7 +26,14 @@ def initialize_parameters(buffer: UnitBuffer, programs: Mapping[str, Program]) -
 
 def load_pretrained(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
     """Read the buffers' masters, and the persistent buffers of `stock`: only the boxes that this rank owns. Raises what
-    `read_weights` raises where an element is not found."""
+    `read_weights` raises where an element is not found. Masters on a disk are read one by one, through memory for one."""
+    _load(stock, [buffer for buffer in buffers if buffer.stored is None], folder)
+    for buffer in (buffer for buffer in buffers if buffer.stored is not None):
+        with buffer.master_in_memory(is_changed=True):
+            _load(stock, [buffer], folder)
+
+
+def _load(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
     views = {slot.name: _view_boxes(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
     # A bias that was added to routers begins with zeros: no folder has it.
     stored = {name: each for name, each in persistent_buffers(stock).items() if not name.endswith(f".{ADDED_BIAS}")}

@@ -220,7 +220,7 @@ class BufferPlan:
         held = [
             ("parameters", homes.parameters, resident * compute),
             ("gradients", homes.gradients, kept * wide * trained),
-            ("gradients", homes.master, owned * wide * (homes.master != homes.gradients)),
+            ("gradients", homes.master, owned * wide * (homes.master == Home.HOST)),
             ("master", homes.master, owned * master * self.has_master),
             ("moments", homes.moments, owned * wide * num_moments),
         ]

@@ -29,11 +29,12 @@ def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
     sums: dict[Communicator, dict[str, Tensor]] = {}
     for buffer in buffers:
         for axis in (axis for axis in buffer.plan.axes.replicas if axis.size > 1):
-            for slot in buffer.slots:
-                # The master and not what forward reads: a drift below bf16's precision would show there only after many steps.
-                held = buffer.held(slot, buffer.master)[1]
-                bits = held.view(BITS[held.itemsize]).sum(dtype=torch.int64)
-                sums.setdefault(axis, {})[slot.name] = upload(bits, buffer.full.device)
+            # The master and not what forward reads: a drift below bf16's precision would show there only after many steps.
+            with buffer.master_in_memory() as master:
+                for slot in buffer.slots:
+                    held = buffer.held(slot, master)[1]
+                    bits = held.view(BITS[held.itemsize]).sum(dtype=torch.int64)
+                    sums.setdefault(axis, {})[slot.name] = upload(bits, buffer.full.device)
     found = []
     # In one order on all ranks: stages of a pipeline may meet the axes in different ones.
     for axis, by_name in sorted(sums.items(), key=lambda each: each[0].name):
