@@ -132,7 +132,8 @@ class HomeTransfers:
             arrival.record()
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Within `queue`: copy `source`, [n] of the host and from `zeros_on_host`, into `target`, [n] of the device."""
+        """Start to copy `source`, [n] of the host and from `zeros_on_host`, into `target`, [n] of the device, in the order of the
+        current stream, which within `queue` is that of these transfers."""
         target.copy_(source, non_blocking=True)
 
     def download(self, source: Tensor, target: Tensor) -> "Download":

@@ -44,7 +44,10 @@ class UpdatedTogether:
         with self.optimizer.preserving(here):
             self.optimizer.step(lr, fetch(divisor, self.device), fetch(skip, self.device), step)
         for buffer in self.buffers:
-            buffer.copy_master_to_params()
+            if self.optimizer.fills_casts and not here:
+                buffer.send_cast()
+            else:
+                buffer.copy_master_to_params()
 
     @property
     def shards(self) -> tuple[FlatShard, ...]:

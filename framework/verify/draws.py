@@ -208,6 +208,8 @@ CHOICES = (
     Choice("zero.prefetch_units", (0, 1, 2, 3)),
     Choice("memory.activation_checkpointing", ("none", "full")),
     Choice("memory.chunked_loss", (False, True)),
+    Choice("memory.offload.optimizer", (0.0, 0.0, 0.5, 1.0)),
+    Choice("memory.offload.parameters", (0.0, 0.5, 1.0), _from_stage(3)),
     Choice("optim.name", ("adamw", "adamw", "lion", "sgd")),
     Choice("optim.lr", (1e-3, 1e-2)),
     Choice("optim.betas", ([0.9, 0.95], [0.8, 0.99]), _is_optimizer("adamw", "lion")),
