@@ -6,6 +6,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -24,6 +26,7 @@ from framework.launch.directory import RunDirectory
 from framework.launch.export import _read, export_command
 from framework.launch.request import save_command, stop_command
 from framework.launch.status import status_command
+from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from tests import tiny_run
 
@@ -123,6 +126,44 @@ def test_interrupted_run_goes_on_bitwise_as_if_it_had_not_been(capsys):
     assert resume("stopped") == EXIT_DONE
     assert losses("stopped") == losses("whole")
     assert_same_weights("stopped", "whole")
+
+
+# Python reads it when a process starts: its ring is killed half through a write of some step.
+KILL_IN_A_WRITE = """
+import os, signal, threading
+pwritev, writes = os.pwritev, []
+def write_and_die(fd, views, offset):
+    if threading.current_thread().name.startswith("disk-write"):
+        writes.append(offset)
+        if len(writes) == 60:
+            pwritev(fd, [views[0][: len(views[0]) // 2 // 4096 * 4096]], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return pwritev(fd, views, offset)
+os.pwritev = write_and_die
+"""
+
+
+def test_a_run_that_is_killed_in_a_step_on_the_disk_goes_on_bitwise_as_one_in_memory(tmp_path):
+    """What the killed rank has left on the disk is half of a step: the checkpoint is the truth, and the file is replaced."""
+    if file_system_of(tmp_path) in MEMORY_FILE_SYSTEMS:
+        pytest.skip(f"{tmp_path} is memory: such a folder is refused")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(KILL_IN_A_WRITE)
+    offload = ("memory.offload.optimizer=1", "memory.offload.home=disk", f"memory.offload.disk_path={disk}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+        command = ("train", *RECIPE, "run.id=offloaded", *offload, "checkpoint.every_steps=3")
+        killed = subprocess.run(
+            [sys.executable, "-m", "framework", *command], check=False, capture_output=True, text=True
+        )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(list(disk.glob("offloaded/*/rank-0"))) == 1, "a killed process removes nothing"
+    assert 0 < newest("offloaded").manifest.step < STEPS
+    assert resume("offloaded") == EXIT_DONE
+    assert losses("offloaded") == losses("whole")
+    assert_same_weights("offloaded", "whole")
+    assert not list(disk.iterdir())
 
 
 @pytest.mark.grid

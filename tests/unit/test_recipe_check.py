@@ -189,6 +189,13 @@ def test_other_names_of_offloading_activations_are_told_ours(key):
     assert "memory.offload.activations" in problems[key].fix
 
 
+ON_DISK = ("memory.offload.optimizer=1", "memory.offload.home=disk", "memory.offload.disk_path=/scratch")
+
+
+def test_states_on_a_disk_leave_the_memory_of_a_host_that_computes_too():
+    assert not problems_of(*ON_DISK, "launch.device=cpu")
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
@@ -200,6 +207,11 @@ def test_other_names_of_offloading_activations_are_told_ours(key):
             "the host",
         ),
         (["memory.offload.parameters=1", "zero.stage=2"], "memory.offload.parameters", "resident"),
+        (["memory.offload.optimizer=1", "memory.offload.home=disk"], "memory.offload.disk_path", "needs a folder"),
+        (["memory.offload.home=disk", "memory.offload.disk_path=/scratch"], "memory.offload.home", "no unit's states"),
+        (["memory.offload.disk_path=/scratch"], "memory.offload.disk_path", "memory.offload.home is host"),
+        ([*ON_DISK, "precision.moments=int8"], "precision.moments", "few bits"),
+        ([*ON_DISK, "memory.offload.activations=1", "launch.device=cpu"], "memory.offload.activations", "the host"),
         (["memory.offload.activations=-0.5"], "memory.offload.activations", "from 0 to 1"),
         (["memory.offload.activations=1", "launch.device=cpu"], "memory.offload.activations", "the device is the host"),
     ],
