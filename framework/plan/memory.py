@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from framework.optim.disk_chunks import DiskShard, StateKind, file_bytes, place_chunks, ring_bytes
 from framework.optim.states import MomentsDtype, count_state_bytes
 from framework.parallel.zero.lifetimes import Home
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
 
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
@@ -14,11 +15,12 @@ KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 class RankMemory:
     """Memory of one rank. held: bytes of its device by kind, activations included; live: the most microbatches of its stages at
     once between their forward and the end of their backward. What kernels and the framework itself use comes on top. on_host:
-    bytes by kind that have their home in the host's memory."""
+    bytes by kind that have their home in the host's memory. on_disk: bytes of its file of states."""
 
     held: dict[str, int]
     live: int
     on_host: dict[str, int]
+    on_disk: int = 0
 
     @property
     def total(self) -> int:
@@ -38,12 +40,40 @@ def bytes_on_host(
     buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32"
 ) -> dict[str, int]:
     """What lives in the host's memory, by kind. gradients: copies for the update; gathered: casts of masters on their way to the
-    device, of the two largest units."""
+    device, of the two largest units, and the ring of buffers of states that live on a disk."""
     casts: dict[str, int] = {}
     for buffer in buffers:
         if buffer.lifetimes.homes.master == Home.HOST and buffer.lifetimes.homes.parameters == Home.DEVICE:
             casts[buffer.unit] = casts.get(buffer.unit, 0) + buffer.numel_owned * buffer.dtypes.compute.itemsize
-    return _bytes_at(Home.HOST, buffers, states, moments) | {"gathered": sum(sorted(casts.values())[-2:])}
+    shards = disk_shards(buffers, states)
+    ring = ring_bytes(place_chunks(shards)) if shards else 0
+    return _bytes_at(Home.HOST, buffers, states, moments) | {"gathered": sum(sorted(casts.values())[-2:]) + ring}
+
+
+def bytes_on_disk(buffers: Sequence[BufferPlan], states: Sequence[str]) -> int:
+    """The size of a rank's file of states: whole pages of each part of a chunk, and its stamps."""
+    return file_bytes(place_chunks(disk_shards(buffers, states)))
+
+
+def disk_shards(buffers: Sequence[BufferPlan], states: Sequence[str]) -> list[DiskShard]:
+    """The states of those buffers whose master lives on a disk: a shard for each of them. A chunk begins with each span: kernels
+    round by vectors, which begin there."""
+    return [
+        DiskShard(
+            each.numel_owned,
+            tuple(StateKind(name, each.dtypes.master) for name in ("master", *states)),
+            tuple(
+                cut for span in each.spans for where in [within_owned(each, span)] for cut in (where.start, where.stop)
+            ),
+        )
+        for each in buffers
+        if each.lifetimes.homes.master == Home.DISK
+    ]
+
+
+def within_owned(plan: BufferPlan, span: GroupSpan) -> slice:
+    """Where a span lies in what this rank owns of its buffer."""
+    return slice(span.start - plan.start, span.stop - plan.start)
 
 
 def _bytes_at(

@@ -125,6 +125,9 @@ def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     yield from _table(
         [_sizes(row | {"all": sum(row.values()), "saved": less}) for row, less in zip(rows, saved, strict=True)]
     )
+    files = [plan.memory(rank).on_disk for rank in ranks]
+    if any(files):
+        yield f"  memory.offload.disk_path: files of {_gib(min(files)).strip()} to {_gib(max(files)).strip()} a rank"
     node, threads = _gib(bytes_of_fullest_node(plan)).strip(), plan.recipe.launch.threads_per_rank
     yield f"  a node of {plan.derived.ranks_per_node} ranks: at most {node}; updates there run on " + (
         f"launch.threads_per_rank={threads} threads" if threads else "the node's cores divided by its ranks"

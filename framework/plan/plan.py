@@ -40,7 +40,7 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations, layer_widths, mixture_widths
 from framework.plan.logits import resolve_chunked_loss
-from framework.plan.memory import RankMemory, bytes_held, bytes_on_host
+from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
 from framework.plan.traffic import bytes_sent, expert_bytes_sent
@@ -155,7 +155,9 @@ class Plan:
         buffers, states = self.of_rank(rank).buffers, state_names(self.recipe.optim)
         moments = self.recipe.precision.moments
         held = bytes_held(buffers, states, moments) | {"activations": most}
-        return RankMemory(held, peak_live(schedule)[place], bytes_on_host(buffers, states, moments))
+        return RankMemory(
+            held, peak_live(schedule)[place], bytes_on_host(buffers, states, moments), bytes_on_disk(buffers, states)
+        )
 
     def traffic(self, rank: int) -> dict[str, int]:
         """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden

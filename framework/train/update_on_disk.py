@@ -19,11 +19,9 @@ from torch import Tensor
 
 from framework.comm.transfer import fetch
 from framework.optim.contract import FlatShard, ShardGroup
-from framework.optim.disk_chunks import DiskShard, StateKind
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.optimizers import OPTIMIZERS, Missed, check_kinds, state_names
-from framework.parallel.zero.lifetimes import Home
-from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
+from framework.plan.memory import disk_shards, within_owned
 from framework.plan.stage import PlannedStage
 from framework.recipe.schema import Optim, Recipe
 from framework.train.shards import OwnedShard
@@ -31,26 +29,12 @@ from framework.train.shards import OwnedShard
 HOST = torch.device("cpu")
 
 
-def disk_shards(optim: Optim, buffers: Sequence[BufferPlan]) -> list[DiskShard]:
-    """The states of those buffers whose master lives on a disk: a shard for each of them."""
-    names = ("master", *state_names(optim))
-    return [
-        DiskShard(
-            each.numel_owned,
-            tuple(StateKind(name, each.dtypes.master) for name in names),
-            tuple(cut for span in each.spans for cut in (_where(each, span).start, _where(each, span).stop)),
-        )
-        for each in buffers
-        if each.lifetimes.homes.master == Home.DISK
-    ]
-
-
 def open_disk(
     recipe: Recipe, stages: Sequence[PlannedStage], rank: int, run_id: str | None
 ) -> tuple[DiskStates | None, list[DiskTensor]]:
     """The file of those of a rank's states that live on a disk, all zero, and the master of each buffer in it, in their order;
     None where no state does. run_id: None: one that nobody else has. Raises what `DiskFile` raises."""
-    shards = disk_shards(recipe.optim, [each for stage in stages for each in stage.buffers])
+    shards = disk_shards([each for stage in stages for each in stage.buffers], state_names(recipe.optim))
     if not shards:
         return None, []
     folder = recipe.memory.offload.disk_path
@@ -88,7 +72,7 @@ class DiskOptimizer:
     def state(self, shard: FlatShard, name: str) -> DiskTensor:
         """A per-element state of a shard: [n], in its dtype."""
         owned = self._owned[shard]
-        where = _where(owned.buffer.plan, owned.span)
+        where = within_owned(owned.buffer.plan, owned.span)
         return self._states.tensor(self._buffers.index(owned.buffer), name)[where]
 
     def update(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Sequence[Missed]) -> None:
@@ -103,7 +87,7 @@ class DiskOptimizer:
     def _update_chunk(self, update: _Update, index: int, where: slice, states: Mapping[str, Tensor]) -> None:
         buffer = self._buffers[index]
         for shard, owned in self._owned.items():
-            span = _where(buffer.plan, owned.span)
+            span = within_owned(buffer.plan, owned.span)
             if owned.buffer is buffer and span.start <= where.start < span.stop:
                 self._update_part(update, shard, slice(where.start - span.start, where.stop - span.start), states)
         buffer.copy_to_params(where.start, (states["master"],))
@@ -140,8 +124,3 @@ def _preserving(states: Iterable[Tensor], missed: Iterable[Missed], where: slice
     yield
     for (view, is_reached), old in zip(views, saved, strict=True):
         torch.where(is_reached, view, old, out=view)
-
-
-def _where(plan: BufferPlan, span: GroupSpan) -> slice:
-    """Where a span lies in what this rank owns of its buffer."""
-    return slice(span.start - plan.start, span.stop - plan.start)

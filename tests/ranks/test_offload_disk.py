@@ -96,6 +96,7 @@ def resume_across_homes(rank: int, world: int, rendezvous: str, folder: Path) ->
         step_through(run, plan, mesh, batches[:2], 0)
         state = RunState("run", "data", step=2, num_updates=run.optimizer.num_updates)
         save_checkpoint(root, 2, saved_entries(run), state.to_json(), mesh.axis("world"), keep=1)
+        check_bytes(run, plan)
         resumed = build(plans[1 - number], mesh, resumes=True, run_id="resumed")
         restore(resumed, root)
         for each in (run, resumed):
@@ -104,6 +105,18 @@ def resume_across_homes(rank: int, world: int, rendezvous: str, folder: Path) ->
             each.close()
     mesh.close()
     return found, run.optimizer.num_updates
+
+
+def check_bytes(run: Run, plan: Plan) -> None:
+    """Of what is offloaded the host has the ring, and the disk the rest: as the plan says, byte for byte."""
+    planned = plan.memory(run.mesh.rank)
+    if run.disk is None:
+        assert planned.on_disk == sum(planned.on_host.values()) == 0
+        return
+    assert planned.on_disk == run.disk.file.num_bytes == run.disk.file.path.stat().st_size
+    assert sum(planned.on_host.values()) == run.disk.host_bytes
+    assert not sum(buffer.master.nbytes for buffer in run.buffers if buffer.is_trained)
+    assert planned.held["master"] == planned.held["optimizer"] == 0
 
 
 def step_through(run: Run, plan: Plan, mesh: Mesh, batches: Any, first: int) -> None:
