@@ -66,6 +66,15 @@ class Choice:
             drawn[self.key] = rng.choice(fitting)
 
 
+def _offloads_optimizer(drawn: Drawn, value: str) -> bool:
+    moves_biases = drawn.get("model.router_bias_rate", 0.0) > 0
+    return value == "host" or (drawn.get("memory.offload.optimizer", 0.0) > 0 and not moves_biases)
+
+
+def _offloads_to_disk(drawn: Drawn, _value: str) -> bool:
+    return drawn.get("memory.offload.home") == "disk"
+
+
 def _may_have_experts(drawn: Drawn, _value: Any = None) -> bool:
     """Whether the family is none of those that are known to be dense: of the others only their models tell."""
     return drawn["model.family"] not in DENSE
@@ -150,6 +159,8 @@ def _has_replicas(drawn: Drawn, _value: Any) -> bool:
 def _has_moments(drawn: Drawn, value: str) -> bool:
     if drawn["optim.name"] == "sgd" and drawn.get("optim.momentum") == 0.0:
         return value == "fp32"
+    if value != "fp32" and _offloads_to_disk(drawn, ""):
+        return False  # few bits are kept in memory
     return value != "int8" or drawn["optim.name"] != "lion"
 
 
@@ -209,6 +220,8 @@ CHOICES = (
     Choice("memory.activation_checkpointing", ("none", "full")),
     Choice("memory.chunked_loss", (False, True)),
     Choice("memory.offload.optimizer", (0.0, 0.0, 0.5, 1.0)),
+    Choice("memory.offload.home", ("host", "disk"), _offloads_optimizer),
+    Choice("memory.offload.disk_path", (".",), _offloads_to_disk),
     Choice("memory.offload.parameters", (0.0, 0.5, 1.0), _from_stage(3)),
     Choice("optim.name", ("adamw", "adamw", "lion", "sgd")),
     Choice("optim.lr", (1e-3, 1e-2)),
