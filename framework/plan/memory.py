@@ -40,14 +40,15 @@ def bytes_on_host(
     buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32"
 ) -> dict[str, int]:
     """What lives in the host's memory, by kind. gradients: copies for the update; gathered: casts of masters on their way to the
-    device, of the two largest units, and the ring of buffers of states that live on a disk."""
-    casts: dict[str, int] = {}
-    for buffer in buffers:
-        if buffer.lifetimes.homes.master == Home.HOST and buffer.lifetimes.homes.parameters == Home.DEVICE:
-            casts[buffer.unit] = casts.get(buffer.unit, 0) + buffer.numel_owned * buffer.dtypes.compute.itemsize
+    device, and the ring of buffers of states that live on a disk."""
+    casts = sum(
+        each.numel_owned * each.dtypes.compute.itemsize
+        for each in buffers
+        if each.lifetimes.homes.master == Home.HOST and each.lifetimes.homes.parameters == Home.DEVICE
+    )
     shards = disk_shards(buffers, states)
     ring = ring_bytes(place_chunks(shards)) if shards else 0
-    return _bytes_at(Home.HOST, buffers, states, moments) | {"gathered": sum(sorted(casts.values())[-2:]) + ring}
+    return _bytes_at(Home.HOST, buffers, states, moments) | {"gathered": casts + ring}
 
 
 def bytes_on_disk(buffers: Sequence[BufferPlan], states: Sequence[str]) -> int:

@@ -38,23 +38,28 @@ def main() -> None:
     run = build_run(int(options.parameters))
     sizes = [len(buffer.master) for buffer in run.buffers]
     sides = {"ours": step_of_ours(run), "torch, unfused": step_of_torch(sizes)}
-    deepspeed = step_of_deepspeed(sizes)
-    if deepspeed is not None:
-        sides["DeepSpeed"] = deepspeed
+    for name, unscales in (("DeepSpeed", True), ("its kernel, cast", False)):
+        deepspeed = step_of_deepspeed(sizes, unscales)
+        if deepspeed is not None:
+            sides[name] = deepspeed
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    on_cpu: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for number in range(options.rounds + 1):
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
-            begin = time.perf_counter()
+            begin, began = time.perf_counter(), time.process_time()
             sides[name]()
             if number:  # the first round touches new memory
                 seconds[name].append(time.perf_counter() - begin)
+                on_cpu[name].append(time.process_time() - began)
     print(f"{sum(sizes):,} parameters in {len(sizes)} units, {options.threads} threads, {options.rounds} rounds")
     ours = seconds["ours"]
     for name, taken in seconds.items():
         paired = median(theirs / mine for theirs, mine in zip(taken, ours, strict=True))
+        paired_cpu = median(theirs / mine for theirs, mine in zip(on_cpu[name], on_cpu["ours"], strict=True))
         print(
-            f"{name:16} median {median(taken) * 1e3:8.1f} ms, least {min(taken) * 1e3:8.1f} ms, {paired:.2f} times ours"
+            f"{name:16} median {median(taken) * 1e3:7.1f} ms, least {min(taken) * 1e3:7.1f} ms, {paired:.2f} times ours;"
+            f" CPU time median {median(on_cpu[name]) * 1e3:7.1f} ms, {paired_cpu:.2f} times ours"
         )
 
 
@@ -82,7 +87,7 @@ def build_run(num_parameters: int) -> Run:
 
 def step_of_ours(run: Run) -> Callable[[], None]:
     divisor, skip = torch.ones((), dtype=torch.float64), torch.tensor(False)
-    return lambda: run.optimizer.step(1e-4, divisor, skip)
+    return lambda: run.optimizer.step(1e-4, divisor, skip, 0)
 
 
 def step_of_torch(sizes: list[int]) -> Callable[[], None]:
@@ -91,15 +96,24 @@ def step_of_torch(sizes: list[int]) -> Callable[[], None]:
     return stepping(torch.optim.AdamW(masters, lr=1e-4, foreach=False, fused=False), masters, parameters)
 
 
-def step_of_deepspeed(sizes: list[int]) -> Callable[[], None] | None:
-    """CPUAdam and the casts, as ZeRO-Offload calls them (`stage_1_and_2.py`: step, then bit16 parameters from fp32 ones)."""
+def step_of_deepspeed(sizes: list[int], unscales: bool) -> Callable[[], None] | None:
+    """CPUAdam and the casts, as ZeRO-Offload calls them (`stage_1_and_2.py`: step, then bit16 parameters from fp32 ones).
+    unscales: with the pass over the gradients before it, `unscale_and_clip_grads`, which it always makes and we need not."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # not a dependency
     except ImportError as error:
         print(f"without DeepSpeed: {error}")
         return None
     masters, parameters = make_tensors(sizes)
-    return stepping(DeepSpeedCPUAdam(masters, lr=1e-4), masters, parameters)
+    step = stepping(DeepSpeedCPUAdam(masters, lr=1e-4), masters, parameters)
+
+    def unscale_and_step() -> None:
+        for master in masters:
+            assert master.grad is not None
+            master.grad.mul_(1.0)
+        step()
+
+    return unscale_and_step if unscales else step
 
 
 def make_tensors(sizes: list[int]) -> tuple[list[Tensor], list[Tensor]]:
