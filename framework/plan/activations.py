@@ -32,7 +32,10 @@ T' h e is the gradient of what the mixture gives; where experts are slices and T
 parallel.expert_overlap saves by halves is not counted. Every mixture of gated experts has it, whatever else stands in its layer.
 That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
 
-An activation-checkpointed layer keeps its input, T' h e. What stands behind the last layer keeps, for v words on a rank:
+An activation-checkpointed layer keeps its input, T' h e. What an offloaded one (memory.offload.activations) keeps lies in pinned
+memory of the host between forward and backward. Of all of them the device then has one at a time, on its way or computing, and
+where neighbours are offloaded two. The first layer of a later pipeline stage leaves on the device what the stage has received,
+T' h e, if it keeps that. What stands behind the last layer keeps, for v words on a rank:
 
     norm and head       T' (h (4 + e) + 4) + T h e
     logits              T v e with a divided vocabulary, else T v 4: logarithms of softmax in fp32
@@ -44,6 +47,7 @@ and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`),
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from torch import nn
@@ -55,6 +59,7 @@ from framework.model.flops import experts_per_token
 from framework.model.loss import chunk_size
 from framework.model.stage import StageBounds
 from framework.model.units import find_layers
+from framework.parallel.activation_offload import choose_offloaded
 from framework.recipe.schema import Memory
 
 # Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
@@ -196,8 +201,25 @@ class Activations:
         return self.memory.activation_checkpointing == "full"
 
     def stage_bytes(self, stage: StageBounds) -> int:
-        """What is kept for the backward of a stage."""
-        return self.layer_bytes * (stage.stop - stage.start) + self._head_bytes * stage.is_last
+        """What is kept for the backward of a stage on the device."""
+        kept = self.layer_bytes * (stage.stop - stage.start) + self._head_bytes * stage.is_last
+        return kept - self.offloaded_bytes(stage)
+
+    def offloaded_bytes(self, stage: StageBounds) -> int:
+        """What is kept for the backward of a stage on the host."""
+        count = sum(self._offloaded_layers(stage))
+        # Of its first layer the executor holds the input on the device. In a narrower dtype a layer that is not checkpointed
+        # keeps a copy of it in fp32, and that leaves.
+        keeps_input = self.is_checkpointed or self.itemsize >= 4
+        return self.layer_bytes * count - (self.hidden_bytes if count and keeps_input and not stage.is_first else 0)
+
+    def transfer_bytes(self, stage: StageBounds) -> int:
+        """What offloaded layers of a stage have on the device at once, beside what stays there, while some layer computes."""
+        offloaded = self._offloaded_layers(stage)
+        return self.layer_bytes * (2 if any(map(all, pairwise(offloaded))) else int(any(offloaded)))
+
+    def _offloaded_layers(self, stage: StageBounds) -> tuple[bool, ...]:
+        return choose_offloaded(self.memory.offload.activations, stage.stop - stage.start)
 
     @property
     def sent_per_layer(self) -> int:

@@ -1,4 +1,4 @@
-"""Bytes of the host's memory that offloaded states take: of a rank, of a node, and whether this node has them."""
+"""Bytes of the host's memory that offloaded states and activations take: of a rank, of a node, and whether this node has them."""
 
 import os
 from dataclasses import replace
@@ -43,7 +43,7 @@ def check_host_memory(plan: Plan, node_bytes: int | None = None) -> None:
         offload, ranks = plan.recipe.memory.offload, plan.derived.ranks_per_node
         fits = {
             f"memory.offload.{name}": f"{int(100 * fraction * USABLE * there / needed) / 100:g}"
-            for name in ("optimizer", "parameters")
+            for name in ("optimizer", "parameters", "activations")
             if (fraction := getattr(offload, name))
         }
         key, value = next((key, getattr(offload, key.rpartition(".")[2])) for key in fits)

@@ -15,7 +15,8 @@ KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 class RankMemory:
     """Memory of one rank. held: bytes of its device by kind, activations included; live: the most microbatches of its stages at
     once between their forward and the end of their backward. What kernels and the framework itself use comes on top. on_host:
-    bytes by kind that have their home in the host's memory. on_disk: bytes of its file of states."""
+    bytes by kind that have their home in the host's memory, activations between forward and backward included. on_disk: bytes of
+    its file of states."""
 
     held: dict[str, int]
     live: int

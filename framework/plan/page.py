@@ -100,6 +100,13 @@ def _describe_activations(plan: Plan) -> str:
             num_layers = plan.config.get_text_config().num_hidden_layers
             a_step = sent * plan.derived.accumulation * num_layers // plan.derived.pp
             words.append(f"between {nodes} nodes: {_gib(a_step).strip()} a step over their network")
+    offloaded = [plan.activations.offloaded_bytes(stage) for stage in plan.pipeline.stages]
+    if any(offloaded):
+        on_the_way = max(map(plan.activations.transfer_bytes, plan.pipeline.stages))
+        words.append(
+            f"{_gib(sum(offloaded)).strip()} of all layers lie on the host between forward and backward, and of them at most"
+            f" {_gib(on_the_way).strip()} on the device at once"
+        )
     return "activations   each layer " + ", ".join(words)
 
 

@@ -148,16 +148,17 @@ class Plan:
         vocabulary divide."""
         place, schedule = self.topology.index("pp", rank), self.pipeline.make(self.derived.accumulation)
         kept = [self.activations.stage_bytes(stage) for stage in self.pipeline.stages]
-        while_computing = self.activations.recomputed_bytes + self.activations.transient_bytes
+        on_the_way = max(map(self.activations.transfer_bytes, self._own_stages(rank)))
+        while_computing = self.activations.recomputed_bytes + self.activations.transient_bytes + on_the_way
         if any(stage.is_last for stage in self._own_stages(rank)):
             while_computing = max(while_computing, self.activations.chunk_bytes)  # before any layer's backward
         most = peak_live(schedule, kept)[place] + while_computing
         buffers, states = self.of_rank(rank).buffers, state_names(self.recipe.optim)
         moments = self.recipe.precision.moments
         held = bytes_held(buffers, states, moments) | {"activations": most}
-        return RankMemory(
-            held, peak_live(schedule)[place], bytes_on_host(buffers, states, moments), bytes_on_disk(buffers, states)
-        )
+        offloaded = [self.activations.offloaded_bytes(stage) for stage in self.pipeline.stages]
+        on_host = bytes_on_host(buffers, states, moments) | {"activations": peak_live(schedule, offloaded)[place]}
+        return RankMemory(held, peak_live(schedule)[place], on_host, bytes_on_disk(buffers, states))
 
     def traffic(self, rank: int) -> dict[str, int]:
         """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden

@@ -218,6 +218,7 @@ CHOICES = (
     Choice("zero.keep_gathered", (False, True), _from_stage(3)),
     Choice("zero.prefetch_units", (0, 1, 2, 3)),
     Choice("memory.activation_checkpointing", ("none", "full")),
+    Choice("memory.offload.activations", (0.0, 0.0, 0.5, 1.0)),
     Choice("memory.chunked_loss", (False, True)),
     Choice("memory.offload.optimizer", (0.0, 0.0, 0.5, 1.0)),
     Choice("memory.offload.home", ("host", "disk"), _offloads_optimizer),

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from unittest.mock import MagicMock, call, patch
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
 
 from framework.build import build
 from framework.comm.communicator import Communicator
@@ -26,7 +28,7 @@ from framework.parallel.activation_offload import (
     choose_offloaded,
 )
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Memory, Offload
+from framework.recipe.schema import Memory, Offload, Parallel, Recipe
 from framework.train.profiler import name_unit
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches
@@ -324,12 +326,16 @@ WIDTHS = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8
 SEQUENCES, CONTEXT = 8, 64  # a number per token is more than LEAST_BYTES
 
 
-def make_run(num_layers: int, checkpointing: str, fraction: float) -> tuple[Run, list]:
+def make_recipe(num_layers: int, checkpointing: str, fraction: float) -> tuple[Recipe, PretrainedConfig]:
     config = build_config(family("llama"), num_hidden_layers=num_layers, **WIDTHS)
     config.use_cache = False
     memory = Memory(compile="never", activation_checkpointing=checkpointing, offload=Offload(activations=fraction))  # type: ignore[arg-type]
     recipe = small_recipe("fp32", 1, sequences=SEQUENCES)
-    recipe = replace(recipe, memory=memory, batch=replace(recipe.batch, context=CONTEXT))
+    return replace(recipe, memory=memory, batch=replace(recipe.batch, context=CONTEXT)), config
+
+
+def make_run(num_layers: int, checkpointing: str, fraction: float) -> tuple[Run, list]:
+    recipe, config = make_recipe(num_layers, checkpointing, fraction)
     mesh = connect(topology_of(recipe, config), CPU)
     (batch,) = make_batches(config, 1, SEQUENCES, CONTEXT, seed=11)
     run = build(make_plan(recipe, config), mesh)
@@ -371,6 +377,33 @@ def test_offloaded_layers_leave_not_one_byte_on_the_device(checkpointing: str) -
     # And what has left is on the host, once.
     for fraction in (0.5, 1.0):
         assert kept[4, 0.0] - kept[4, fraction] == on_host[4, fraction] > 0
+        planned = make_plan(*make_recipe(4, checkpointing, fraction)).memory(0).on_host["activations"]
+        assert on_host[4, fraction] == pytest.approx(planned, rel=0.01)
+
+
+def test_the_plan_moves_what_is_offloaded_from_the_device_to_the_host() -> None:
+    """Per microbatch in flight; but for two layers at once, or one where no neighbours are offloaded, and for what later stages
+    have received."""
+    recipe, config = make_recipe(8, "full", 0.0)
+    memory = {}
+    for fraction, count in product((0.0, 0.5, 1.0), (1, 2)):
+        offloaded = replace(recipe.memory, offload=Offload(activations=fraction))
+        piped = replace(
+            recipe, memory=offloaded, parallel=Parallel(pp=count), launch=replace(recipe.launch, ranks=count),
+            batch=replace(recipe.batch, sequences_per_microbatch=SEQUENCES // 2),
+        )  # fmt: skip
+        plan = make_plan(piped, config)
+        memory[fraction, count] = [plan.memory(rank) for rank in range(count)]
+    layer = make_plan(piped, config).activations.hidden_bytes
+    for fraction, (num_layers, on_the_way) in {0.5: (4, 1), 1.0: (8, 2)}.items():
+        (whole,), (before,) = memory[fraction, 1], memory[0.0, 1]
+        assert sum(whole.on_host.values()) == whole.on_host["activations"] == num_layers * layer
+        assert before.total - whole.total == (num_layers - on_the_way) * layer
+        # Of two stages the first has two microbatches in flight, and the second one, of which it keeps what it has received.
+        assert [each.live for each in memory[fraction, 2]] == [2, 1]
+        first, second = (each.on_host["activations"] for each in memory[fraction, 2])
+        assert [first, second] == [num_layers * layer, (num_layers // 2 - 1) * layer]
+    assert not any(memory[0.0, 1][0].on_host.values())
 
 
 def test_copies_start_a_layer_ahead() -> None:
