@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from framework.comm.communicator import Communicator
 from framework.comm.copy_stream import Copies, CopyPair, make_host_block, open_copy_stream
+from framework.errors import ModelError
 from framework.parallel.stage_plan import StagePlan
 
 # Starting a copy costs the host about 10 us, in which PCIe carries some 250 KB. So the bound is not about speed: the numbers that
@@ -135,10 +136,18 @@ class SavedTensor:
 
     def __init__(self, tensor: Tensor):
         self.tensor: Tensor | None = tensor
+        self.version = tensor._version
         self.storage: OffloadedStorage | None = None
         self._dtype, self._shape, self._stride, self._offset = (
             tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(),
         )  # fmt: skip
+
+    @property
+    def here(self) -> Tensor:
+        """The tensor, before it has left."""
+        assert self.tensor is not None, "a saved tensor that has left already"
+        refuse_written(self.tensor, self.version)
+        return self.tensor
 
     def leave(self, storage: OffloadedStorage) -> None:
         """From now on it lies in the storage, and the tensor may go."""
@@ -151,17 +160,27 @@ class SavedTensor:
         return view.set_(loaded.untyped_storage(), self._offset, self._shape, self._stride)
 
 
+def refuse_written(tensor: Tensor, version: int) -> None:
+    """Raises ModelError where what backward needs was written to, as autograd does for what it keeps itself."""
+    if tensor._version != version:
+        raise ModelError(
+            f"a tensor {tuple(tensor.shape)} that backward needs was written to in place after it was kept: the model cannot be"
+            " trained (torch says the same without memory.offload.activations, at its backward)"
+        )
+
+
 class LayerPass:
     """One forward of one layer, and what it has kept. previous: the layer's before it in the same forward.
 
     saved: in forward, what autograd keeps. sources: on their way to the host, by number of the storage: bytes on the device, and
-    their copy. offloaded: the storages of the copies, for as long as autograd holds them.
+    their copy; watched: tensors that lie there, with their versions. offloaded: the copies, for as long as autograd holds them.
     """
 
     def __init__(self, name: str, previous: "LayerPass | None"):
         self.name, self.previous = name, previous
         self.saved: list[ref[SavedTensor]] = []
         self.sources: dict[int, tuple[Tensor, OffloadedStorage]] = {}
+        self.watched: list[tuple[Tensor, int]] = []
         self.offloaded: list[ref[OffloadedStorage]] = []
         self._copies: Copies | None = None
 
@@ -179,6 +198,7 @@ class LayerPass:
     def leave_in(self, storage: OffloadedStorage, users: Sequence[SavedTensor]) -> None:
         """Have the tensors lie in the storage from now on."""
         self.offloaded.append(ref(storage))
+        self.watched.append((users[0].here, users[0].version))
         for saved in users:
             saved.leave(storage)
 
@@ -191,7 +211,9 @@ class LayerPass:
         # Before the memory goes: a kernel that comes next may be given it and write to it.
         if self._copies is not None:
             self._copies.wait()
-        self.sources, self._copies = {}, None
+        for tensor, version in self.watched:
+            refuse_written(tensor, version)
+        self.sources, self.watched, self._copies = {}, [], None
 
 
 def offload_activations(model: nn.Module, plan: StagePlan, staying: Sequence[Tensor]) -> "ActivationOffload | None":
@@ -269,7 +291,7 @@ class ActivationOffload:
         known = {} if this.previous is None else this.previous.sources
         fresh: dict[int, list[SavedTensor]] = {}
         for saved in this.take_saved():
-            number = self._number_of(saved.tensor)
+            number = self._number_of(saved.here)
             if number in known:
                 this.leave_in(known[number][1], [saved])
             elif number is not None and number not in staying:
@@ -285,7 +307,7 @@ class ActivationOffload:
 
     def _allot(self, fresh: Mapping[int, Sequence[SavedTensor]]) -> Iterator[tuple[int, Tensor, OffloadedStorage]]:
         """(number, bytes on the device, their place on the host) of each storage, side by side in one block."""
-        sources = {number: _bytes_of(users[0].tensor) for number, users in fresh.items()}
+        sources = {number: _bytes_of(users[0].here) for number, users in fresh.items()}
         block = self.pool.take(sum(_aligned(source.numel()) for source in sources.values()))
         start = 0
         for number, source in sources.items():
@@ -293,10 +315,10 @@ class ActivationOffload:
             yield number, source, OffloadedStorage(place, block, self._device)
             start += _aligned(source.numel())
 
-    def _number_of(self, tensor: Tensor | None) -> int | None:
+    def _number_of(self, tensor: Tensor) -> int | None:
         """The number of the tensor's storage; None where it stays for what it is: a parameter, a tensor of another kind or
         device, of a value that is negated or conjugated where it is read, or small."""
-        if type(tensor) is not Tensor or tensor.device != self._device or tensor.is_conj() or tensor.is_neg():
+        if type(tensor) is not Tensor or tensor.device.type != self._device.type or tensor.is_conj() or tensor.is_neg():
             return None
         if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() < LEAST_BYTES:
             return None
@@ -323,8 +345,7 @@ class ActivationOffload:
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
         if saved.storage is None:
-            assert saved.tensor is not None, "a saved tensor that is neither here nor offloaded"
-            return saved.tensor
+            return saved.here
         if (
             saved.storage.loaded is None
         ):  # a graph that is read once more, or a layer that backward enters by another way
@@ -345,9 +366,8 @@ def _storage_number(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _bytes_of(tensor: Tensor | None) -> Tensor:
+def _bytes_of(tensor: Tensor) -> Tensor:
     """All of the tensor's storage, uint8 [n]."""
-    assert tensor is not None, "a saved tensor that has left already"
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

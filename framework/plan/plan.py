@@ -30,6 +30,7 @@ from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import state_names
 from framework.parallel.experts import check_experts
+from framework.parallel.pipeline.actions import Schedule
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
@@ -149,16 +150,23 @@ class Plan:
         place, schedule = self.topology.index("pp", rank), self.pipeline.make(self.derived.accumulation)
         kept = [self.activations.stage_bytes(stage) for stage in self.pipeline.stages]
         on_the_way = max(map(self.activations.transfer_bytes, self._own_stages(rank)))
-        while_computing = self.activations.recomputed_bytes + self.activations.transient_bytes + on_the_way
+        while_computing = self.activations.recomputed_bytes + self.activations.transient_bytes
         if any(stage.is_last for stage in self._own_stages(rank)):
             while_computing = max(while_computing, self.activations.chunk_bytes)  # before any layer's backward
-        most = peak_live(schedule, kept)[place] + while_computing
+        most = peak_live(schedule, kept)[place] + while_computing + on_the_way
         buffers, states = self.of_rank(rank).buffers, state_names(self.recipe.optim)
         moments = self.recipe.precision.moments
         held = bytes_held(buffers, states, moments) | {"activations": most}
-        offloaded = [self.activations.offloaded_bytes(stage) for stage in self.pipeline.stages]
-        on_host = bytes_on_host(buffers, states, moments) | {"activations": peak_live(schedule, offloaded)[place]}
+        on_host = bytes_on_host(buffers, states, moments) | {"activations": self._offloaded_bytes(schedule, rank)}
         return RankMemory(held, peak_live(schedule)[place], on_host, bytes_on_disk(buffers, states))
+
+    def _offloaded_bytes(self, schedule: Schedule, rank: int) -> int:
+        """Activations on the host at the most. Each stage of the rank has blocks of its own."""
+        total = 0
+        for stage in self._own_stages(rank):
+            sizes = [self.activations.offloaded_bytes(each) * (each is stage) for each in self.pipeline.stages]
+            total += peak_live(schedule, sizes)[self.topology.index("pp", rank)]
+        return total
 
     def traffic(self, rank: int) -> dict[str, int]:
         """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden

@@ -3,12 +3,13 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from framework.comm.transfer import upload, upload_values
-from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
+from framework.recipe.schema import Memory, Model, Offload, Parallel, Recipe, Zero
 from framework.train.step import train_step
 from framework.train.sums import Flags, StepValues
 from tests.gpu.training import LR, start, train, train_rank
@@ -21,6 +22,7 @@ TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 5e-2}
 WAITS = "called a synchronizing CUDA operation"
 # Kernels that do the same arithmetic on both devices.
 EAGER = Model(attention="eager")
+OFFLOADED = Memory(offload=Offload(activations=1.0))
 LAYOUTS = {
     "stage 0": small_recipe("fp32", 1, accumulation=3, clip_norm=0.5),
     "stage 3": small_recipe("fp32", 1, accumulation=3, zero=Zero(stage=3)),
@@ -28,6 +30,7 @@ LAYOUTS = {
         small_recipe("fp32", 1), memory=Memory(activation_checkpointing="full", chunked_loss=True)
     ),
     "bf16": small_recipe("bf16", 1),
+    "activation offload": replace(small_recipe("fp32", 1, accumulation=3), memory=OFFLOADED),
 }
 SHARED = {
     "stage 3": small_recipe("fp32", 2, zero=Zero(stage=3)),
@@ -41,6 +44,15 @@ def test_steps_equal_the_cpus(device: torch.device, precision: str) -> None:
     recipe = replace(small_recipe(precision, 1, clip_norm=0.5), model=EAGER)
     expected = recipe if precision != "bf16" else replace(small_recipe("fp32", 1, clip_norm=0.5), model=EAGER)
     assert train(recipe, device) == pytest.approx(train(expected, CPU), rel=TOLERANCES[precision])
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_activations_on_the_host_change_no_bit(device: torch.device, policy: Any) -> None:
+    recipe = replace(
+        small_recipe("fp32", 1, accumulation=3), model=EAGER, memory=Memory(activation_checkpointing=policy)
+    )
+    offloaded = replace(recipe, memory=replace(OFFLOADED, activation_checkpointing=policy))
+    assert train(offloaded, device) == train(recipe, device)
 
 
 def test_a_model_learns_in_bf16(device: torch.device) -> None:

@@ -22,6 +22,7 @@ from tests.ranks.recorded import LAYOUTS, SEQUENCES, Layout, digest
 STEPS = 2
 MORE = {
     "1f1b": Layout("llama", 2, parallel=Parallel(pp=2), pipeline=Pipeline("1f1b"), accumulation=4),
+    "compiled": Layout("llama", 2, rest={"memory": {"compile": "always"}}),
     "ep": Layout("qwen3_moe", 2, parallel=Parallel(ep=2)),
     "ep in halves, zero 3": Layout("mixtral", 2, zero=Zero(3), parallel=Parallel(ep=2, expert_overlap=True)),
     "ep x sp": Layout("qwen3_moe", 4, parallel=Parallel(tp=2, ep=2)),

@@ -19,6 +19,7 @@ from framework.build import build
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.comm.copy_stream import CudaCopyStream, LateCopies, open_copy_stream
+from framework.errors import ModelError
 from framework.mesh.axis import Axis
 from framework.parallel.activation_offload import (
     ActivationOffload,
@@ -216,6 +217,42 @@ def test_what_a_stage_has_received_stays() -> None:
     assert copies.sizes == []
 
 
+class WritesToKept(Layer):
+    """What torch refuses at backward: a tensor is changed that a product before has kept."""
+
+    def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:
+        kept = self.out(hidden_states)
+        result = kept * kept
+        kept.add_(1)
+        return result
+
+
+class WritesToInput(Layer):
+    """As above, of the layer before: its last product has kept what this one writes to."""
+
+    def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(hidden_states.add_(1), mask)
+
+
+@pytest.mark.parametrize("kind", [WritesToKept, WritesToInput])
+def test_a_model_that_writes_to_what_backward_needs_is_refused_as_torch_does(kind: type[Layer]) -> None:
+    class EndsInItsOutput(Layer):
+        def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(hidden_states, mask).sigmoid()  # keeps its result
+
+    def make() -> Model:
+        model = Model()
+        model.layers[0], model.layers[1] = EndsInItsOutput(), kind()
+        return model
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train(make(), ORDERS[0])
+    model = make()
+    offload(model, 1.0)
+    with pytest.raises(ModelError, match="written to in place"):
+        train(model, ORDERS[0])
+
+
 # --- waits: on CPUs a copy is made when it is waited for, not before
 
 
@@ -232,7 +269,7 @@ def wrong(model: Model) -> bool:
 @contextmanager
 def no_wait_for_the_store() -> Iterator[None]:
     def finish_store(this: LayerPass) -> None:
-        this.sources, this._copies = {}, None
+        this.sources, this.watched, this._copies = {}, [], None
 
     with patch.object(LayerPass, "finish_store", finish_store):
         yield
@@ -241,7 +278,7 @@ def no_wait_for_the_store() -> Iterator[None]:
 @contextmanager
 def memory_given_up_before_the_wait() -> Iterator[None]:
     def finish_store(this: LayerPass) -> None:
-        this.sources, copies = {}, this._copies
+        this.sources, this.watched, copies = {}, [], this._copies
         this._copies = None
         if copies is not None:
             copies.wait()

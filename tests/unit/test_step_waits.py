@@ -21,7 +21,7 @@ from framework.comm import transfer
 from framework.comm.connect import connect
 from framework.comm.transfer import pin, upload
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Memory, Model, Optim, Precision, Recipe, Zero
+from framework.recipe.schema import Memory, Model, Offload, Optim, Precision, Recipe, Zero
 from framework.train.step import Run, train_step
 from framework.train.sums import Flags
 from framework.verify.evidence import make_batches
@@ -116,6 +116,7 @@ RECIPES = {
         small_recipe("bf16", 1), optim=Optim(name="lion", clip_norm=0.5), memory=Memory(chunked_loss=True)
     ),
     "fp16": replace(small_recipe("fp32", 1), precision=Precision("fp16")),
+    "activation offload": replace(PLAIN, memory=Memory(offload=Offload(activations=1.0))),
     "fp64, sgd": replace(small_recipe("fp64", 1), optim=Optim(name="sgd")),
 }
 
