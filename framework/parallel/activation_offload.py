@@ -198,7 +198,6 @@ class LayerPass:
     def leave_in(self, storage: OffloadedStorage, users: Sequence[SavedTensor]) -> None:
         """Have the tensors lie in the storage from now on."""
         self.offloaded.append(ref(storage))
-        self.watched.append((users[0].here, users[0].version))
         for saved in users:
             saved.leave(storage)
 
@@ -268,13 +267,13 @@ class ActivationOffload:
     def _forward(self, name: str, offloads: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if not args:  # by position: activation checkpointing would hold what is given by name, out of the hooks' reach
-            args = (kwargs.pop("hidden_states"),)
+        if "hidden_states" in kwargs:  # what is given by name, activation checkpointing holds out of the hooks' reach
+            args = (kwargs.pop("hidden_states"), *args)
         this, previous = LayerPass(name, self._current), self._current
         if offloads:
             with saved_tensors_hooks(this.pack, self._unpack):
                 output = forward(*args, **kwargs)
-            self._start_store(this, self._staying | _given_from_outside(args[0], args[1:], kwargs))
+            self._start_store(this, self._staying | _given_from_outside(args[:1], args[1:], kwargs))
         else:
             output = forward(*args, **kwargs)
         # Behind the copies' start: they run under the next layer, and so did those before them under this one.
@@ -298,6 +297,7 @@ class ActivationOffload:
                 fresh.setdefault(number, []).append(saved)
         for number, source, storage in self._allot(fresh):
             this.sources[number] = source, storage
+            this.watched.append((fresh[number][0].here, fresh[number][0].version))
             this.leave_in(storage, fresh[number])
         if fresh:
             with self._axis.range("to the host: activations of", this.name):
@@ -346,19 +346,19 @@ class ActivationOffload:
     def _unpack(self, saved: SavedTensor) -> Tensor:
         if saved.storage is None:
             return saved.here
-        if (
-            saved.storage.loaded is None
-        ):  # a graph that is read once more, or a layer that backward enters by another way
+        # A graph that is read once more, or a layer that backward enters by another way than its output.
+        if saved.storage.loaded is None:
             self._bring([saved.storage])
         return saved.view(saved.storage.read())
 
 
 def _given_from_outside(hidden: Any, *others: Any) -> frozenset[int]:
     """Storages that are not the layer's to send away. hidden: the layer's input; others: what else it is given."""
+    received = [
+        each for each in tree_leaves(hidden) if isinstance(each, Tensor) and each.is_leaf and each.requires_grad
+    ]
     shared = [each for each in tree_leaves(others) if isinstance(each, Tensor)]
-    if isinstance(hidden, Tensor) and hidden.is_leaf and hidden.requires_grad:
-        shared.append(hidden)
-    return frozenset(map(_storage_number, shared))
+    return frozenset(map(_storage_number, received + shared))
 
 
 def _storage_number(tensor: Tensor) -> int:

@@ -408,9 +408,9 @@ def test_offloaded_layers_leave_not_one_byte_on_the_device(checkpointing: str) -
         kept[layers, fraction] = measure_kept(run, inputs)
         offload = run.stages[0].offload
         on_host[layers, fraction] = 0 if offload is None else offload.pool.num_bytes
-    # With checkpointing a layer has the state of the random numbers, which the host has anyway.
-    state = torch.get_rng_state().nbytes if checkpointing == "full" else 0
-    assert kept[4, 1.0] - kept[2, 1.0] == 2 * state
+    # With checkpointing a layer may have the state of the random numbers, which the host has anyway.
+    states = (0, 2 * torch.get_rng_state().nbytes) if checkpointing == "full" else (0,)
+    assert kept[4, 1.0] - kept[2, 1.0] in states
     # And what has left is on the host, once.
     for fraction in (0.5, 1.0):
         assert kept[4, 0.0] - kept[4, fraction] == on_host[4, fraction] > 0
