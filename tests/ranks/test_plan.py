@@ -73,7 +73,7 @@ def measure_memory(run: Run) -> dict[str, int]:
     states = [
         tensor
         for shard in run.optimizer.shards
-        for tensor in run.optimizer.states.memory(shard, 0, shard.value.numel())
+        for tensor in run.optimizer.states_of(shard).memory(shard, 0, shard.value.numel())
     ]
     kinds: dict[str, list[Tensor]] = {
         "parameters": [tensor for buffer in run.buffers for tensor in (buffer.full, buffer.shard)],

@@ -54,7 +54,7 @@ def bits_of(run: Run) -> list[torch.Tensor]:
     states = [
         tensor
         for shard in run.optimizer.shards
-        for tensor in run.optimizer.states.memory(shard, 0, shard.value.numel())
+        for tensor in run.optimizer.states_of(shard).memory(shard, 0, shard.value.numel())
     ]
     return [tensor.contiguous().view(torch.uint8) for tensor in (*masters, *states)]
 
