@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.parallel.experts.rows import combine
+from framework.parallel.experts.rows import combine, spread
 
 TOKENS, TOP_K, WIDTH = 12, 3, 512
 
@@ -38,3 +38,12 @@ def test_pairs_that_were_not_sent_add_nothing() -> None:
     assert out[:, 0].tolist() == [0.25, 3.0]
     assert weights.grad is not None
     assert weights.grad.tolist() == [[4.0, 0.0], [0.0, 4.0]]
+
+
+def test_a_rank_without_a_token_spreads_and_combines_nothing() -> None:
+    """Where ranks of tp divide fewer tokens than there are ranks, or parts, some have none."""
+    x = torch.zeros(0, 4, requires_grad=True)
+    weights, order = torch.zeros(0, 2, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    combine(spread(x, order, 2), weights, order).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 4)

@@ -77,7 +77,7 @@ class _Permute(torch.autograd.Function):
 def _unsort(rows: Tensor, order: Tensor, num_tokens: int, top_k: int) -> Tensor:
     """[P, H] to [T, k, H], zeros for pairs that have no row."""
     pairs = rows.new_zeros(num_tokens * top_k, rows.shape[1])
-    return pairs.index_copy_(0, order, rows).view(num_tokens, top_k, -1)
+    return pairs.index_copy_(0, order, rows).view(num_tokens, top_k, rows.shape[1])
 
 
 def _slots(y: Tensor, order: Tensor, num_tokens: int, top_k: int) -> Iterator[Tensor]:
