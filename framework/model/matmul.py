@@ -8,6 +8,7 @@ Nothing here communicates: `parallel/tensor` and `parallel/zero` call it between
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.comm.transfer import upload_values
+from framework.model.kept_outputs import KeptOutputs
 
 # Below this many multiplications a matmul is too small for another kernel to matter.
 SMALL_MATMUL = 2**20
@@ -77,6 +79,24 @@ class LayerWeight:
         self._parameters = layer._parameters
         self.grad_view: GradView | None = None
         self.tick: Tensor | None = None
+        self._kept: KeptOutputs | None = None
+        self._operation = ""
+
+    def keep_outputs(self, kept: KeptOutputs, operation: str) -> None:
+        """From now on the layer is recomputed in backward. operation: by which of its names this matmul's output may be kept."""
+        self._kept = kept
+        self._operation = operation
+
+    def save(self, ctx: Any, x: Tensor) -> None:
+        """Save x, of any shape, for the backward of the function that is to call `compute`."""
+        if self._kept is None:
+            ctx.save_for_backward(x)
+        else:
+            self._kept.save(ctx, x)
+
+    def compute(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The output of the layer's matmul, [..., N]: computed, or taken over from the layer's forward."""
+        return compute() if self._kept is None else self._kept.compute(self._operation, compute)
 
     def write_gradient_to(self, grad_view: GradView) -> None:
         """From now on `weight_gradient` adds to the main gradient, and autograd gets none."""
@@ -243,9 +263,9 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, stacked: StackedMatmul, groups: RowGroups) -> Tensor:
-        ctx.save_for_backward(x)
         ctx.stacked, ctx.groups = stacked, groups
-        return stacked.forward(x, groups)
+        stacked.save(ctx, x)
+        return stacked.compute(partial(stacked.forward, x, groups))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

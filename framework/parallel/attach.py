@@ -4,14 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from torch import nn
 from transformers import PreTrainedModel
 
+from framework.model.matmul import LayerWeight
 from framework.model.precision import DTYPES
+from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.compilation import compiled_layers
 from framework.parallel.experts import write_stacked_gradients
 from framework.parallel.fp8_layers import find_fp8_linears, make_matmul
 from framework.parallel.stage_plan import StagePlan
+from framework.parallel.tensor import uses_rng_in_training
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.embedding_gradient import write_embedding_gradients
 from framework.parallel.zero.exposed_communication import ExposedCommunication
@@ -39,20 +43,29 @@ def attach(
     buffers: Sequence[UnitBuffer],
     waits: ExposedCommunication,
 ) -> Attached:
-    """Gradient views for linear layers and embeddings, the hooks through which units are unsharded and reduced, and around layers
-    as they are then computed what takes their activations to the host.
+    """Gradient views for linear layers and embeddings, the hooks through which units are unsharded and reduced; around layers
+    what computes them again in backward, and around that what takes their activations to the host.
 
     ties: all names of each parameter in the stage's model. buffers: allocated.
     """
     grad_views = {name: view for buffer in buffers for name, view in buffer.grad_views.items()}
     compiled = {module for layer in compiled_layers(model, plan) for module in layer.modules()}
     fp8 = set(find_fp8_linears(model, plan).values())
-    write_gradients_directly(model, grad_views, compiled, partial(make_matmul, fp8=fp8, plan=plan))
-    write_stacked_gradients(model, grad_views)
+    linears = write_gradients_directly(model, grad_views, compiled, partial(make_matmul, fp8=fp8, plan=plan))
+    matmuls: dict[nn.Module, Sequence[LayerWeight]] = {module: (matmul,) for module, matmul in linears.items()}
+    matmuls |= write_stacked_gradients(model, grad_views)
     write_embedding_gradients(model, grad_views, compiled)
     gradients = GradientSync(buffers, waits, DTYPES[plan.recipe.precision.reduce])
     by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]
     parameters = ParameterSync(by_unit, waits)
     hooks = UnitHooks(model, plan.own_units, ties, parameters, gradients, plan.recipe.zero.prefetch_units)
+    checkpoint_layers(
+        {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.name in plan.policies},
+        plan.policies,
+        plan.recipe.memory.kept_operations,
+        matmuls,
+        hooks.unsharded_for,
+        uses_rng_in_training(model),
+    )
     offload = offload_activations(model, plan, [buffer.full for buffer in buffers])
     return Attached(parameters, gradients, hooks, offload)

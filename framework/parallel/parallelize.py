@@ -18,7 +18,6 @@ from framework.mesh.layout import Layout
 from framework.model.load import choose_experts
 from framework.model.materialize import kept_in_fp32
 from framework.model.stage import find_shared, hollow_out
-from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.compilation import compile_layers
 from framework.parallel.experts import split_experts
 from framework.parallel.fp8_layers import gather_in_fp8
@@ -62,8 +61,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     split_over_tp,  # weights of all that is here: vocabulary, layers, and the tokens between regions
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
     gather_in_fp8,  # of the shapes that are left to this rank
-    compile_layers,  # of the layers as they are computed ...
-    checkpoint_layers,  # ... and around it: backward runs a layer again as forward ran it, whatever breaks its graph
+    compile_layers,  # of the layers as they are computed; around it they are checkpointed, once there is memory (`attach`)
     name_zero_axes,  # last: ZeRO divides what all else has left to this rank
 )
 

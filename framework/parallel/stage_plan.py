@@ -1,13 +1,14 @@
 """StagePlan: what is known of one pipeline stage on one rank before it is built; what the transforms of `parallelize` may ask."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import TokenLayout
+from framework.model.kept_outputs import Policy
 from framework.model.load_balancing import LoadBalancingLoss
 from framework.model.routed_tokens import RoutedTokens
 from framework.model.stage import StageBounds, own_units
@@ -22,6 +23,7 @@ class StagePlan:
     axes: of the mesh, as this rank sees them. units: the whole model's, in order of computation; bounds: the stage's layers.
     ties: under the name that a parameter has in its unit, all its names in the whole model. groups: the key of each trained
     parameter's optimizer group. returns_tuple: whether the family's layers return tuples (only asked of a cut model).
+    policies: of activation checkpointing, by the unit of a layer.
     """
 
     recipe: Recipe
@@ -36,6 +38,7 @@ class StagePlan:
     device: torch.device
     returns_tuple: bool = False
     load_balancing: LoadBalancingLoss | None = None
+    policies: Mapping[str, Policy] = field(default_factory=dict)
 
     @cached_property
     def own_units(self) -> tuple[Unit, ...]:

@@ -32,10 +32,23 @@ T' h e is the gradient of what the mixture gives; where experts are slices and T
 parallel.expert_overlap saves by halves is not counted. Every mixture of gated experts has it, whatever else stands in its layer.
 That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
 
-An activation-checkpointed layer keeps its input, T' h e. What an offloaded one (memory.offload.activations) keeps lies in pinned
+An activation-checkpointed layer keeps its input, T' h e, and a mixture's choice of experts, T" 4 k. With `selective` it keeps, of
+the operations that memory.kept_operations names, beside that:
+
+    attention           T (q e + 4 a)          what the output projection reads, the logarithms of the softmax' sums
+    q_proj ... up_proj  T q e, T k e, T i e    what they return
+    o_proj, down_proj   T' h e                 the sum over ranks
+    experts             R (2 i + h) e          what both matmuls of an expert return
+
+and computes again, in matmuls of FLOPs 2 x inputs x outputs of a token, those that are not named; never the last, whose output
+backward does not read. `sqrt` keeps the inputs of every g-th layer, and runs the forward of g - 1 of g layers once more.
+
+What an offloaded one (memory.offload.activations) keeps lies in pinned
 memory of the host between forward and backward. Of all of them the device then has one at a time, on its way or computing, and
 where neighbours are offloaded two. The first layer of a later pipeline stage leaves on the device what the stage has received,
-T' h e, if it keeps that. What stands behind the last layer keeps, for v words on a rank:
+T' h e, if it keeps that.
+
+What stands behind the last layer keeps, for v words on a rank:
 
     norm and head       T' (h (4 + e) + 4) + T h e
     logits              T v e with a divided vocabulary, else T v 4: logarithms of softmax in fp32
@@ -46,6 +59,7 @@ and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`),
     a chunk, at once    c v 2 max(e, 4)        while it is computed: logits, softmax in fp32, the gradient of logits
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -56,15 +70,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.mesh.token_layout import TokenLayout
 from framework.model.experts import count_experts, find_experts
 from framework.model.flops import experts_per_token
+from framework.model.kept_outputs import Policy
 from framework.model.loss import chunk_size
 from framework.model.stage import StageBounds
 from framework.model.units import find_layers
 from framework.parallel.activation_offload import choose_offloaded
+from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts
 from framework.recipe.schema import Memory
 
 # Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
 ESTIMATED_VALUES = 17
+# What `selective` is taken to keep of such a layer, and to save of its forward: about what it does for Llama's form.
+SELECTIVE_SHARE = 0.4
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -152,7 +170,8 @@ class Activations:
     """Bytes of activations of one rank, of one microbatch. All ranks of a run hold as many in a layer.
 
     tokens: the rank's. width: of hidden states. vocabulary: of the whole model. itemsize: bytes of an activation. layer: the
-    form of a layer, None where it has no formula: then its bytes are an estimate. memory: the recipe's.
+    form of a layer, None where it has no formula: then its bytes are an estimate. layer_flops: of a token, in a layer's forward.
+    memory: the recipe's.
     expert_slices: ranks of tp, each with a slice of every expert that it computes; 1: experts are whole. mixture: of
     layers of any form, None without one.
     """
@@ -162,6 +181,7 @@ class Activations:
     vocabulary: int
     itemsize: int
     layer: LayerWidths | None
+    layer_flops: float
     memory: Memory
     expert_slices: int
     mixture: MixtureWidths | None
@@ -173,13 +193,33 @@ class Activations:
 
     @property
     def layer_bytes(self) -> int:
-        """What is kept for the backward of one layer."""
-        return self.hidden_bytes if self.is_checkpointed else self._all_of_layer
+        """What a layer by itself keeps for its backward, where all have one policy."""
+        return self.cost_of(self.policy).kept
 
     @property
     def recomputed_bytes(self) -> int:
         """What is there beside that while a checkpointed layer is computed again."""
-        return self._all_of_layer if self.is_checkpointed else 0
+        return self.cost_of(self.policy).recomputed
+
+    @property
+    def policy(self) -> Policy:
+        """The recipe's, of all layers; `auto` chooses for each and has none."""
+        policy = self.memory.activation_checkpointing
+        assert policy != "auto", "auto is several policies"
+        return policy
+
+    def cost_of(self, policy: Policy) -> PolicyCost:
+        """A layer's with one policy."""
+        if policy == "none":
+            return PolicyCost(self._all_of_layer, 0, 0.0)
+        kept, flops = self._kept_outputs if policy == "selective" else (0, self._recomputed_flops(()))
+        return PolicyCost(self.hidden_bytes + self._choice_bytes + kept, self._all_of_layer - kept, flops)
+
+    @property
+    def costs(self) -> PolicyCosts:
+        """Of all policies."""
+        costs = {policy: self.cost_of(policy) for policy in POLICIES}
+        return PolicyCosts(costs, self.hidden_bytes, self.layer_flops)
 
     @property
     def transient_bytes(self) -> int:
@@ -195,28 +235,24 @@ class Activations:
             incoming += self._num_tokens * self.width * e
         return max(rows * self.width * e + weighted, rows * (2 * inner - self.width) * e) + incoming
 
-    @property
-    def is_checkpointed(self) -> bool:
-        """Whether layers keep their input only."""
-        return self.memory.activation_checkpointing == "full"
-
-    def stage_bytes(self, stage: StageBounds) -> int:
-        """What is kept for the backward of a stage on the device."""
-        kept = self.layer_bytes * (stage.stop - stage.start) + self._head_bytes * stage.is_last
-        return kept - self.offloaded_bytes(stage)
+    def stage_bytes(self, stage: StageBounds, counts: Counts) -> int:
+        """What is kept for the backward of a stage on the device. counts: of its layers, by policy."""
+        return self.costs.kept(counts) + self._head_bytes * stage.is_last - self.offloaded_bytes(stage)
 
     def offloaded_bytes(self, stage: StageBounds) -> int:
         """What is kept for the backward of a stage on the host."""
         count = sum(self._offloaded_layers(stage))
+        if not count:
+            return 0
         # Of its first layer the executor holds the input on the device. In a narrower dtype a layer that is not checkpointed
         # keeps a copy of it in fp32, and that leaves.
-        keeps_input = self.is_checkpointed or self.itemsize >= 4
-        return self.layer_bytes * count - (self.hidden_bytes if count and keeps_input and not stage.is_first else 0)
+        keeps_input = self.policy == "full" or self.itemsize >= 4
+        return self.layer_bytes * count - (self.hidden_bytes if keeps_input and not stage.is_first else 0)
 
     def transfer_bytes(self, stage: StageBounds) -> int:
         """What offloaded layers of a stage have on the device at once, beside what stays there, while some layer computes."""
         offloaded = self._offloaded_layers(stage)
-        return self.layer_bytes * (2 if any(map(all, pairwise(offloaded))) else int(any(offloaded)))
+        return self.layer_bytes * (2 if any(map(all, pairwise(offloaded))) else 1) if any(offloaded) else 0
 
     def _offloaded_layers(self, stage: StageBounds) -> tuple[bool, ...]:
         return choose_offloaded(self.memory.offload.activations, stage.stop - stage.start)
@@ -238,6 +274,54 @@ class Activations:
     @property
     def _num_tokens(self) -> int:
         return self.tokens.sequences * self.tokens.context
+
+    @property
+    def _kept_outputs(self) -> tuple[int, float]:
+        """(bytes, FLOPs of a token) that `selective` keeps beside the input, and computes again."""
+        kept = self.memory.kept_operations
+        if self.layer is None:
+            share = SELECTIVE_SHARE if kept else 0.0
+            return int(share * self._all_of_layer), (1 - share) * self._recomputed_flops(())
+        sizes = self._output_bytes(self.layer)
+        return sum(sizes[name] for name in kept if name in sizes), self._recomputed_flops(kept)
+
+    def _output_bytes(self, widths: LayerWidths) -> dict[str, int]:
+        """What the operations of a layer return, by name."""
+        e, t, tokens, outside = self.itemsize, self.tokens.tp.size, self._num_tokens, self.hidden_bytes
+        q, kv = tokens * widths.q // t * e, tokens * (widths.kv // min(t, widths.kv_heads)) * e
+        sizes = {"attention": q + tokens * 4 * widths.heads // t, "q_proj": q, "k_proj": kv, "v_proj": kv}
+        if (mixture := widths.mixture) is not None:
+            inner = -(-mixture.inner // (t if self._slices_experts else 1))
+            experts = self.rows_in_experts(mixture.top_k) * (2 * inner + self.width) * e
+            return sizes | {"o_proj": outside, "experts": experts}
+        inner = tokens * -(-widths.inner // t) * e
+        return sizes | {"o_proj": outside, "gate_proj": inner, "up_proj": inner, "down_proj": outside}
+
+    def _recomputed_flops(self, kept: Collection[str]) -> float:
+        """FLOPs of a token in what of a layer is computed again; of a layer of another form, its forward's."""
+        widths = self.layer
+        if widths is None:
+            return self.layer_flops
+        h, mixture = widths.hidden, widths.mixture
+        flops = {
+            "q_proj": 2.0 * h * widths.q,
+            "k_proj": 2.0 * h * widths.kv,
+            "v_proj": 2.0 * h * widths.kv,
+            "o_proj": 2.0 * widths.q * h,
+            "attention": 4.0 * widths.q * self.tokens.context,
+        }
+        if mixture is None:
+            flops |= dict.fromkeys(("gate_proj", "up_proj"), 2.0 * h * widths.inner)
+        else:
+            flops |= {"experts": 6.0 * h * mixture.inner * mixture.top_k}
+        return sum(size for name, size in flops.items() if name not in kept)
+
+    @property
+    def _choice_bytes(self) -> int:
+        """A mixture's choice of experts, which a recomputation takes over."""
+        mixture = None if self.layer is None else self.layer.mixture
+        outside = self.tokens.sequences * self.tokens.tokens_local
+        return 0 if mixture is None else 4 * mixture.top_k * (self._num_tokens if self._slices_experts else outside)
 
     @property
     def _all_of_layer(self) -> int:

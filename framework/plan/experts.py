@@ -54,7 +54,10 @@ def describe_experts(plan: Plan) -> Iterator[str]:
 
 def _describe_traffic(plan: Plan, rank: RankExperts) -> str:
     step = rank.sent * rank.num_mixtures * plan.derived.accumulation
-    passes = "forward twice and backward" if plan.activations.is_checkpointed else "forward and backward"
+    forwards = max(map(plan.forwards_of, plan.mixtures))
+    passes = {1: "forward and backward", 2: "forward twice and backward", 3: "forward three times and backward"}[
+        forwards
+    ]
     return (
         f"with equally many tokens for each, a rank sends {show_bytes(rank.sent)} per layer and microbatch, there and back in"
         f" {passes}: {show_bytes(step)} a step"

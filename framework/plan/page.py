@@ -6,6 +6,7 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE, RecipeError
 from framework.mesh.placement import place
+from framework.model.kept_outputs import Policy
 from framework.model.units import Unit
 from framework.parallel.pipeline.describe_pipeline import describe_pipeline
 from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, save_picture
@@ -61,6 +62,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         yield "\nparameters of one rank, before ZeRO\n" + describe_layouts(everything)
     yield ""
     yield _describe_activations(plan)
+    yield from _describe_checkpointing(plan)
     yield ""
     yield from _describe_bytes([plan.memory(rank) for rank in ranks], [plan.traffic(rank) for rank in ranks])
     yield from _describe_host(plan, ranks)
@@ -92,7 +94,10 @@ def _describe_activations(plan: Plan) -> str:
             f"is taken to keep {ESTIMATED_VALUES} hidden values of each token for backward: no formula for its form"
         ]
     else:
-        words = [f"keeps {_gib(plan.activations.layer_bytes).strip()} per microbatch for backward"]
+        costs, used = plan.activations.costs.by_policy, dict.fromkeys(_policies_in_use(plan))
+        kept = [f"{_gib(costs[policy].kept).strip()} per microbatch for backward" for policy in used]
+        named = [f"{size} ({policy})" for size, policy in zip(kept, used, strict=True)]
+        words = [f"keeps {' or '.join(named if len(used) > 1 else kept)}"]
     if plan.derived.tp > 1:
         words.append(f"sends {_gib(sent).strip()} per microbatch over tp, forward and backward")
         nodes = place(plan.derived).nodes_spanned("tp")
@@ -108,6 +113,27 @@ def _describe_activations(plan: Plan) -> str:
             f" {_gib(on_the_way).strip()} on the device at once"
         )
     return "activations   each layer " + ", ".join(words)
+
+
+def _policies_in_use(plan: Plan) -> list[Policy]:
+    return [policy for rank in plan.topology.ranks("pp", 0) for policy in plan.policies(rank).values()]
+
+
+def _describe_checkpointing(plan: Plan) -> Iterator[str]:
+    """Which layers have which policy, where some are computed again, and what that costs."""
+    chosen = [list(plan.policies(rank).items()) for rank in plan.topology.ranks("pp", 0)]
+    layers = sorted((each for own in chosen for each in own), key=lambda each: int(each[0].removeprefix("layers.")))
+    if all(policy == "none" for _, policy in layers):
+        return
+    runs = [(policy, [name for name, _ in run]) for policy, run in groupby(layers, key=lambda each: each[1])]
+    words = [f"{_name_units(names)} {policy}" for policy, names in runs]
+    own = [plan.checkpointing(rank) for rank in plan.topology.ranks("pp", 0)]
+    flops = sum(plan.activations.costs.flops(counts) for each in own for counts in each.values())
+    yield f"recomputation {', '.join(words)}: {flops / plan.flops_per_token:.1%} more FLOPs"
+
+
+def _name_units(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1].removeprefix('layers.')}"
 
 
 def _describe_bytes(memories: Sequence[RankMemory], traffic: Sequence[Mapping[str, int]]) -> Iterator[str]:
@@ -170,8 +196,7 @@ def _describe_units(units: Sequence[Unit], by_rank: Sequence[Sequence[BufferPlan
     first = 0
     for index in range(1, len(rows) + 1):
         if index == len(rows) or rows[index][1:] != rows[first][1:]:
-            last = rows[index - 1][0]
-            name = rows[first][0] if index - first == 1 else f"{rows[first][0]} to {last.removeprefix('layers.')}"
+            name = _name_units([row[0] for row in rows[first:index]])
             lines.append(f"{name:<22} {rows[first][1]:>16,}  {rows[first][2]}")
             first = index
     return "\n".join(lines)

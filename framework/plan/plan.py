@@ -5,21 +5,23 @@ description, benchmarks.
 It owns no memory and sends no byte; its model is on meta. What differs between ranks is asked of it by the rank's number.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
-from framework.errors import ModelError
+from framework.errors import ModelError, RecipeError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
 from framework.model.added_bias import prepare_mixtures
 from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
+from framework.model.kept_outputs import Policy
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
 from framework.model.logit_map import LogitMap
@@ -34,7 +36,7 @@ from framework.parallel.pipeline.actions import Schedule
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
-from framework.parallel.pipeline.simulate import peak_live
+from framework.parallel.pipeline.simulate import live_counts, peak_live
 from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
@@ -42,12 +44,17 @@ from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations, layer_widths, mixture_widths
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
+from framework.plan.operations import refuse_unknown_operations
+from framework.plan.policies import Counts, choose_counts, count_forwards, least_bytes, shorten, spell, uniform
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
 from framework.plan.traffic import bytes_sent, expert_bytes_sent
 from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
+
+# The unit of memory.budget_gb: as the page of `plan` counts.
+GB = 2**30
 
 # Families whose layers call torch.seed(), which reads the clock, in each forward: reversible layers replay their dropout by it.
 FRESH_SEEDS = ("reformer",)
@@ -80,6 +87,7 @@ class Plan:
     mixtures: tuple[Mixture, ...]
     logit_map: LogitMap | None
     _ranks: dict[int, "RankPlan"] = field(default_factory=dict, repr=False)
+    _chosen: dict[int, Mapping[int, Counts]] = field(default_factory=dict, repr=False)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -117,12 +125,15 @@ class Plan:
 
     def lay_out(self, rank: int, axes: Mapping[str, Communicator], device: torch.device) -> "RankPlan":
         """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
+        stages = self._lay_out_stages(rank, axes, device, self.policies(rank))
+        return RankPlan(rank, tuple(stages), self.token_layout(rank))
+
+    def _lay_out_stages(
+        self, rank: int, axes: Mapping[str, Communicator], device: torch.device, policies: Mapping[str, Policy]
+    ) -> list[PlannedStage]:
         tokens = self.token_layout(rank)
-        stages = [
-            lay_out_stage(self._copy(bounds), self._stage(bounds, axes, tokens, device))
-            for bounds in self._own_stages(rank)
-        ]
-        return RankPlan(rank, tuple(stages), tokens)
+        plans = [self._stage(bounds, axes, tokens, device) for bounds in self._own_stages(rank)]
+        return [lay_out_stage(self._copy(each.bounds), replace(each, policies=policies)) for each in plans]
 
     def token_layout(self, rank: int) -> TokenLayout:
         """The tokens that the rank holds of each microbatch; lays nothing out."""
@@ -139,24 +150,28 @@ class Plan:
             text.vocab_size,
             self.compute_dtype.itemsize,
             layer_widths(self.whole),
+            self._layer_flops,
             self.recipe.memory,
             self.derived.expert_tp,
             mixture_widths(self.whole, text),
         )
 
+    @cached_property
+    def _layer_flops(self) -> float:
+        """FLOPs of a token in a layer's forward, the mean of all."""
+        flops = unit_flops(self.whole, self.units, self.derived.context)
+        layers = [flops[unit.name] for unit in self.units if unit.is_layer]
+        return sum(layers) / len(layers)
+
     def memory(self, rank: int) -> RankMemory:
         """Bytes that the rank holds at the most. Ranks that differ in other coordinates than `pp` hold as much where heads and
         vocabulary divide."""
         place, schedule = self.topology.index("pp", rank), self.pipeline.make(self.derived.accumulation)
-        kept = [self.activations.stage_bytes(stage) for stage in self.pipeline.stages]
         on_the_way = max(map(self.activations.transfer_bytes, self._own_stages(rank)))
-        while_computing = self.activations.recomputed_bytes + self.activations.transient_bytes
-        if any(stage.is_last for stage in self._own_stages(rank)):
-            while_computing = max(while_computing, self.activations.chunk_bytes)  # before any layer's backward
-        most = peak_live(schedule, kept)[place] + while_computing + on_the_way
+        activations = self._activation_bytes(live_counts(schedule, place), self.checkpointing(rank)) + on_the_way
         buffers, states = self.of_rank(rank).buffers, state_names(self.recipe.optim)
         moments = self.recipe.precision.moments
-        held = bytes_held(buffers, states, moments) | {"activations": most}
+        held = bytes_held(buffers, states, moments) | {"activations": activations}
         on_host = bytes_on_host(buffers, states, moments) | {"activations": self._offloaded_bytes(schedule, rank)}
         return RankMemory(held, peak_live(schedule)[place], on_host, bytes_on_disk(buffers, states))
 
@@ -167,6 +182,71 @@ class Plan:
             sizes = [self.activations.offloaded_bytes(each) * (each is stage) for each in self.pipeline.stages]
             total += peak_live(schedule, sizes)[self.topology.index("pp", rank)]
         return total
+
+    def _activation_bytes(self, live: Sequence[Mapping[int, int]], chosen: Mapping[int, Counts]) -> int:
+        """The most activations of a rank. live: microbatches of its stages at a time; chosen: layers of each by policy."""
+        stages, activations = self.pipeline.stages, self.activations
+        kept = {index: activations.stage_bytes(stages[index], counts) for index, counts in chosen.items()}
+        most = max(sum(count * kept[index] for index, count in each.items()) for each in live)
+        while_computing = max(map(activations.costs.recomputed, chosen.values())) + activations.transient_bytes
+        if any(stages[index].is_last for index in chosen):
+            while_computing = max(while_computing, activations.chunk_bytes)  # before any layer's backward
+        return most + while_computing
+
+    def checkpointing(self, rank: int) -> Mapping[int, Counts]:
+        """Layers of each of the rank's stages, by its index, with each policy of activation checkpointing.
+
+        RecipeError where `auto` finds none that fits memory.budget_gb, with what would.
+        """
+        policy, own = self.recipe.memory.activation_checkpointing, self._own_stages(rank)
+        sizes = {bounds.index: bounds.stop - bounds.start for bounds in own}
+        if policy != "auto":
+            return {index: uniform(policy, size) for index, size in sizes.items()}
+        # By a stage's first rank: those who share a stage compute its layers again together, whatever uneven heads make of their
+        # bytes.
+        first = self.topology.ranks("pp", 0)[self.topology.index("pp", rank)]
+        if first not in self._chosen:
+            self._chosen[first] = self._choose(first, sizes)
+        return self._chosen[first]
+
+    def _choose(self, rank: int, sizes: Mapping[int, int]) -> Mapping[int, Counts]:
+        """The cheapest that fits. Of stages of unlike sizes the smaller ones have the first layers of the largest."""
+        schedule, place = self.pipeline.make(self.derived.accumulation), self.topology.index("pp", rank)
+        # Its buffers do not depend on what is chosen here.
+        stages = self._lay_out_stages(rank, unconnected(self.topology, rank), self.device, {})
+        buffers = [buffer for stage in stages for buffer in stage.buffers]
+        states, moments = state_names(self.recipe.optim), self.recipe.precision.moments
+        lasting = sum(bytes_held(buffers, states, moments).values())
+        live = live_counts(schedule, place)
+        largest, budget_gb = max(sizes.values()), self.recipe.memory.budget_gb or 0.0
+
+        def all_stages(counts: Counts) -> dict[int, Counts]:
+            return {index: shorten(counts, size) for index, size in sizes.items()}
+
+        def bytes_of(counts: Counts) -> int:
+            return lasting + self._activation_bytes(live, all_stages(counts))
+
+        def flops_of(counts: Counts) -> float:
+            return sum(map(self.activations.costs.flops, all_stages(counts).values()))
+
+        found = choose_counts(largest, bytes_of, flops_of, int(budget_gb * GB))
+        if found is None:
+            least = least_bytes(largest, bytes_of) / GB
+            raise RecipeError(
+                f"memory.budget_gb={budget_gb:g} is less than the {least:.3f} GB that rank {rank} needs with any choice of"
+                f" memory.activation_checkpointing, {lasting / GB:.3f} GB of them for parameters, gradients and optimizer: set"
+                f" memory.budget_gb={ceil(least * 1000) / 1000:g} or more, zero.stage=3, or smaller microbatches"
+            )
+        return all_stages(found)
+
+    def policies(self, rank: int) -> dict[str, Policy]:
+        """The policy of each of the rank's layers, by the name of its unit."""
+        chosen, layers = self.checkpointing(rank), [unit.name for unit in self.units if unit.is_layer]
+        return {
+            name: policy
+            for bounds in self._own_stages(rank)
+            for name, policy in zip(layers[bounds.start : bounds.stop], spell(chosen[bounds.index]), strict=True)
+        }
 
     def traffic(self, rank: int) -> dict[str, int]:
         """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden
@@ -190,7 +270,15 @@ class Plan:
         counts = mixture.num_experts * (2 if self.recipe.parallel.expert_overlap else 1)
         hops = [self.topology.size(axis) for axis in ("ep_inner", "ep_outer")]
         row_bytes = activations.width * activations.itemsize
-        return expert_bytes_sent(num_rows * row_bytes, counts, hops, activations.is_checkpointed)
+        return expert_bytes_sent(num_rows * row_bytes, counts, hops, self.forwards_of(mixture))
+
+    def forwards_of(self, mixture: Mixture) -> int:
+        """How often the mixture's forward runs for one microbatch."""
+        layers = [unit.name for unit in self.units if unit.is_layer]
+        number = layers.index(mixture.layer)
+        bounds = next(each for each in self.pipeline.stages if each.start <= number < each.stop)
+        rank = self.topology.ranks("pp", 0)[self.pipeline.rank_of_stage[bounds.index]]
+        return count_forwards(self.checkpointing(rank)[bounds.index], number - bounds.start)
 
     def mixtures_of(self, rank: int) -> list[Mixture]:
         """The mixtures of the rank's stages, in order."""
@@ -258,6 +346,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
     load_balancing, mixtures = find_load_balancing_loss(whole), prepare_mixtures(recipe.model, whole, units)
+    refuse_unknown_operations(recipe.memory, whole)
     ties = tied_names(whole)
     recipe, logit_map = resolve_chunked_loss(recipe, whole)
     if derived.pp > 1:

@@ -78,7 +78,7 @@ def find_relief(plan: Plan, rank: int) -> Iterator[tuple[str, int]]:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, str, Any]]:
     """(group, key, value), by what they cost a step: next to nothing, more microbatches, messages, copies to the host and back,
-    computing forwards twice."""
+    computing parts of forwards twice, all of them, all of them more than twice."""
     derived, stage, microbatch = plan.derived, plan.recipe.zero.stage, plan.derived.sequences_per_microbatch
     stages = range(stage + 1, 4 if derived.dp * derived.cp > 1 else 0)
     yield from (("zero", "stage", 1) for each in stages if each == 1)
@@ -88,7 +88,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, Any]]:
     yield from (("zero", "stage", 2) for each in stages if each == 2)
     yield from (("batch", "sequences_per_microbatch", size) for size in dict.fromkeys([*smaller[1::2], *smaller[-1:]]))
     yield "memory.offload", "activations", 1.0  # as below
-    yield "memory", "activation_checkpointing", "full"
+    for policy in ("selective", "full", "sqrt"):
+        yield "memory", "activation_checkpointing", policy
     yield from (("zero", "stage", 3) for each in stages if each == 3)
     yield "memory.offload", "optimizer", 1.0  # on a device that is the host it is refused, so it is not said
 

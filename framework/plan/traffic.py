@@ -34,16 +34,15 @@ def bytes_sent(buffers: Sequence[BufferPlan], accumulation: int, reduce_dtype: t
 COUNT_BYTES = torch.int64.itemsize
 
 
-def expert_bytes_sent(rows_bytes: int, counts: int, hops: Sequence[int], recomputes: bool) -> int:
+def expert_bytes_sent(rows_bytes: int, counts: int, hops: Sequence[int], forwards: int) -> int:
     """Bytes that a rank sends over `ep` for one mixture and one microbatch where each expert gets equally many rows.
 
     rows_bytes: P, of the pairs of a token and an expert that the rank routes, tokens x top-k x hidden; counts: numbers of rows
     that go ahead of them in each forward, one for each expert; hops: ranks among which rows are exchanged, ep, or with
-    parallel.expert_hierarchical those of a group and the groups. recomputes: backward computes forward again.
+    parallel.expert_hierarchical those of a group and the groups. forwards: of each microbatch, 1 without recomputation.
 
     Of n ranks (n-1)/n of the rows are another's. They travel there and back in forward, their gradients in backward: 4 (n-1)/n P,
     half as much again with recomputation.
     """
-    forwards = 2 if recomputes else 1
     sent = 2 * (forwards + 1) * rows_bytes + forwards * counts * COUNT_BYTES
     return sum(sent * (ranks - 1) // ranks for ranks in hops)

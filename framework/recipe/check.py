@@ -17,7 +17,7 @@ from framework.recipe.derive import (
 from framework.recipe.launch_rules import launch_rules
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Optim, Pipeline, Recipe, Zero
+from framework.recipe.schema import Memory, Optim, Pipeline, Recipe, Zero
 
 __all__ = ["Problem", "check_recipe", "render_problems"]
 
@@ -36,6 +36,9 @@ NO_MASTER = {
     "fp8": "nothing has shown that fp8 learns from weights that bf16 has rounded",
     "auto": "precision.compute=auto may be fp32 here, where weights are what the optimizer updates already",
 }
+CHECKPOINTING = tuple(
+    f"memory.{name}" for name in ("activation_checkpointing", "kept_operations", "budget_gb", "compile")
+)
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # what folders, wandb ids and SLURM job names all take
 
@@ -62,6 +65,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel", *COUNTED, "batch"), find_batch_problems),
         (("parallel", *COUNTED, "zero"), _zero),
         (("parallel", "memory.gathered_inputs"), _needs_sequence),
+        (CHECKPOINTING, _checkpointing),
         (("parallel.pp", "pipeline"), _stages),
         (("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps"), _bubbles),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
@@ -227,6 +231,27 @@ def find_offload_to_device(recipe: Recipe) -> Iterator[Problem]:
             )
             fix = f"memory.offload.{name}=0; or launch.device=cuda"
             yield Problem(f"memory.offload.{name}", fraction, message, fix)
+
+
+def _checkpointing(recipe: Recipe) -> Iterator[Problem]:
+    memory, key = recipe.memory, "memory.activation_checkpointing"
+    policy = memory.activation_checkpointing
+    if policy == "auto" and memory.budget_gb is None:
+        message = "chooses by memory.budget_gb, which is not set: a plan does not know what else a device holds"
+        yield Problem(key, policy, message, "memory.budget_gb=70; or memory.activation_checkpointing=selective")
+    if policy != "auto" and memory.budget_gb is not None:
+        message = f"is met by memory.activation_checkpointing=auto only, not by {policy}"
+        yield Problem(
+            "memory.budget_gb", memory.budget_gb, message, "leave it out (~memory.budget_gb); or " + f"{key}=auto"
+        )
+    chooses = policy in ("selective", "auto")
+    if not chooses and memory.kept_operations != Memory().kept_operations:
+        message = f"with {key}={policy} no operation's output is kept by name"
+        fix = f"leave it out (~memory.kept_operations); or {key}=selective"
+        yield Problem("memory.kept_operations", memory.kept_operations, message, fix)
+    if chooses and memory.compile == "always":
+        message = "keeps outputs of operations, which a compiled layer has inside of its graph: the compiler decides what is kept"
+        yield Problem(key, policy, message, f"{key}=full; or memory.compile=never")
 
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:

@@ -191,6 +191,16 @@ class Zero:
     )
 
 
+# Of Llama's form all but queries and the two outputs; what their matmuls need is less than 5% of a step. Names of packed
+# projections and of other families' mlps beside them.
+KEPT_OPERATIONS = (
+    "attention",
+    "experts",
+    *("k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj"),
+    *("c_attn", "c_fc", "query_key_value", "dense_h_to_4h", "qkv_proj", "fc1"),
+)
+
+
 @dataclass(frozen=True)
 class Offload:
     optimizer: float = key(
@@ -219,9 +229,16 @@ class Offload:
 
 @dataclass(frozen=True)
 class Memory:
-    activation_checkpointing: Literal["none", "full"] = key(
-        "full: keep each layer's input, compute the rest again", "none"
+    activation_checkpointing: Literal["none", "selective", "full", "sqrt", "auto"] = key(
+        "compute activations again in backward, but for: selective: kept_operations; full: each layer's input; sqrt: that of"
+        " every sqrt(layers)-th; auto: by layer, as cheap as budget_gb allows",
+        "none",
     )
+    kept_operations: list[str] = key(
+        "selective: operations whose outputs are kept: attention, experts, and linear layers by their modules' names",
+        list(KEPT_OPERATIONS),
+    )
+    budget_gb: float | None = key("auto: what a rank may be planned to hold, in GB of 2^30 bytes", None, low=0.001)
     compile: Literal["auto", "never", "always"] = key(
         "torch.compile of each layer's forward; auto: never (proved on CPUs, where it does not pay; no GPU has run it)",
         "auto",

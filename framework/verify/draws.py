@@ -17,7 +17,7 @@ from framework.errors import ModelError
 from framework.model.load import REFUSALS, load_config
 from framework.model.shrink import MIN_LAYERS, shrink
 from framework.recipe.overrides import write_override
-from framework.recipe.schema import Model
+from framework.recipe.schema import KEPT_OPERATIONS, Model
 from framework.verify.small import LEAST_EPS
 
 Drawn = dict[str, Any]
@@ -178,6 +178,10 @@ def _is_optimizer(*names: str) -> Callable[[Drawn, Any], bool]:
     return lambda drawn, value: drawn["optim.name"] in names
 
 
+def _keeps_operations(drawn: Drawn, _value: Any) -> bool:
+    return drawn["memory.activation_checkpointing"] == "selective"
+
+
 # Everything that is drawn, in this order.
 CHOICES = (
     Choice("model.family", DENSE * 4 + MIXTURES * 8 + OTHERS),
@@ -217,7 +221,8 @@ CHOICES = (
     Choice("zero.accumulate", ("sharded", "local"), _from_stage(2)),
     Choice("zero.keep_gathered", (False, True), _from_stage(3)),
     Choice("zero.prefetch_units", (0, 1, 2, 3)),
-    Choice("memory.activation_checkpointing", ("none", "full")),
+    Choice("memory.activation_checkpointing", ("none", "none", "selective", "full", "sqrt")),
+    Choice("memory.kept_operations", (list(KEPT_OPERATIONS), ["attention"]), _keeps_operations),
     Choice("memory.offload.activations", (0.0, 0.0, 0.5, 1.0)),
     Choice("memory.chunked_loss", (False, True)),
     Choice("memory.offload.optimizer", (0.0, 0.0, 0.5, 1.0)),

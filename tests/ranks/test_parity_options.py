@@ -135,7 +135,7 @@ def test_learning_rate_schedules_equal_one_process(pool: RankPool, schedule: Any
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("gpt2", {"resid_pdrop": 0.2, "attn_pdrop": 0.1, "embd_pdrop": 0.1}),
+        ("gpt2", {"resid_pdrop": 0.2, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "n_layer": 5}),
         pytest.param("gemma2", {}, marks=pytest.mark.grid),
         pytest.param("mixtral", {}, marks=pytest.mark.grid),
     ],
@@ -144,11 +144,12 @@ def test_learning_rate_schedules_equal_one_process(pool: RankPool, schedule: Any
 def test_activation_checkpointing_is_bitwise_equal(pool: RankPool, name: str, changes: Mapping[str, Any]) -> None:
     layouts = {}
     for label, recipe in recipes("fp32").items():
-        for mode in ("none", "full"):
-            layouts[f"{label} {mode}"] = replace(recipe, memory=Memory(activation_checkpointing=mode, compile="never"))
+        for policy in ("none", "selective", "full", "sqrt"):
+            memory = Memory(activation_checkpointing=policy, compile="never")
+            layouts[f"{label} {policy}"] = replace(recipe, memory=memory)
     found = train(pool, WORLD, Case(name, family(name), layouts, changes))
-    for zero in STAGES:
-        assert_bitwise_equal(found[f"zero {zero.stage} none"], found[f"zero {zero.stage} full"])
+    for zero, policy in product(STAGES, ("selective", "full", "sqrt")):
+        assert_bitwise_equal(found[f"zero {zero.stage} none"], found[f"zero {zero.stage} {policy}"])
 
 
 @pytest.mark.parametrize("name", few_of(["llama", "mixtral"], lambda name: name == "llama"))

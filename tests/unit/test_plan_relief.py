@@ -33,7 +33,9 @@ def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those
         "zero.stage=2",
         "batch.sequences_per_microbatch=2",
         "batch.sequences_per_microbatch=1",
+        "memory.activation_checkpointing=selective",
         "memory.activation_checkpointing=full",
+        "memory.activation_checkpointing=sqrt",
         "zero.stage=3",
     ]
     for number, (_, size) in enumerate(rows, start=1):
@@ -52,7 +54,7 @@ def test_offload_of_activations_comes_before_checkpointing_where_the_device_is_n
 
 
 def test_nothing_is_said_that_does_not_fit_the_recipe():
-    alone = plan_of("launch.ranks=1", "batch.sequences_per_microbatch=1", "memory=full_checkpointing")
+    alone = plan_of("launch.ranks=1", "batch.sequences_per_microbatch=1", "memory.activation_checkpointing=sqrt")
     assert not [change for change, _ in find_relief(alone, 0) if "chunked" not in change]
 
 

@@ -167,6 +167,26 @@ def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["memory.activation_checkpointing=some"], "memory.activation_checkpointing", "selective"),
+        (["memory.activation_checkpointing=auto"], "memory.activation_checkpointing", "memory.budget_gb, which is not"),
+        (["memory.budget_gb=20"], "memory.budget_gb", "met by memory.activation_checkpointing=auto only, not by none"),
+        (["memory.kept_operations=[attention]"], "memory.kept_operations", "no operation's output is kept by name"),
+        (
+            ["memory.activation_checkpointing=selective", "memory.compile=always"],
+            "memory.activation_checkpointing",
+            "the compiler decides what is kept",
+        ),
+    ],
+)
+def test_checkpointing_that_cannot_be_is_refused(overrides, key, says):
+    problems = problems_of(*overrides)
+    assert problems.keys() == {key}
+    assert says in problems[key].message
+
+
+@pytest.mark.parametrize(
     "key",
     [
         "zero.offload",

@@ -219,12 +219,18 @@ def tell_dropped(model: nn.Module, tell: Callable[[nn.Module, Tensor], None]) ->
             forward.tell_dropped = partial(tell, module)
 
 
-def write_stacked_gradients(model: nn.Module, grad_views: Mapping[str, GradView]) -> None:
+def write_stacked_gradients(
+    model: nn.Module, grad_views: Mapping[str, GradView]
+) -> dict[nn.Module, tuple[StackedMatmul, StackedMatmul]]:
     """Have the matmuls of experts that dispatch add their weights' gradients to the main gradients. grad_views: by parameter
-    name, of the trained ones."""
-    by_parameter = {id(view.parameter): view for view in grad_views.values()}
+    name, of the trained ones. Returns the matmuls by the module of the experts, also of those that are not trained."""
+    by_parameter, found = {id(view.parameter): view for view in grad_views.values()}, {}
     for module in model.modules():
         forward: Any = module.__dict__.get("forward")
-        for matmul in forward.local.matmuls if isinstance(forward, ExpertDispatch) else ():
+        if not isinstance(forward, ExpertDispatch):
+            continue
+        found[module] = forward.local.matmuls
+        for matmul in forward.local.matmuls:
             if id(matmul.weight) in by_parameter:
                 matmul.write_gradient_to(by_parameter[id(matmul.weight)])
+    return found

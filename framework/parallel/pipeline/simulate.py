@@ -165,6 +165,16 @@ def peak_live(schedule: Schedule, weights: Sequence[int] | None = None) -> list[
     return peaks
 
 
+def live_counts(schedule: Schedule, rank: int) -> list[dict[int, int]]:
+    """Live microbatches of each of the rank's stages, as many different combinations of them as the schedule has."""
+    live = {stage: 0 for stage, owner in enumerate(schedule.rank_of_stage) if owner == rank}
+    seen = {tuple(live.items()): live}
+    for stage, kind, _ in schedule.actions[rank]:
+        live = live | {stage: live[stage] + (kind is F) - (kind is B or kind is W)}
+        seen[tuple(live.items())] = live
+    return list(seen.values())
+
+
 def needs(schedule: Schedule, action: Action) -> Action | None:
     """The action whose end `action` waits for, beside those before it on its own rank; None for a forward of stage 0."""
     stage, kind, microbatch = action

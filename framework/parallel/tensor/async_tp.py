@@ -50,13 +50,17 @@ class AsyncGather:
         """[..., S, D], contiguous, when all has come: the current stream waits for every piece."""
         if self._whole is None:
             assert self._pieces is not None, "pieces go when the whole has come"
-            for pending in self._pending.values():
-                pending.wait()
-            self._pending.clear()
+            self.wait()
             joined = self._pieces.movedim(0, -3).flatten(-3, -2)
             self._whole = joined[..., : self.length, :].contiguous()
             self._pieces = None  # the same tokens twice would be what sequence parallelism is to avoid
         return self._whole
+
+    def wait(self) -> None:
+        """Let the current stream wait for every piece that nobody has waited for."""
+        for pending in self._pending.values():
+            pending.wait()
+        self._pending.clear()
 
     def multiply(self, compute: Callable[..., Tensor], num_features: int) -> Tensor:
         """Each rank's tokens multiplied as they come: [..., S, num_features]. Not differentiable.

@@ -93,12 +93,15 @@ class _Column(torch.autograd.Function):
         matmul, kept = layer.matmul, call.find_kept(x)
         ctx.layer, ctx.call, ctx.regathers = layer, call, kept is not None
         if isinstance(x, AsyncGatherTensor):
-            y = x.arrival.multiply(partial(matmul.forward, bias=bias), matmul.matrix.shape[0])
-            # Saving x itself would save a tensor without memory, and with it all pieces.
-            ctx.save_for_backward(x.arrival.whole() if kept is None else kept)
+            forward = partial(matmul.forward, bias=bias)
+            y = matmul.compute(partial(x.arrival.multiply, forward, matmul.matrix.shape[0]))
+            # Where y was taken over: a message must not land in memory that has been given back.
+            x.arrival.wait()
+            # Saving x itself would save a tensor without memory, and with it all pieces. The whole is there when they have come.
+            matmul.save(ctx, x.arrival.whole() if kept is None else kept)
             return y
-        ctx.save_for_backward(x if kept is None else kept)
-        return matmul.forward(x, bias)
+        matmul.save(ctx, x if kept is None else kept)
+        return matmul.compute(partial(matmul.forward, x, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -126,8 +129,13 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, layer: RowLinear) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer.region.leave_matmul(x, layer.matmul) if layer.leaves else layer.matmul.forward(x)
+        matmul = layer.matmul
+        matmul.save(ctx, x)
+        if not layer.leaves:
+            return matmul.compute(partial(matmul.forward, x))
+        # Also where the sum over ranks is taken over, and what of it is kept is this rank's tokens.
+        layer.region.end(x)
+        return matmul.compute(partial(layer.region.border.leave_matmul, x, matmul))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import Pending
-from framework.model.matmul import Matmul, find_apply
+from framework.model.matmul import find_apply
 from framework.parallel.tensor.borders import Border
 from framework.parallel.tensor.rng import RngStreams
 
@@ -125,11 +125,6 @@ class Region:
         if y.ndim <= len(self.call.leading):
             y = y.unflatten(0, self.call.leading)
         return self.border.leave(y)
-
-    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
-        """`leave` with x W^T, the last matmul inside.  x: [B, S, K_r]. Not differentiable."""
-        self.end(x)
-        return self.border.leave_matmul(x, matmul)
 
     def end(self, y: Tensor) -> None:
         """Nothing behind this computes inside the region. y: any shape, on the device whose generator goes back to the outer

@@ -1,6 +1,7 @@
 """Hooks that tell where forward and backward of an unmodified model are; `order.py` decides what follows from it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,11 @@ class UnitHooks:
                 module.register_forward_hook(partial(self._after_forward, index))
         model.register_forward_pre_hook(self._before_model)
         model.register_forward_hook(self._after_model)
+
+    def unsharded_for(self, unit: str) -> AbstractContextManager[None]:
+        """A context in which a unit's parameters can be read, in the middle of another's backward."""
+        index = next(index for index, use in enumerate(self._uses) if use.name == unit)
+        return self.parameters.unsharded_for(index)
 
     def end_backward(self) -> None:
         """Finish the backward of a microbatch, after autograd has returned: reduce and reshard what is left."""

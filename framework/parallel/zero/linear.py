@@ -8,6 +8,7 @@ accumulation does.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ class _DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tick: Tensor, bias: Tensor | None, matmul: Matmul) -> Tensor:
-        ctx.save_for_backward(x)
         ctx.matmul = matmul
-        return matmul.forward(x, bias)
+        matmul.save(ctx, x)
+        return matmul.compute(partial(matmul.forward, x, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
@@ -56,29 +57,31 @@ def write_gradients_directly(
     grad_views: Mapping[str, GradView],
     compiled: Collection[nn.Module] = (),
     make_matmul: Callable[[nn.Module, bool], Matmul] = Matmul,
-) -> None:
+) -> dict[nn.Module, Matmul]:
     """Give each stock linear layer (torch's, or GPT-2's transposed Conv1D) of the model the forward above, and the matmuls of all
-    of them their main gradient, [N, K] or transposed, in the master dtype. Results are those of autograd.
+    of them their main gradient, [N, K] or transposed, in the master dtype. Results are those of autograd. Returns the matmuls.
 
     compiled: modules within compiled layers, whose stock linears are left to autograd: the compiler cannot trace a write into
     a buffer that is not its own, and would break its graph at each of them. make_matmul: from a module, and whether its weight is
     transposed.
     """
+    matmuls = {}
     for module, grad_view in find_linears(model, grad_views, compiled):
         if isinstance(module, MatmulLinear):
-            module.matmul = make_matmul(module, module.matmul.is_transposed)
-            module.matmul.write_gradient_to(grad_view)
+            matmul = module.matmul = make_matmul(module, module.matmul.is_transposed)
         else:
             matmul = make_matmul(module, isinstance(module, Conv1D))
-            matmul.write_gradient_to(grad_view)
             module.forward = _direct_forward(module, matmul)  # type: ignore[method-assign]
+        matmul.write_gradient_to(grad_view)
+        matmuls[module] = matmul
+    return matmuls
 
 
 def _direct_forward(module: nn.Module, matmul: Matmul):
     # The dict: a bias that is None would be asked of the module's __getattr__, which is Python.
-    apply, tick, parameters = find_apply(_DirectLinear), matmul.graph_input, module._parameters
+    apply, parameters = find_apply(_DirectLinear), module._parameters
 
     def forward(x: Tensor) -> Tensor:
-        return apply(x, tick, parameters["bias"], matmul)
+        return apply(x, matmul.tick, parameters["bias"], matmul)
 
     return forward

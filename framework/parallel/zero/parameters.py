@@ -6,7 +6,8 @@ Zhao et al. 2023): every view stays true. The all-gather lands in the tensor its
 FSDP2 gathers a group of parameters into one tensor and copies each of them out of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,15 @@ class ParameterSync:
         self.start_unshard(index)
         if index in self._unshards:
             self._exposed.wait(self._unshards.pop(index))
+
+    @contextmanager
+    def unsharded_for(self, index: int) -> Iterator[None]:
+        """A context in which a unit is read out of turn, in the middle of another's use: afterwards it is as it was."""
+        was_there = index in self.unsharded
+        self.unshard(index)
+        yield
+        if not was_there and index in self.transient:
+            self.reshard(index)
 
     def reshard(self, index: int) -> None:
         """Give an unsharded unit's memory back, where it is not resident."""

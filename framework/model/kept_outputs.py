@@ -1,0 +1,201 @@
+"""Outputs of a layer's operations that its recomputation takes over instead of computing them again.
+
+    forward          y = operation(x)       y is kept, if the operation is named in `memory.kept_operations`
+    recomputation    y = what was kept      whatever is not kept is computed again
+
+Linear layers and experts are functions of ours, which ask here themselves (`compute`). What stands in a model's code is caught
+below autograd, which then saves what it saved in forward: fused attentions, whose outputs may be kept, and `topk`, whose choice
+is always kept. A router that chose other experts the second time would send other rows to other ranks.
+
+Recomputation ends with the last tensor that backward asks for. A function of autograd saves its inputs when it has computed;
+`save` saves them before, so that a layer's last matmul, whose output backward does not read, is not computed twice.
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Policy = Literal["none", "selective", "full", "sqrt"]
+ATTENTION, EXPERTS = "attention", "experts"
+
+aten = torch.ops.aten
+# torch's fused attentions, each with the place of its dropout among the arguments.
+ATTENTIONS = (
+    (aten._scaled_dot_product_flash_attention.default, 3),
+    (aten._scaled_dot_product_flash_attention_for_cpu.default, 3),
+    (aten._scaled_dot_product_efficient_attention.default, 5),
+    (aten._scaled_dot_product_cudnn_attention.default, 5),
+    (aten._scaled_dot_product_fused_attention_overrideable.default, 4),
+)
+
+
+class _Kept:
+    """A kept output, a tensor or several, and the versions that its tensors had."""
+
+    def __init__(self, value: Any) -> None:
+        # Detached: what is kept must not hold the graph that made it. It shares its memory and its version counter.
+        self.value = tree_map_only(Tensor, Tensor.detach, value)
+        self._versions = self._read_versions()
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self._versions == self._read_versions()
+
+    def _read_versions(self) -> list[int]:
+        return [each._version for each in tree_leaves(self.value) if isinstance(each, Tensor)]
+
+
+class LayerCall:
+    """One microbatch's passage through a layer: what its forward keeps for its recomputation, in order."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept | None] = []
+        self._next = 0
+
+    def keep(self, value: Any) -> Any:
+        """Keep an output; returns it."""
+        self._kept.append(_Kept(value))
+        return value
+
+    def take(self, compute: Callable[[], Any]) -> Any:
+        """The next that was kept; computed where that could not be."""
+        assert self._next < len(self._kept), "a recomputation meets an operation that its forward has not met"
+        kept, self._next = self._kept[self._next], self._next + 1
+        if kept is None:
+            return compute()
+        assert kept.is_unchanged, "what a layer keeps for its recomputation has been written to"
+        # Detached again: autograd makes what a function returns part of its graph.
+        return tree_map_only(Tensor, Tensor.detach, kept.value)
+
+    def end_forward(self) -> None:
+        """Keep nothing that the layer has written to meanwhile: it was another value when the operation returned it."""
+        self._kept = [kept if kept is not None and kept.is_unchanged else None for kept in self._kept]
+
+    def start_recomputation(self) -> None:
+        self._next = 0
+
+    def forget(self) -> None:
+        """End the last recomputation."""
+        self._kept.clear()
+
+
+class KeptOutputs:
+    """The operations of one layer whose outputs are kept; and, while a pass of one of its calls is under way, that call.
+
+    catches: whether operations are caught below autograd, which costs some microseconds of Python in each.
+    """
+
+    def __init__(self, operations: Collection[str] = (), catches: bool = False) -> None:
+        self.operations = frozenset(operations)
+        self._catch = _Catch(self) if catches else None
+        self._call: LayerCall | None = None
+        self._is_recomputing = self._saves_first = False
+
+    def forward(self, call: LayerCall) -> AbstractContextManager[None]:
+        """A context in which the layer's forward runs, for the call."""
+        return _Pass(self, call, is_recomputing=False)
+
+    def recomputation(self, call: LayerCall) -> AbstractContextManager[None]:
+        """A context in which the forward runs again: what is kept is taken over. With a graph it is the last."""
+        return _Pass(self, call, is_recomputing=True)
+
+    def compute(self, operation: str, compute: Callable[[], Any]) -> Any:
+        """The operation's output: kept, taken over or computed."""
+        if self._call is None or operation not in self.operations:
+            return compute()
+        return self.compute_once(compute)
+
+    def compute_once(self, compute: Callable[[], Any]) -> Any:
+        """As `compute`, of an operation that is kept whatever is named."""
+        if self._call is None:
+            return compute()
+        return self._call.take(compute) if self._is_recomputing else self._call.keep(compute())
+
+    def save(self, ctx: Any, x: Tensor) -> None:
+        """Save x for the backward of a function of autograd, from within its forward.  x: any shape."""
+        if not self._saves_first:
+            ctx.save_for_backward(x)
+        elif any(ctx.needs_input_grad):
+            # The graph of a recomputation runs no backward: what counts is what was saved, in the order of forward.
+            with torch.enable_grad():
+                _Save.apply(x.detach().requires_grad_())
+
+    def start(self, call: LayerCall, is_recomputing: bool) -> AbstractContextManager[Any] | None:
+        """Begin a pass; returns what catches operations meanwhile."""
+        self._call, self._is_recomputing = call, is_recomputing
+        # Without a graph nothing is saved: a layer then runs for its output alone.
+        self._saves_first = is_recomputing and torch.is_grad_enabled()
+        if is_recomputing:
+            call.start_recomputation()
+        return self._catch
+
+    def end(self) -> None:
+        """End the pass that is under way."""
+        call = self._call
+        assert call is not None, "a pass that was not started"
+        if not self._is_recomputing:
+            call.end_forward()
+        elif self._saves_first:
+            call.forget()
+        self._call, self._is_recomputing, self._saves_first = None, False, False
+
+
+class _Pass(AbstractContextManager[None]):
+    def __init__(self, outputs: KeptOutputs, call: LayerCall, is_recomputing: bool) -> None:
+        self._start, self._end = partial(outputs.start, call, is_recomputing), outputs.end
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        catch = self._start()
+        if catch is not None:
+            self._stack.enter_context(catch)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+        self._end()
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(())
+
+
+class _Catch(TorchDispatchMode):
+    """Catches the attentions and the choices of one layer."""
+
+    def __init__(self, outputs: KeptOutputs) -> None:
+        super().__init__()
+        self._outputs, self._dropouts = outputs, dict(ATTENTIONS)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.topk.default:
+            return self._choose(partial(func, *args, **kwargs), args[0], args[2] if len(args) > 2 else -1)
+        # One with dropout is computed again: it takes random numbers, and those behind it take the next.
+        if func not in self._dropouts or any(args[self._dropouts[func] :][:1]):
+            return func(*args, **kwargs)
+        return self._outputs.compute(ATTENTION, partial(func, *args, **kwargs))
+
+    def _choose(self, compute: Callable[[], Any], x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """topk of x, [..., n, ...], whose indices are those of forward and whose values are what stands there now."""
+        found: list[Tensor] = []
+
+        def find() -> Tensor:
+            found.extend(compute())
+            return found[1].to(torch.int32)
+
+        index = self._outputs.compute_once(find)
+        if found:
+            return found[0], found[1]
+        index = index.to(torch.int64)
+        return x.gather(dim, index), index

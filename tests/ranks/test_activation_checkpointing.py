@@ -1,0 +1,95 @@
+"""Layers that are computed again in backward, by any policy, in any layout: bitwise what they are when all is kept."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from framework.model.load import build_meta
+from framework.plan.operations import find_operations
+from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.verify.evidence import Evidence
+from tests.families import build_config, family
+from tests.ranks.covering import cover_pairs
+from tests.ranks.parity import Case, small_recipe, train_layouts
+from tests.ranks.pool import RankPool
+from tests.ranks.test_parity_options import assert_bitwise_equal
+
+WORLD = 4
+POLICIES = ("selective", "sqrt")  # full is among the layouts of other files
+
+
+def layout(parallel: Parallel, zero: int = 0, schedule: str = "1f1b", regathers: bool = False) -> Recipe:
+    recipe = small_recipe("fp32", WORLD, 2, 8, None, Zero(zero, prefetch_units=zero % 2), parallel)
+    if parallel.pp > 1:
+        recipe = replace(recipe, pipeline=Pipeline(schedule=schedule))  # type: ignore[arg-type]
+    return replace(recipe, memory=Memory(gathered_inputs="regather" if regathers else "keep", compile="never"))
+
+
+DENSE = {
+    "dp2 tp2, zero 3": layout(Parallel(tp=2), 3),
+    "tp2 pp2, regathered": layout(Parallel(tp=2, pp=2), 0, "1f1b", True),
+    "tp2 pp2, overlapped, split backwards": layout(Parallel(tp=2, pp=2, overlap="always"), 0, "zb_h1", True),
+}
+MIXTURES = {
+    "tp2 ep2, zero 3": layout(Parallel(tp=2, ep=2), 3),
+    "tp2 ep2, slices, not sequences": layout(Parallel(tp=2, ep=2, expert_tp=2, sequence=False), 1),
+    "pp2 ep2, halves": layout(Parallel(pp=2, ep=2, expert_overlap=True), 2),
+}
+
+
+def with_policies(layouts: Mapping[str, Recipe], operations: list[str]) -> dict[str, Recipe]:
+    found = {}
+    for label, recipe in layouts.items():
+        for policy in ("none", *POLICIES):
+            memory = replace(recipe.memory, activation_checkpointing=policy)
+            found[f"{label} {policy}"] = replace(recipe, memory=memory)
+        kept = replace(recipe.memory, activation_checkpointing="selective", kept_operations=operations)
+        found[f"{label} everything"] = replace(recipe, memory=kept)
+    return found
+
+
+def train(pool: RankPool, name: str, layouts: Mapping[str, Recipe], changes: Mapping[str, Any]) -> dict[str, Evidence]:
+    operations = find_operations(build_meta(build_config(family(name))))
+    case = Case(name, family(name), with_policies(layouts, operations), changes)
+    return {label: each for (_, label), each in pool.run(WORLD, train_layouts, [case], timeout_s=300)[0].items()}
+
+
+@pytest.mark.parametrize(("name", "layouts"), [("llama", DENSE), ("mixtral", MIXTURES)])
+def test_every_policy_is_bitwise_what_keeping_all_is(pool: RankPool, name: str, layouts: Mapping[str, Recipe]) -> None:
+    found = train(pool, name, layouts, {"num_hidden_layers": 4})
+    for label in layouts:
+        for policy in (*POLICIES, "everything"):
+            assert_bitwise_equal(found[f"{label} none"], found[f"{label} {policy}"])
+
+
+def is_legal(
+    tp: int, pp: int, ep: int, zero: int, schedule: str, sequence: bool, overlap: str, regathers: bool
+) -> bool:
+    ranks = max(tp * pp, pp * ep)
+    sends = tp > 1 and sequence
+    return (
+        ranks <= WORLD
+        and (pp > 1 or schedule == "1f1b")
+        and (tp > 1 or sequence)
+        and (sends or (overlap == "auto" and not regathers))
+    )
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "gemma2", "qwen3_moe", "deepseek_v3"])
+def test_every_pair_of_options_is_bitwise_what_keeping_all_is(pool: RankPool, name: str) -> None:
+    has_experts = name in ("mixtral", "qwen3_moe", "deepseek_v3")
+    factors = [(1, 2), (1, 2), (1, 2) if has_experts else (1,), (0, 1, 2, 3), ("1f1b", "zb_h1"), (True, False)]
+    rows = cover_pairs([*factors, ("auto", "always"), (False, True)], is_legal)
+    layouts = {}
+    for tp, pp, ep, zero, schedule, sequence, overlap, regathers in rows:
+        parallel = Parallel(tp=tp, pp=pp, ep=ep, sequence=sequence, overlap=overlap)
+        layouts[f"tp{tp} pp{pp} ep{ep} {zero} {schedule} {sequence} {overlap} {regathers}"] = layout(
+            parallel, zero, schedule, regathers
+        )
+    found = train(pool, name, layouts, {})
+    for label in layouts:
+        for policy in (*POLICIES, "everything"):
+            assert_bitwise_equal(found[f"{label} none"], found[f"{label} {policy}"])

@@ -1,0 +1,353 @@
+"""What layers keep and compute again, by policy: bytes and FLOPs as counted on one rank against the formulas, and what a
+recomputation restores."""
+
+import gc
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from transformers.models.mixtral import modeling_mixtral
+
+from framework.build import build
+from framework.comm.connect import connect
+from framework.errors import RecipeError
+from framework.model.kept_outputs import KeptOutputs, LayerCall
+from framework.parallel import activation_checkpointing
+from framework.parallel.activation_checkpointing import count_groups, group_size
+from framework.plan.page import describe_plan
+from framework.plan.plan import GB, Plan, make_plan
+from framework.plan.policies import POLICIES, uniform
+from framework.recipe.schema import KEPT_OPERATIONS, Memory
+from framework.train.step import Run, train_step
+from framework.verify.evidence import make_batches
+from framework.verify.layout import share
+from tests.families import build_config, family
+from tests.ranks.parity import CPU, small_recipe, topology_of
+
+# Llama-3-8B by a sixteenth, and a context in proportion to 2048; the form of a head stays.
+LLAMA = {
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+CONTEXT = 128
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+aten = torch.ops.aten
+
+
+def memory_of(policy: str, **values: Any) -> Memory:
+    return Memory(activation_checkpointing=policy, compile="never", **values)  # type: ignore[arg-type]
+
+
+def plan_of(
+    memory: Memory, num_layers: int, widths: Mapping[str, Any], precision: str = "bf16", name: str = "llama"
+) -> Plan:
+    config = build_config(family(name), **widths, num_hidden_layers=num_layers)
+    config.use_cache = False
+    recipe = small_recipe(precision, 1, 1, 1)
+    return make_plan(replace(recipe, memory=memory, batch=replace(recipe.batch, context=CONTEXT)), config)
+
+
+def start(plan: Plan) -> tuple[Run, list[Any]]:
+    """A run of one rank that has made its first step, and a microbatch for the next."""
+    mesh = connect(topology_of(plan.recipe, plan.config), CPU)
+    (batch,) = make_batches(plan.config, 1, 1, CONTEXT, seed=11)
+    tokens = torch.randint(3, 97, (1, CONTEXT), generator=torch.Generator().manual_seed(1))
+    run, microbatches = build(plan, mesh), share(replace(batch, input_ids=tokens, labels=tokens), 1, mesh)
+    train_step(run, microbatches, 0, 1e-3)
+    return run, microbatches
+
+
+def count_held(run: Run, microbatches: Sequence[Any], folder: Path) -> int:
+    """Bytes that are allocated in a forward and still are when it has ended."""
+    gc.collect()  # an earlier run's, whose memory would go meanwhile
+    with torch.profiler.profile(profile_memory=True) as profile:
+        held = run.stages[0].model((), None, input_ids=microbatches[0].input_ids)
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    del held
+    return sum(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")
+
+
+# The kernel of CPUs is not among those that torch counts.
+CORE = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(
+        dy, q, k, v
+    ),
+}
+
+
+def count_flops(run: Run, microbatches: list[Any]) -> int:
+    with FlopCounterMode(display=False, custom_mapping=CORE) as counter:
+        train_step(run, microbatches, 1, 1e-3)
+    return counter.get_total_flops()
+
+
+def measure_layer(memory: Memory, folder: Path) -> tuple[int, int]:
+    """(bytes kept, FLOPs of a step) of one layer: what three have more than two."""
+    found = []
+    for num_layers in (2, 3):
+        run, microbatches = start(plan_of(memory, num_layers, LLAMA))
+        found.append((count_held(run, microbatches, folder), count_flops(run, microbatches)))
+    return found[1][0] - found[0][0], found[1][1] - found[0][1]
+
+
+Measured = dict[str, tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    folder = tmp_path_factory.mktemp("traces")
+    return {policy: measure_layer(memory_of(policy), folder) for policy in ("none", "selective", "full")}
+
+
+def test_a_layer_keeps_and_computes_again_what_the_formulas_say(measured: Measured) -> None:
+    for policy, (kept, flops) in measured.items():
+        cost = plan_of(memory_of(policy), 2, LLAMA).activations.cost_of(policy)  # type: ignore[arg-type]
+        assert kept == pytest.approx(cost.kept, rel=0.01), policy
+        assert flops - measured["none"][1] == pytest.approx(cost.flops * CONTEXT, rel=0.01), policy
+
+
+def test_full_keeps_the_input_alone(measured: Measured) -> None:
+    assert measured["full"][0] == CONTEXT * LLAMA["hidden_size"] * 2
+
+
+def test_selective_saves_three_fifths_of_the_bytes_for_a_twentieth_more_flops(measured: Measured) -> None:
+    (whole, step), (kept, with_more) = measured["none"], measured["selective"]
+    assert kept <= 0.4 * whole
+    assert step < with_more <= 1.05 * step
+
+
+def keep_all() -> AbstractContextManager[Any]:
+    """Operations are kept that the recipe does not list."""
+    return patch.object(KeptOutputs, "compute", lambda kept, operation, compute: kept.compute_once(compute))
+
+
+def keep_nothing() -> AbstractContextManager[Any]:
+    """Operations that the recipe lists are not kept."""
+    return patch.object(KeptOutputs, "compute", lambda kept, operation, compute: compute())
+
+
+@pytest.mark.parametrize("sabotage", [keep_all, keep_nothing])
+def test_an_operation_kept_that_is_not_listed_or_listed_and_not_kept_shows(
+    sabotage: Callable[[], AbstractContextManager[Any]], measured: Measured, tmp_path: Path
+) -> None:
+    with sabotage():
+        kept, flops = measure_layer(memory_of("selective"), tmp_path)
+    assert kept != pytest.approx(measured["selective"][0], rel=0.1)
+    assert flops != measured["selective"][1]
+
+
+def test_the_list_is_what_is_kept(measured: Measured, tmp_path: Path) -> None:
+    memory = memory_of("selective", kept_operations=["attention", "o_proj"])
+    kept, flops = measure_layer(memory, tmp_path)
+    cost = plan_of(memory, 2, LLAMA).activations.cost_of("selective")
+    assert kept == pytest.approx(cost.kept, rel=0.01)
+    assert flops - measured["none"][1] == pytest.approx(cost.flops * CONTEXT, rel=0.01)
+
+
+def test_sqrt_keeps_as_many_inputs_as_there_are_groups(tmp_path: Path) -> None:
+    held = {}
+    for num_layers in (4, 16, 64):
+        run, microbatches = start(plan_of(memory_of("sqrt"), num_layers, SMALL, "fp32"))
+        held[num_layers] = count_held(run, microbatches, tmp_path)
+    an_input = CONTEXT * SMALL["hidden_size"] * 4
+    # Two, four, eight inputs; what is not the layers' is the same for all.
+    assert held[16] - held[4] == 2 * an_input
+    assert held[64] - held[16] == 4 * an_input
+
+
+def test_groups_and_their_layers_are_as_few_as_can_be_together() -> None:
+    for num_layers in range(1, 130):
+        fewest = min(size + -(-num_layers // size) for size in range(1, num_layers + 1))
+        assert count_groups(num_layers) + group_size(num_layers) == fewest
+
+
+# --- what a recomputation restores
+
+
+def train(memory: Memory, name: str, changes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The parameters after a step."""
+    run, _ = start(plan_of(memory, 3, changes, "fp32", name))
+    return {name: parameter.detach() for buffer in run.buffers for name, parameter in buffer.parameters.items()}
+
+
+@contextmanager
+def draw_anew() -> Iterator[None]:
+    """The generators' states are not restored."""
+    whole = activation_checkpointing.checkpoint
+
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        return whole(*args, **kwargs | {"preserve_rng_state": False})
+
+    restored = patch.object(activation_checkpointing._RandomState, "restored", lambda state: nullcontext())
+    with patch.object(activation_checkpointing, "checkpoint", checkpoint), restored:
+        yield
+
+
+@pytest.mark.parametrize("policy", ["selective", "full", "sqrt"])
+def test_without_the_generators_states_dropout_would_be_another(policy: str) -> None:
+    changes = {"resid_pdrop": 0.3, "n_positions": CONTEXT}
+    expected = train(memory_of("none"), "gpt2", changes)
+    found = train(memory_of(policy), "gpt2", changes)
+    with draw_anew():
+        sabotaged = train(memory_of(policy), "gpt2", changes)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert not all(torch.equal(sabotaged[name], each) for name, each in expected.items())
+
+
+@contextmanager
+def routers_that_waver(chosen: list[Tensor]) -> Iterator[None]:
+    """Routers whose scores are others in a recomputation, as sums by a GPU's atomic additions are; chosen: what experts are
+    given, by call."""
+    whole, experts = modeling_mixtral.MixtralTopKRouter.forward, modeling_mixtral.MixtralExperts.forward
+
+    def forward(router: nn.Module, x: Tensor) -> Any:
+        is_backward = torch._C._current_graph_task_id() != -1
+        return whole(router, x + is_backward * torch.linspace(-1, 1, x.shape[-1]))  # type: ignore[arg-type]
+
+    def note(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        chosen.append(index.clone())
+        return experts(module, x, index, weights)  # type: ignore[arg-type]
+
+    router = patch.object(modeling_mixtral.MixtralTopKRouter, "forward", forward)
+    with router, patch.object(modeling_mixtral.MixtralExperts, "forward", note):
+        yield
+
+
+@pytest.mark.parametrize("policy", ["selective", "full", "sqrt"])
+def test_a_recomputed_router_chooses_the_same_experts(policy: str) -> None:
+    def choices() -> list[Tensor]:
+        chosen: list[Tensor] = []
+        with routers_that_waver(chosen):
+            start(plan_of(memory_of(policy), 3, {}, "fp32", "mixtral"))
+        return chosen
+
+    forward, again = choices()[:3], choices()[3:]
+    assert len(again) >= 3
+    assert all(any(torch.equal(index, each) for each in forward) for index in again)
+    # Without what restores the choice these routers make others.
+    with patch.object(KeptOutputs, "compute_once", lambda kept, compute: compute()):
+        forward, again = choices()[:3], choices()[3:]
+    assert not all(any(torch.equal(index, each) for each in forward) for index in again)
+
+
+def test_what_a_layer_writes_to_is_not_taken_over() -> None:
+    kept, call = KeptOutputs(["matmul"]), LayerCall()
+    x = torch.ones(2)
+    with kept.forward(call):
+        first = kept.compute("matmul", lambda: x + 1)
+        second = kept.compute("matmul", lambda: x + 2)
+        first.zero_()
+    with torch.no_grad(), kept.recomputation(call):
+        assert kept.compute("matmul", lambda: x + 1).tolist() == [2, 2]
+        assert kept.compute("matmul", pytest.fail).tolist() == [3, 3]
+    second.zero_()
+    with torch.no_grad(), kept.recomputation(call):
+        kept.compute("matmul", lambda: x + 1)
+        with pytest.raises(AssertionError, match="written to"):
+            kept.compute("matmul", pytest.fail)
+
+
+# --- auto
+
+
+def bytes_by_policy(num_layers: int) -> dict[str, int]:
+    return {
+        policy: plan_of(memory_of(policy), num_layers, LLAMA).memory(0).total
+        for policy in ("none", "selective", "full", "sqrt")
+    }
+
+
+def choose(num_layers: int, num_bytes: int) -> Plan:
+    return plan_of(memory_of("auto", budget_gb=num_bytes / GB), num_layers, LLAMA)
+
+
+def test_auto_meets_its_budget_and_is_never_worse_than_a_uniform_policy() -> None:
+    fixed, num_layers = bytes_by_policy(12), 12
+    low, high = min(fixed.values()), max(fixed.values())
+    for step in range(12):
+        budget = low + (high - low) * step // 10
+        plan = choose(num_layers, budget)
+        costs, (counts,) = plan.activations.costs, plan.checkpointing(0).values()
+        assert plan.memory(0).total <= budget
+        feasible = [policy for policy, size in fixed.items() if size <= budget]
+        for policy in feasible:
+            assert costs.flops(counts) <= costs.flops(uniform(policy, num_layers))  # type: ignore[arg-type]
+        # What is left of the budget is less than what the next cheaper choice needs: a layer's.
+        if budget < high:
+            assert budget - plan.memory(0).total <= costs.by_policy["none"].kept
+
+
+def brute_force(num_layers: int, plan: Plan, budget: int) -> float:
+    """The fewest FLOPs of all orders of all policies that fit the budget."""
+    costs = plan.activations.costs
+    rest = plan.memory(0).total - costs.kept(uniform("none", num_layers))
+    choices = (counts for counts in product(range(num_layers + 1), repeat=len(POLICIES)) if sum(counts) == num_layers)
+    return min(
+        costs.flops(counts)  # type: ignore[arg-type]
+        for counts in choices
+        if rest + costs.kept(counts) + costs.recomputed(counts) <= budget  # type: ignore[arg-type]
+    )
+
+
+def test_auto_finds_the_cheapest_of_all_choices() -> None:
+    num_layers = 7
+    plan, fixed = plan_of(memory_of("none"), num_layers, LLAMA), bytes_by_policy(num_layers)
+    for part in (0.0, 0.1, 0.35, 0.5, 0.8, 1.0):
+        budget = int(min(fixed.values()) * (1 - part) + fixed["none"] * part)
+        counts = choose(num_layers, budget).checkpointing(0)[0]
+        assert plan.activations.costs.flops(counts) == brute_force(num_layers, plan, budget)
+
+
+def test_a_run_of_auto_holds_what_is_planned_and_is_bitwise_the_same(tmp_path: Path) -> None:
+    fixed = bytes_by_policy(6)
+    plan = choose(6, (fixed["full"] + fixed["none"]) // 2)
+    assert len(set(plan.policies(0).values())) > 1
+    expected, _ = start(plan_of(memory_of("none"), 6, LLAMA))
+    run, microbatches = start(plan)
+    for buffer, other in zip(run.buffers, expected.buffers, strict=True):
+        assert torch.equal(buffer.full, other.full)
+    (counts,) = plan.checkpointing(0).values()
+    kept = count_held(run, microbatches, tmp_path) - count_held(expected, microbatches, tmp_path)
+    costs = plan.activations.costs
+    assert kept == pytest.approx(costs.kept(counts) - costs.kept(uniform("none", 6)), rel=0.01)
+
+
+def test_a_budget_that_no_choice_meets_says_the_least() -> None:
+    least = min(bytes_by_policy(6).values())
+    with pytest.raises(RecipeError, match=r"memory.budget_gb=.* is less than the") as caught:
+        choose(6, least // 2).memory(0)
+    said = float(re.search(r"than the ([\d.]+) GB", str(caught.value))[1])  # type: ignore[index]
+    assert said * GB == pytest.approx(least, rel=0.05)
+    choose(6, int((said + 0.001) * GB)).memory(0)
+
+
+def test_the_page_says_which_layers_are_computed_again_and_what_it_costs() -> None:
+    fixed = bytes_by_policy(6)
+    page = "\n".join(describe_plan(choose(6, (fixed["full"] + fixed["none"]) // 2)))
+    line = next(line for line in page.splitlines() if line.startswith("recomputation"))
+    assert "none" in line
+    assert "more FLOPs" in line
+    assert not [line for line in describe_plan(plan_of(memory_of("none"), 6, LLAMA)) if "recomputation" in line]
+
+
+def test_an_operation_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"memory.kept_operations: .*'q_porj'.*q_proj"):
+        plan_of(memory_of("selective", kept_operations=["q_porj"]), 2, SMALL)
+    # Of the default list each family has some.
+    assert "c_attn" in KEPT_OPERATIONS
+    plan_of(memory_of("selective"), 2, SMALL)
