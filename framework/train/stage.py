@@ -122,6 +122,8 @@ class RankStage:
 
     def _run_backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:
         if outputs:
+            # A validation in a bubble may have come since the forward; what is computed again must drop what that dropped.
+            self._set_dropout(is_on=True)
             # None come with the loss. All of it is scaled here, a router's part too, and once, whatever stages lie before.
             torch.autograd.backward(outputs, gradients or (self.inputs.loss_scale,))
         self.hooks.end_backward()

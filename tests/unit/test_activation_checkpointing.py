@@ -28,6 +28,7 @@ from framework.plan.page import describe_plan
 from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.policies import POLICIES, uniform
 from framework.recipe.schema import KEPT_OPERATIONS, Memory
+from framework.train.stage import RankStage
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
@@ -207,6 +208,21 @@ def test_without_the_generators_states_dropout_would_be_another(policy: str) -> 
         sabotaged = train(memory_of(policy), "gpt2", changes)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
     assert not all(torch.equal(sabotaged[name], each) for name, each in expected.items())
+
+
+def test_a_validation_in_a_bubble_does_not_take_dropout_from_what_is_computed_again() -> None:
+    changes = {"resid_pdrop": 0.3, "n_positions": CONTEXT}
+    whole = RankStage.forward
+
+    def forward(stage: RankStage, *args: Any) -> Any:
+        outputs = whole(stage, *args)
+        stage._set_dropout(is_on=False)  # as `validate` does between a forward and its backward
+        return outputs
+
+    expected = train(memory_of("none"), "gpt2", changes)
+    with patch.object(RankStage, "forward", forward):
+        found = train(memory_of("full"), "gpt2", changes)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 @contextmanager
