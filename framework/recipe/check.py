@@ -195,6 +195,9 @@ def _activation_offload(recipe: Recipe) -> Iterator[Problem]:
             " offload does not reach"
         )
         yield Problem(key, fraction, message, f"{key}=0; or memory.activation_checkpointing=full or none")
+    if fraction and recipe.memory.offload.home == "disk":
+        message = "memory.offload.home=disk is for masters and moments: activations go to the host's memory only"
+        yield Problem(key, fraction, message, f"{key}=0; or memory.offload.home=host")
 
 
 def _disk(recipe: Recipe) -> Iterator[Problem]:
