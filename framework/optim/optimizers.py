@@ -55,8 +55,8 @@ class FlatOptimizer:
     ):
         self._method = OPTIMIZERS[optim.name]
         check_kinds(optim.name, self._method, groups)
-        # A rank whose stages are frozen counts updates as the others do.
-        nothing = FlatShard((), torch.zeros(0, device=device), torch.zeros(0, device=device))
+        # A rank whose stages are frozen, or all on the host, counts updates as the others do. fp64: its kernel reads no divisor.
+        nothing = FlatShard((), *torch.zeros(2, 0, dtype=torch.float64, device=device))
         filled = [group for group in groups if group.shards] or [ShardGroup("nothing", (nothing,), 1.0, 0.0)]
         self.shards = tuple(shard for group in filled for shard in group.shards)
         self.state_names = state_names(optim)
