@@ -306,13 +306,18 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the schedule too: .svg, .png or .pdf is its picture, .csv a table for pipeline.table",
     )
+    parser.add_argument(
+        "--options",
+        action="store_true",
+        help="and what each option that lowers memory would save and cost: some seconds",
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
     from framework.plan.page import plan_command
 
-    return plan_command(recipe, arguments.schedule_to)
+    return plan_command(recipe, arguments.schedule_to, arguments.options)
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:

@@ -8,12 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError
 from framework.launch.slurm import partitions, reach
 from framework.recipe.schema import Recipe
 
+# Changes of the recipe that would lower memory, of which this many are told.
+CHEAPEST = 3
 PACKAGES = ("torch", "transformers", "datasets", "hydra-core", "wandb")
 
 
@@ -42,21 +45,29 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
     for package in PACKAGES:
         yield _package(package)
     yield _devices(recipe)
-    yield _layout(recipe)
+    yield from _layout(recipe)
     yield _slurm(recipe)
     yield _writable("run root", Path(recipe.run.root), "run.root")
     yield _writable("token stores", Path(recipe.data.root), "data.root")
     yield _wandb(recipe)
 
 
-def _layout(recipe: Recipe) -> Finding:
-    """The plan's words; what does not fit is the user's to fix, and says how."""
+def _layout(recipe: Recipe) -> Iterator[Finding]:
+    """The plan's words, and what would lower its memory; what does not fit is the user's to fix, and says how."""
     from framework.plan.check import check_layout, describe_need
+    from framework.plan.relief import find_relief, show_bytes
 
     try:
-        return Finding("layout", describe_need(check_layout(recipe)))
+        plan = check_layout(recipe)
     except MeshwrightError as error:
-        return Finding("layout", f"{recipe.model.weights or recipe.model.family} cannot be laid out so", str(error))
+        what = f"{recipe.model.weights or recipe.model.family} cannot be laid out so"
+        yield Finding("layout", what, str(error))
+        return
+    yield Finding("layout", describe_need(plan))
+    cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), CHEAPEST)]
+    if cheapest:
+        more = "meshwright plan --options has all, each by itself"
+        yield Finding("memory", f"would be less with {', then '.join(cheapest)} ({more})")
 
 
 def _package(name: str) -> Finding:

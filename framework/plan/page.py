@@ -21,17 +21,21 @@ from framework.plan.host_memory import bytes_of_fullest_node, bytes_saved
 from framework.plan.layouts_page import describe_layouts
 from framework.plan.memory import RankMemory
 from framework.plan.plan import Plan
+from framework.plan.savings import describe_savings
 from framework.recipe.describe import caution_of_export, describe_derived
 from framework.recipe.schema import Recipe
 
 PICTURES = (".svg", ".png", ".pdf")
 
 
-def plan_command(recipe: Recipe, schedule_to: Path | None = None) -> int:
-    """Print model, batch, units, bytes per rank, traffic and schedule; write the schedule to a file if one is given. Raises what
-    the recipe or the model has wrong."""
+def plan_command(recipe: Recipe, schedule_to: Path | None = None, with_options: bool = False) -> int:
+    """Print model, batch, units, bytes per rank, traffic and schedule; write the schedule to a file if one is given.
+    with_options: and what each option that lowers memory would save. Raises what the recipe or the model has wrong."""
     plan = check_layout(recipe)
     print("\n".join(describe_plan(plan)))
+    if with_options:
+        fullest = max(plan.topology.ranks("pp", 0), key=lambda rank: plan.memory(rank).total)
+        print("\n" + "\n".join(describe_savings(plan, fullest)))
     if schedule_to is not None:
         save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
         print(f"\nwrote the schedule to {schedule_to}")

@@ -69,7 +69,7 @@ def find_relief(plan: Plan, rank: int) -> Iterator[tuple[str, int]]:
     """(override, bytes that the rank holds with it and with those before), those that are worth it and fit the recipe."""
     recipe, best = plan.recipe, plan.memory(rank).total
     for group, key, value in _changes(plan):
-        changed = _set(recipe, [*group.split("."), key], value)
+        changed = set_key(recipe, f"{group}.{key}", value)
         size = _planned_bytes(changed, plan, rank)
         if size is not None and size < (1 - WORTH_SAYING) * best:
             recipe, best = changed, size
@@ -94,10 +94,10 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, Any]]:
     yield "memory.offload", "optimizer", 1.0  # on a device that is the host it is refused, so it is not said
 
 
-def _set(group: Any, path: list[str], value: Any) -> Any:
+def set_key(group: Any, key: str, value: Any) -> Any:
     """A recipe, or a group of it, with another value of one key."""
-    name, *rest = path
-    return replace(group, **{name: _set(getattr(group, name), rest, value) if rest else value})
+    name, _, rest = key.partition(".")
+    return replace(group, **{name: set_key(getattr(group, name), rest, value) if rest else value})
 
 
 def _planned_bytes(recipe: Recipe, plan: Plan, rank: int) -> int | None:

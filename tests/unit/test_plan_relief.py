@@ -1,5 +1,7 @@
 """Out of memory: what is said to lower, and that the numbers are those of the plans with it."""
 
+import re
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from framework.errors import EXIT_MEMORY, OutOfMemory
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
 from framework.plan.relief import explain_out_of_memory, find_relief, show_bytes
+from framework.plan.savings import describe_savings, find_savings
 from framework.recipe.compose import compose
 
 WORDS = ("model=tiny_llama", "data=python_stdlib", "launch.ranks=4", "launch.device=cpu", "precision=fp32")
@@ -93,3 +96,16 @@ def test_an_error_without_a_word_is_explained_too(plan):
 def test_another_error_stays_what_it_is(plan):
     with pytest.raises(RuntimeError, match="shapes"), explain_out_of_memory(plan, 0):
         raise RuntimeError("shapes do not match")
+
+
+def test_each_option_by_itself_saves_what_the_plan_with_it_says():
+    words = ("launch.device=cuda", "precision=bf16", "zero.stage=1")
+    before, rows = plan_of(*words).memory(0), list(find_savings(plan_of(*words), 0))
+    told = {each.override: each for each in rows}
+    assert {"zero.stage=3", "memory.offload.optimizer=1.0", "precision.moments=int8"} <= told.keys()
+    for override, each in told.items():
+        after = plan_of(*words, override).memory(0)
+        assert (each.device, each.host) == (before.total - after.total, sum(after.on_host.values())), override
+    assert told["memory.activation_checkpointing=full"].costs.endswith("% FLOPs")
+    assert re.match(r"\+\d+% bytes sent", told["zero.stage=3"].costs)
+    assert all(each.override in "\n".join(describe_savings(plan_of(*words), 0)) for each in rows)
