@@ -10,7 +10,7 @@ from types import MappingProxyType
 _ACCUMULATION = "accumulation follows from batch.sequences_per_step / (dp * batch.sequences_per_microbatch)"
 _BATCH = "batch.sequences_per_step (of one optimizer step) or batch.sequences_per_microbatch (of one forward pass of one rank)"
 _EPOCHS = "train.epochs"
-_DTYPE = "precision.compute (fp16, bf16, fp32, fp64 or auto)"
+_DTYPE = "precision.compute (fp8, fp16, bf16, fp32, fp64 or auto)"
 _ZERO = "zero.stage: 1 shards optimizer state, 2 and gradients, 3 and parameters"
 _OFFLOAD = "memory.offload.optimizer and, with zero.stage=3, memory.offload.parameters: fractions from 0 to 1"
 _ACTIVATION_OFFLOAD = "memory.offload.activations: a fraction of the layers, from 0 to 1"
@@ -25,7 +25,7 @@ _OPTIMIZER = "optim.name, or an optimizer's recipe: optim=adamw, optim=lion, opt
 _BETAS = "optim.betas=[0.9,0.95], a list of two"
 _DATA = "data.sources.NAME.path"
 _ADAPTERS = "adapters such as LoRA are not in this version: all parameters are trained, but those of model.freeze"
-_QUANTIZED = "training quantized weights is not in this version: precision.compute is fp16, bf16, fp32 or fp64"
+_QUANTIZED = "training quantized weights is not in this version: precision.compute is fp8, fp16, bf16, fp32 or fp64"
 _CHAT = "chat formats are not in this version: it trains on plain text, data.sources.NAME.field of each record"
 _PREFERENCES = "training on preferences is not in this version: it trains to predict the next token"
 
