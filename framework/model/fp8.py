@@ -75,6 +75,8 @@ def multiply(
 
     dtypes: of left and of right. is_fast: the kernel may add in less than fp32, as all do in forward.
     """
+    if not left.numel() or not right.numel():  # no token, of which there is no largest value either
+        return left.new_zeros(left.shape[0], right.shape[0], dtype=out_dtype)
     (a, a_scale), (b, b_scale) = (
         _quantize(each, dtype, scaling) for each, dtype in zip((left, right), dtypes, strict=True)
     )

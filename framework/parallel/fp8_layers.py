@@ -1,5 +1,7 @@
 """Which linear layers multiply fp8 numbers (`precision.compute=fp8`): those of decoder layers that are trained and that kernels
-take. Embedding, head, routers, stacked experts, norms and attention stay bf16."""
+take. Embedding, head, routers, stacked experts, norms and attention stay bf16, and so do recurrent mixers (state-space models,
+linear attention with a convolution): their code and their fused kernels read weights without calling the layers that hold them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -49,17 +51,24 @@ def find_fp8_linears(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Mo
     """By name, the linear modules that multiply fp8 numbers."""
     if plan.recipe.precision.compute != "fp8":
         return {}
-    routers = {id(router) for router, _ in find_routers(model)}
+    others = {id(part) for router, _ in find_routers(model) for part in router.modules()}
+    others |= {id(part) for mixer in model.modules() if _is_recurrent(mixer) for part in mixer.modules()}
     roots = [unit.root for unit in plan.own_units if unit.is_layer]
     return {
         f"{root}.{name}": module
         for root in roots
         for name, module in model.get_submodule(root).named_modules()
         if (isinstance(module, MatmulLinear) or type(module) in (nn.Linear, Conv1D))
-        and id(module) not in routers
+        and id(module) not in others
         and f"{root}.{name}.weight" in plan.groups
         and all(size % ALIGNMENT == 0 for size in module.weight.shape)
     }
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Whether this is a mixer with a state: it has a decay of its own, or a convolution over tokens."""
+    has_decay = any("A_log" in name for name in module._parameters)
+    return has_decay or any(isinstance(part, nn.Conv1d) for part in module.children())
 
 
 def emulates_fp8(precision: Precision, device: torch.device) -> bool:

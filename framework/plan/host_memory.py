@@ -35,12 +35,15 @@ def bytes_saved(plan: Plan, rank: int) -> int:
 
 def check_host_memory(plan: Plan, node_bytes: int | None = None) -> None:
     """Raises RecipeError where the ranks of a node would hold more than its memory. node_bytes: None for this machine's."""
+    offload = plan.recipe.memory.offload
+    if not any((offload.optimizer, offload.parameters, offload.activations)):
+        return  # no rank need be laid out to know that
     needed = bytes_of_fullest_node(plan)
     if needed == 0:
         return
     there = find_node_bytes(plan.recipe) if node_bytes is None else node_bytes
     if needed > USABLE * there:
-        offload, ranks = plan.recipe.memory.offload, plan.derived.ranks_per_node
+        ranks = plan.derived.ranks_per_node
         fits = {
             f"memory.offload.{name}": f"{int(100 * fraction * USABLE * there / needed) / 100:g}"
             for name in ("optimizer", "parameters", "activations")

@@ -63,7 +63,10 @@ def disk_shards(buffers: Sequence[BufferPlan], states: Sequence[str]) -> list[Di
     return [
         DiskShard(
             each.numel_owned,
-            tuple(StateKind(name, each.dtypes.master) for name in ("master", *states)),
+            (
+                StateKind("master", each.dtypes.master),
+                *(StateKind(name, each.dtypes.gradient) for name in states),
+            ),
             tuple(
                 cut for span in each.spans for where in [within_owned(each, span)] for cut in (where.start, where.stop)
             ),
@@ -113,4 +116,4 @@ def _largest_gathered(buffers: Sequence[BufferPlan]) -> int:
 
 def show_bytes(size: int) -> str:
     """In GiB, below one in MiB."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+    return f"{size / 2**30:,.1f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -217,7 +217,8 @@ class Plan:
         buffers = [buffer for stage in stages for buffer in stage.buffers]
         states, moments = state_names(self.recipe.optim), self.recipe.precision.moments
         lasting = sum(bytes_held(buffers, states, moments).values())
-        live = live_counts(schedule, place)
+        # Many moments of a step are alike.
+        live = [dict(each) for each in {tuple(sorted(each.items())) for each in live_counts(schedule, place)}]
         largest, budget_gb = max(sizes.values()), self.recipe.memory.budget_gb or 0.0
 
         def all_stages(counts: Counts) -> dict[int, Counts]:

@@ -71,7 +71,7 @@ def find_savings(plan: Plan, rank: int) -> Iterator[Saving]:
 def describe_savings(plan: Plan, rank: int) -> Iterator[str]:
     """A table, in lines."""
     yield f"what would lower the {show_bytes(plan.memory(rank).total)} that rank {rank} holds, each option by itself:"
-    rows = [("option", "saves", "host", "costs a step")]
+    rows = [("option", "saves", "host's more", "costs a step")]
     rows += [
         (each.override, show_bytes(each.device), show_bytes(each.host) if each.host else "", each.costs)
         for each in find_savings(plan, rank)

@@ -69,7 +69,17 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.pp", "pipeline"), _stages),
         (("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps"), _bubbles),
         (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
-        (("memory.offload", "zero.stage", "launch.device", "precision.moments", "model.router_bias_rate"), _offload),
+        (
+            (
+                "memory.offload",
+                "zero.stage",
+                "launch.device",
+                "precision.moments",
+                "precision.master",
+                "model.router_bias_rate",
+            ),
+            _offload,
+        ),
         (("memory.offload", "memory.activation_checkpointing"), _activation_offload),
         (("precision",), _precision),
         (("precision.compute", "memory.compile"), _fp8),
@@ -194,7 +204,8 @@ def _activation_offload(recipe: Recipe) -> Iterator[Problem]:
             f"memory.activation_checkpointing={policy} keeps tensors of its own for backward, which autograd does not know and"
             " offload does not reach"
         )
-        yield Problem(key, fraction, message, f"{key}=0; or memory.activation_checkpointing=full or none")
+        other = "full or none" + (" and ~memory.budget_gb" if policy == "auto" else "")
+        yield Problem(key, fraction, message, f"{key}=0; or memory.activation_checkpointing={other}")
     if fraction and recipe.memory.offload.home == "disk":
         message = "memory.offload.home=disk is for masters and moments: activations go to the host's memory only"
         yield Problem(key, fraction, message, f"{key}=0; or memory.offload.home=host")
@@ -216,6 +227,9 @@ def _disk(recipe: Recipe) -> Iterator[Problem]:
         message = "moments of few bits are kept and rounded in memory"
         fix = "precision.moments=fp32; or memory.offload.home=host"
         yield Problem("precision.moments", recipe.precision.moments, message, fix)
+    if offload.home == "disk" and recipe.precision.master == "none":
+        message = "weights without a master are widened and rounded in memory"
+        yield Problem("precision.master", "none", message, "precision.master=fp32; or memory.offload.home=host")
     if offload.home == "host" and offload.disk_path is not None:
         message = "nothing is written there: memory.offload.home is host"
         fix = "memory.offload.home=disk; or leave it out (~memory.offload.disk_path)"

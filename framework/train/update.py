@@ -98,8 +98,9 @@ class StepOptimizer:
         ]
         self.parts: list[UpdatedTogether | DiskOptimizer] = [*self._in_memory]
         if disk is not None:
-            stored = [each for each in shards if each.buffer.stored is not None]
-            self.parts.append(DiskOptimizer(recipe.optim, disk, stored, group_shards(stored, assignments)))
+            stored = [buffer for buffer in trained if buffer.stored is not None]
+            owned = [each for each in shards if each.buffer.stored is not None]
+            self.parts.append(DiskOptimizer(recipe.optim, disk, stored, owned, group_shards(owned, assignments)))
         self.state_names = state_names(recipe.optim)
         self._part_of = {shard: part for part in self.parts for shard in part.shards}
 

@@ -21,6 +21,7 @@ from framework.comm.transfer import fetch
 from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.optimizers import OPTIMIZERS, Missed, check_kinds, state_names
+from framework.parallel.zero.buffers import UnitBuffer
 from framework.plan.memory import disk_shards, within_owned
 from framework.plan.stage import PlannedStage
 from framework.recipe.schema import Optim, Recipe
@@ -53,17 +54,34 @@ class _Update:
 
 
 class DiskOptimizer:
-    """The recipe's optimizer over shards whose states are in the file `states`, which has one shard for each of their buffers, in
-    their order. Raises LayoutError as `FlatOptimizer` does, and from `update` what `DiskStates` raises."""
+    """The recipe's optimizer over shards whose states are in the file `states`, which has one shard for each of `buffers`, also
+    for those of which this rank owns padding only. owned: the shards of these. Raises LayoutError as `FlatOptimizer` does, and
+    from `update` what `DiskStates` raises."""
 
-    def __init__(self, optim: Optim, states: DiskStates, owned: Sequence[OwnedShard], groups: Sequence[ShardGroup]):
+    def __init__(
+        self,
+        optim: Optim,
+        states: DiskStates,
+        buffers: Sequence[UnitBuffer],
+        owned: Sequence[OwnedShard],
+        groups: Sequence[ShardGroup],
+    ):
         self._optim, self._method, self._states = optim, OPTIMIZERS[optim.name], states
         check_kinds(optim.name, self._method, groups)
-        self._buffers = tuple(dict.fromkeys(each.buffer for each in owned))
+        self._buffers = tuple(buffers)
         assert [each.plan.numel_owned for each in self._buffers] == [each.numel for each in states.shards]
         self._owned = {each.shard: each for each in owned}
         self._group_of = {shard: group for group in groups for shard in group.shards}
-        self.num_updates = 0
+        self._num_updates = 0
+
+    @property
+    def num_updates(self) -> int:
+        """As of `FlatOptimizer`: 0 for an optimizer that does not count."""
+        return self._num_updates
+
+    @num_updates.setter
+    def num_updates(self, count: int) -> None:
+        self._num_updates = count * self._method.counts_updates
 
     @property
     def shards(self) -> tuple[FlatShard, ...]:

@@ -130,6 +130,12 @@ def _splits_tokens(drawn: Drawn, _value: Any) -> bool:
     return bool(drawn.get("parallel.sequence", False))
 
 
+def _may_offload_activations(drawn: Drawn, fraction: float) -> bool:
+    return fraction == 0 or (
+        drawn["memory.activation_checkpointing"] in ("none", "full") and drawn.get("memory.offload.home") != "disk"
+    )
+
+
 def _has_stages(drawn: Drawn, _value: Any) -> bool:
     return bool(drawn["parallel.pp"] > 1)
 
@@ -223,11 +229,11 @@ CHOICES = (
     Choice("zero.prefetch_units", (0, 1, 2, 3)),
     Choice("memory.activation_checkpointing", ("none", "none", "selective", "full", "sqrt")),
     Choice("memory.kept_operations", (list(KEPT_OPERATIONS), ["attention"]), _keeps_operations),
-    Choice("memory.offload.activations", (0.0, 0.0, 0.5, 1.0)),
     Choice("memory.chunked_loss", (False, True)),
     Choice("memory.offload.optimizer", (0.0, 0.0, 0.5, 1.0)),
     Choice("memory.offload.home", ("host", "disk"), _offloads_optimizer),
     Choice("memory.offload.disk_path", (".",), _offloads_to_disk),
+    Choice("memory.offload.activations", (0.0, 0.0, 0.5, 1.0), _may_offload_activations),
     Choice("memory.offload.parameters", (0.0, 0.5, 1.0), _from_stage(3)),
     Choice("optim.name", ("adamw", "adamw", "lion", "sgd")),
     Choice("optim.lr", (1e-3, 1e-2)),

@@ -230,7 +230,8 @@ def step_inputs(microbatches: list[Any]) -> Any:
     from framework.train.stage import StepInputs
 
     num_tokens = torch.stack([count_loss_tokens(each.labels) for each in microbatches]).sum()
-    return StepInputs(microbatches, [(0, "dropout", 0, index) for index in range(len(microbatches))], num_tokens, 2)
+    seeds = [(0, "dropout", 0, index) for index in range(len(microbatches))]
+    return StepInputs(microbatches, seeds, num_tokens, 2, torch.ones(()))
 
 
 # --- what is decided

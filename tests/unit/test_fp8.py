@@ -9,11 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
 from framework.model import fp8
 from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply
+from framework.model.load import build_meta
+from framework.parallel.fp8_layers import find_fp8_linears
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Memory, Precision, Recipe
@@ -112,3 +115,24 @@ def test_what_contradicts_fp8_is_told() -> None:
     assert "precision.compute" in {problem.key for problem in check_recipe(compiled, {})}
     row = replace(make_fp8_recipe(), precision=Precision("bf16", fp8_scaling="row"))
     assert "precision.fp8_scaling" in {problem.key for problem in check_recipe(row, {})}
+
+
+def test_no_token_gives_nothing_and_a_gradient_of_zeros() -> None:
+    linear = make_linear(False)
+    for scaling in SCALINGS:
+        matmul, nothing = Fp8Matmul(linear, False, scaling), torch.zeros(0, INPUTS, dtype=torch.bfloat16)
+        assert matmul.forward(nothing, linear.bias).shape == (0, OUTPUTS)
+        assert not matmul.weight_gradient(nothing, nothing.new_zeros(0, OUTPUTS)).any()
+
+
+def test_weights_that_are_read_without_a_call_are_not_in_fp8() -> None:
+    """mamba's dt_proj and the classifier of longcat's router: rounded on their way, they would be another model's."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "use_cache": False}
+    configs = [
+        CONFIG_MAPPING["mamba"](time_step_rank=16, state_size=16, **small),
+        build_config(family("longcat_flash"), n_routed_experts=16, zero_expert_num=16),
+    ]
+    for config in configs:
+        stage = make_plan(make_fp8_recipe(), config).of_rank(0).stages[0]
+        found = find_fp8_linears(build_meta(config), stage.plan)
+        assert not [each for each in found if "mixer" in each or "router" in each]

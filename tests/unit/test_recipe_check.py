@@ -231,6 +231,7 @@ def test_states_on_a_disk_leave_the_memory_of_a_host_that_computes_too():
         (["memory.offload.home=disk", "memory.offload.disk_path=/scratch"], "memory.offload.home", "no unit's states"),
         (["memory.offload.disk_path=/scratch"], "memory.offload.disk_path", "memory.offload.home is host"),
         ([*ON_DISK, "precision.moments=int8"], "precision.moments", "few bits"),
+        ([*ON_DISK, "precision=bf16", "precision.master=none"], "precision.master", "rounded in memory"),
         ([*ON_DISK, "memory.offload.activations=1", "launch.device=cpu"], "memory.offload.activations", "the host"),
         (["memory.offload.activations=-0.5"], "memory.offload.activations", "from 0 to 1"),
         (["memory.offload.activations=1", "launch.device=cpu"], "memory.offload.activations", "the device is the host"),
