@@ -56,7 +56,9 @@ def train(pool: RankPool, name: str, layouts: Mapping[str, Recipe], changes: Map
     return {label: each for (_, label), each in pool.run(WORLD, train_layouts, [case], timeout_s=300)[0].items()}
 
 
-@pytest.mark.parametrize(("name", "layouts"), [("llama", DENSE), ("mixtral", MIXTURES)])
+@pytest.mark.parametrize(
+    ("name", "layouts"), [pytest.param("llama", DENSE, marks=pytest.mark.grid), ("mixtral", MIXTURES)]
+)
 def test_every_policy_is_bitwise_what_keeping_all_is(pool: RankPool, name: str, layouts: Mapping[str, Recipe]) -> None:
     found = train(pool, name, layouts, {"num_hidden_layers": 4})
     for label in layouts:

@@ -30,7 +30,7 @@ MORE = {
 }
 ALL = LAYOUTS | MORE
 # What `make test` runs.
-FEW = ("zero 3", "sp, overlap, bf16", "1f1b", "zbv, zero 2, experts", "ep")
+FEW = ("zero 3", "sp, overlap, bf16", "zbv, zero 2, experts")
 
 
 # Of a stage's layers those on the host, and the policy of activation checkpointing.

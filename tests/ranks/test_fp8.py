@@ -85,7 +85,7 @@ SAME, OTHER = 0.1, 2.0
     [
         pytest.param(EQUAL, SAME, id="equal"),
         pytest.param(EQUAL_BY_ROW, SAME, id="equal, by row", marks=pytest.mark.grid),
-        pytest.param(SPLIT, OTHER, id="split"),
+        pytest.param(SPLIT, OTHER, id="split", marks=pytest.mark.grid),
         pytest.param(SPLIT_BY_ROW, OTHER, id="split, by row", marks=pytest.mark.grid),
     ],
 )
