@@ -394,9 +394,14 @@ def measure_kept(run: Run, inputs: list) -> int:
         backward(*args)
 
     stage.backward = measured  # type: ignore[method-assign]
-    gc.collect()  # else what a former profile saw allocated would be seen freed in this one
-    recorded.start()
-    train_step(run, inputs, 1, 1e-3)
+    # Else what a former profile saw allocated would be seen freed in this one, at whatever moment the collector comes.
+    gc.collect()
+    gc.disable()
+    try:
+        recorded.start()
+        train_step(run, inputs, 1, 1e-3)
+    finally:
+        gc.enable()
     return found[0]
 
 

@@ -190,8 +190,9 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("argv", "module", "name", "expected"),
         [
-            (["plan"], "framework.plan.page", "plan_command", (None,)),
-            (["plan", "--schedule-to", "a.svg"], "framework.plan.page", "plan_command", (Path("a.svg"),)),
+            (["plan"], "framework.plan.page", "plan_command", (None, False)),
+            (["plan", "--schedule-to", "a.svg"], "framework.plan.page", "plan_command", (Path("a.svg"), False)),
+            (["plan", "--options"], "framework.plan.page", "plan_command", (None, True)),
             (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", (3,)),
             (["verify"], "framework.verify.command", "verify", (Options(),)),
             (
