@@ -19,7 +19,7 @@ from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
-from framework.verify.evidence import make_batches
+from framework.verify.evidence import Evidence, make_batches
 from framework.verify.layout import run_layout
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of
@@ -130,6 +130,16 @@ def digest(weights: Mapping[str, Tensor]) -> str:
         found.update(f"{name} {tuple(weights[name].shape)} {weights[name].dtype}".encode())
         found.update(weights[name].contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def describe(evidence: Evidence) -> dict[str, Any]:
+    """Every bit of it."""
+    return {
+        "losses": [each.hex() for each in evidence.losses],
+        "norms": [each.hex() for each in evidence.norms],
+        "gradients": digest(evidence.gradients),
+        "weights": digest(evidence.weights),
+    }
 
 
 def describe_machine() -> dict[str, str]:

@@ -12,12 +12,12 @@ from framework.comm.connect import connect
 from framework.parallel.activation_offload import HostBlock, HostPool
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Offload, Parallel, Pipeline, Recipe, Zero
-from framework.verify.evidence import Evidence, make_batches
+from framework.verify.evidence import make_batches
 from framework.verify.layout import run_layout
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, CPU, topology_of
 from tests.ranks.pool import RankPool
-from tests.ranks.recorded import LAYOUTS, SEQUENCES, Layout, digest
+from tests.ranks.recorded import LAYOUTS, SEQUENCES, Layout, describe
 
 STEPS = 2
 MORE = {
@@ -54,16 +54,6 @@ def counting_host_bytes() -> Iterator[list[int]]:
 
     with patch.object(HostPool, "take", counted):
         yield taken
-
-
-def describe(evidence: Evidence) -> dict[str, Any]:
-    """Every bit of it."""
-    return {
-        "losses": [each.hex() for each in evidence.losses],
-        "norms": [each.hex() for each in evidence.norms],
-        "gradients": digest(evidence.gradients),
-        "weights": digest(evidence.weights),
-    }
 
 
 def train_variants(

@@ -20,13 +20,13 @@ from framework.recipe.schema import Offload, Recipe, Zero
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run, train_step
 from framework.train.update import UpdatedTogether
-from framework.verify.evidence import Evidence, make_batches
+from framework.verify.evidence import make_batches
 from framework.verify.layout import run_layout, share
 from tests.families import build_config, family
 from tests.grid import few_of
 from tests.ranks.parity import CONTEXT, CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankFailure, RankPool
-from tests.ranks.recorded import LAYOUTS, SEQUENCES, digest
+from tests.ranks.recorded import LAYOUTS, SEQUENCES, describe
 from tests.ranks.test_zero_lifetimes import train_steps
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
@@ -48,16 +48,6 @@ def variants_of(recipe: Recipe) -> dict[str, Recipe]:
         *([(0.0, 1.0), (0.5, 0.5), (1.0, 1.0)] if recipe.zero.stage == 3 else []),
     ]
     return {f"optimizer {some}, parameters {other}": offload(recipe, some, other) for some, other in fractions}
-
-
-def describe(evidence: Evidence) -> dict[str, Any]:
-    """Every bit of it."""
-    return {
-        "losses": [each.hex() for each in evidence.losses],
-        "norms": [each.hex() for each in evidence.norms],
-        "gradients": digest(evidence.gradients),
-        "weights": digest(evidence.weights),
-    }
 
 
 def train_variants(rank: int, world: int, rendezvous: str, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:

@@ -1,6 +1,6 @@
 """States on a disk: every bit of a training run is the same, and so are its checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from framework.verify.layout import owned_weights, run_layout, share
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, CPU, topology_of
 from tests.ranks.pool import RankPool
-from tests.ranks.recorded import LAYOUTS, SEQUENCES, digest
+from tests.ranks.recorded import LAYOUTS, SEQUENCES, describe, digest
 
 STEPS = 3
 # What `make test` runs: parameters in shards, replicas that divide the update, a copy of parameters on two stages of a rank.
@@ -50,16 +50,6 @@ def train_from_disk(rank: int, world: int, rendezvous: str, names: Sequence[str]
         mesh.close()
     disk_chunks.CHUNK_BYTES = chunk_bytes
     return found
-
-
-def describe(evidence: Any) -> Mapping[str, Any]:
-    """Every bit of it."""
-    return {
-        "losses": [each.hex() for each in evidence.losses],
-        "norms": [each.hex() for each in evidence.norms],
-        "gradients": digest(evidence.gradients),
-        "weights": digest(evidence.weights),
-    }
 
 
 def assert_the_same(pool: RankPool, names: Sequence[str], folder: Path) -> None:
