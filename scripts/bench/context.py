@@ -9,6 +9,7 @@ A Llama of hidden 256, 2 layers, 8 heads of 32, 4 key-value heads, vocabulary 20
 one for each rank: `ddp` a whole one on each rank, the others a share of all of them on every rank. Every side: sdpa's kernels,
 fused AdamW, decay on matrices only, no clipping. The losses of each step agree to 1e-5, else the bench ends with an error.
   ddp          Hugging Face's model in DistributedDataParallel
+  dp           ours without context parallelism, zero.stage 0: a whole sequence on each rank
   contiguous   the model in DDP, its attention written here: rank i holds the i-th part of a sequence; K and V are gathered
                (their gradients reduce-scattered) and sdpa gets the mask of its rows
   zigzag       the same with two chunks on each rank, i and 2 ranks - 1 - i: causal work is equal on all ranks
@@ -33,6 +34,7 @@ from interleave import (
     WARMUP_ROUNDS,
     Case,
     Loop,
+    Ours,
     Setting,
     Side,
     measure,
@@ -49,6 +51,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
+from framework.recipe.schema import Zero
 
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
@@ -63,7 +66,7 @@ MODEL: dict[str, Any] = {
 CASES = [Case(1, 1, 2048), Case(1, 1, 4096), Case(1, 1, 16384)]
 PLAIN = ["contiguous", "zigzag", "zigzagmerge", "alltoall"]
 OURS = ["ring", "ulysses", "gather"]
-SIDES = ["ddp", *PLAIN, *OURS]
+SIDES = ["ddp", "dp", *PLAIN, *OURS]
 LOSS_TOLERANCE = 1e-5
 
 # q [B, H, n, D], k and v [B, Hk, n, D] of this rank's tokens to [B, H, n, D].
@@ -243,6 +246,8 @@ def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor) -> Side:
     match name:
         case "ddp":
             return Loop(setting, wrap_ddp)
+        case "dp":
+            return Ours(setting, mesh, Zero(stage=0))
         case "contiguous":
             side: Side = PlainContext(name, setting, Contiguous(world, rank))
         case "zigzag":
