@@ -60,6 +60,12 @@ class Placement:
 def place(derived: Derived) -> Placement:
     """Where the ranks of a recipe lie."""
     topology = Topology(
-        pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp, ep=derived.ep, expert_tp=derived.expert_tp
+        pp=derived.pp,
+        dp=derived.dp,
+        cp=derived.cp,
+        tp=derived.tp,
+        ep=derived.ep,
+        expert_tp=derived.expert_tp,
+        ulysses=derived.ulysses,
     )
     return Placement(topology, derived.ranks_per_node)

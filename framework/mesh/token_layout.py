@@ -8,25 +8,27 @@ With sequence parallelism each rank of `tp` holds an interval of every sequence'
 the last intervals are filled up with padding, which is taken away before anything mixes tokens. Without it, and on one rank, the
 tokens are one part: nothing is padded, nothing is scattered.
 
-Context parallelism would be one more field, the slices of the context that this rank of `cp` has (a zig-zag pair of intervals).
-`context` then counts the tokens of these slices, sequence parallelism divides them as it does now, and two methods would say what
-the loader cuts out of a microbatch: the global positions of the slices, and their labels. Whatever asks for a shape, an interval
-or a seed asks this value already, so it would not learn of the slices.
+With context parallelism a rank of `cp` holds slices of every sequence (`ContextSlices`) before anything else is divided:
+`context` counts their tokens, padding included, and sequence parallelism divides these as it divides a whole sequence. The
+padding of the slices lies behind a rank's tokens and goes through the layers as tokens do: nothing that counts sees it.
 """
 
 from dataclasses import dataclass
 
 from framework.mesh.axis import Axis
+from framework.mesh.context import ContextSlices
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The tokens of one rank. sequences, context: of a microbatch, whole; tp: its ranks share the tokens where `is_sharded`."""
+    """The tokens of one rank. sequences: of a microbatch; context: tokens of each that the rank has inside regions; tp: its ranks
+    share the tokens where `is_sharded`. slices: which rows of the sequences these are; None: all of them."""
 
     sequences: int
     context: int
     tp: Axis
     is_sharded: bool = False
+    slices: ContextSlices | None = None
 
     @property
     def num_parts(self) -> int:
@@ -42,11 +44,16 @@ class TokenLayout:
     def valid_local(self) -> int:
         """Those of `tokens_local` that are tokens of the sequence; the rest, behind them, is padding."""
         first = self.tp.rank * self.tokens_local if self.is_sharded else 0
-        return max(0, min(self.tokens_local, self.context - first))
+        return max(0, min(self.tokens_local, self.valid_inside - first))
+
+    @property
+    def valid_inside(self) -> int:
+        """Those of `context` that are tokens of the sequence; the rest, behind them, is padding of the slices."""
+        return self.context if self.slices is None else self.slices.valid_local
 
     @property
     def padding(self) -> int:
-        """Tokens of padding behind each sequence, so that all parts are equally long."""
+        """Tokens of padding behind `context`, so that all parts of tp are equally long."""
         return self.num_parts * self.tokens_local - self.context
 
     def hidden_shape(self, width: int) -> tuple[int, int, int]:

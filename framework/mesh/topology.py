@@ -8,6 +8,9 @@ axis but `embedding`, derived ones included, is a (size, stride) pair over this 
     batch         dp x cp: who shares dense gradients and the ZeRO shards of dense parameters
     shard         the inner part of `batch`: who holds the ZeRO shards of the same dense parameters
     replica       what is left of `batch` after shard: who holds equal shards
+    ulysses       the inner part of `cp`: who exchanges heads for tokens of the same sequences
+    ring          what is left of `cp` after ulysses: among whom keys and values travel
+    context_tp    cp x tp: who holds other tokens of the same sequences where tp divides tokens, too (sequence parallelism)
     kv            the inner part of `tp`: who holds the same key-value heads, where these are fewer than tp ranks
     embedding     of a pipeline the ranks with the first and the last stage: who shares what the embedding and the head share.
                   One rank where both stages are on it; of size 1 for the ranks between
@@ -30,6 +33,7 @@ from framework.mesh.axis import Axis
 
 AXIS_NAMES = (
     *("world", "pp", "batch", "dp", "cp", "tp", "shard", "replica", "kv", "embedding"),
+    *("ulysses", "ring", "context_tp"),
     *("expert_tp", "ep", "ep_inner", "ep_outer", "expert_batch", "expert_shard", "expert_replica"),
 )
 
@@ -40,7 +44,7 @@ class Topology:
 
     embedding_ranks: the positions along `pp` of the first and of the last stage; None: the first rank and the last. Schedules
     that go through the ranks and back (zbv, dualpipe_v) have both stages on one rank. expert_tp: ranks that slice an expert, 1 or
-    tp; None: tp.
+    tp; None: tp. ulysses: ranks of cp that exchange heads; the others are the ring.
     """
 
     pp: int = 1
@@ -54,6 +58,7 @@ class Topology:
     expert_shard: int = 1
     ep_inner: int | None = None
     embedding_ranks: tuple[int, int] | None = None
+    ulysses: int = 1
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "cp", "tp", "ep"):
@@ -84,6 +89,8 @@ class Topology:
                 f"zero.shard_within={self.shard} does not divide dp x cp = {batch} ranks: use a degree in"
                 f" {_divisors(batch)}"
             )
+        if self.ulysses < 1 or self.cp % self.ulysses:
+            raise TopologyError(f"a Ulysses degree of {self.ulysses} does not divide parallel.cp={self.cp}")
         if self.kv < 1 or self.tp % self.kv:
             raise TopologyError(f"{self.kv} ranks per key-value head do not divide parallel.tp={self.tp}")
         if not all(0 <= position < self.pp for position in self._embedding_positions):
@@ -156,6 +163,9 @@ class Topology:
             "shard": (self.shard, self.tp),
             "replica": (batch // self.shard, self.shard * self.tp),
             "kv": (self.kv, 1),
+            "ulysses": (self.ulysses, self.tp),
+            "ring": (self.cp // self.ulysses, self.ulysses * self.tp),
+            "context_tp": (self.cp * self.tp, 1),
             "expert_tp": (slices, 1),
             "ep": (self.ep, slices),
             "ep_inner": (inner, slices),

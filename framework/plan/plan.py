@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError, RecipeError
+from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
@@ -137,8 +138,14 @@ class Plan:
 
     def token_layout(self, rank: int) -> TokenLayout:
         """The tokens that the rank holds of each microbatch; lays nothing out."""
-        batch, tp = self.recipe.batch, self.topology.axes(rank)["tp"]
-        return TokenLayout(batch.sequences_per_microbatch, batch.context, tp, self.recipe.parallel.sequence)
+        batch, tp, slices = self.recipe.batch, self.topology.axes(rank)["tp"], self.context_slices(rank)
+        is_sharded = self.recipe.parallel.sequence
+        return TokenLayout(batch.sequences_per_microbatch, slices.tokens_local, tp, is_sharded, slices)
+
+    def context_slices(self, rank: int) -> ContextSlices:
+        """The rows of every sequence that the rank holds: all without context parallelism."""
+        derived = self.derived
+        return ContextSlices(derived.context, derived.ulysses, derived.ring, self.topology.index("cp", rank))
 
     @cached_property
     def activations(self) -> Activations:
@@ -420,6 +427,7 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
         expert_shard=expert_shard,
         ep_inner=inner,
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
+        ulysses=derived.ulysses,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from framework.recipe.context_rules import find_degree_problems, find_head_problems, find_length_problems
 from framework.recipe.derive import (
     count_ranks,
     count_virtual_stages,
@@ -59,7 +60,9 @@ def check_recipe(recipe: Recipe, origins: Mapping[str, str], broken: Collection[
 def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
     """(keys or groups that the rule reads, rule), in the order in which one mistake hides another."""
     return (
-        (("parallel",), _unavailable),
+        (("parallel",), find_degree_problems),
+        (("parallel.cp", "parallel.context", "batch.context"), find_length_problems),
+        (("parallel.tp", "parallel.cp", "parallel.context", "model.config"), find_head_problems),
         (("parallel",), _experts),
         (("model.router_bias", "model.router_bias_rate"), _router_bias),
         (("parallel", *COUNTED), find_node_problems),
@@ -102,14 +105,6 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("run",), _run),
         *launch_rules(),
     )
-
-
-def _unavailable(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.parallel.cp != 1:
-        message = "context parallelism is not available in this version"
-        yield Problem(
-            "parallel.cp", recipe.parallel.cp, message, "parallel.cp=1; ranks are data-parallel (parallel.dp)"
-        )
 
 
 def _router_bias(recipe: Recipe) -> Iterator[Problem]:

@@ -34,6 +34,8 @@ class Derived:
     total_tokens: int  # of the whole run
     nodes: int = 1
     ranks_per_node: int = 1  # ranks on each node, at most launch.ranks_per_node
+    ulysses: int = 1  # ranks of cp that exchange heads, neighbours
+    ring: int = 1  # ranks of cp among which keys and values travel: cp / ulysses
     epochs: float | None = None  # where steps and total_tokens are still to follow from the data
 
     @property
@@ -76,8 +78,24 @@ def derive(recipe: Recipe) -> Derived:
         total_tokens=sequences * batch.context * recipe.train.steps,
         nodes=count_nodes(recipe),
         ranks_per_node=count_ranks(recipe) // count_nodes(recipe),
+        ulysses=context_degrees(parallel)[0],
+        ring=context_degrees(parallel)[1],
         epochs=recipe.train.epochs,
     )
+
+
+def context_degrees(parallel: Parallel) -> tuple[int, int]:
+    """(Ulysses degree, ring degree) that parallel.context means; gather is a ring without steps. Their product is cp in a
+    checked recipe."""
+    if isinstance(parallel.context, list):
+        ulysses, ring = parallel.context
+        return ulysses, ring
+    return (parallel.cp, 1) if parallel.context == "ulysses" else (1, parallel.cp)
+
+
+def count_context_parts(ulysses: int, ring: int) -> int:
+    """Parts into which a sequence is cut: each rank has one, or with a ring two, from the front and from the back."""
+    return (2 if ring > 1 else 1) * ulysses * ring
 
 
 def count_expert_slices(parallel: Parallel) -> int:

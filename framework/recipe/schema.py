@@ -138,7 +138,13 @@ class Parallel:
         "auto",
     )
     pp: int = key("pipeline-parallel degree", 1, low=1)
-    cp: int = key("context-parallel degree", 1, low=1)
+    cp: int = key("context-parallel degree: how many ranks divide the tokens of every sequence among them", 1, low=1)
+    context: Literal["ring", "ulysses", "gather"] | list[int] = key(
+        "with cp, how attention sees other ranks' tokens: ring sends keys and values round, ulysses exchanges tokens for heads,"
+        " gather collects all keys and values; [u, r]: u ranks by ulysses within r by ring, u * r = cp",
+        "ring",
+        low=1,
+    )
     ep: int = key("expert-parallel degree: how many ranks divide the experts of a mixture among them", 1, low=1)
     expert_overlap: bool = key(
         "dispatch tokens to experts in two parts, of which one travels while the other is computed", False

@@ -17,7 +17,9 @@ def topologies(draw):
     ep = draw(st.sampled_from([d for d in range(1, among + 1) if among % d == 0]))
     shards = draw(st.sampled_from([d for d in range(1, among // ep + 1) if among // ep % d == 0]))
     stages = draw(st.none() | st.tuples(st.integers(0, pp - 1), st.integers(0, pp - 1)))
-    return Topology(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, expert_tp=expert_tp, expert_shard=shards, embedding_ranks=stages)
+    ulysses = draw(st.sampled_from([d for d in range(1, cp + 1) if cp % d == 0]))
+    experts = {"ep": ep, "expert_tp": expert_tp, "expert_shard": shards}
+    return Topology(pp=pp, dp=dp, cp=cp, tp=tp, ulysses=ulysses, embedding_ranks=stages, **experts)
 
 
 @given(topologies(), st.sampled_from(AXIS_NAMES))
@@ -49,6 +51,8 @@ def test_batch_is_dp_times_cp_and_experts_divide_the_ranks_of_a_stage(topology):
     for rank in range(topology.world):
         at = {axis: topology.index(axis, rank) for axis in AXIS_NAMES if axis != "embedding"}
         assert at["batch"] == at["dp"] * topology.cp + at["cp"]
+        assert at["cp"] == at["ring"] * topology.ulysses + at["ulysses"]
+        assert at["context_tp"] == at["cp"] * topology.tp + at["tp"]
         assert at["expert_batch"] == at["expert_replica"] * topology.expert_shard + at["expert_shard"]
         within = (at["expert_batch"] * topology.ep + at["ep"]) * topology.size("expert_tp") + at["expert_tp"]
         assert within == rank % stage
@@ -103,6 +107,10 @@ def test_numbering_has_tp_innermost_and_pp_outermost():
     assert topology.ranks("batch", 9) == (9, 11, 13, 15)
     assert topology.ranks("ep", 5) == (5, 7)
     assert topology.ranks("expert_batch", 5) == (1, 5)
+    mixed = Topology(dp=2, cp=4, tp=2, ulysses=2)
+    assert mixed.ranks("ulysses", 0) == (0, 2)
+    assert mixed.ranks("ring", 0) == (0, 4)
+    assert mixed.ranks("context_tp", 9) == tuple(range(8, 16))
 
 
 def test_the_embedding_axis_joins_the_first_and_the_last_stage_of_each_pipeline():
@@ -134,6 +142,7 @@ def test_stages_may_lie_anywhere_in_the_pipeline():
         {"dp": 3, "cp": 2, "ep": 4},
         {"pp": 2, "embedding_ranks": (0, 2)},
         {"tp": 4, "expert_tp": 2},
+        {"cp": 4, "ulysses": 3},
         {"dp": 2, "expert_shard": 4},
     ],
 )

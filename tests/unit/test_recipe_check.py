@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from framework.errors import RecipeError
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
+from framework.recipe.context_rules import unpadded_lengths
 from framework.recipe.derive import derive
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Batch, Data, Launch, Parallel, Recipe, Source, Train
@@ -120,10 +121,54 @@ class TestBatch:
         assert problem.fix == "launch.ranks=2; or parallel.dp=3; or parallel.dp=null, which fills the ranks"
 
 
-def test_an_axis_of_a_later_version_is_said_to_be_unavailable_and_nothing_else():
-    problems = problems_of("parallel.cp=2", "launch.ranks=3")
-    assert problems.keys() == {"parallel.cp"}
-    assert "not available in this version" in problems["parallel.cp"].message
+class TestContext:
+    @pytest.mark.parametrize(
+        ("context", "degrees"),
+        [("ring", (1, 4)), ("gather", (1, 4)), ("ulysses", (4, 1)), ("[2,2]", (2, 2)), ("[1,4]", (1, 4))],
+    )
+    def test_degrees_of_ulysses_and_ring(self, context, degrees):
+        recipe = compose(["parallel.cp=4", "launch.ranks=4", f"parallel.context={context}"]).require()
+        assert (derive(recipe).ulysses, derive(recipe).ring) == degrees
+
+    @pytest.mark.parametrize(
+        ("overrides", "key", "message", "fix"),
+        [
+            (["parallel.context=[2,3]"], "parallel.context", "2 * 3 = 6 ranks", "[1,4] or [2,2] or [4,1]"),
+            (["parallel.context=[4]"], "parallel.context", "two degrees", "[1,4] or [2,2] or [4,1]"),
+            (["parallel.context=[0,4]"], "parallel.context", "at least 1", ""),
+            (["parallel.context=zigzag"], "parallel.context", "one of ring, ulysses, gather", ""),
+            (["parallel.cp=1", "parallel.context=gather"], "parallel.context", "do nothing", "parallel.cp=2 or more"),
+            (
+                ["parallel.context=ulysses", "batch.context=5"],
+                "batch.context",
+                "rank without a token",
+                "=7 or 8, or a multiple of 4",
+            ),
+            (["batch.context=3"], "batch.context", "cut into 8 parts", "=4 or 5, or a multiple of 8"),
+            (
+                ["parallel.context=ulysses", "model.config.num_attention_heads=6"],
+                "parallel.context",
+                "a Ulysses degree of 4 does not divide the 6 heads",
+                "parallel.context=[1,4] or [2,2]; or ring",
+            ),
+            (
+                ["parallel.context=[2,2]", "parallel.tp=2", "launch.ranks=8", "model.config.num_attention_heads=6"],
+                "parallel.context",
+                "the 3 heads of a rank (num_attention_heads=6 / parallel.tp=2)",
+                "parallel.context=[1,4]; or ring",
+            ),
+        ],
+    )
+    def test_degrees_that_cannot_work(self, overrides, key, message, fix):
+        problems = problems_of("parallel.cp=4", "launch.ranks=4", *overrides)
+        assert problems.keys() == {key}
+        assert message in problems[key].message
+        assert fix in problems[key].fix
+
+    def test_lengths_that_need_no_padding(self):
+        assert unpadded_lengths(4096, 1, 4) == (4096,)
+        assert unpadded_lengths(4097, 2, 2) == (4096, 4104)
+        assert unpadded_lengths(5, 1, 4) == (8,)
 
 
 @pytest.mark.parametrize(
