@@ -1,0 +1,258 @@
+"""Attention of an interval of queries to an interval of keys, forward and backward, in one process.
+
+Ring attention and its like compute attention block by block: a block's out and log-sum-exp can be merged with those of other
+blocks, and its parts of the gradients added to theirs. Memory is linear in the intervals: no tensor is as large as both.
+
+A block is cut into pieces (`visible_rows`), each piece is a call of a kernel (`attention_kernels`), and pieces of the same
+queries are merged:
+
+    L = log(exp(L1) + exp(L2))      out = out1 + sigmoid(L2 - L1) (out2 - out1)
+"""
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from framework.model.attention_kernels import CpuFlash, CudaFlash, Heads, Kernel, Result, TileKernel
+from framework.model.visible_rows import Interval, Kind, Piece, Scores, cut_pieces, find_pieces, visible_pairs
+
+__all__ = ["BlockAttention", "Interval", "Scores", "visible_pairs"]
+
+log = logging.getLogger(__name__)
+
+# Rows of a tile. At 512 a tile of 32 heads of scores is 32 MiB in fp32, and a call's own cost does not show.
+TILE = 512
+FLASH: dict[str, CpuFlash | CudaFlash] = {"cpu": CpuFlash(), "cuda": CudaFlash()}
+# Where a kernel for bf16 and the tiles may differ: each rounds out to 8 bits, and a gradient comes through two of these.
+AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class BlockAttention:
+    """Made once a run: remembers which kernels work on the devices that it has met. tile: rows of a tile."""
+
+    def __init__(self, tile: int = TILE) -> None:
+        self.tile = tile
+        self._works: dict[tuple[str, torch.dtype], bool] = {}
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_rows: Interval,
+        k_rows: Interval,
+        scores: Scores,
+        first_rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """(out, log-sum-exp) of this block; None if no query sees any key.
+
+        q: [B, H, n, D]; k: [B, Hk, m, D]; v: [B, Hk, m, Dv]; H a multiple of Hk, any strides.
+        first_rows: [B, n], the row at which each query's document begins; None: 0.
+        out: [B, H, n, Dv] of q's dtype; log-sum-exp: [B, H, n], fp64 for fp64, else fp32; 0 and -inf where a query sees none.
+        """
+        pieces = self._pieces(q, q_rows, k_rows, scores, first_rows)
+        if not pieces:
+            return None
+        block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
+        if _is_whole(pieces, q_rows):
+            return self._forward_piece(block, pieces[0])
+        merged = _Merged(block)
+        for piece in pieces:
+            merged.add(piece, *self._forward_piece(block, piece))
+        return merged.out.to(q.dtype), merged.log_sum
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        q_rows: Interval,
+        k_rows: Interval,
+        scores: Scores,
+        first_rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(dQ, dK, dV): the parts of the gradients that come from this block; None if no query sees any key.
+
+        gradient: [B, H, n, Dv], of the attention's out; out, log_sum: of all blocks merged, with sinks: then exp(S - log_sum) is
+        the probability; gradient and out may be of a wider dtype than q. Parts have the dtypes of q, k and v.
+        """
+        pieces = self._pieces(q, q_rows, k_rows, scores, first_rows)
+        if not pieces:
+            return None
+        block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
+        result = Result(out, log_sum, gradient)
+        if _is_whole(pieces, q_rows) and pieces[0].k == k_rows:
+            return self._backward_piece(block, result, pieces[0])
+        parts = _Parts(block)
+        for piece in pieces:
+            parts.add(piece, *self._backward_piece(block, result, piece))
+        return parts.dq.to(q.dtype), parts.dk.to(k.dtype), parts.dv.to(v.dtype)
+
+    def _pieces(
+        self, q: Tensor, q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None
+    ) -> list[Piece]:
+        pieces = find_pieces(q_rows, k_rows, scores, first_rows, self.tile)
+        return pieces if self._has_flash(q, scores) else list(cut_pieces(pieces, self.tile))
+
+    def _kernel(self, block: "_Block", piece: Piece) -> Kernel:
+        q, scores = block.heads.q, block.scores
+        if not self._has_flash(q, scores) or (q.device.type != "cpu" and piece.kind is Kind.MASKED):
+            return TileKernel(scores.softcap)
+        return FLASH[q.device.type]
+
+    def _has_flash(self, q: Tensor, scores: Scores) -> bool:
+        device = q.device.type
+        if scores.softcap is not None or (device != "cpu" and scores.slopes is not None):
+            return False
+        if device not in FLASH or q.dtype not in FLASH[device].dtypes:
+            return False
+        if (device, q.dtype) not in self._works:
+            self._works[device, q.dtype] = check_kernel(FLASH[device], q.device, q.dtype)
+        return self._works[device, q.dtype]
+
+    def _forward_piece(self, block: "_Block", piece: Piece) -> tuple[Tensor, Tensor]:
+        heads, scale = block.heads_of(piece), block.scores.scale
+        out, log_sum = self._kernel(block, piece).forward(heads, piece.kind, block.bias(piece), scale)
+        return out, log_sum if block.scores.slopes is None else log_sum - block.to_own_row(piece)
+
+    def _backward_piece(self, block: "_Block", result: Result, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        heads, scale = block.heads_of(piece), block.scores.scale
+        of_piece = Result(*(block.queries_of(x, piece) for x in (result.out, result.log_sum, result.gradient)))
+        if block.scores.slopes is not None:
+            of_piece = Result(of_piece.out, of_piece.log_sum + block.to_own_row(piece), of_piece.gradient)
+        return self._kernel(block, piece).backward(heads, of_piece, piece.kind, block.bias(piece), scale)
+
+
+class _Block:
+    """The tensors of a block, by the rows of a piece."""
+
+    def __init__(
+        self, heads: Heads, q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None
+    ) -> None:
+        self.heads, self.q_rows, self.k_rows, self.scores, self.first_rows = heads, q_rows, k_rows, scores, first_rows
+
+    def heads_of(self, piece: Piece) -> Heads:
+        k, v = self.keys_of(self.heads.k, piece), self.keys_of(self.heads.v, piece)
+        return Heads(self.queries_of(self.heads.q, piece), k, v)
+
+    def queries_of(self, x: Tensor, piece: Piece) -> Tensor:
+        """x: [B, H, n, ...]"""
+        return _rows_of(x, piece.q, self.q_rows[0], piece.sequence)
+
+    def keys_of(self, x: Tensor, piece: Piece) -> Tensor:
+        """x: [B, Hk, m, ...]"""
+        return _rows_of(x, piece.k, self.k_rows[0], piece.sequence)
+
+    def bias(self, piece: Piece) -> Tensor | None:
+        """The additive bias of a piece: [1, 1, n, m] where keys are masked, [1, H, 1 or n, m] with slopes."""
+        mask = self._mask(piece) if piece.kind is Kind.MASKED else None
+        slopes = self.scores.slopes
+        if slopes is None:
+            return mask
+        # Rows count from the first query of the piece, not of the sequence: fp32 has 7 digits for row and score.
+        rows = torch.arange(piece.k[0] - piece.q[0], piece.k[1] - piece.q[0], device=slopes.device)
+        alibi = (slopes[:, None].to(self._dtype) * rows)[None, :, None]
+        return alibi if mask is None else alibi + mask
+
+    def to_own_row(self, piece: Piece) -> Tensor:
+        """slope * (row of the query - first row of the piece's queries): [H, n]."""
+        slopes = self.scores.slopes
+        assert slopes is not None
+        return slopes[:, None].to(self._dtype) * torch.arange(piece.q[1] - piece.q[0], device=slopes.device)
+
+    def _mask(self, piece: Piece) -> Tensor:
+        device = self.heads.q.device
+        queries = torch.arange(*piece.q, device=device)[:, None]
+        keys = torch.arange(*piece.k, device=device)
+        seen = keys <= queries
+        if self.scores.window is not None:
+            seen &= keys > queries - self.scores.window
+        if self.first_rows is not None:
+            # A piece of a sequence: find_pieces makes no other where there are documents.
+            assert piece.sequence is not None
+            start = piece.q[0] - self.q_rows[0]
+            seen &= keys >= self.first_rows[piece.sequence, start : start + len(queries), None]
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=device)
+        return mask.masked_fill_(~seen, -math.inf)[None, None]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of scores."""
+        return torch.float64 if self.heads.q.dtype == torch.float64 else torch.float32
+
+
+def _rows_of(x: Tensor, rows: Interval, start: int, sequence: int | None) -> Tensor:
+    """x: [B, H, n, ...], row 0 being `start`."""
+    found = x[:, :, rows[0] - start : rows[1] - start]
+    return found if sequence is None else found[sequence : sequence + 1]
+
+
+def _is_whole(pieces: list[Piece], q_rows: Interval) -> bool:
+    """Whether one piece is all there is to compute."""
+    return len(pieces) == 1 and pieces[0].sequence is None and pieces[0].q == q_rows
+
+
+class _Merged:
+    """out and log-sum-exp of the pieces so far, in fp32 or fp64."""
+
+    def __init__(self, block: _Block) -> None:
+        q, v = block.heads.q, block.heads.v
+        self.block = block
+        shape = (q.shape[0], q.shape[2], q.shape[1])
+        # Tokens before heads, as the layer behind attention wants them.
+        self.out = q.new_zeros((*shape, v.shape[-1]), dtype=block._dtype).transpose(1, 2)
+        self.log_sum = q.new_full(shape, -math.inf, dtype=block._dtype).transpose(1, 2)
+
+    def add(self, piece: Piece, out: Tensor, log_sum: Tensor) -> None:
+        merged_out, merged_sum = self.block.queries_of(self.out, piece), self.block.queries_of(self.log_sum, piece)
+        weight = torch.sigmoid(log_sum - merged_sum)
+        merged_out.lerp_(out.to(merged_out.dtype), weight[..., None])
+        torch.logaddexp(merged_sum, log_sum, out=merged_sum)
+
+
+class _Parts:
+    """Sums of the gradients of pieces, in fp32 or fp64."""
+
+    def __init__(self, block: _Block) -> None:
+        self.block = block
+        heads = block.heads
+        self.dq, self.dk, self.dv = (torch.zeros_like(x, dtype=block._dtype) for x in (heads.q, heads.k, heads.v))
+
+    def add(self, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        self.block.queries_of(self.dq, piece).add_(dq)
+        self.block.keys_of(self.dk, piece).add_(dk)
+        self.block.keys_of(self.dv, piece).add_(dv)
+
+
+def check_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel computes what the tiles do, forward and backward, full and causal; warns where it does not.
+
+    Kernels differ between versions of torch and devices, and an error would show in the loss only.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((1, 4, 48, 16), (1, 2, 48, 16), (1, 2, 48, 16), (1, 4, 48, 16))
+    drawn = [torch.randn(size, generator=generator, dtype=torch.float32).to(device, dtype) for size in sizes]
+    heads, gradient = Heads(*drawn[:3]), drawn[3]
+    try:
+        return all(_agree(kernel, heads, gradient, kind) for kind in (Kind.FULL, Kind.CAUSAL))
+    except RuntimeError as error:
+        log.warning("attention on %s in %s runs without flash attention, which fails: %s", device.type, dtype, error)
+        return False
+
+
+def _agree(kernel: Kernel, heads: Heads, gradient: Tensor, kind: Kind) -> bool:
+    out, log_sum = TileKernel().forward(heads, kind, None, 0.25)
+    result = Result(out, log_sum, gradient)
+    wanted = [out, log_sum, *TileKernel().backward(heads, result, kind, None, 0.25)]
+    found = [*kernel.forward(heads, kind, None, 0.25), *kernel.backward(heads, result, kind, None, 0.25)]
+    difference = max((a.double() - b.double()).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    if difference <= AGREEMENT[heads.q.dtype]:
+        return True
+    where = f"{heads.q.device.type} in {heads.q.dtype}"
+    log.warning("attention on %s runs without flash attention, which is wrong by %.1g", where, difference)
+    return False
