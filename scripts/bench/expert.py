@@ -108,10 +108,9 @@ def make_adamw_by_mesh(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 class TakesAll:
     """A side whose ranks all take the tokens of all ranks: it is given the whole step instead of this rank's share."""
 
-    is_global = True
-
     def __init__(self, side: Side, setting: Setting, tokens: Tensor):
         self._side, self._tokens, self._step = side, tokens, 0
+        self.is_global = side.is_global
         self._shares = [replace(setting, rank=rank) for rank in range(setting.world)]
 
     def step(self, microbatches: Sequence[Microbatch]) -> float:

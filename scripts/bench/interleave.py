@@ -179,7 +179,13 @@ class Loop:
         total = 0.0
         for index, each in enumerate(microbatches):
             with self.synchronising(index == len(microbatches) - 1), self.autocasting():
-                output = self.model(each.input_ids, labels=each.labels, shift_labels=each.labels, use_cache=False)
+                output = self.model(
+                    each.input_ids,
+                    position_ids=each.position_ids,
+                    labels=each.labels,
+                    shift_labels=each.labels,
+                    use_cache=False,
+                )
                 loss = output.loss / len(microbatches)
                 loss.backward()
             total += loss.item()

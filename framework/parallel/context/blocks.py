@@ -1,0 +1,110 @@
+"""Blocks: which queries of a rank attend to which keys of a rank, in as few calls as possible.
+
+A rank of `ring` holds one or two chunks of a sequence, as many rows each (`ContextSlices.chunk_intervals`). With zig-zag chunks i
+and 2 ring - 1 - i, a rank's queries against the keys of a rank p are
+
+    p = own rank   both chunks against themselves, under the diagonal, and the later against the earlier, wholly
+    p before it    both chunks against the earlier one of p, wholly                 one call: queries of both chunks
+    p behind it    the later chunk against both of p, wholly                        one call: keys of both chunks
+
+which are 2 L^2 pairs each for chunks of L rows: equal work on all ranks in every step. A window leaves fewer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from framework.mesh.context import ContextSlices
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries and keys for one call. queries, keys: (start, stop) of tokens as ranks hold them; q_rows, k_rows: of the sequence.
+    is_whole: every query sees every key, as far as order and window go."""
+
+    queries: Interval
+    keys: Interval
+    q_rows: Interval
+    k_rows: Interval
+    is_whole: bool
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether queries see themselves."""
+        return self.q_rows == self.k_rows
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Which neighbouring blocks one call may compute, though their rows are no interval. queries: of two chunks, if a score does
+    not depend on the query's row; keys: of two chunks, if it does not depend on the key's row either."""
+
+    queries: bool = True
+    keys: bool = True
+
+
+def plan_blocks(
+    queries: Sequence[Interval], keys: Sequence[Interval], window: int | None, joining: Joining
+) -> list[Block]:
+    """Blocks of queries that see some of the keys, diagonal ones first. queries, keys: rows of the chunks that two ranks
+    hold, in their order."""
+    pairs = [
+        Block(_tokens(queries, i), _tokens(keys, j), q_rows, k_rows, _sees_all(q_rows, k_rows, window))
+        for i, q_rows in enumerate(queries)
+        for j, k_rows in enumerate(keys)
+        if _sees_some(q_rows, k_rows, window)
+    ]
+    # Every query sees itself, so whatever is merged behind a diagonal block finds a finite sum.
+    return _join(sorted(pairs, key=lambda block: not block.is_diagonal), joining)
+
+
+def find_steps(slices: ContextSlices, window: int | None) -> tuple[int, ...]:
+    """The steps s > 0 of a ring for which some rank has queries that see keys of the rank s before it; equal on all ranks."""
+    if window is None:
+        return tuple(range(1, slices.ring))
+    chunks = [slices.of_rank(index * slices.ulysses).chunk_intervals for index in range(slices.ring)]
+    return tuple(
+        step
+        for step in range(1, slices.ring)
+        if any(
+            _sees_some(q_rows, k_rows, window)
+            for index in range(slices.ring)
+            for q_rows in chunks[index]
+            for k_rows in chunks[index - step]
+        )
+    )
+
+
+def _tokens(chunks: Sequence[Interval], number: int) -> Interval:
+    """Where a chunk lies among a rank's tokens."""
+    length = chunks[0][1] - chunks[0][0]
+    return number * length, (number + 1) * length
+
+
+def _sees_some(q_rows: Interval, k_rows: Interval, window: int | None) -> bool:
+    """Whether any of these queries sees any of these keys. The first query sees the oldest keys."""
+    return k_rows[0] < q_rows[1] and (window is None or k_rows[1] > q_rows[0] - window + 1)
+
+
+def _sees_all(q_rows: Interval, k_rows: Interval, window: int | None) -> bool:
+    """Whether each of these queries sees all these keys. The last query's window begins last."""
+    return k_rows[1] <= q_rows[0] + 1 and (window is None or k_rows[0] >= q_rows[1] - window)
+
+
+def _join(pairs: list[Block], joining: Joining) -> list[Block]:
+    """Two blocks that are wholly visible and share queries or keys become one. No three are: see the table above."""
+    whole = [block for block in pairs if block.is_whole and not block.is_diagonal]
+    if len(pairs) != 2 or len(whole) != 2:
+        return pairs
+    first, last = whole
+    if joining.queries and first.keys == last.keys:
+        queries = first.queries[0], last.queries[1]
+        # Any rows behind the keys: what these queries see does not depend on theirs.
+        rows = first.k_rows[1], first.k_rows[1] + queries[1] - queries[0]
+        return [Block(queries, first.keys, rows, first.k_rows, True)]
+    if joining.keys and first.queries == last.queries:
+        keys = first.keys[0], last.keys[1]
+        rows = first.q_rows[0] - (keys[1] - keys[0]), first.q_rows[0]
+        return [Block(first.queries, keys, first.q_rows, rows, True)]
+    return pairs

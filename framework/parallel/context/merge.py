@@ -1,0 +1,96 @@
+"""Merge: one softmax over keys that come in blocks.
+
+A block gives out_b = sum_j exp(s_j - l_b) v_j and l_b = log sum_j exp(s_j) over its keys. Over two blocks
+
+    l = log(exp(l_a) + exp(l_b))          out = exp(l_a - l) out_a + exp(l_b - l) out_b
+                                              = out_a + w (out_b - out_a),  w = exp(l_b - l) = sigmoid(l_b - l_a)
+
+A sink is one more key with score `sink` and no value: l' = log(exp(l) + exp(sink)), out' = exp(l - l') out. Sums are kept in fp32
+at least, whatever the blocks are computed in: each merge would round once more (TransformerEngine merges in the dtype of `out`).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from framework.mesh.context import Interval
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What blocks of a dtype are summed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class ChunkSums:
+    """Sums over blocks of tensors [B, H, C, D], kept apart for each of a rank's chunks: blocks cover one chunk of queries or all.
+
+    The first block of a chunk is taken over as it is, and added to in place.
+    """
+
+    def __init__(self, chunks: int, tokens: int, dtype: torch.dtype):
+        self.length, self.dtype = tokens // chunks, sum_dtype(dtype)
+        self.parts: list[Tensor | None] = [None] * chunks
+
+    def add(self, queries: Interval, x: Tensor) -> None:
+        """x: [B, H, n, D], of the queries (start, stop)."""
+        for number, rows in self.cut(queries):
+            part, mine = self.parts[number], x[:, :, rows]
+            self.parts[number] = mine.to(self.dtype) if part is None else part.add_(mine)
+
+    def cut(self, queries: Interval) -> Iterator[tuple[int, slice]]:
+        """(chunk, its rows among the queries') of every chunk that a block has queries of."""
+        first, last = queries[0] // self.length, queries[1] // self.length
+        for number in range(first, last):
+            yield number, slice((number - first) * self.length, (number + 1 - first) * self.length)
+
+    def join(self, dtype: torch.dtype) -> Tensor:
+        """[B, H, C, D] in dtype; memory in the order [B, C, H, D], which is the order of projections."""
+        parts = [_filled(part).transpose(1, 2).to(dtype) for part in self.parts]
+        return (parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)).transpose(1, 2)
+
+
+class MergedOutput(ChunkSums):
+    """Outputs [B, H, C, Dv] of blocks and their log-sum-exps [B, H, C], merged. A query's first block is one in which it sees a
+    key."""
+
+    def __init__(self, chunks: int, tokens: int, dtype: torch.dtype):
+        super().__init__(chunks, tokens, dtype)
+        self.log_sums: list[Tensor | None] = [None] * chunks
+
+    def merge(self, queries: Interval, out: Tensor, log_sum: Tensor) -> None:
+        """out: [B, H, n, Dv], log_sum: [B, H, n], of the queries (start, stop)."""
+        for number, rows in self.cut(queries):
+            part, sum_part = self.parts[number], self.log_sums[number]
+            mine, sum_mine = out[:, :, rows].to(self.dtype), log_sum[:, :, rows].to(self.dtype)
+            if part is None or sum_part is None:
+                self.parts[number], self.log_sums[number] = mine, sum_mine
+                continue
+            part.lerp_(mine, torch.sigmoid(sum_mine - sum_part).unsqueeze(-1))
+            self.log_sums[number] = torch.logaddexp(sum_part, sum_mine)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """One more key for every query. sinks: [H], scores."""
+        scores = sinks.to(self.dtype)[:, None]
+        for number, (part, log_sum) in enumerate(zip(self.parts, self.log_sums, strict=True)):
+            with_sink = torch.logaddexp(_filled(log_sum), scores)
+            _filled(part).mul_(torch.exp(_filled(log_sum) - with_sink).unsqueeze(-1))
+            self.log_sums[number] = with_sink
+
+    def join_log_sums(self) -> Tensor:
+        """[B, H, C]."""
+        return torch.cat([_filled(part) for part in self.log_sums], dim=2)
+
+
+def sinks_gradient(sinks: Tensor, gradient: Tensor, out: Tensor, log_sum: Tensor) -> Tensor:
+    """[H]: - sum over queries of p (gradient . out), where p = exp(sink - log_sum) is a sink's probability.
+
+    gradient, out: [B, H, C, Dv]; log_sum: [B, H, C], sinks included.
+    """
+    delta = (gradient.to(log_sum.dtype) * out).sum(-1)
+    return -(torch.exp(sinks.to(log_sum.dtype)[:, None] - log_sum) * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _filled(part: Tensor | None) -> Tensor:
+    assert part is not None, "a chunk of queries has met no block: each sees itself"
+    return part

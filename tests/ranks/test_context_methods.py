@@ -1,0 +1,225 @@
+"""Attention over the ranks of cp is attention of one process: outputs, gradients, bytes, work and memory."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from framework.comm import collectives
+from framework.comm.connect import Mesh, connect
+from framework.mesh.context import ContextSlices
+from framework.mesh.topology import Topology
+from framework.model.block_attention import BlockAttention, Scores
+from framework.parallel.context.attention import ContextAttention
+from tests.ranks.pool import RankPool
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a sequence."""
+
+    ulysses: int
+    ring: int
+    method: Literal["ring", "gather"] = "ring"
+
+    def __str__(self) -> str:
+        return f"ulysses {self.ulysses}, {self.method} {self.ring}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of attention. documents: the first rows of documents of each sequence."""
+
+    context: int = 37
+    sequences: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    width: int = 8
+    v_width: int = 8
+    window: int | None = None
+    softcap: float | None = None
+    has_slopes: bool = False
+    has_sinks: bool = False
+    documents: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What all ranks draw alike. q, k, v: [B, heads, context, D]; gradient: [B, context, H, Dv]; sinks: [H]; first_rows: [B,
+    context]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gradient: Tensor
+    scores: Scores
+    sinks: Tensor | None
+    first_rows: Tensor | None
+
+
+def draw(case: Case, dtype: torch.dtype = torch.float64) -> Sequences:
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    B, C = case.sequences, case.context
+    slopes = 2.0 ** -torch.arange(1, case.heads + 1) if case.has_slopes else None
+    first_rows = None
+    if case.documents is not None:
+        starts = torch.zeros(B, C, dtype=torch.int64)
+        for sequence, rows in zip(starts, case.documents, strict=True):
+            sequence[list(rows)] = torch.tensor(rows)
+        first_rows = starts.cummax(1).values
+    return Sequences(
+        normal(B, case.heads, C, case.width),
+        normal(B, case.kv_heads, C, case.width),
+        normal(B, case.kv_heads, C, case.v_width),
+        normal(B, C, case.heads, case.v_width),
+        Scores(case.width**-0.5, case.window, case.softcap, slopes),
+        normal(case.heads) if case.has_sinks else None,
+        first_rows,
+    )
+
+
+def attend_densely(of: Sequences) -> Tensor:
+    """Causal attention as it is defined, with all scores at once: [B, C, H, Dv]."""
+    groups, C = of.q.shape[1] // of.k.shape[1], of.q.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (of.k, of.v))
+    scores = of.q @ k.transpose(2, 3) * of.scores.scale
+    if of.scores.softcap is not None:
+        scores = of.scores.softcap * torch.tanh(scores / of.scores.softcap)
+    rows = torch.arange(C)
+    if of.scores.slopes is not None:
+        scores = scores + of.scores.slopes[:, None, None] * (rows - rows[:, None])
+    sees = rows[:, None] >= rows
+    if of.scores.window is not None:
+        sees = sees & (rows[:, None] - rows < of.scores.window)
+    if of.first_rows is not None:
+        sees = sees & (rows >= of.first_rows[:, None, :, None])
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if of.sinks is not None:
+        scores = torch.cat([scores, of.sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    return (scores.softmax(-1)[..., :C] @ v).transpose(1, 2)
+
+
+def expect(of: Sequences) -> dict[str, Tensor]:
+    """out and gradients, each with tokens in dim 1, but those of sinks."""
+    inputs = {"q": of.q, "k": of.k, "v": of.v} | ({} if of.sinks is None else {"sinks": of.sinks})
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    out = attend_densely(Sequences(**{**vars(of), **leaves}))
+    gradients = torch.autograd.grad(out, list(leaves.values()), of.gradient)
+    found = dict(zip(leaves, gradients, strict=True))
+    return {name: x if name == "sinks" else x.transpose(1, 2) for name, x in found.items()} | {"out": out.detach()}
+
+
+class Share:
+    """What one rank computes of some sequences."""
+
+    def __init__(self, of: Sequences, slices: ContextSlices):
+        self.scores, self.slices = of.scores, slices
+        # Padding is not zero: it must change nothing whatever it is.
+        self.q, self.k, self.v = (self.cut(x.transpose(1, 2), 3).transpose(1, 2) for x in (of.q, of.k, of.v))
+        self.sinks = of.sinks if of.sinks is None else of.sinks.clone().requires_grad_()
+        self.gradient = self.cut(of.gradient, 0)
+        rows = None if of.first_rows is None else slices.cut(of.first_rows, slices.context)
+        self.first_rows = rows
+
+    def cut(self, x: Tensor, fill: int) -> Tensor:
+        cut = self.slices.cut(x, fill)
+        return cut.clone().requires_grad_() if cut.is_floating_point() else cut
+
+    def attend(self, attention: ContextAttention) -> Tensor:
+        return attention(self.q, self.k, self.v, self.scores, self.sinks, self.first_rows)
+
+    def differentiate(self, out: Tensor) -> dict[str, Tensor]:
+        names = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
+        gradients = torch.autograd.grad(out, list(names.values()), self.gradient)
+        return {name: x if name == "sinks" else x.transpose(1, 2) for name, x in zip(names, gradients, strict=True)}
+
+
+def connect_context(rank: int, rendezvous: str, layout: Layout) -> Mesh:
+    topology = Topology(cp=layout.ulysses * layout.ring, ulysses=layout.ulysses)
+    return connect(topology, CPU, rendezvous, rank, timeout_s=60)
+
+
+def make_attention(mesh: Mesh, layout: Layout, context: int, block: BlockAttention | None = None) -> ContextAttention:
+    slices = ContextSlices(context, layout.ulysses, layout.ring, mesh.axis("cp").rank)
+    return ContextAttention(slices, mesh.axis("ulysses"), mesh.axis("ring"), layout.method, block or BlockAttention())
+
+
+def attention_error(found: Tensor, whole: Tensor, slices: ContextSlices) -> float:
+    """The largest difference of a rank's tokens, [B, C, ...], from those of [B, context, ...]; of sinks, [H], as they are."""
+    difference = found - whole if found.ndim == 1 else (found - slices.cut(whole, 0))[:, : slices.valid_local]
+    return difference.abs().max().item() if difference.numel() else 0.0
+
+
+def find_errors(
+    rank: int,
+    world: int,
+    rendezvous: str,
+    layout: Layout,
+    cases: dict[str, Case],
+    sabotage: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, dict[str, float]]:
+    """Body: for each case the largest difference of out and each gradient from those of one process."""
+    mesh, found = connect_context(rank, rendezvous, layout), {}
+    for name, case in cases.items():
+        sequences = draw(case)
+        with sabotage():
+            attention = make_attention(mesh, layout, case.context)
+            share = Share(sequences, attention.slices)
+            out = share.attend(attention)
+            results = share.differentiate(out) | {"out": out.detach()}
+        if "sinks" in results:
+            collectives.all_reduce(results["sinks"], mesh.axis("cp"))
+        found[name] = {
+            what: attention_error(results[what], whole, attention.slices) for what, whole in expect(sequences).items()
+        }
+        assert out.is_contiguous()
+    mesh.close()
+    return found
+
+
+CASES = {
+    "causal": Case(),
+    "even": Case(context=32, sequences=1),
+    "grouped heads": Case(kv_heads=2, sequences=1),
+    "one key-value head": Case(kv_heads=1),
+    "unequal widths": Case(width=6, v_width=4, kv_heads=2),
+    "window": Case(window=5),
+    "wide window": Case(window=21),
+    "documents": Case(documents=((0, 3, 20), (0, 9, 10, 31))),
+    "documents and window": Case(documents=((0, 3, 20), (0, 9, 10, 31)), window=7, kv_heads=2),
+    "soft-cap": Case(softcap=1.5),
+    "slopes": Case(has_slopes=True, kv_heads=2),
+    "sinks": Case(has_sinks=True),
+    "sinks and window": Case(has_sinks=True, window=6, kv_heads=1),
+    "everything": Case(41, 2, 8, 2, 6, 4, 9, 2.0, has_slopes=True, has_sinks=True, documents=((0, 17), (0, 5, 6, 30))),
+    "uneven groups": Case(heads=12, kv_heads=6, width=4, v_width=2),
+    "shared groups": Case(heads=12, kv_heads=3, width=4, v_width=2),
+    "fewer tokens than parts": Case(context=5),
+}
+LAYOUTS = [
+    *(Layout(1, ring, method) for ring, method in product((2, 4), ("ring", "gather"))),
+    *(Layout(ulysses, 1) for ulysses in (2, 4)),
+    *(Layout(2, 2, method) for method in ("ring", "gather")),
+    Layout(1, 1),
+    Layout(1, 3),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_attention_is_that_of_one_process(pool: RankPool, layout: Layout) -> None:
+    for errors in pool.run(layout.ulysses * layout.ring, find_errors, layout, CASES):
+        wrong = {name: each for name, each in errors.items() if not max(each.values()) <= TOLERANCE}
+        assert not wrong
+        assert errors.keys() == CASES.keys()
