@@ -10,8 +10,8 @@ e of a value, s = max(e, 4) of a sum, and Q, O, K, V elements of a rank's querie
     gather         (r-1) (K + V) e                           (r-1) (K + V) (e + s)
 
 FLOPs are what is computed: the causal half, or the window. A step of the ring is hidden where it takes no longer than the
-attention of a step, 1/r of the rank's. What Ulysses exchanges is exposed, and so are a gather's reduce-scatter and the last hop
-of the gradients of K/V. Merging blocks costs passes over memory, which Ulysses alone has none of.
+attention of a step, 1/r of the rank's. What Ulysses exchanges is exposed; of a gather what takes longer than one block, and all
+of it in backward. Merging blocks costs passes over memory, which Ulysses alone has none of.
 """
 
 from dataclasses import astuple, dataclass
@@ -19,16 +19,20 @@ from functools import cached_property
 from itertools import cycle
 from math import gcd
 
+import torch
 from transformers import PretrainedConfig
 
 from framework.mesh.context import ContextSlices
 from framework.model.flops import attention_reach
 from framework.model.load import layer_configs
 from framework.parallel.context.blocks import find_steps
+from framework.parallel.context.key_values import KeyValues, count_portions, group_heads
 from framework.parallel.context.ulysses import share_heads
 from framework.parallel.tensor import count_kv_heads
 from framework.plan.machine import Link, Machine
 
+# A dtype of so many bytes.
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 # Of a first row, which travels with Ulysses where documents are packed.
 ROW_BYTES = 8
 
@@ -222,19 +226,34 @@ class ContextCost:
         rows = u * self.tokens * ROW_BYTES if self.packs else 0
         return (self.outputs + self.keys_values - own) * self.itemsize + rows
 
+    @cached_property
+    def portions(self) -> tuple[int, int]:
+        """(groups of key-value heads that are attended to one after another, messages in which K/V travel)."""
+        slices, shape = self.slices, self.shape
+        length = slices.chunks * slices.part * self.method.ulysses
+        k, v = (
+            torch.empty(self.sequences, self._kv_heads_inside, length, dim, device="meta", dtype=DTYPES[self.itemsize])
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        of = KeyValues(k, v)
+        wanted = count_portions(of) if self.method.ring > 1 else 1
+        groups = group_heads(of, slices.chunks, wanted, not self.method.gathers)
+        return len(groups), sum(len(group.portions) for group in groups)
+
     @property
     def transient_bytes(self) -> int:
-        """What is there beside what is kept while the attention computes, the most in backward: K/V held and arriving, or all
-        that were gathered; sums of dK/dV at home, leaving and arriving; a block's gradients; the sum of dQ; the output's
-        gradient."""
-        e, s, keys_values = self.itemsize, self.sum_size, self.keys_values
+        """What is there beside what is kept while the attention computes, the most in backward: messages of K/V, held and
+        arriving, and of their sums, added to, leaving and arriving, or all that were gathered; the sums of a group of heads at
+        home; gradients of queries, keys and values, and of the output."""
+        e, s, keys_values, (groups, messages) = self.itemsize, self.sum_size, self.keys_values, self.portions
         if self.method.gathers:
-            travelling = self.method.ring * keys_values * (e + s)
+            travelling = self.method.ring * keys_values * (e + s) // groups
         else:
-            travelling = keys_values * (2 * e + 3 * s if self.num_steps else s)
-        attention = travelling + keys_values * e + self.queries * (s + e) + self.outputs * e
-        messages = 2 * (self.queries + keys_values) * e if self.method.ulysses > 1 else 0
-        return max(attention, messages)
+            travelling = keys_values * (2 * e + 3 * s) * (self.num_steps > 0) // messages
+        sums = (keys_values * s + self.queries * (s + e)) // groups
+        attention = travelling + sums + (self.queries + keys_values + self.outputs) * e
+        exchange = 2 * (self.queries + keys_values) * e if self.method.ulysses > 1 else 0
+        return max(attention, exchange)
 
     # --- time
 
@@ -246,10 +265,10 @@ class ContextCost:
         return pairs * (key + value), pairs * (3 * key + 2 * value)
 
     def step_s(self, links: Links) -> tuple[tuple[float, float], tuple[float, float]]:
-        """(seconds of a ring step's messages, of its attention), in forward and in backward."""
-        link, steps = links.of_ring(self.method), self.num_steps + 1
+        """(seconds of a ring step's messages, of its attention), in forward and in backward, where sums leave beside K/V."""
+        link, steps, (_, messages) = links.of_ring(self.method), self.num_steps + 1, self.portions
         forward, backward = (
-            (link.seconds(sent), flops / steps / links.machine.attention_flops)
+            (link.seconds(sent, messages), flops / steps / links.machine.attention_flops)
             for sent, flops in zip(self.step_bytes, self.flops, strict=True)
         )
         return forward, backward
@@ -261,29 +280,27 @@ class ContextCost:
 
     def _forward_times(self, links: Links) -> "Times":
         (message_s, block_s), _ = self.step_s(links)
-        n, link = self.num_steps, links.of_ring(self.method)
-        if self.method.gathers:  # under the first block, of the rank's own keys
-            late = link.seconds((self.method.ring - 1) * self.step_bytes[0]) - block_s
-        else:
-            late = n * (message_s - block_s)
+        # A gather is under the block of the rank's own keys, a ring's step under the block before.
+        late = self._gather_s(links) - block_s if self.method.gathers else self.num_steps * (message_s - block_s)
         # A block's output is widened, and interpolated into the sum.
-        merged = n * self.outputs * (self.itemsize + 4 * self.sum_size)
-        return self._with_exchange(links, 0, (n + 1) * block_s, max(late, 0.0), merged)
+        merged = self.num_steps * self.outputs * (self.itemsize + 4 * self.sum_size)
+        return self._with_exchange(links, 0, (self.num_steps + 1) * block_s, max(late, 0.0), merged)
 
     def _backward_times(self, links: Links) -> "Times":
         _, (message_s, block_s) = self.step_s(links)
-        n, link = self.num_steps, links.of_ring(self.method)
-        sums = self.keys_values * self.sum_size
+        n, link, (groups, messages) = self.num_steps, links.of_ring(self.method), self.portions
+        # The rank's own block comes last, under the last sums on their way home: nothing hides the first keys and values.
         if self.method.gathers:
-            late = link.seconds((self.method.ring - 1) * self.step_bytes[0]) - block_s
-            home = link.seconds((self.method.ring - 1) * sums)
+            sums = (self.method.ring - 1) * self.keys_values * self.sum_size
+            late = self._gather_s(links) + max(0.0, link.seconds(sums, groups) - block_s)
         else:
-            # Sums of gradients set out behind the second block, so the first message is of keys and values alone.
-            first, later = (max(0.0, each - block_s) for each in (link.seconds(self.step_bytes[0]), message_s))
-            late, home = first * (n > 0) + later * max(n - 1, 0), link.seconds(sums * (n > 0))
+            late = link.seconds(self.step_bytes[0] * (n > 0) / messages) + n * max(0.0, message_s - block_s)
         # Gradients are read, and added to theirs.
         added = n * (self.queries + self.keys_values) * (self.itemsize + 2 * self.sum_size)
-        return self._with_exchange(links, 1, (n + 1) * block_s, max(late, 0.0) + home, added)
+        return self._with_exchange(links, 1, (n + 1) * block_s, late, added)
+
+    def _gather_s(self, links: Links) -> float:
+        return links.of_ring(self.method).seconds((self.method.ring - 1) * self.step_bytes[0], self.portions[0])
 
     def _with_exchange(self, links: Links, way: int, attention_s: float, exposed_s: float, moved: float) -> "Times":
         """way: 0 forward, 1 backward; moved: bytes in passes over memory."""

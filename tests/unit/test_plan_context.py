@@ -83,7 +83,7 @@ def test_a_step_is_hidden_from_the_stated_number_of_tokens_on():
         for factor, is_hidden in ((1.2, True), (0.8, False)):
             length = round(factor * tokens) * method.ulysses * method.ring
             near = cost_of(method, AttentionShape(32, 8, 128, 128, length), length)
-            latency = links.of_ring(method).latency_s
+            latency = links.of_ring(method).latency_s * near.portions[1]
             hidden = [message - latency <= block for message, block in near.step_s(links)]
             assert all(hidden) is is_hidden
 
@@ -144,7 +144,9 @@ def test_exchanged_heads_are_kept_and_gathered_keys_are_there_while_attention_co
     assert ring.kept_bytes == 0
     # The output twice, and one key-value head of all tokens in place of 8 of 1/16.
     assert ulysses.kept_bytes == 8192 * 128 * 2 * (32 + 16 * 2 - 8 * 2)
-    assert gather.transient_bytes - ring.transient_bytes == 8 * 192 * MIB - (2 * 64 + 3 * 128) * MIB
+    # Two of 16 messages of K/V and three of their sums; of each of 8 heads all ranks' K/V and sums.
+    assert (ring.portions, gather.portions) == ((8, 16), (8, 8))
+    assert gather.transient_bytes - ring.transient_bytes == 8 * 192 * MIB // 8 - (2 * 64 + 3 * 128) * MIB // 16
     plans = [plan_of("parallel.cp=8", f"parallel.context={name}").activations for name in ("ring", "gather")]
     # By then the mlp's are gone, which are more than what a ring has under way.
     assert plans[0].transient_bytes == 0
