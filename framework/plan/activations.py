@@ -48,6 +48,10 @@ memory of the host between forward and backward. Of all of them the device then 
 where neighbours are offloaded two. The first layer of a later pipeline stage leaves on the device what the stage has received,
 T' h e, if it keeps that.
 
+With context parallelism T is what a rank of cp has of the tokens, padding included, and an attention's FLOPs of a token are still
+those of the whole context. Ulysses has a layer keep more, and while an attention computes there is more than it keeps: K/V of
+other ranks, sums of their gradients (`context`). By then backward has freed what stands behind the attention.
+
 What stands behind the last layer keeps, for v words on a rank:
 
     norm and head       T' (h (4 + e) + 4) + T h e
@@ -59,7 +63,7 @@ and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`),
     a chunk, at once    c v 2 max(e, 4)        while it is computed: logits, softmax in fp32, the gradient of logits
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -75,12 +79,15 @@ from framework.model.loss import chunk_size
 from framework.model.stage import StageBounds
 from framework.model.units import find_layers
 from framework.parallel.activation_offload import choose_offloaded
+from framework.plan.context import ContextCost
 from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts
 from framework.recipe.schema import Memory
 
 # Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
 ESTIMATED_VALUES = 17
+# Of these, those that stand behind the attention: its second norm and its mlp (in the same count 21 of 34).
+ESTIMATED_BEHIND = 10
 # What `selective` is taken to keep of such a layer, and to save of its forward: about what it does for Llama's form.
 SELECTIVE_SHARE = 0.4
 
@@ -173,7 +180,7 @@ class Activations:
     form of a layer, None where it has no formula: then its bytes are an estimate. layer_flops: of a token, in a layer's forward.
     memory: the recipe's.
     expert_slices: ranks of tp, each with a slice of every expert that it computes; 1: experts are whole. mixture: of
-    layers of any form, None without one.
+    layers of any form, None without one. contexts: the attentions of layers, those that differ, where cp divides sequences.
     """
 
     tokens: TokenLayout
@@ -185,6 +192,7 @@ class Activations:
     memory: Memory
     expert_slices: int
     mixture: MixtureWidths | None
+    contexts: Sequence[ContextCost] = ()
 
     @property
     def hidden_bytes(self) -> int:
@@ -223,7 +231,13 @@ class Activations:
 
     @property
     def transient_bytes(self) -> int:
-        """What is there beside that, and beside what is kept, while a mixture computes, by the formula above; 0 without one."""
+        """What is there beside that, and beside what is kept, while a mixture computes or an attention whose keys and values
+        travel, by the formulas above; 0 without either."""
+        attention = max((each.transient_bytes for each in self.contexts), default=0)
+        return max(self._mixture_transient, attention - self._behind_attention, 0)
+
+    @property
+    def _mixture_transient(self) -> int:
         mixture = self.mixture
         if mixture is None:
             return 0
@@ -276,6 +290,11 @@ class Activations:
         return self.tokens.sequences * self.tokens.context
 
     @property
+    def _sequence_length(self) -> int:
+        """Tokens of a sequence, of all ranks."""
+        return self.tokens.context if self.tokens.slices is None else self.tokens.slices.context
+
+    @property
     def _kept_outputs(self) -> tuple[int, float]:
         """(bytes, FLOPs of a token) that `selective` keeps beside the input, and computes again."""
         kept = self.memory.kept_operations
@@ -308,7 +327,7 @@ class Activations:
             "k_proj": 2.0 * h * widths.kv,
             "v_proj": 2.0 * h * widths.kv,
             "o_proj": 2.0 * widths.q * h,
-            "attention": 4.0 * widths.q * self.tokens.context,
+            "attention": 4.0 * widths.q * self._sequence_length,
         }
         if mixture is None:
             flops |= dict.fromkeys(("gate_proj", "up_proj"), 2.0 * h * widths.inner)
@@ -326,20 +345,34 @@ class Activations:
     @property
     def _all_of_layer(self) -> int:
         """What a layer keeps without checkpointing, by the formulas above."""
+        exchanged = max((each.kept_bytes for each in self.contexts), default=0)
         if self.layer is None:
-            return self.hidden_bytes * ESTIMATED_VALUES
-        widths, e, t = self.layer, self.itemsize, self.tokens.tp.size
-        tokens, shard = self._num_tokens, self.tokens.sequences * self.tokens.tokens_local
-        norms = 2 * shard * (widths.hidden * (4 + e) + 4)
-        regathers = self.memory.gathered_inputs == "regather"
-        gathered = shard if regathers else tokens
+            return self.hidden_bytes * ESTIMATED_VALUES + exchanged
+        widths, e, t, tokens = self.layer, self.itemsize, self.tokens.tp.size, self._num_tokens
         kv = widths.kv // min(t, widths.kv_heads)
-        attention = gathered * widths.hidden * e + tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
+        attention = self._gathered * widths.hidden * e + tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
         if widths.has_qk_norms:
             attention += tokens * ((widths.q // t + kv) * (4 + e) + 8 * widths.heads // t)
+        return self._norm_bytes(widths) + attention + exchanged + self._behind_attention
+
+    @property
+    def _behind_attention(self) -> int:
+        """What of that a layer keeps of its second norm and its mlp, or mixture."""
+        if self.layer is None:
+            return self.hidden_bytes * ESTIMATED_BEHIND
+        widths, e, t, norm = self.layer, self.itemsize, self.tokens.tp.size, self._norm_bytes(self.layer)
         if widths.mixture is not None:
-            return norms + attention + self._mixture_bytes(widths.mixture, gathered)
-        return norms + attention + gathered * widths.hidden * e + tokens * 4 * -(-widths.inner // t) * e
+            return norm + self._mixture_bytes(widths.mixture, self._gathered)
+        return norm + self._gathered * widths.hidden * e + self._num_tokens * 4 * -(-widths.inner // t) * e
+
+    def _norm_bytes(self, widths: LayerWidths) -> int:
+        return self.tokens.sequences * self.tokens.tokens_local * (widths.hidden * (4 + self.itemsize) + 4)
+
+    @property
+    def _gathered(self) -> int:
+        """Tokens of a region's input that is kept."""
+        is_whole = self.memory.gathered_inputs == "keep"
+        return self._num_tokens if is_whole else self.tokens.sequences * self.tokens.tokens_local
 
     def _mixture_bytes(self, mixture: MixtureWidths, gathered: int) -> int:
         """What a mixture keeps, its input included, where the router is uniform. gathered: tokens of a region's input."""

@@ -16,6 +16,7 @@ from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.check import check_layout
+from framework.plan.context_page import describe_context
 from framework.plan.experts import describe_experts
 from framework.plan.host_memory import bytes_of_fullest_node, bytes_saved
 from framework.plan.layouts_page import describe_layouts
@@ -53,6 +54,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield f"device        {plan.device.type}, {plan.recipe.precision.compute}"
     if plan.recipe.launch.kind == "slurm":
         yield f"placement     {place(plan.derived).describe()}"
+    yield from describe_context(plan)
     yield from describe_experts(plan)
     if caution := caution_of_export(plan.recipe.model):
         yield f"export        {caution}"
@@ -147,7 +149,7 @@ def _describe_bytes(memories: Sequence[RankMemory], traffic: Sequence[Mapping[st
     rows = [{**_sizes(each.held | {"all": each.total}), "live": str(each.live)} for each in memories]
     yield from _table(rows)
     yield ""
-    yield "bytes that it sends in a step: parameters, gradients, and hidden states over tp, pp and ep"
+    yield "bytes that it sends in a step: parameters, gradients, hidden states over tp, pp and ep, keys and values over cp"
     yield from _table([_sizes(each) for each in traffic])
 
 

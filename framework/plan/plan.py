@@ -44,6 +44,7 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations, layer_widths, mixture_widths
+from framework.plan.context import ContextCost, Method, attention_shapes
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
 from framework.plan.operations import refuse_unknown_operations
@@ -162,7 +163,22 @@ class Plan:
             self.recipe.memory,
             self.derived.expert_tp,
             mixture_widths(self.whole, text),
+            tuple({cost: None for cost in self.context_costs(0) if cost is not None}),
         )
+
+    def context_costs(self, rank: int) -> list[ContextCost | None]:
+        """What cp costs a rank for each layer of the model and microbatch; empty where no sequence is divided."""
+        if self.derived.cp == 1:
+            return []
+        method = Method(self.derived.ulysses, self.derived.ring, self.recipe.parallel.context == "gather")
+        return self.costs_of_method(method, self.topology.index("ulysses", rank))
+
+    def costs_of_method(self, method: Method, index: int = 0) -> list[ContextCost | None]:
+        """`context_costs` of another method. index: of the rank along Ulysses."""
+        shapes = attention_shapes(self.config.get_text_config(), self.derived.tp, self.derived.context)
+        batch, packs = self.recipe.batch, self.recipe.data.pack == "documents"
+        lengths = batch.sequences_per_microbatch, batch.context, self.compute_dtype.itemsize
+        return [None if shape is None else ContextCost(method, shape, *lengths, packs, index) for shape in shapes]
 
     @cached_property
     def _layer_flops(self) -> float:
@@ -259,7 +275,8 @@ class Plan:
 
     def traffic(self, rank: int) -> dict[str, int]:
         """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden
-        states over `tp` and over `pp`, and over `ep` with equally many tokens for each expert."""
+        states over `tp` and over `pp`, keys and values or heads over `cp`, and over `ep` with equally many tokens for each
+        expert."""
         place, accumulation = self.topology.index("pp", rank), self.derived.accumulation
         messages = sum(action.kind in SENDS for action in self.pipeline.lowered(accumulation).ranks[place])
         num_layers = sum(bounds.stop - bounds.start for bounds in self._own_stages(rank))
@@ -267,8 +284,18 @@ class Plan:
         return sent | {
             "tp": self.activations.sent_per_layer * accumulation * num_layers,
             "pp": self.activations.hidden_bytes * messages,
+            "cp": self._context_traffic(rank) * accumulation,
             "ep": sum(map(self.expert_traffic, self.mixtures_of(rank))) * accumulation,
         }
+
+    def _context_traffic(self, rank: int) -> int:
+        """Bytes of one microbatch that the rank sends over Ulysses and ring."""
+        costs, total = self.context_costs(rank), 0
+        for number in (each for bounds in self._own_stages(rank) for each in range(bounds.start, bounds.stop)):
+            if costs and (cost := costs[number]) is not None:
+                forward, backward = cost.sent
+                total += self.forwards_of_layer(number) * forward + backward
+        return total
 
     def expert_traffic(self, mixture: Mixture) -> int:
         """Bytes that a rank sends over `ep` for one mixture and one microbatch, with equally many tokens for each expert.
@@ -284,7 +311,10 @@ class Plan:
     def forwards_of(self, mixture: Mixture) -> int:
         """How often the mixture's forward runs for one microbatch."""
         layers = [unit.name for unit in self.units if unit.is_layer]
-        number = layers.index(mixture.layer)
+        return self.forwards_of_layer(layers.index(mixture.layer))
+
+    def forwards_of_layer(self, number: int) -> int:
+        """How often a layer's forward runs for one microbatch."""
         bounds = next(each for each in self.pipeline.stages if each.start <= number < each.stop)
         rank = self.topology.ranks("pp", 0)[self.pipeline.rank_of_stage[bounds.index]]
         return count_forwards(self.checkpointing(rank)[bounds.index], number - bounds.start)

@@ -11,6 +11,7 @@ from framework.errors import MeshwrightError, OutOfMemory
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.check import check_recipe
+from framework.recipe.derive import Derived
 from framework.recipe.schema import Recipe
 
 # A change that saves less than this share of a rank's memory is not worth a line.
@@ -60,7 +61,7 @@ def describe_relief(plan: Plan, rank: int) -> str:
         lines.append("What lowers that and leaves the run the same, the cheapest first, each with those before it:")
         lines += [f"  {change:<38} {show_bytes(size)}" for change, size in rows]
     lines.append(
-        "Beyond that: more ranks, to shard over or for parallel.tp and parallel.pp; or a shorter batch.context."
+        "Beyond that: more ranks, to shard over or for parallel.cp, parallel.tp and parallel.pp; or a shorter batch.context."
     )
     return "\n".join(lines)
 
@@ -87,11 +88,17 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, Any]]:
     yield from (("batch", "sequences_per_microbatch", size) for size in smaller[:1])
     yield from (("zero", "stage", 2) for each in stages if each == 2)
     yield from (("batch", "sequences_per_microbatch", size) for size in dict.fromkeys([*smaller[1::2], *smaller[-1:]]))
+    yield from (("parallel", "cp", degree) for degree in raise_cp(derived))
     yield "memory.offload", "activations", 1.0  # as below
     for policy in ("selective", "full", "sqrt"):
         yield "memory", "activation_checkpointing", policy
     yield from (("zero", "stage", 3) for each in stages if each == 3)
     yield "memory.offload", "optimizer", 1.0  # on a device that is the host it is refused, so it is not said
+
+
+def raise_cp(derived: Derived) -> list[int]:
+    """Twice, four times ... as many ranks for each sequence, as far as data-parallel ranks go."""
+    return [derived.cp << power for power in range(1, derived.dp.bit_length()) if derived.dp % (1 << power) == 0]
 
 
 def set_key(group: Any, key: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from framework.errors import MeshwrightError
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
-from framework.plan.relief import set_key
+from framework.plan.relief import raise_cp, set_key
 from framework.recipe.check import check_recipe
 
 # (key, value, what it costs beside what is counted). The last ones round otherwise: another run, within bounds that
@@ -57,7 +57,7 @@ def find_savings(plan: Plan, rank: int) -> Iterator[Saving]:
     """The options that fit the recipe and the model, and lower what the rank's device holds."""
     recipe = plan.recipe
     device, host, flops, sent = _measure(plan, rank)
-    for key, value, words in OPTIONS:
+    for key, value, words in (*OPTIONS, *_more_ranks_a_sequence(plan)):
         changed = set_key(recipe, key, value)
         try:
             found = None if check_recipe(changed, {}) else _measure(make_plan(changed, plan.config), rank)
@@ -66,6 +66,11 @@ def find_savings(plan: Plan, rank: int) -> Iterator[Saving]:
         if found is not None and found[0] < device:
             ratios = found[2] / flops, found[3] / sent if sent else 1.0
             yield Saving(f"{key}={str(value).lower()}", device - found[0], found[1] - host, *ratios, words)
+
+
+def _more_ranks_a_sequence(plan: Plan) -> list[tuple[str, Any, str]]:
+    degrees = raise_cp(plan.derived)[:1]
+    return [("parallel.cp", degree, "keys and values sent beside attention") for degree in degrees]
 
 
 def describe_savings(plan: Plan, rank: int) -> Iterator[str]:

@@ -5,10 +5,10 @@ import shlex
 import torch
 
 from framework.comm.connect import Mesh
+from framework.plan.machine import peak_flops
 from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
-from framework.track.flops import peak_flops
 from framework.track.report import RunInfo
 
 

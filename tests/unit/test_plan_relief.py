@@ -26,7 +26,8 @@ def plan():
     return plan_of()
 
 
-def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those_before(plan):
+def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those_before():
+    plan = plan_of("parallel.dp=4")
     rows = list(find_relief(plan, 0))
     changes = [change for change, _ in rows]
     assert changes == [
@@ -42,9 +43,23 @@ def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those
         "zero.stage=3",
     ]
     for number, (_, size) in enumerate(rows, start=1):
-        assert plan_of(*changes[:number]).memory(0).total == size
+        assert plan_of("parallel.dp=4", *changes[:number]).memory(0).total == size
     sizes = [plan.memory(0).total, *(size for _, size in rows)]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_more_ranks_share_a_sequence_where_no_microbatch_is_smaller_and_dp_is_not_stated():
+    words = ("zero.stage=2", "batch.sequences_per_microbatch=1", "memory.chunked_loss=true")
+    rows = dict(find_relief(plan_of(*words), 0))
+    assert [*rows][:2] == ["parallel.cp=2", "parallel.cp=4"]
+    one, two, four = (plan_of(*words, f"parallel.cp={degree}").memory(0) for degree in (1, 2, 4))
+    assert (two.total, four.total) == (rows["parallel.cp=2"], rows["parallel.cp=4"])
+    # Half of the tokens, half of the activations; what ZeRO shards it shards over as many ranks.
+    assert two.held["activations"] < 0.6 * one.held["activations"]
+    assert {**two.held, "activations": 0} == {**one.held, "activations": 0}
+    told = {each.override for each in find_savings(plan_of(*words), 0)}
+    assert "parallel.cp=2" in told
+    assert not [change for change, _ in find_relief(plan_of(*words, "parallel.dp=4"), 0) if "cp" in change]
 
 
 def test_offload_of_activations_comes_before_checkpointing_where_the_device_is_not_the_host():

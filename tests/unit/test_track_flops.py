@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from framework.track.flops import mfu, peak_flops
+from framework.plan.machine import peak_flops
+from framework.track.flops import mfu
 from framework.track.memory import peak_memory_bytes
 
 

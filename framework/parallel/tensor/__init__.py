@@ -5,8 +5,8 @@ with the parts, `regions` and their `borders` are where ranks communicate, `shar
 all into a model.
 """
 
-from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.heads import count_kv_heads, ranks_per_kv_head
 from framework.parallel.tensor.rng import mask_of, uses_rng_in_training
 from framework.parallel.tensor.split import split_over_tp
 
-__all__ = ["mask_of", "ranks_per_kv_head", "split_over_tp", "uses_rng_in_training"]
+__all__ = ["count_kv_heads", "mask_of", "ranks_per_kv_head", "split_over_tp", "uses_rng_in_training"]

@@ -29,13 +29,13 @@ def ranks_per_kv_head(config: PretrainedConfig, tp: int) -> int:
     text = config.get_text_config()
     if getattr(text, "num_attention_heads", None) is None:
         return 1  # no attention: a topology is made for every family, also for those that splitting refuses later
-    return Counts(text.num_attention_heads, _kv_heads(text), HEAD_BLOCKS.get(text.model_type, 1)).copies(tp)
+    return Counts(text.num_attention_heads, count_kv_heads(text), HEAD_BLOCKS.get(text.model_type, 1)).copies(tp)
 
 
 def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
     """From the config, and the number of key-value heads from their projection's shape where there is one."""
     config = model.config.get_text_config()
-    heads, kv = config.num_attention_heads, _kv_heads(config)
+    heads, kv = config.num_attention_heads, count_kv_heads(config)
     for name in plan.roles:
         head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
         # Layers may differ from one another and from the config in it: the weight is what is split.
@@ -91,7 +91,8 @@ def _select_head_arguments(attention: nn.Module, counts: Counts, tp: Axis) -> No
             attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _kv_heads(config: PretrainedConfig) -> int:
+def count_kv_heads(config: PretrainedConfig) -> int:
+    """Key-value heads of the whole model. config: of the text model."""
     # Falcon's and GPT-BigCode's word for one key-value head; Falcon's new architecture ignores it.
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
