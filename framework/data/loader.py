@@ -1,13 +1,16 @@
 """The loader: the microbatches of this rank at a cursor, with the next step's read in the background.
 
 Identity: sample j of microbatch m on dp rank r is the global sample cursor + (m dp + r) b + j, b = sequences_per_microbatch.
-So the samples of one step are [cursor, cursor + M dp b) for every split into M microbatches, dp ranks and b sequences.
+So the samples of one step are [cursor, cursor + M dp b) for every split into M microbatches, dp ranks and b sequences. Ranks of
+`cp` read the same samples, and each keeps its slices of them.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from types import TracebackType
 
 import numpy as np
@@ -17,6 +20,8 @@ from framework.comm.transfer import choose_current, pin
 from framework.data.order import Order, permute
 from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, count_samples
 from framework.data.prepared import Prepared
+from framework.data.slices import cut_context
+from framework.mesh.context import ContextSlices
 
 # Small steps are read several at once, for a read costs some 0.2 ms however little it reads: at most so many steps, and no
 # more tokens than this (about 1 MB).
@@ -42,10 +47,12 @@ class Loader:
         num_microbatches: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        slices: ContextSlices | None = None,
         device: torch.device = HOST,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """num_microbatches: of this rank in one step; device: where they will go, from pinned memory; clock: seconds."""
+        """num_microbatches: of this rank in one step; slices: the tokens of each sequence that it holds, None: all; device: where
+        they will go, from pinned memory; clock: seconds."""
         streams = [source.streams["train"] for source in prepared.sources]
         sizes = [count_samples(stream.num_tokens, context) for stream in streams]
         self._order = Order.of(
@@ -53,6 +60,7 @@ class Loader:
             {source.name: (source.weight, size) for source, size in zip(prepared.sources, sizes, strict=True)},
         )
         self._packer = Packer(streams, context, pack, prepared.eos_id)
+        self._slices = slices or ContextSlices(context)
         self._b = sequences_per_microbatch
         first = (np.arange(num_microbatches) * dp_size + dp_rank) * self._b
         offsets = (first[:, None] + np.arange(self._b)).reshape(-1)  # of this rank's samples from the cursor
@@ -84,7 +92,9 @@ class Loader:
     def _read(self, cursor: int) -> dict[int, list[Microbatch]]:
         """The step at `cursor` and, if steps are small, those after it."""
         source, sample = self._order.locate(cursor + self._offsets.reshape(-1))
-        microbatches = split_rows(_pin(self._packer.pack(source, sample), self._device), self._b)
+        rows = cut_context(self._packer.pack(source, sample), self._slices)
+        # Pinned here, in the background, rather than when the step is about to begin. Views of pinned rows are pinned.
+        microbatches = split_rows(rows.map(partial(pin, device=self._device)), self._b)
         per_step = len(microbatches) // len(self._offsets)
         cursors = cursor + np.arange(len(self._offsets)) * self.sequences_per_step
         return {int(at): microbatches[n * per_step : (n + 1) * per_step] for n, at in enumerate(cursors)}
@@ -99,17 +109,9 @@ class Loader:
         self.close()
 
 
-def _pin(rows: Microbatch, device: torch.device) -> Microbatch:
-    """Here, in the background, rather than when the step is about to begin. Views of pinned rows are pinned."""
-    positions = None if rows.position_ids is None else pin(rows.position_ids, device)
-    return Microbatch(pin(rows.input_ids, device), pin(rows.labels, device), positions)
-
-
 def split_rows(rows: Microbatch, size: int) -> list[Microbatch]:
     """Cuts [n, T] into microbatches of [size, T]; views, contiguous."""
-    positions = [None] * (len(rows.input_ids) // size) if rows.position_ids is None else rows.position_ids.split(size)
-    parts = zip(rows.input_ids.split(size), rows.labels.split(size), positions, strict=True)
-    return [Microbatch(*part) for part in parts]
+    return [rows.map(itemgetter(slice(first, first + size))) for first in range(0, len(rows.input_ids), size)]
 
 
 def validation_batches(
@@ -120,10 +122,11 @@ def validation_batches(
     sequences_per_microbatch: int,
     dp_rank: int = 0,
     dp_size: int = 1,
+    slices: ContextSlices | None = None,
     limit: int | None = None,
 ) -> Iterator[Microbatch]:
-    """One pass over the validation split: every sequence of every source once, on one of the dp ranks. A microbatch has
-    sequences of one source, the same on all ranks.
+    """One pass over the validation split: every sequence of every source once, on one of the dp ranks, cut as `slices` says. A
+    microbatch has sequences of one source, the same on all ranks.
 
     limit (train.validation_sequences): at most so many, a fixed random choice that no seed changes. Each rank gets the same
     number of microbatches; sequences that are wanting have no labels (all -100), so a loss summed over labels is exact.
@@ -136,7 +139,8 @@ def validation_batches(
         missing = -len(own) % (dp_size * sequences_per_microbatch)
         rounds = np.append(own, np.full(missing, NO_SAMPLE)).reshape(-1, dp_size, sequences_per_microbatch)
         for each in rounds[:, dp_rank]:
-            yield replace(packer.pack(np.full_like(each, number), each), source=number)
+            rows = replace(packer.pack(np.full_like(each, number), each), source=number)
+            yield cut_context(rows, slices or ContextSlices(context))
 
 
 def _list_samples(sizes: list[int], limit: int | None) -> tuple[np.ndarray, np.ndarray]:

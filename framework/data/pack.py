@@ -13,7 +13,7 @@ id would be the first token of a document that it knows nothing of, and is -100.
 on at position 0 in the next sample, for its beginning is not there to attend to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,13 +33,26 @@ class Microbatch:
     """The tokens of one forward pass of one rank: [b, T] int64 on the CPU, contiguous.
 
     labels[:, t] is the target of input t (already shifted); -100: no loss. position_ids None: 0 to T - 1 in each row. source: of
-    validation, the number of the source that all rows are of.
+    validation, the number of the source that all rows are of. first_rows: where the tokens are slices of sequences with packed
+    documents (`cut_context`), the row of the whole sequence at which each token's document begins.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None
     source: int = 0
+    first_rows: torch.Tensor | None = None
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
+        """The same with every tensor changed, [b, T] each."""
+        positions, first = self.position_ids, self.first_rows
+        return Microbatch(
+            change(self.input_ids),
+            change(self.labels),
+            None if positions is None else change(positions),
+            self.source,
+            None if first is None else change(first),
+        )
 
 
 def count_samples(num_tokens: int, context: int) -> int:

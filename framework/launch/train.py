@@ -133,6 +133,7 @@ def _train(
         sequences_per_microbatch=derived.sequences_per_microbatch,
         dp_rank=dp.rank,
         dp_size=dp.size,
+        slices=plan.context_slices(mesh.rank),
         limit=recipe.train.validation_sequences,
     )
     loader = Loader(
@@ -144,6 +145,7 @@ def _train(
         num_microbatches=derived.accumulation,
         dp_rank=dp.rank,
         dp_size=dp.size,
+        slices=plan.context_slices(mesh.rank),
         device=mesh.device,
     )
     loop = Loop(run, state, recipe, loader, observers, info)

@@ -95,6 +95,10 @@ class ContextSlices:
         """The same sequence as another rank of `cp` holds it."""
         return ContextSlices(self.context, self.ulysses, self.ring, rank)
 
+    def padded(self) -> "ContextSlices":
+        """The slices of the sequence with its padding: of the same rows, all of them tokens."""
+        return ContextSlices(self.context + self.padding, self.ulysses, self.ring, self.rank)
+
     def cut(self, x: Any, fill: int) -> Any:
         """This rank's tokens of a tensor x: [n, context, ...] -> [n, tokens_local, ...], padding filled with `fill`; contiguous.
         x itself where one rank holds everything. Not differentiable."""

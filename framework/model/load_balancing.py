@@ -109,6 +109,15 @@ class Routers:
                 sums = sums + layer
         return sums
 
+    def compute_loss(self, sums: Tensor) -> Tensor:
+        """The weighted loss of a microbatch, a scalar, from the sums [2E + 1] of all layers.
+
+        Ranks of `cp` have the same sums: all have the gradient of their own tokens, and one of them the value, because values
+        are added over the ranks that share a microbatch's tokens.
+        """
+        loss = self.loss.weight * self.loss.compute(sums)
+        return loss if self.tokens.slices.rank == 0 else loss - loss.detach()
+
     def _share(self, own: Tensor) -> Tensor:
         """The value in full, since the sums are alike on all copies; of the gradient a part only."""
         return own.detach() + (own - own.detach()) / (self.tokens.copies.size if self.tokens.sums_copies else 1)

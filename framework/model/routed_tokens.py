@@ -1,5 +1,6 @@
 """RoutedTokens: which rows of a mixture's input are this rank's tokens, and which other ranks see the same tokens or others."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
+from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 
 
@@ -16,12 +18,14 @@ from framework.mesh.token_layout import TokenLayout
 class RoutedTokens:
     """The rows that routers and experts of this rank are given, sequence after sequence.
 
-    context: tokens of a whole sequence; rows: of each sequence here; valid: those of them, in front, that are tokens: the rest is
-    padding. copies: the ranks that see the same tokens, over: those that see other tokens of the same sequences; one of the two
-    has size 1. sums_copies: whether the copies' gradients are parts of a sum, as inside a region, or are alike.
+    slices: the tokens of each sequence that this rank of `cp` holds; parts: ranks of `tp` that divide those; rows: of each
+    sequence here; valid: those of them, in front, that are tokens: the rest is padding. copies: the ranks that see the same
+    tokens; over: those that see other tokens of the same sequences, `parts` of tp in each of cp. sums_copies: whether the copies'
+    gradients are parts of a sum, as inside a region, or are alike.
     """
 
-    context: int
+    slices: ContextSlices
+    parts: int
     rows: int
     valid: int
     copies: Communicator
@@ -29,27 +33,33 @@ class RoutedTokens:
     sums_copies: bool = False
 
     @classmethod
-    def whole(cls, tokens: TokenLayout, tp: Communicator) -> "RoutedTokens":
-        """All tokens of every sequence on each rank of `tp`: inside a region."""
-        return cls(*(tokens.context,) * 3, copies=tp, over=_alone(), sums_copies=True)
+    def whole(cls, tokens: TokenLayout, axes: Mapping[str, Communicator]) -> "RoutedTokens":
+        """All tokens of the slices on each rank of `tp`: inside a region."""
+        return cls._undivided(tokens, axes, sums_copies=True)
 
     @classmethod
-    def outside(cls, tokens: TokenLayout, tp: Communicator) -> "RoutedTokens":
-        """What a rank of `tp` has between regions, where the routers of whole experts stand: a part of every sequence's tokens
-        with sequence parallelism, else all of them, alike."""
+    def outside(cls, tokens: TokenLayout, axes: Mapping[str, Communicator]) -> "RoutedTokens":
+        """What a rank of `tp` has between regions, where the routers of whole experts stand: a part of the slices' tokens with
+        sequence parallelism, else all of them, alike."""
         if tokens.num_parts > 1:
-            return cls.divided(tokens, tp)
-        return cls(*(tokens.context,) * 3, copies=tp, over=_alone())
+            return cls.divided(tokens, axes)
+        return cls._undivided(tokens, axes, sums_copies=False)
 
     @classmethod
-    def divided(cls, tokens: TokenLayout, tp: Communicator) -> "RoutedTokens":
-        """A part of every sequence's tokens on each rank of `tp`, as between regions under sequence parallelism."""
-        return cls(tokens.context, tokens.tokens_local, tokens.valid_local, copies=_alone(), over=tp)
+    def divided(cls, tokens: TokenLayout, axes: Mapping[str, Communicator]) -> "RoutedTokens":
+        """A part of the slices' tokens on each rank of `tp`, as between regions under sequence parallelism."""
+        rows, valid = tokens.tokens_local, tokens.valid_local
+        return cls(_slices_of(tokens), tokens.num_parts, rows, valid, copies=_alone(), over=axes["context_tp"])
+
+    @classmethod
+    def _undivided(cls, tokens: TokenLayout, axes: Mapping[str, Communicator], *, sums_copies: bool) -> "RoutedTokens":
+        rows, valid = tokens.context, tokens.valid_inside
+        return cls(_slices_of(tokens), 1, rows, valid, axes["tp"], axes["cp"], sums_copies)
 
     @classmethod
     def of_one_rank(cls) -> "RoutedTokens":
         """Rows without padding that no other rank sees."""
-        return cls(1, 1, 1, copies=_alone(), over=_alone())
+        return cls(ContextSlices(1), 1, 1, 1, copies=_alone(), over=_alone())
 
     @property
     def is_counted(self) -> bool:
@@ -64,7 +74,7 @@ class RoutedTokens:
     @property
     def has_padding(self) -> bool:
         """Whether some rank's rows are filled up."""
-        return self.rows * self.over.size > self.context
+        return self.rows * self.over.size > self.slices.context
 
     def is_padding(self, rows: Tensor) -> Tensor:
         """[T, 1] bool, rows that are no tokens.  rows: [T, ...]."""
@@ -72,21 +82,28 @@ class RoutedTokens:
         return (place >= self.valid).unsqueeze(1)
 
     def join(self, x: Tensor) -> Tensor:
-        """x of whole sequences.  x: [T, k] -> [sequences, context, k]; an all-gather over those who see other tokens. Not
-        differentiable."""
+        """x of whole sequences, in their order.  x: [T, k] -> [sequences, context, k]; an all-gather over those who see other
+        tokens. Not differentiable."""
         x = x.unflatten(0, (-1, self.rows))
-        parts = x.new_empty(self.over.size, *x.shape)
-        all_gather(parts, x.contiguous(), self.over)
-        return parts.transpose(0, 1).flatten(1, 2)[:, : self.context]
+        gathered = x.new_empty(self.over.size, *x.shape)
+        all_gather(gathered, x.contiguous(), self.over)
+        # Neighbours of tp have the parts of one rank's slices: [cp, parts, sequences, rows, k] -> [cp, sequences, tokens, k].
+        parts = gathered.unflatten(0, (self.slices.ranks, self.parts)).transpose(1, 2).flatten(2, 3)
+        return self.slices.join(parts[:, :, : self.slices.tokens_local])
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows of x: [sequences, context, k] -> [T, k], zeros for padding."""
-        missing = self.rows * self.over.size - self.context
-        return F.pad(x, (0, 0, 0, missing)).chunk(self.over.size, dim=1)[self.over.rank].flatten(0, 1)
+        x = self.slices.cut(x, 0)
+        missing = self.rows * self.parts - x.shape[1]
+        return F.pad(x, (0, 0, 0, missing)).chunk(self.parts, dim=1)[self.over.rank % self.parts].flatten(0, 1)
 
     def cut(self, x: Tensor) -> Tensor:
         """x without padding: [sequences * rows, ...] -> [sequences * valid, ...]."""
         return x if self.valid == self.rows else x.unflatten(0, (-1, self.rows))[:, : self.valid].flatten(0, 1)
+
+
+def _slices_of(tokens: TokenLayout) -> ContextSlices:
+    return tokens.slices or ContextSlices(tokens.context)
 
 
 def _alone() -> Communicator:

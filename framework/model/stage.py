@@ -238,8 +238,8 @@ class Zeros(nn.Module):
             self.weight = torch.empty(0, dtype=self.dtype, device=device)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # opt's position embedding takes the attention mask first, and that is None here.
-        x = kwargs.get("position_ids") if x is None else x
+        # opt's position embedding takes the attention mask first, which is None here, or of another shape.
+        x = x if kwargs.get("position_ids") is None else kwargs["position_ids"]
         return torch.zeros(*x.shape[:2], self.width, dtype=self.dtype, device=x.device)
 
 

@@ -50,4 +50,4 @@ class StagePlan:
         """The tokens that routers see: all, inside the region that a mixture of sliced experts is; those outside of regions where
         experts are whole."""
         is_region = self.axes["expert_tp"].size > 1
-        return (RoutedTokens.whole if is_region else RoutedTokens.outside)(self.tokens, self.axes["tp"])
+        return (RoutedTokens.whole if is_region else RoutedTokens.outside)(self.tokens, self.axes)

@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.mesh.context import ContextSlices
 from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap, find_logit_map
 from framework.model.precision import DTYPES
@@ -41,7 +42,10 @@ def resolve_chunked_loss(recipe: Recipe, whole: PreTrainedModel) -> tuple[Recipe
 def logits_bytes(recipe: Recipe, vocabulary: int) -> int:
     """Bytes of the logits of a microbatch on one rank, in compute dtype."""
     derived, dtype = derive(recipe), DTYPES[recipe.precision.compute]
-    return derived.sequences_per_microbatch * derived.context * -(-vocabulary // derived.tp) * dtype.itemsize
+    tokens = (
+        derived.sequences_per_microbatch * ContextSlices(derived.context, derived.ulysses, derived.ring).tokens_local
+    )
+    return tokens * -(-vocabulary // derived.tp) * dtype.itemsize
 
 
 def keep_chunked_loss(recipe: Recipe, config: PretrainedConfig) -> Recipe:

@@ -39,6 +39,11 @@ class Derived:
     epochs: float | None = None  # where steps and total_tokens are still to follow from the data
 
     @property
+    def tokens_of_rank(self) -> float:
+        """Tokens of a step that go through one rank, without padding: ranks of dp and of cp have others."""
+        return self.tokens_per_step / (self.dp * self.cp)
+
+    @property
     def degrees(self) -> dict[str, int]:
         """The degrees as a run shows them: expert_tp only where it is not what ep and tp make of it by themselves."""
         is_default = self.expert_tp == (1 if self.ep > 1 else self.tp)

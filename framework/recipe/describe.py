@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
-from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles
+from framework.recipe.context_rules import unpadded_lengths
+from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles, count_context_parts
 from framework.recipe.keys import Key, flatten, list_groups, list_keys
 from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
@@ -32,7 +33,20 @@ def describe_derived(derived: Derived) -> str:
         ("accumulation", f"{microbatches} on " + (f"each of {d.dp} dp ranks" if d.dp != 1 else "the only dp rank")),
         ("run", length),
     )
-    return "\n".join(f"{name:13} {text}" for name, text in rows)
+    return "\n".join(f"{name:13} {text}" for name, text in (*rows, *_say_context(d)))
+
+
+def _say_context(d: Derived) -> Iterator[tuple[str, str]]:
+    """What context parallelism makes of a sequence, and which lengths need no padding."""
+    if d.cp == 1:
+        return
+    parts = count_context_parts(d.ulysses, d.ring)
+    each = parts // d.cp * -(-d.context // parts)
+    slices = f"each of {d.cp} cp ranks has {each:,} tokens of a sequence (ulysses {d.ulysses} x ring {d.ring})"
+    if padding := each * d.cp - d.context:
+        lengths = " or ".join(map(str, unpadded_lengths(d.context, d.ulysses, d.ring)))
+        slices += f", {padding} of padding in all: none with batch.context={lengths}"
+    yield "context", slices
 
 
 def describe_blend(data: Data) -> str:

@@ -36,6 +36,7 @@ _NO_Z_LOSS = (
 _EXPERT_COUNT = "the number of experts is the family's: model.config.num_experts, num_local_experts or n_routed_experts"
 _TOP_K = "model.config.num_experts_per_tok, under the name that the family's config has"
 _EXPERT_WIDTH = "model.config.moe_intermediate_size, or model.config.intermediate_size where all layers have experts"
+_ULYSSES = "parallel.cp, with parallel.context=ulysses"
 _DISPATCH = "tokens always travel by all-to-all (parallel.ep); with parallel.expert_hierarchical node by node"
 _GROUPED = (
     "model.experts chooses how experts are multiplied; with parallel.ep grouped matmuls are used where they are fast"
@@ -131,6 +132,7 @@ _DEEPSPEED = MappingProxyType(
         "warmup_num_steps": "optim.schedule.warmup_steps",
         "total_num_steps": "train.steps",
         "steps_per_print": "track.every_steps",
+        "sequence_parallel_size": _ULYSSES,
         "wall_clock_breakdown": "metrics.jsonl has the times of every step",
         "communication_data_type": "precision.reduce",
         "activation_checkpointing.partition_activations": "memory.activation_checkpointing",
@@ -151,6 +153,8 @@ _MEGATRON = MappingProxyType(
         "tensor_model_parallel_size": "parallel.tp",
         "pipeline_model_parallel_size": "parallel.pp",
         "context_parallel_size": "parallel.cp",
+        "cp_comm_type": "parallel.context: ring (p2p), ulysses (a2a), gather (all_gather), [u, r] (a2a+p2p)",
+        "hierarchical_context_parallel_sizes": "parallel.context=[u, r], the ulysses and the ring degree",
         "expert_model_parallel_size": "parallel.ep",
         "expert_tensor_parallel_size": "parallel.expert_tp",
         "num_moe_experts": _EXPERT_COUNT,
@@ -256,6 +260,8 @@ _TORCHTITAN = MappingProxyType(
         "enable_async_tensor_parallel": "parallel.overlap",
         "pipeline_parallel_degree": "parallel.pp",
         "context_parallel_degree": "parallel.cp",
+        "context_parallel_rotate_method": "parallel.context: ring (alltoall) or gather (allgather)",
+        "context_parallel_load_balance": "a rank has a part from the front and one from the back, always",
         "expert_parallel_degree": "parallel.ep",
         "expert_tensor_parallel_degree": "parallel.expert_tp",
         "expert_parallel_comm_backend": _DISPATCH,
@@ -312,6 +318,9 @@ _AXOLOTL = MappingProxyType(
         "sdp_attention": "model.attention, such as model.attention=sdpa",
         "flex_attention": "model.attention, such as model.attention=flex_attention",
         "xformers_attention": "model.attention, such as model.attention=sdpa",
+        "sequence_parallel_degree": "parallel.cp",
+        "ring_attn_func": "parallel.context=ring, in zig-zag order",
+        "heads_k_stride": "parallel.context=ring sends all heads at once",
         "unfrozen_parameters": "model.freeze, which names what is not trained",
         "saves_per_epoch": "checkpoint.every_steps",
         "evals_per_epoch": "train.validate_every_steps",
@@ -365,6 +374,14 @@ _OTHERS = MappingProxyType(
         "output_router_logits": "model.config.output_router_logits",
         "norm_topk_prob": "model.config.norm_topk_prob",
         "expert_parallel": "parallel.ep",
+        **dict.fromkeys(
+            ("ulysses_sequence_parallel_size", "ulysses_size", "ulysses_degree", "sp_ulysses_degree"), _ULYSSES
+        ),
+        **dict.fromkeys(
+            ("ring_degree", "ring_size", "sp_ring_degree"), "parallel.context=[u, r], the ulysses and the ring degree"
+        ),
+        **dict.fromkeys(("sp_size", "sequence_parallel_world_size"), _ULYSSES),
+        "context_parallel": "parallel.cp",
         "enable_expert_parallel": "parallel.ep, the number of ranks that divide the experts",
         "offload.optimizer": _OFFLOAD,
         "offload.parameters": _OFFLOAD,

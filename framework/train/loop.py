@@ -249,7 +249,6 @@ class Loop:
         free_fraction: float | None,
     ) -> StepReport:
         tokens_per_s = self.derived.tokens_per_step / pending.seconds
-        tokens_of_rank = self.derived.tokens_per_step / self.derived.dp
         return StepReport(
             step=pending.step,
             samples=pending.samples,
@@ -259,7 +258,7 @@ class Loop:
             lr=pending.lr,
             step_s=pending.seconds,
             tokens_per_s=tokens_per_s,
-            tokens_per_s_per_rank=tuple(tokens_of_rank / each.busy_s for each in times),
+            tokens_per_s_per_rank=tuple(self.derived.tokens_of_rank / each.busy_s for each in times),
             data_wait_s=max(each.data_wait_s for each in times),
             pipeline_bubble=find_bubble(times),
             exposed_communication_s=sum(each.seconds for each in pending.waits),

@@ -106,9 +106,12 @@ class RankStage:
     def _compute(self, microbatch: int, received: Tensors, seed: tuple[int | str, ...] | None) -> tuple[Any, ...]:
         inputs = self.inputs.microbatches[microbatch]
         self._loss.expect(inputs.labels)
-        # No mask either: with one, packed positions would be ignored, too.
-        positions = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
-        return self.model(received, seed, input_ids=inputs.input_ids, **positions, **self._disabled)
+        # No mask else: with one, stock attention would ignore packed positions.
+        packed = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
+        if inputs.first_rows is not None:
+            # transformers hands a mask of four dims to every layer as it is, also where layers are computed again.
+            packed["attention_mask"] = inputs.first_rows[:, None, :, None]
+        return self.model(received, seed, input_ids=inputs.input_ids, **packed, **self._disabled)
 
     def _part_of_loss(self, microbatch: int, output: Any, *sums: Tensor) -> Tensor:
         """sums: of routers, over all layers."""
@@ -116,8 +119,7 @@ class RankStage:
         inputs.counting.wait()
         loss = self._loss(output.logits, inputs.microbatches[microbatch].labels, inputs.num_tokens)
         if self.model.routers is not None:
-            auxiliary = self.model.routers.loss
-            loss = loss + auxiliary.weight * auxiliary.compute(*sums) / inputs.num_microbatches
+            loss = loss + self.model.routers.compute_loss(*sums) / inputs.num_microbatches
         return loss
 
     def _run_backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:

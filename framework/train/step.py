@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def train_step(
     """
     batch_axis = run.mesh.axis("batch")
     validation = validation or Validation(())
-    own = [_to_device(microbatch, run.mesh.device) for microbatch in microbatches]
+    own = _to_device(run, microbatches)
     filling = _take(run, validation, run.pipeline.room(len(own)))
     num_tokens = torch.stack([count_loss_tokens(each.labels) for each in own]).sum()
     # Nobody waits for the count before a loss needs it.
@@ -157,7 +157,9 @@ def train_step(
         stage.gradients.start_step()
     run.load.start_step(is_reported)
     scale = run.loss_scale.value
-    inputs = StepInputs([*own, *filling], seeds, num_tokens, len(own) * batch_axis.size, scale, counting)
+    # Ranks of `cp` have slices of the same microbatches: other random numbers, but no more of them.
+    num_microbatches = len(own) * run.mesh.axis("dp").size
+    inputs = StepInputs([*own, *filling], seeds, num_tokens, num_microbatches, scale, counting)
     losses, timed = _execute(run, inputs)
     counting.wait()
     validation.add(filling, losses[len(own) :])
@@ -247,13 +249,8 @@ def run_alone(run: Run, validation: Validation) -> None:
 
 
 def _take(run: Run, validation: Validation, most: int) -> list[Microbatch]:
-    return [_to_device(each, run.mesh.device) for each in validation.take(most)]
+    return _to_device(run, validation.take(most))
 
 
-def _to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    positions = microbatch.position_ids
-    return Microbatch(
-        upload(microbatch.input_ids, device),
-        upload(microbatch.labels, device),
-        None if positions is None else upload(positions, device),
-    )
+def _to_device(run: Run, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    return [each.map(partial(upload, device=run.mesh.device)) for each in microbatches]

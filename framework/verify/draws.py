@@ -114,6 +114,11 @@ def _ranks_left(drawn: Drawn) -> int:
     return max(1, int(drawn["launch.ranks"] // (degrees[0] * degrees[1] * degrees[2])))
 
 
+def _divides_sequences(drawn: Drawn, value: str | list[int]) -> bool:
+    cp: int = drawn.get("parallel.cp", 1)
+    return cp > 1 and (isinstance(value, str) or value[0] * value[1] == cp)
+
+
 def _fits_ep(drawn: Drawn, value: int) -> bool:
     return _may_have_experts(drawn) and drawn["launch.ranks"] // drawn["parallel.pp"] % value == 0
 
@@ -202,7 +207,8 @@ CHOICES = (
     Choice("launch.ranks", (1, 2, 2, 3, 4, 4, 4, 4, 5, 6, 6, 7, 8, 8, 8, 8)),
     Choice("parallel.tp", (1, 1, 1, 2, 2, 2, 3, 4, 4, 5, 7, 8), _fits_ranks),
     Choice("parallel.pp", (1, 1, 2, 2, 2, 3, 4, 4, 8), _fits_ranks),
-    Choice("parallel.cp", (1, 1, 1, 1, 1, 1, 1, 2), _fits_ranks),
+    Choice("parallel.cp", (1, 1, 1, 1, 2, 2, 4, 4), _fits_ranks),
+    Choice("parallel.context", ("ring", "ring", "ulysses", "gather", [2, 1], [2, 2], [2, 2]), _divides_sequences),
     Choice("parallel.ep", (1, 1, 1, 2, 4), _fits_ep),
     Choice("parallel.expert_tp", (None, 1, 2, 4), _fits_expert_tp),
     Choice("parallel.expert_overlap", (False, True), _sends_tokens),

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from framework.build import build
 from framework.comm.connect import Mesh
+from framework.data.loader import split_rows
 from framework.data.pack import Microbatch
+from framework.data.slices import cut_context
+from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.optim.schedules import learning_rate
 from framework.optim.states import LowBitStates
@@ -46,16 +49,12 @@ def is_followed(recipe: Recipe) -> bool:
 
 
 def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[Microbatch]:
-    """This rank's microbatches, in the loader's order: microbatch m of rank r holds sequences from (m * dp + r) * b."""
-    dp, b = mesh.axis("dp"), sequences_per_microbatch
-    starts = range(dp.rank * b, len(batch.input_ids), dp.size * b)
-    positions = batch.position_ids
-    return [
-        Microbatch(
-            batch.input_ids[i : i + b], batch.labels[i : i + b], None if positions is None else positions[i : i + b]
-        )
-        for i in starts
-    ]
+    """This rank's microbatches, in the loader's order: microbatch m of rank r holds sequences from (m * dp + r) * b, and of each
+    the tokens that this rank of `cp` has."""
+    dp, sizes = mesh.axis("dp"), [mesh.axis(name).size for name in ("ulysses", "ring")]
+    slices = ContextSlices(batch.input_ids.shape[1], *sizes, mesh.axis("cp").rank)
+    whole = split_rows(Microbatch(batch.input_ids, batch.labels, batch.position_ids), sequences_per_microbatch)
+    return [cut_context(each, slices) for each in whole[dp.rank :: dp.size]]
 
 
 def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:

@@ -58,7 +58,7 @@ def shrink_recipe(
     dp, ep = _choose_degrees(recipe, options.ranks, experts)
     microbatch = min(derived.sequences_per_microbatch, MAX_SEQUENCES_PER_MICROBATCH)
     accumulation = min(derived.accumulation, _most_microbatches(recipe))
-    batch = Batch(dp * microbatch * accumulation, None, microbatch, min(derived.context, MAX_CONTEXT, positions))
+    batch = Batch(dp * microbatch * accumulation, None, microbatch, _shrink_context(recipe, positions))
     model, why_model = _simplify_model(recipe.model, parameters, options.device, dtype)
     optim, why_optim = _simplify_optim(recipe.optim, parameters, dtype)
     zero, why_zero = _shrink_shards(recipe.zero, derived.dp * derived.cp, dp * derived.cp)
@@ -86,6 +86,11 @@ def shrink_recipe(
         "memory.compile": "it would take longer than all the rest",
     }
     return Small(small, reasons | why_model | why_optim | why_zero)
+
+
+def _shrink_context(recipe: Recipe, positions: int) -> int:
+    """A length of which every rank of cp has tokens, if the small model takes so many."""
+    return min(recipe.batch.context, max(MAX_CONTEXT, 2 * recipe.parallel.cp), positions)
 
 
 def _choose_precision(own: Precision, dtype: str) -> Precision:

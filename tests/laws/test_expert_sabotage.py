@@ -1,12 +1,11 @@
 """Sabotage of expert parallelism: each bug that other frameworks have shipped, put into this one, and the comparison with one
 process fails. Who reported it stands in the sabotage's docstring; what no one has reported is what the laws forbid.
 
-Each sabotage patches one function, inside the ranks of one body; the oracle beside them stays whole. All of a case run in one
-body, on one mesh, against one oracle.
+Each sabotage patches one function, inside the ranks of one body; the oracle beside them stays whole.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,19 +18,16 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 from framework.comm import duals
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
-from framework.comm.connect import connect
 from framework.parallel.experts import dispatch, rows
 from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.parallel.experts.passage import Journey, Passage, Route
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradView, UnitBuffer
-from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Zero
 from framework.train.stage import RankStage
-from framework.verify.compare import compare
-from framework.verify.layout import run_layout
 from tests.families import family
-from tests.ranks.parity import CPU, Case, expect, small_recipe, topology_of
+from tests.laws.sabotage import Errors, Sabotage, errors_of
+from tests.ranks.parity import Case, small_recipe
 from tests.ranks.pool import RankPool
 
 TOLERANCE = 1e-9
@@ -39,13 +35,7 @@ TOLERANCE = 1e-9
 VISIBLE = 1e-4
 ACCUMULATION = 2
 
-Sabotage = Callable[[], AbstractContextManager[Any]]
 ROUTE, COMBINE, SCATTER = ExpertDispatch._route, rows.combine, duals.scatter
-
-
-def whole() -> AbstractContextManager[Any]:
-    """No sabotage."""
-    return nullcontext()
 
 
 # --- gradients
@@ -280,45 +270,23 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
 )
 
 
-def run_each(
-    rank: int, world: int, rendezvous: str, sabotages: Sequence[Sabotage], of: Case
-) -> dict[str, dict[str, float]]:
-    """Body: the worst relative error of each quantity under each sabotage, which ends with it; on rank 0."""
-    (recipe,) = of.layouts.values()
-    mesh = connect(topology_of(recipe, of.config), CPU, rendezvous, rank)
-    found = {}
-    for sabotage in sabotages:
-        with sabotage():
-            found[sabotage.__name__] = run_layout(make_plan(recipe, of.config), of.batches(), mesh)
-    mesh.close()
-    if rank > 0:
-        return {}
-    expected = expect(of)
-    return {name: {row.quantity: row.error for row in compare(each, expected)} for name, each in found.items()}
-
-
 @pytest.fixture(scope="module")
-def errors(pool: RankPool) -> dict[str, dict[str, dict[str, float]]]:
-    """By case, sabotage and quantity."""
-    found = {}
-    for label, of in CASES.items():
-        sabotages = [whole, *(sabotage for sabotage, at, _ in SABOTAGES if at == label)]
-        world = of.recipe.launch.ranks
-        assert world is not None
-        found[label] = pool.run(world, run_each, sabotages, of)[0]
-    return found
+def errors(pool: RankPool) -> dict[str, Errors]:
+    """By case."""
+    return {
+        label: errors_of(pool, [sabotage for sabotage, at, _ in SABOTAGES if at == label], of)
+        for label, of in CASES.items()
+    }
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_whole_code_is_within_the_tolerance(errors: dict[str, dict[str, dict[str, float]]], label: str) -> None:
+def test_whole_code_is_within_the_tolerance(errors: dict[str, Errors], label: str) -> None:
     assert max(errors[label]["whole"].values()) < TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("sabotage", "label", "quantity"), SABOTAGES, ids=[sabotage.__name__ for sabotage, _, _ in SABOTAGES]
 )
-def test_a_bug_shows(
-    errors: dict[str, dict[str, dict[str, float]]], sabotage: Sabotage, label: str, quantity: str
-) -> None:
+def test_a_bug_shows(errors: dict[str, Errors], sabotage: Sabotage, label: str, quantity: str) -> None:
     # Not a number is an error, too.
     assert not errors[label][sabotage.__name__][quantity] < VISIBLE

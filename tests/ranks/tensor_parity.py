@@ -105,7 +105,8 @@ def compare_case(case: TensorCase, tp: Communicator, kv: Communicator) -> float:
         split, layouts = build_split(case, whole, tp, kv)
         loss_of = make_loss(case, split, tp, split_vocabulary(split, layouts))
         term = find_load_balancing_loss(whole)
-        tokens = RoutedTokens.whole(TokenLayout(ROWS, case.tokens, tp.axis), tp)
+        axes = {"tp": tp, "cp": Communicator(Axis("cp", 1, 0))}
+        tokens = RoutedTokens.whole(TokenLayout(ROWS, case.tokens, tp.axis), axes)
         routers = None if term is None else Routers(split, term, torch.float64, CPU, tokens)
         if routers is not None:
             routers.start()
@@ -202,7 +203,7 @@ def split(
     """A whole model on meta, in one stage, split over the axes."""
     units = find_units(model)
     num_layers = sum(unit.is_layer for unit in units)
-    alone = {name: Communicator(Axis(name, 1, 0)) for name in ("ep", "ep_inner", "ep_outer")}
+    alone = {name: Communicator(Axis(name, 1, 0)) for name in ("ep", "ep_inner", "ep_outer", "cp")}
     plan = StagePlan(
         recipe=recipe or recipe_of(),
         axes={"tp": tp, "kv": kv, "expert_tp": tp, **alone},

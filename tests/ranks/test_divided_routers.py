@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
-from framework.comm.connect import connect
+from framework.comm.connect import Mesh, connect
+from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.model import load_balancing
@@ -24,16 +25,23 @@ from tests.ranks.pool import RankPool
 
 CPU = torch.device("cpu")
 SEQUENCES, CONTEXT, WIDTH = 3, 9, 32
-# Parts of 3: the last rank has nothing but padding.
-TP = 4
+# With tp=4 parts of 3: the last rank has nothing but padding. Zig-zag slices of 4 ranks are of 4 rows, of which two ranks have 2.
+LAYOUTS = (
+    Topology(tp=4),
+    Topology(cp=4),
+    Topology(cp=4, ulysses=4),
+    Topology(cp=4, ulysses=2),
+    Topology(cp=2, tp=2),
+    Topology(cp=2, tp=2, ulysses=2),
+)
 CASE = ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.3})
 
 Sabotage = Callable[[], AbstractContextManager[Any]]
 
 
-def balance(hidden: list[Tensor], tokens: RoutedTokens | None, tp: Communicator | None = None) -> list[Tensor]:
-    """The loss, and the gradient of each router's weight and input, summed over tp. hidden: [sequences * rows, width] for each
-    router."""
+def balance(hidden: list[Tensor], tokens: RoutedTokens | None, axis: Communicator | None = None) -> list[Tensor]:
+    """The loss, and the gradient of each router's weight, summed over an axis, and input. hidden: [sequences * rows, width] for
+    each router."""
     config = build_config(family(CASE[0]), **CASE[1])
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
@@ -47,24 +55,52 @@ def balance(hidden: list[Tensor], tokens: RoutedTokens | None, tp: Communicator 
     found = loss.compute(routers.end())
     found.backward()
     gradients = [router.weight.grad for router in modules]
-    for gradient in gradients if tp else ():
-        assert tp is not None
-        all_reduce(gradient, tp)
+    for gradient in gradients if axis else ():
+        assert axis is not None
+        all_reduce(gradient, axis)
     return [found.detach(), *gradients]
 
 
-def balance_divided(rank: int, world: int, rendezvous: str, sabotage: Sabotage) -> float:
+def lay_out(mesh: Mesh) -> TokenLayout:
+    sizes = [mesh.axis(name).size for name in ("ulysses", "ring")]
+    slices = ContextSlices(CONTEXT, *sizes, mesh.axis("cp").rank)
+    return TokenLayout(SEQUENCES, slices.tokens_local, mesh.axis("tp").axis, is_sharded=True, slices=slices)
+
+
+def divide(x: Tensor, layout: TokenLayout, padding: float) -> Tensor:
+    """A rank's rows of x: [SEQUENCES, CONTEXT, n], cut as sequence parallelism cuts what the loader has cut."""
+    assert layout.slices is not None
+    own = F.pad(layout.slices.cut(x, padding), (0, 0, 0, layout.padding), value=padding)
+    return own.split(layout.tokens_local, dim=1)[layout.tp.rank].flatten(0, 1)
+
+
+def join_divided(rank: int, world: int, rendezvous: str, topology: Topology) -> None:
+    """Body: rows of all ranks are joined in the order of the sequence, and cut as they were."""
+    x = torch.arange(SEQUENCES * CONTEXT * 2).view(SEQUENCES, CONTEXT, 2) + 1
+    mesh = connect(topology, CPU, rendezvous, rank)
+    layout = lay_out(mesh)
+    tokens, own = RoutedTokens.divided(layout, mesh.axes), divide(x, layout, 0)
+    assert torch.equal(tokens.join(own), x)
+    assert torch.equal(tokens.own(x), own)
+    assert torch.equal(tokens.is_padding(own), (own == 0).all(-1, keepdim=True))
+    mesh.close()
+
+
+@pytest.mark.parametrize("topology", LAYOUTS, ids=str)
+def test_rows_of_all_ranks_are_joined_in_the_order_of_the_sequence(pool: RankPool, topology: Topology) -> None:
+    pool.run(4, join_divided, topology)
+
+
+def balance_divided(rank: int, world: int, rendezvous: str, sabotage: Sabotage, topology: Topology) -> float:
     """Body: the largest relative difference between what ranks find of their tokens and one process of all."""
     generator = torch.Generator().manual_seed(5)
     hidden = [torch.randn(SEQUENCES, CONTEXT, WIDTH, generator=generator, dtype=torch.float64) for _ in range(3)]
-    mesh = connect(Topology(tp=world), CPU, rendezvous, rank)
-    tp = mesh.axis("tp")
-    layout = TokenLayout(SEQUENCES, CONTEXT, tp.axis, is_sharded=True)
-    own = slice(rank * layout.tokens_local, (rank + 1) * layout.tokens_local)
-    parts = [F.pad(x, (0, 0, 0, layout.padding), value=1.0)[:, own].flatten(0, 1) for x in hidden]
+    mesh = connect(topology, CPU, rendezvous, rank)
+    layout = lay_out(mesh)
+    parts = [divide(x, layout, 1.0) for x in hidden]
     expected = balance([x.flatten(0, 1) for x in hidden], None)
     with sabotage():
-        found = balance(parts, RoutedTokens.divided(layout, tp), tp)
+        found = balance(parts, RoutedTokens.divided(layout, mesh.axes), mesh.axis("context_tp"))
     mesh.close()
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
@@ -77,10 +113,12 @@ def keep_own_sums() -> AbstractContextManager[Any]:
     return patch.object(load_balancing, "reduce_from", lambda x, axis: x)
 
 
-def test_the_loss_of_divided_tokens_is_that_of_all(pool: RankPool) -> None:
-    assert max(pool.run(TP, balance_divided, nullcontext)) < 1e-12
+@pytest.mark.parametrize("topology", LAYOUTS, ids=str)
+def test_the_loss_of_divided_tokens_is_that_of_all(pool: RankPool, topology: Topology) -> None:
+    assert max(pool.run(4, balance_divided, nullcontext, topology)) < 1e-12
 
 
+@pytest.mark.parametrize("topology", [LAYOUTS[0], LAYOUTS[-2]], ids=str)
 @pytest.mark.parametrize("sabotage", [count_padding, keep_own_sums])
-def test_padding_and_other_ranks_tokens_show(pool: RankPool, sabotage: Sabotage) -> None:
-    assert max(pool.run(TP, balance_divided, sabotage)) > 1e-3
+def test_padding_and_other_ranks_tokens_show(pool: RankPool, sabotage: Sabotage, topology: Topology) -> None:
+    assert max(pool.run(4, balance_divided, sabotage, topology)) > 1e-3

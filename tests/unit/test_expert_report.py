@@ -103,11 +103,12 @@ def test_padding_counts_for_nobody_and_dropped_tokens_are_counted() -> None:
     layout = TokenLayout(2, 5, tp.axis, is_sharded=True)
     assert (layout.tokens_local, layout.valid_local) == (3, 2)
     chosen = torch.tensor([[0, 1], [0, 2], [2, 2], [1, 0], [1, 3], [2, 2]])  # the third of each sequence is padding
-    load = count_rows(RoutedTokens.divided(layout, tp), chosen)
+    axes = {"tp": tp, "cp": Communicator(Axis("cp", 1, 0)), "context_tp": tp}
+    load = count_rows(RoutedTokens.divided(layout, axes), chosen)
     # Expert 3 is none of the mixture's three.
     assert load == MixtureLoad((3, 3, 1), None, 2)
     assert load.imbalance == pytest.approx(9 / 7)
-    assert count_rows(RoutedTokens.whole(layout, tp), chosen[:5]) == MixtureLoad((0, 0, 0), None, 0)
+    assert count_rows(RoutedTokens.whole(layout, axes), chosen[:5]) == MixtureLoad((0, 0, 0), None, 0)
     assert count_rows(RoutedTokens.of_one_rank(), chosen).tokens == (3, 3, 5)
 
 

@@ -11,6 +11,7 @@ from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.context_rules import unpadded_lengths
 from framework.recipe.derive import derive
+from framework.recipe.describe import describe_derived
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Batch, Data, Launch, Parallel, Recipe, Source, Train
 
@@ -164,6 +165,24 @@ class TestContext:
         assert problems.keys() == {key}
         assert message in problems[key].message
         assert fix in problems[key].fix
+
+    def test_tokens_count_once_however_many_ranks_divide_a_sequence(self):
+        """A rate per rank that forgot cp would be shown twice as large with cp=2, and so would the tokens of a run."""
+        one, two = (derive(compose([f"launch.ranks={n}", f"parallel.cp={n}"]).require()) for n in (1, 2))
+        assert (one.tokens_per_step, one.total_tokens) == (two.tokens_per_step, two.total_tokens)
+        assert one.tokens_of_rank == 2 * two.tokens_of_rank == one.tokens_per_step
+
+    def test_check_says_what_a_rank_has_and_which_lengths_need_no_padding(self):
+        def say(*overrides):
+            return describe_derived(derive(compose(["launch.ranks=4", *overrides]).require())).splitlines()
+
+        assert not any(line.startswith("context") for line in say())
+        assert say("parallel.cp=4", "batch.context=64")[-1].split(maxsplit=1)[1] == (
+            "each of 4 cp ranks has 16 tokens of a sequence (ulysses 1 x ring 4)"
+        )
+        assert say("parallel.cp=4", "parallel.context=[2,2]", "batch.context=61")[-1].endswith(
+            "has 16 tokens of a sequence (ulysses 2 x ring 2), 3 of padding in all: none with batch.context=56 or 64"
+        )
 
     def test_lengths_that_need_no_padding(self):
         assert unpadded_lengths(4096, 1, 4) == (4096,)
