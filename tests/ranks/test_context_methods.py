@@ -3,23 +3,26 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from framework.comm import collectives
+from framework.comm import collectives, ledger
 from framework.comm.connect import Mesh, connect
 from framework.mesh.context import ContextSlices
 from framework.mesh.topology import Topology
-from framework.model.block_attention import BlockAttention, Scores
+from framework.model.block_attention import BlockAttention, Scores, visible_pairs
+from framework.parallel.context import key_values
 from framework.parallel.context.attention import ContextAttention
 from tests.ranks.pool import RankPool
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
+ITEM_BYTES = {torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 
 
 @dataclass(frozen=True)
@@ -223,3 +226,132 @@ def test_attention_is_that_of_one_process(pool: RankPool, layout: Layout) -> Non
         wrong = {name: each for name, each in errors.items() if not max(each.values()) <= TOLERANCE}
         assert not wrong
         assert errors.keys() == CASES.keys()
+
+
+def send_small_messages() -> AbstractContextManager[Any]:
+    """Keys and values travel in 6 portions or some more, where they would be one."""
+    return patch.multiple(key_values, PORTION_BYTES=1, MOST_PORTIONS=6)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 4), Layout(1, 2, "gather"), Layout(2, 2)], ids=str)
+def test_portions_of_keys_and_values_change_nothing(pool: RankPool, layout: Layout) -> None:
+    names = ("grouped heads", "one key-value head", "wide window", "documents and window", "sinks", "everything")
+    cases = {name: CASES[name] for name in names}
+    for errors in pool.run(layout.ulysses * layout.ring, find_errors, layout, cases, send_small_messages):
+        assert not {name: each for name, each in errors.items() if not max(each.values()) <= TOLERANCE}
+
+
+# --- what is sent
+
+
+def measure_traffic(
+    rank: int,
+    world: int,
+    rendezvous: str,
+    layout: Layout,
+    cases: dict[str, tuple[Case, torch.dtype]],
+    sabotage: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, list[dict[str, int]]]:
+    """Body: for each case the bytes of this rank by axis, forward and backward."""
+    mesh, found = connect_context(rank, rendezvous, layout), {}
+    for name, (case, dtype) in cases.items():
+        with sabotage():
+            attention = make_attention(mesh, layout, case.context)
+            share = Share(draw(case, dtype), attention.slices)
+            readings = [ledger.snapshot(mesh)]
+            out = share.attend(attention)
+            readings.append(ledger.snapshot(mesh))
+            share.differentiate(out)
+            readings.append(ledger.snapshot(mesh))
+        differences = (ledger.totals(ledger.difference(after, before)) for before, after in pairwise(readings))
+        found[name] = [{axis: sums["bytes"] for axis, sums in each.items()} for each in differences]
+    mesh.close()
+    return found
+
+
+def expect_traffic(layout: Layout, case: Case, dtype: torch.dtype, num_steps: int | None) -> list[dict[str, int]]:
+    """Bytes by axis, forward and backward: num_steps messages of K/V in a ring, ring - 1 if None."""
+    u, item_bytes, sum_bytes = layout.ulysses, ITEM_BYTES[dtype], max(4, ITEM_BYTES[dtype])
+    rows = case.sequences * ContextSlices(case.context, u, layout.ring).tokens_local
+    # With fewer key-value heads than ranks, a rank gets one, and all others send it theirs of that.
+    kv_heads = max(1, case.kv_heads // u)
+    kv_width, steps = case.width + case.v_width, layout.ring - 1 if num_steps is None else num_steps
+    kv = u * rows * kv_heads * kv_width
+    heads_in = (u - 1) * rows * (case.heads // u * case.width + kv_heads * kv_width) * item_bytes
+    heads_out = (u - 1) * rows * case.heads // u * case.v_width * item_bytes
+    document_rows = 0 if case.documents is None else (u - 1) * rows * 8
+    forward = {"ulysses": heads_in + heads_out + document_rows, "ring": steps * kv * item_bytes}
+    backward = {"ulysses": heads_in + heads_out, "ring": steps * kv * (item_bytes + sum_bytes)}
+    return [{axis: count for axis, count in each.items() if count} for each in (forward, backward)]
+
+
+TRAFFIC = {
+    "fp32": (Case(kv_heads=2, v_width=6), torch.float32),
+    "bf16": (Case(kv_heads=2, width=6), torch.bfloat16),
+    "one key-value head": (Case(kv_heads=1), torch.bfloat16),
+    "documents": (Case(documents=((0, 3, 20), (0, 9, 10, 31))), torch.float32),
+}
+
+
+@pytest.mark.parametrize("sabotage", [nullcontext, send_small_messages])
+@pytest.mark.parametrize("layout", [Layout(1, 4), Layout(1, 4, "gather"), Layout(4, 1), Layout(2, 2)], ids=str)
+def test_bytes_are_those_of_theory(pool: RankPool, layout: Layout, sabotage: Callable[[], Any]) -> None:
+    expected = {name: expect_traffic(layout, *case, None) for name, case in TRAFFIC.items()}
+    assert pool.run(4, measure_traffic, layout, TRAFFIC, sabotage) == [expected] * 4
+
+
+def test_a_ring_sends_only_what_a_window_needs(pool: RankPool) -> None:
+    """Chunks of 5 rows on 4 ranks: a window of 3 ends in the chunk before, which the rank before or behind has (steps 1 and 3);
+    one of 8 reaches the chunk before that, too."""
+    cases = {window: Case(context=40, window=window) for window in (1, 3, 8)}
+    found = pool.run(4, measure_traffic, Layout(1, 4), {str(w): (case, torch.float32) for w, case in cases.items()})
+    for window, steps in ((1, 0), (3, 2), (8, 3)):
+        expected = expect_traffic(Layout(1, 4), cases[window], torch.float32, steps)
+        assert [of[str(window)] for of in found] == [expected] * 4
+
+
+# --- who computes what
+
+
+class CountingBlocks(BlockAttention):
+    """Counts pairs of a query and a key, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = [0, 0]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_rows: Any, k_rows: Any, scores: Scores, *more: Any) -> Any:
+        self.pairs[0] += q.shape[1] * visible_pairs(q_rows, k_rows, scores, *more)
+        return super().forward(q, k, v, q_rows, k_rows, scores, *more)
+
+    def backward(self, gradient: Tensor, q: Tensor, *tensors_and_rows: Any) -> Any:
+        self.pairs[1] += q.shape[1] * visible_pairs(*tensors_and_rows[4:])
+        return super().backward(gradient, q, *tensors_and_rows)
+
+
+def count_pairs(rank: int, world: int, rendezvous: str, layouts: list[Layout], cases: list[Case]) -> list[list[int]]:
+    """Body: for each layout and case the pairs of queries and keys that this rank computes, forward and backward."""
+    found = []
+    for number, layout in enumerate(layouts):
+        mesh = connect_context(rank, f"{rendezvous}-{number}", layout)
+        for case in cases:
+            block = CountingBlocks()
+            attention = make_attention(mesh, layout, case.context, block)
+            share = Share(draw(case, torch.float32), attention.slices)
+            share.differentiate(share.attend(attention))
+            found.append(block.pairs)
+        mesh.close()
+    return found
+
+
+def test_every_rank_computes_as_many_pairs_and_none_twice(pool: RankPool) -> None:
+    layouts = [Layout(1, 4), Layout(1, 4, "gather"), Layout(2, 2), Layout(4, 1)]
+    cases = [Case(context=256, sequences=1, width=4, v_width=4, window=window) for window in (None, 40)]
+    by_rank = pool.run(4, count_pairs, layouts, cases)
+    whole = [256 * 257 // 2, 41 * 20 + 216 * 40]
+    for number, counts in enumerate(zip(*by_rank, strict=True)):
+        for direction in (0, 1):
+            pairs = [each[direction] for each in counts]
+            assert sum(pairs) == 4 * whole[number % 2]
+            if number % 2 == 0:
+                assert max(pairs) <= 1.02 * min(pairs)

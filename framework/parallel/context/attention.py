@@ -21,13 +21,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from framework.comm.communicator import Communicator
-from framework.mesh.context import ContextSlices
+from framework.mesh.context import ContextSlices, Interval
 from framework.model.block_attention import BlockAttention, Scores
 from framework.parallel.context.blocks import Block, Joining, find_steps, plan_blocks
 from framework.parallel.context.gather import Gather
-from framework.parallel.context.key_values import Contribution, KeyValues
-from framework.parallel.context.merge import ChunkSums, MergedOutput, sinks_gradient
-from framework.parallel.context.ring import Ring
+from framework.parallel.context.key_values import (
+    Contribution,
+    HeadGroup,
+    KeyValues,
+    Portion,
+    count_portions,
+    group_heads,
+)
+from framework.parallel.context.merge import ChunkSums, MergedOutput, sinks_gradient, sum_dtype
+from framework.parallel.context.ring import Ring, Route
 from framework.parallel.context.ulysses import HeadExchange
 
 Transport = Ring | Gather
@@ -69,74 +76,145 @@ class ContextAttention:
         each query may see. All ranks of the axes call it, and run its backward, in the same order.
         """
         q, k, v = self.heads.enter(q, k, v)
-        blocks = RankBlocks(self.block, self.slices, self.heads.select_scores(scores))
         own_sinks = None if sinks is None else self.heads.select(sinks)
         rows = None if first_rows is None else self.heads.gather_rows(first_rows)
+        blocks = RankBlocks(self.block, self.slices, self.heads.select_scores(scores), None)
         return self.heads.leave(_Attend.apply(q, k, v, own_sinks, rows, blocks, self.transport))
 
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """The blocks of one rank's queries with the keys of any rank of the ring."""
+    """The blocks of one rank's queries with the keys of any rank of the ring. first_rows: [B, C] of these queries."""
 
     block: BlockAttention
     slices: ContextSlices
     scores: Scores
+    first_rows: Tensor | None
 
-    def find_steps(self) -> tuple[int, ...]:
-        """As `blocks.find_steps`."""
-        return find_steps(self.slices, self.scores.window)
+    def plan(self, portion: Portion, source: int) -> list[tuple[Block, Scores, Tensor | None]]:
+        """Blocks with a portion of the keys of the rank at an index of the ring, their scores, and their queries' first rows."""
+        scores, start = self.scores, portion.tokens[0]
+        # A slope weighs rows, and a document begins at a row: these need the rows that queries and keys have.
+        joining = Joining(queries=scores.slopes is None, keys=scores.slopes is None and self.first_rows is None)
+        chunks = self.slices.of_rank(source * self.slices.ulysses).chunk_intervals
+        keys = [(first + start, first + portion.tokens[1]) for first, _ in chunks]
+        blocks = plan_blocks(self.slices.chunk_intervals, keys, scores.window, joining)
+        unbounded = replace(scores, window=None)
+        return [(block, unbounded if block.is_whole else scores, self._first_rows_of(block)) for block in blocks]
 
-    def plan(self, source: int, first_rows: Tensor | None) -> list[tuple[Block, Scores, Tensor | None]]:
-        """The blocks with the keys of the rank at an index of the ring, their scores, and what documents their queries see."""
-        # A slope weighs rows, and a document ends at a row: they want those that keys and queries have.
-        joining = Joining(queries=self.scores.slopes is None, keys=self.scores.slopes is None and first_rows is None)
-        keys = self.slices.of_rank(source * self.slices.ulysses).chunk_intervals
-        blocks = plan_blocks(self.slices.chunk_intervals, keys, self.scores.window, joining)
-        unbounded = replace(self.scores, window=None)
-        return [
-            (
-                block,
-                unbounded if block.is_whole else self.scores,
-                None if first_rows is None else first_rows[:, slice(*block.queries)],
-            )
-            for block in blocks
-        ]
+    def route(self, own: KeyValues, transport: Transport) -> Route:
+        """What travels of this rank's keys and values, and to whom."""
+        steps = find_steps(self.slices, self.scores.window)
+        num_portions = count_portions(own) if self.slices.ring > 1 else 1
+        groups = group_heads(own, self.slices.chunks, num_portions, transport.divides_tokens)
+        return Route(groups, steps, self.slices.chunks)
 
-    def attend(self, source: int, q: Tensor, held: KeyValues, first_rows: Tensor | None, merged: MergedOutput) -> None:
-        """Merge what the queries find among the keys of one rank. q: [B, H, C, D]; first_rows: [B, C]."""
-        for block, scores, rows in self.plan(source, first_rows):
-            mine, k, v = _select(q, block.queries), _select(held.k, block.keys), _select(held.v, block.keys)
-            found = self.block.forward(mine, k, v, block.q_rows, block.k_rows, scores, rows)
-            if found is not None:
-                merged.merge(block.queries, *found)
+    def whole(self, group: HeadGroup) -> Portion:
+        """All keys of a rank in some heads."""
+        return Portion(group.heads, (0, self.slices.part * self.slices.ulysses))
 
-    def differentiate(
-        self, source: int, attended: "Attended", held: KeyValues, gradient: Tensor, sums: ChunkSums
-    ) -> list[Contribution]:
-        """The gradients of the keys and values of one rank; those of the queries are added to `sums`. gradient: [B, H, C, Dv]."""
-        contributions = []
-        for block, scores, rows in self.plan(source, attended.first_rows):
-            mine = [_select(x, block.queries) for x in (gradient, attended.q, attended.out)]
+    def of_heads(self, heads: slice) -> "RankBlocks":
+        """The blocks of some query heads."""
+        slopes = self.scores.slopes
+        return self if slopes is None else replace(self, scores=replace(self.scores, slopes=slopes[heads]))
+
+    def _first_rows_of(self, block: Block) -> Tensor | None:
+        return None if self.first_rows is None else self.first_rows[:, slice(*block.queries)]
+
+
+class _Forward:
+    """Attends to keys as they come: `ring.Attends`. q: [B, H, C, D]; out: [B, C, H, Dv]; log_sum: [B, H, C]."""
+
+    def __init__(self, q: Tensor, own: KeyValues, sinks: Tensor | None, blocks: RankBlocks):
+        self.q, self.own, self.sinks, self.blocks = q, own, sinks, blocks
+        B, H, C, _ = q.shape
+        self.out = q.new_empty(B, C, H, own.v.shape[3])
+        self.log_sum = q.new_empty(B, H, C, dtype=sum_dtype(q.dtype))
+
+    def start(self, group: HeadGroup) -> None:
+        self.merged = MergedOutput(self.blocks.slices.chunks, self.q.shape[2], self.q.dtype)
+        self.attend(self.blocks.whole(group), self.blocks.slices.ring_index, _select_heads(self.own, group))
+
+    def attend(self, portion: Portion, source: int, held: KeyValues) -> None:
+        heads = _query_heads(portion.heads, self.q, self.own)
+        q, blocks = self.q[:, heads], self.blocks.of_heads(heads)
+        for block, scores, rows in blocks.plan(portion, source):
             k, v = _select(held.k, block.keys), _select(held.v, block.keys)
-            log_sum = attended.log_sum[:, :, slice(*block.queries)]
-            found = self.block.backward(
-                mine[0], mine[1], k, v, mine[2], log_sum, block.q_rows, block.k_rows, scores, rows
-            )
+            found = blocks.block.forward(_select(q, block.queries), k, v, block.q_rows, block.k_rows, scores, rows)
             if found is not None:
-                sums.add(block.queries, found[0])
-                contributions.append((block.keys, found[1], found[2]))
-        return contributions
+                self.merged.merge(block.queries, *found)
+
+    def finish(self, group: HeadGroup) -> None:
+        heads = _query_heads(group.heads, self.q, self.own)
+        if self.sinks is not None:
+            self.merged.add_sinks(self.sinks[heads])
+        self.merged.write(self.out[:, :, heads].transpose(1, 2))
+        self.merged.write_log_sums(self.log_sum[:, heads])
 
 
 @dataclass(frozen=True)
-class Attended:
-    """What backward knows of a rank's queries. q: [B, H, C, D]; out: [B, H, C, Dv]; log_sum: [B, H, C]; first_rows: [B, C]."""
+class Queries:
+    """A rank's queries, what they found, and the gradient of that. q: [B, H, C, D]; out, gradient: [B, H, C, Dv]; log_sum: [B, H,
+    C]."""
 
     q: Tensor
     out: Tensor
     log_sum: Tensor
-    first_rows: Tensor | None
+    gradient: Tensor
+
+
+class _Backward:
+    """Differentiates by keys and values as they come: `ring.Differentiates`. dq: [B, H, C, D]; total: of this rank's K and V."""
+
+    def __init__(self, queries: Queries, own: KeyValues, blocks: RankBlocks):
+        self.queries, self.own, self.blocks = queries, own, blocks
+        self.dq, self.total = _empty_like(queries.q), KeyValues(_empty_like(own.k), _empty_like(own.v))
+
+    def start(self, group: HeadGroup) -> None:
+        self.dq_sums = ChunkSums(self.blocks.slices.chunks, self.queries.q.shape[2], self.queries.q.dtype)
+        place = _select_heads(self.total, group)
+        # Sums are kept where they are to be, if in that dtype.
+        is_sum = sum_dtype(place.k.dtype) == place.k.dtype
+        k, v = (x.zero_() if is_sum else torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (place.k, place.v))
+        self.sums = KeyValues(k, v)
+
+    def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
+        heads, contributions = _query_heads(portion.heads, self.queries.q, self.own), []
+        blocks = self.blocks.of_heads(heads)
+        for block, scores, rows in blocks.plan(portion, source):
+            found = blocks.block.backward(
+                *self._queries_of(block, heads, _select(held.k, block.keys), _select(held.v, block.keys)),
+                block.q_rows,
+                block.k_rows,
+                scores,
+                rows,
+            )
+            if found is not None:
+                self.dq_sums.add(block.queries, found[0])
+                contributions.append((block.keys, found[1], found[2]))
+        return contributions
+
+    def differentiate_own(self, group: HeadGroup) -> None:
+        whole = self.blocks.whole(group)
+        self.sums.add(self.differentiate(whole, self.blocks.slices.ring_index, _select_heads(self.own, group)))
+
+    def add(self, portion: Portion, sums: KeyValues) -> None:
+        chunks, tokens = self.blocks.slices.chunks, slice(*portion.tokens)
+        for total, given in ((self.sums.k, sums.k), (self.sums.v, sums.v)):
+            total.unflatten(2, (chunks, -1))[:, :, :, tokens] += given.unflatten(2, (chunks, -1))
+
+    def finish(self, group: HeadGroup) -> None:
+        self.dq_sums.write(self.dq[:, _query_heads(group.heads, self.queries.q, self.own)])
+        place = _select_heads(self.total, group)
+        if place.k.dtype != self.sums.k.dtype:
+            place.k.copy_(self.sums.k)
+            place.v.copy_(self.sums.v)
+
+    def _queries_of(self, block: Block, heads: slice, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of a block, in the order in which `BlockAttention.backward` takes them."""
+        of, tokens = self.queries, slice(*block.queries)
+        gradient, q, out = (x[:, heads, tokens] for x in (of.gradient, of.q, of.out))
+        return gradient, q, k, v, out, of.log_sum[:, heads, tokens]
 
 
 class _Attend(torch.autograd.Function):
@@ -153,37 +231,42 @@ class _Attend(torch.autograd.Function):
         blocks: RankBlocks,
         transport: Transport,
     ) -> Tensor:
-        merged = MergedOutput(blocks.slices.chunks, q.shape[2], q.dtype)
-
-        def attend(source: int, held: KeyValues) -> None:
-            blocks.attend(source, q, held, first_rows, merged)
-
-        transport.forward(KeyValues(k, v), blocks.find_steps(), attend)
-        if sinks is not None:
-            merged.add_sinks(sinks)
-        out = merged.join(q.dtype).transpose(1, 2)
+        own = KeyValues(k, v)
+        work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
+        transport.forward(own, blocks.route(own, transport), work)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
-        ctx.save_for_backward(q, k, v, sinks, first_rows, out, merged.join_log_sums())
+        ctx.save_for_backward(q, k, v, sinks, first_rows, work.out, work.log_sum)
         ctx.blocks, ctx.transport = blocks, transport
-        return out
+        return work.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, first_rows, out, log_sum = ctx.saved_tensors
-        blocks: RankBlocks = ctx.blocks
-        gradient, out = gradient.contiguous().transpose(1, 2), out.transpose(1, 2)
-        attended = Attended(q, out, log_sum, first_rows)
-        sums = ChunkSums(blocks.slices.chunks, q.shape[2], q.dtype)
-
-        def differentiate(source: int, held: KeyValues) -> list[Contribution]:
-            return blocks.differentiate(source, attended, held, gradient, sums)
-
-        total = ctx.transport.backward(KeyValues(k, v), blocks.find_steps(), differentiate)
-        dsinks = None if sinks is None else sinks_gradient(sinks, gradient, out, log_sum)
-        return sums.join(q.dtype), total.k.to(k.dtype), total.v.to(v.dtype), dsinks, None, None, None
+        queries, own = Queries(q, out.transpose(1, 2), log_sum, gradient.contiguous().transpose(1, 2)), KeyValues(k, v)
+        work = _Backward(queries, own, replace(ctx.blocks, first_rows=first_rows))
+        ctx.transport.backward(own, ctx.blocks.route(own, ctx.transport), work)
+        dsinks = None if sinks is None else sinks_gradient(sinks, queries.gradient, queries.out, log_sum)
+        return work.dq, work.total.k, work.total.v, dsinks, None, None, None
 
 
-def _select(x: Tensor, tokens: tuple[int, int]) -> Tensor:
+def _query_heads(heads: Interval, q: Tensor, own: KeyValues) -> slice:
+    """The query heads that use some key-value heads."""
+    group = q.shape[1] // own.k.shape[1]
+    return slice(heads[0] * group, heads[1] * group)
+
+
+def _select_heads(of: KeyValues, group: HeadGroup) -> KeyValues:
+    heads = slice(*group.heads)
+    return KeyValues(of.k[:, heads], of.v[:, heads])
+
+
+def _select(x: Tensor, tokens: Interval) -> Tensor:
     """x: [B, H, C, D], its tokens (start, stop)."""
     return x[:, :, slice(*tokens)]
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """x: [B, H, C, D]; memory in the order [B, C, H, D], which is that of projections."""
+    B, H, C, D = x.shape
+    return x.new_empty(B, C, H, D).transpose(1, 2)

@@ -1,12 +1,18 @@
-"""Keys and values of one rank's tokens, and their gradients, as one message."""
+"""Keys and values of one rank's tokens and their gradients, and the portions of them that travel as one message each."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from framework.mesh.context import Interval
+
+# A message should be large enough for the full rate of a link, and its blocks for a GPU: no smaller than 1 MiB (2048 keys and
+# values of 128 in bf16), and no more than 16 of them.
+PORTION_BYTES = 2**20
+MOST_PORTIONS = 16
 
 # (tokens, gradient of their keys [B, Hk, n, D], of their values [B, Hk, n, Dv]): what one block adds.
 Contribution = tuple[Interval, Tensor, Tensor]
@@ -14,45 +20,70 @@ Contribution = tuple[Interval, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class KeyValues:
-    """k: [B, Hk, C, D], v: [B, Hk, C, Dv], of one dtype. flat: [elements of both], of which they are views; None where they are
-    not one message."""
+    """k: [B, Hk, n, D], v: [B, Hk, n, Dv], of one dtype. message: [elements of both], contiguous, of which they are views; None
+    where they are not."""
 
     k: Tensor
     v: Tensor
-    flat: Tensor | None = None
-
-    @property
-    def message(self) -> Tensor:
-        """All elements, contiguous: what travels."""
-        assert self.flat is not None, "these keys and values are not one message: pack() makes one"
-        return self.flat
-
-    def pack(self) -> "KeyValues":
-        """A copy that is one message."""
-        return self.pack_into(self.k.new_empty(self.k.numel() + self.v.numel()))
-
-    def pack_into(self, flat: Tensor) -> "KeyValues":
-        """A copy in the memory of `flat`, [elements of both]."""
-        packed = self.like(flat)
-        packed.k.copy_(self.k)
-        packed.v.copy_(self.v)
-        return packed
-
-    def like(self, flat: Tensor) -> "KeyValues":
-        """Views of these shapes of a message, of any dtype."""
-        keys, values = flat.split([self.k.numel(), self.v.numel()])
-        return KeyValues(keys.view(self.k.shape), values.view(self.v.shape), flat)
-
-    def new_empty(self) -> "KeyValues":
-        """A message of these shapes and this dtype, to receive into."""
-        return self.like(torch.empty_like(self.message))
-
-    def new_zeros(self, dtype: torch.dtype) -> "KeyValues":
-        """A message of these shapes, to add to."""
-        return self.like(self.k.new_zeros(self.k.numel() + self.v.numel(), dtype=dtype))
+    message: Tensor | None = None
 
     def add(self, contributions: Iterable[Contribution]) -> None:
         """Add what blocks give to the gradients of some of these tokens."""
         for (start, stop), dk, dv in contributions:
             self.k[:, :, start:stop] += dk
             self.v[:, :, start:stop] += dv
+
+    def new_message(self, dtype: torch.dtype | None = None) -> "KeyValues":
+        """A message of these shapes, of this dtype unless another is given. Its values are not set."""
+        return self.view(self.k.new_empty(self.k.numel() + self.v.numel(), dtype=dtype))
+
+    def view(self, message: Tensor) -> "KeyValues":
+        """A message as tensors of these shapes."""
+        keys, values = message.split([self.k.numel(), self.v.numel()])
+        return KeyValues(keys.view(self.k.shape), values.view(self.v.shape), message)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What is one message: the tokens (start, stop) of every chunk, in the key-value heads (start, stop)."""
+
+    heads: Interval
+    tokens: Interval
+
+    def select(self, of: KeyValues, chunks: int) -> KeyValues:
+        """Views of them: [B, heads, chunks, tokens, D] of the k and v [B, Hk, chunks * L, D]."""
+        k, v = (x[:, slice(*self.heads)].unflatten(2, (chunks, -1))[:, :, :, slice(*self.tokens)] for x in (of.k, of.v))
+        return KeyValues(k, v)
+
+    def pack(self, of: KeyValues, chunks: int, message: Tensor | None = None) -> KeyValues:
+        """A copy of them as a message, in new memory if none is given: k and v [B, heads, chunks * tokens, D]."""
+        views = self.select(of, chunks)
+        packed = views.new_message() if message is None else views.view(message)
+        packed.k.copy_(views.k)
+        packed.v.copy_(views.v)
+        return KeyValues(packed.k.flatten(2, 3), packed.v.flatten(2, 3), packed.message)
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Key-value heads that are attended to together, and the portions in which they come from other ranks."""
+
+    heads: Interval
+    portions: tuple[Portion, ...]
+
+
+def group_heads(of: KeyValues, chunks: int, num_portions: int, divides_tokens: bool) -> list[HeadGroup]:
+    """`num_portions` portions or a few more: heads are divided first, since that divides queries, too, then tokens of a chunk."""
+    kv_heads, length = of.k.shape[1], of.k.shape[2] // chunks
+    groups = next(count for count in range(min(num_portions, kv_heads), kv_heads + 1) if kv_heads % count == 0)
+    parts = min(-(-num_portions // groups), length) if divides_tokens else 1
+    bounds = [length * number // parts for number in range(parts + 1)]
+    heads = pairwise(range(0, kv_heads + 1, kv_heads // groups))
+    return [HeadGroup(each, tuple(Portion(each, tokens) for tokens in pairwise(bounds))) for each in heads]
+
+
+def count_portions(of: KeyValues) -> int:
+    """Messages in which a rank's keys and values travel. Buffers are as large as one of them: with few, they would outweigh what
+    a rank saves by holding fewer tokens."""
+    num_bytes = of.k.nbytes + of.v.nbytes
+    return max(1, min(MOST_PORTIONS, num_bytes // PORTION_BYTES))

@@ -44,10 +44,14 @@ class ChunkSums:
         for number in range(first, last):
             yield number, slice((number - first) * self.length, (number + 1 - first) * self.length)
 
-    def join(self, dtype: torch.dtype) -> Tensor:
-        """[B, H, C, D] in dtype; memory in the order [B, C, H, D], which is the order of projections."""
-        parts = [_filled(part).transpose(1, 2).to(dtype) for part in self.parts]
-        return (parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)).transpose(1, 2)
+    def write(self, out: Tensor) -> None:
+        """Write the sums into out, [B, H, C, D], rounded to its dtype."""
+        for number, part in enumerate(self.parts):
+            self._rows(out, number).copy_(_filled(part))
+
+    def _rows(self, x: Tensor, number: int) -> Tensor:
+        """A chunk's tokens of [B, H, C, ...]."""
+        return x[:, :, number * self.length : (number + 1) * self.length]
 
 
 class MergedOutput(ChunkSums):
@@ -77,9 +81,10 @@ class MergedOutput(ChunkSums):
             _filled(part).mul_(torch.exp(_filled(log_sum) - with_sink).unsqueeze(-1))
             self.log_sums[number] = with_sink
 
-    def join_log_sums(self) -> Tensor:
-        """[B, H, C]."""
-        return torch.cat([_filled(part) for part in self.log_sums], dim=2)
+    def write_log_sums(self, out: Tensor) -> None:
+        """Write the log-sum-exps into out, [B, H, C]."""
+        for number, part in enumerate(self.log_sums):
+            self._rows(out, number).copy_(_filled(part))
 
 
 def sinks_gradient(sinks: Tensor, gradient: Tensor, out: Tensor, log_sum: Tensor) -> Tensor:

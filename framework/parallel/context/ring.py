@@ -5,76 +5,182 @@
                 the rank that holds these K/V next, at last home                              (ring - 1) * (kv + dkv) bytes
 
 kv are the bytes of K and V of one rank's tokens in their dtype, dkv those of their gradients in fp32 at least: a sum over ranks
-is rounded once. K and V are one message, dK and dV another. A sum starts at the first rank behind its home, so it needs ring - 1
-hops; what a rank's queries give to its own keys never travels.
+is rounded once. A sum starts at the first rank behind its home, so it needs ring - 1 hops; what a rank's queries give to its own
+keys never travels.
+
+K and V travel in portions (`key_values`), each one message of both: all steps of one portion, then those of the next, whose first
+message is under way while the last step of the one before is computed.
 
 Steps in which no rank of the axis sees any key, because the window has ended, are left out: K/V go to the rank that needs them
 next, several ranks on. With n steps left n messages are sent instead of ring - 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
-from framework.parallel.context.key_values import Contribution, KeyValues
+from framework.parallel.context.key_values import Contribution, HeadGroup, KeyValues, Portion
 from framework.parallel.context.merge import sum_dtype
 
-Attend = Callable[[int, KeyValues], None]
-Differentiate = Callable[[int, KeyValues], list[Contribution]]
+
+@dataclass(frozen=True)
+class Route:
+    """What travels, in order. steps: s > 0 for every rank whose K/V, s before this one's, are needed; rising. chunks: of a rank's
+    tokens."""
+
+    groups: Sequence[HeadGroup]
+    steps: Sequence[int]
+    chunks: int
+
+
+class Attends(Protocol):
+    """Computes forward, one group of heads after another."""
+
+    def start(self, group: HeadGroup) -> None:
+        """Attend to this rank's own keys."""
+
+    def attend(self, portion: Portion, source: int, held: KeyValues) -> None:
+        """Attend to a portion of the keys of the rank at index `source`."""
+
+    def finish(self, group: HeadGroup) -> None:
+        """All keys have come."""
+
+
+class Differentiates(Protocol):
+    """Computes backward, one group of heads after another."""
+
+    def start(self, group: HeadGroup) -> None:
+        """Sums are zero."""
+
+    def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
+        """What this rank's queries give to a portion of the K/V of the rank at index `source`."""
+
+    def differentiate_own(self, group: HeadGroup) -> None:
+        """Add what this rank's queries give to its own K/V."""
+
+    def add(self, portion: Portion, sums: KeyValues) -> None:
+        """Add what others' queries give to a portion of this rank's K/V."""
+
+    def finish(self, group: HeadGroup) -> None:
+        """All has been added."""
 
 
 class Ring:
     """Passes keys and values on along an axis; on one rank there is nothing to pass."""
 
+    divides_tokens = True
+
     def __init__(self, axis: Communicator):
         self.axis = axis
 
-    def forward(self, own: KeyValues, steps: Sequence[int], attend: Attend) -> None:
-        """Call attend(index, K/V of the rank at that index) with this rank's own, then, for each step s of `steps` (rising), with
-        those of the rank s before this one."""
-        held = own.pack() if steps else own
-        for step, following in _with_next((0, *steps)):
-            # Started before computing, so that it is on its way meanwhile. Into new memory: `held` is read and sent.
-            coming = None if following is None else _Shift(held, following - step, self.axis)
-            attend((self.axis.rank - step) % self.axis.size, held)
-            held = held if coming is None else coming.arrive()
+    def forward(self, own: KeyValues, route: Route, work: Attends) -> None:
+        """Have `work` attend to the K/V of all ranks of the route."""
+        conveyor = _Conveyor(own, route, self.axis)
+        for group in route.groups:
+            work.start(group)
+            for portion in group.portions:
+                for step in route.steps:
+                    work.attend(portion, self._source(step), conveyor.take())
+            work.finish(group)
 
-    def backward(self, own: KeyValues, steps: Sequence[int], differentiate: Differentiate) -> KeyValues:
-        """Gradients of this rank's K/V, summed over the axis, in fp32 at least. differentiate(index, K/V): gradients that this
-        rank's queries give to the K/V of the rank at that index."""
+    def backward(self, own: KeyValues, route: Route, work: Differentiates) -> None:
+        """Have `work` differentiate by the K/V of all ranks of the route, and add what all ranks give to this one's."""
+        conveyor = _Conveyor(own, route, self.axis)
+        for group in route.groups:
+            work.start(group)
+            homeward: list[tuple[Portion, _Shift]] = []
+            for portion in group.portions:
+                last = self._sum_around(portion, route.steps, conveyor, work)
+                # The sums of the portion before came home under this one's computation.
+                _add_arrived(homeward, work)
+                homeward += [(portion, last)] if last is not None else []
+            # This rank's own come last, under the last hop.
+            work.differentiate_own(group)
+            _add_arrived(homeward, work)
+            work.finish(group)
+
+    def _sum_around(
+        self, portion: Portion, steps: Sequence[int], conveyor: "_Conveyor", work: Differentiates
+    ) -> "_Shift | None":
+        """Add to the sums of others that come by. Returns the last hop, with which this rank's own come home."""
         sums: _Shift | None = None
-        coming = _Shift(own.pack(), steps[0], self.axis) if steps else None
-        for step, following in _with_next(steps):
-            assert coming is not None
-            held = coming.arrive()
-            coming = None if following is None else _Shift(held, following - step, self.axis)
-            contributions = differentiate((self.axis.rank - step) % self.axis.size, held)
-            # Waited for only now: the rank before added to it while this one was computing.
-            so_far = own.new_zeros(sum_dtype(own.k.dtype)) if sums is None else sums.arrive()
+        for step, following in zip(steps, (*steps[1:], self.axis.size), strict=False):
+            held = conveyor.take()
+            contributions = work.differentiate(portion, self._source(step), held)
+            # Waited for only now: the rank before added to them while this one was computing.
+            so_far = _zeros_like(held) if sums is None else sums.arrive()
             so_far.add(contributions)
-            sums = _Shift(so_far, (self.axis.size if following is None else following) - step, self.axis)
-        # This rank's own come last, under the last hop: no second sum has to be kept for them from the beginning on.
-        contributions = differentiate(self.axis.rank, own)
-        home = own.new_zeros(sum_dtype(own.k.dtype)) if sums is None else sums.arrive()
-        home.add(contributions)
-        return home
+            sums = _Shift(so_far, following - step, self.axis)
+        return sums
+
+    def _source(self, step: int) -> int:
+        return (self.axis.rank - step) % self.axis.size
+
+
+class _Conveyor:
+    """A rank's K/V on their way around, portion by portion. The first are sent when it is made, others when those before are
+    taken, so one message is under way while another is computed with."""
+
+    def __init__(self, own: KeyValues, route: Route, axis: Communicator):
+        self._own, self._chunks, self._axis = own, route.chunks, axis
+        hops = [after - before for before, after in pairwise((0, *route.steps))]
+        self._moves = iter(
+            [
+                (portion, number == 0, hop)
+                for group in route.groups
+                for portion in group.portions
+                for number, hop in enumerate(hops)
+            ]
+        )
+        self._coming = self._start(None)
+
+    def take(self) -> KeyValues:
+        """The K/V of the next step. They are memory of their own, and may be read until the next are taken."""
+        assert self._coming is not None, "all have come"
+        held = self._coming.arrive()
+        self._coming = self._start(held)
+        return held
+
+    def _start(self, held: KeyValues | None) -> "_Shift | None":
+        portion, is_first, hop = next(self._moves, (None, False, 0))
+        if portion is None:
+            return None
+        sent = portion.pack(self._own, self._chunks) if is_first else held
+        assert sent is not None
+        return _Shift(sent, hop, self._axis)
 
 
 class _Shift:
     """A message under way to the rank `by` ahead, while as much comes from the rank `by` before."""
 
     def __init__(self, sent: KeyValues, by: int, axis: Communicator):
-        self._received = sent.new_empty()
+        assert sent.message is not None
+        # New memory: what is sent is read meanwhile, and torch's allocator hands it out again in the order of this stream only,
+        # which waits for the message in `arrive`.
+        self._received = sent.new_message()
+        assert self._received.message is not None
         to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
         # One batch: around a cycle of ranks every one sends and receives.
         self._pending = exchange([(sent.message, to)], [(self._received.message, source)], axis)
 
     def arrive(self) -> KeyValues:
-        """What has come; what was sent may be dropped from here on."""
+        """What has come. What was sent may be written to or dropped from here on."""
         self._pending.wait()
         return self._received
 
 
-def _with_next(steps: Sequence[int]) -> Iterator[tuple[int, int | None]]:
-    """Each step with the one behind it, None behind the last."""
-    yield from zip(steps, (*steps[1:], None), strict=False)
+def _zeros_like(held: KeyValues) -> KeyValues:
+    """Sums of gradients of these K/V."""
+    zeros = held.new_message(sum_dtype(held.k.dtype))
+    assert zeros.message is not None
+    zeros.message.zero_()
+    return zeros
+
+
+def _add_arrived(homeward: "list[tuple[Portion, _Shift]]", work: Differentiates) -> None:
+    while homeward:
+        portion, shift = homeward.pop()
+        work.add(portion, shift.arrive())
