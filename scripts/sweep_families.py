@@ -6,6 +6,9 @@ Run `python scripts/sweep_families.py [model_type ...]`: one line per model type
 
 With --experts: families with experts only, each through `meshwright verify --fp64` on layouts that divide its experts, 2 to 4
 ranks: does every layout train as one process does, or say why it cannot?
+
+With --context: whether two ranks can divide the sequences of each family, and if so `verify --fp64` with parallel.cp=2. Dropout is
+off: with dropout of attention every family is refused.
 """
 
 import argparse
@@ -28,10 +31,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from framework.cli import main as meshwright
+from framework.errors import ModelError
 from framework.mesh.box import Box
+from framework.mesh.context import ContextSlices
 from framework.model.experts import find_experts, find_unknown_experts
 from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_weights
+from framework.parallel.context import refuse_undivided_context
 
 # Keys without which a family's default config has no experts, or experts that two ranks do not divide, or does not build.
 COMPLETIONS: dict[str, dict[str, Any]] = {
@@ -60,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", metavar="model_type")
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--context", action="store_true")
     parser.add_argument("--print", action="store_true", help="what verify prints where it is not equal")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -67,7 +74,10 @@ def main() -> None:
     logging.disable(logging.WARNING)
     counts: Counter[tuple[str, ...]] = Counter()
     for model_type in arguments.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        results = examine_experts(model_type, arguments.print) if arguments.experts else examine(model_type)
+        if arguments.context:
+            results = examine_context(model_type, arguments.print)
+        else:
+            results = examine_experts(model_type, arguments.print) if arguments.experts else examine(model_type)
         if results:
             counts[tuple(result.split(":")[0] for result in results)] += 1
             print(f"{model_type:24s} {'; '.join(results)}", flush=True)
@@ -90,6 +100,18 @@ def examine_experts(model_type: str, prints: bool) -> list[str]:
     if not any(True for _ in find_experts(model)) and not find_unknown_experts(model):
         return []
     return [f"{name} {verify(model_type, options, prints)}" for name, options in EXPERT_LAYOUTS.items()]
+
+
+def examine_context(model_type: str, prints: bool) -> list[str]:
+    """Why sequences cannot be divided, else whether two ranks that divide them train as one process does."""
+    try:
+        # The small copy of a small copy is itself, but for dropout: `shrink` turns it off.
+        refuse_undivided_context(shrink(build_config(model_type)), ContextSlices(64, ring=2), has_documents=False)
+    except ModelError as error:
+        return [f"refused: {describe(error)}"]
+    except Exception as error:
+        return [f"does not build: {describe(error)}"]
+    return [f"divided; cp2 {verify(model_type, ['launch.ranks=2', 'parallel.cp=2'], prints)}"]
 
 
 def verify(model_type: str, options: list[str], prints: bool) -> str:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from framework.errors import ModelError
-from framework.model.load import FORWARD_ERRORS
+from framework.model.load import FORWARD_ERRORS, choose_experts
 from framework.model.materialize import accepted_arguments, seed_rng
 from framework.model.shrink import shrink
 
@@ -30,6 +30,8 @@ def keeps_documents_apart(config: PretrainedConfig) -> bool:
         seed_rng(0)
         try:
             model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+            # Grouped matmuls want widths that a small copy may not have.
+            choose_experts(model, "eager", torch.float32)
             if "position_ids" not in accepted_arguments(model):
                 return False
             tokens = torch.randint(0, small.get_text_config().vocab_size, (1, sum(LENGTHS)))

@@ -206,7 +206,7 @@ def _window(value: int, sizes: Sizes) -> int:
 
 # What values measure, by their names; the first pattern that matches a whole name decides.
 RULES: dict[str, Callable[[Any, Sizes], Any]] = {
-    r".*(dropout|pdrop|layerdrop|jitter_noise).*": lambda value, sizes: 0.0,
+    r".*(dropout|pdrop|layerdrop|jitter_noise).*": lambda value, sizes: type(value)(0),
     r".*vocab_size.*": lambda value, sizes: sizes.vocabulary,
     TOKENS: lambda value, sizes: value % sizes.vocabulary,
     POSITION_COUNTS: lambda value, sizes: min(value, POSITIONS),

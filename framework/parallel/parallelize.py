@@ -19,6 +19,7 @@ from framework.model.load import choose_experts
 from framework.model.materialize import kept_in_fp32
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.compilation import compile_layers
+from framework.parallel.context import split_context
 from framework.parallel.experts import split_experts
 from framework.parallel.fp8_layers import gather_in_fp8
 from framework.parallel.stage_plan import StagePlan
@@ -59,6 +60,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     select_experts_kernel,  # first: what follows may replace the module that asks for it
     split_experts,  # whole experts: of what is left of them tensor parallelism may take slices
     split_over_tp,  # weights of all that is here: vocabulary, layers, and the tokens between regions
+    split_context,  # of the heads that are left to this rank
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
     gather_in_fp8,  # of the shapes that are left to this rank
     compile_layers,  # of the layers as they are computed; around it they are checkpointed, once there is memory (`attach`)

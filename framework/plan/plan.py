@@ -32,6 +32,7 @@ from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, r
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import state_names
+from framework.parallel.context import refuse_undivided_context
 from framework.parallel.experts import check_experts
 from framework.parallel.pipeline.actions import Schedule
 from framework.parallel.pipeline.lower import SENDS
@@ -351,6 +352,9 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     _refuse_dropped_layers(config, derived)
     _refuse_fresh_seeds(config)
     whole = build_meta(config, recipe.model.attention)
+    if derived.cp > 1:
+        slices = ContextSlices(derived.context, derived.ulysses, derived.ring)
+        refuse_undivided_context(config, slices, recipe.data.pack == "documents")
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
     load_balancing, mixtures = find_load_balancing_loss(whole), prepare_mixtures(recipe.model, whole, units)

@@ -6,7 +6,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from framework.recipe.context_rules import find_degree_problems, find_head_problems, find_length_problems
+from framework.recipe.context_rules import (
+    find_attention_problems,
+    find_degree_problems,
+    find_head_problems,
+    find_length_problems,
+)
 from framework.recipe.derive import (
     count_ranks,
     count_virtual_stages,
@@ -63,6 +68,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel",), find_degree_problems),
         (("parallel.cp", "parallel.context", "batch.context"), find_length_problems),
         (("parallel.tp", "parallel.cp", "parallel.context", "model.config"), find_head_problems),
+        (("parallel.cp", "model.attention"), find_attention_problems),
         (("parallel",), _experts),
         (("model.router_bias", "model.router_bias_rate"), _router_bias),
         (("parallel", *COUNTED), find_node_problems),

@@ -41,6 +41,13 @@ def find_head_problems(recipe: Recipe) -> Iterator[Problem]:
     yield Problem("parallel.context", parallel.context, message, f"parallel.context={pairs}; or ring")
 
 
+def find_attention_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Attention across ranks is Meshwright's: an implementation of Hugging Face's would not be asked."""
+    if recipe.parallel.cp > 1 and recipe.model.attention != "auto":
+        message = f"with parallel.cp={recipe.parallel.cp} attention is computed by Meshwright, across ranks"
+        yield Problem("model.attention", recipe.model.attention, message, "model.attention=auto")
+
+
 def find_length_problems(recipe: Recipe) -> Iterator[Problem]:
     """Every rank has a token of every sequence. Other lengths that do not divide are padded (`unpadded_lengths`)."""
     context, (ulysses, ring) = recipe.batch.context, context_degrees(recipe.parallel)

@@ -158,6 +158,7 @@ class TestContext:
                 "the 3 heads of a rank (num_attention_heads=6 / parallel.tp=2)",
                 "parallel.context=[1,4]; or ring",
             ),
+            (["model.attention=sdpa"], "model.attention", "computed by Meshwright", "model.attention=auto"),
         ],
     )
     def test_degrees_that_cannot_work(self, overrides, key, message, fix):

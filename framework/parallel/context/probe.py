@@ -1,0 +1,308 @@
+"""Whether the tokens of a sequence can be divided among ranks, found by running a small copy of the model in one process.
+
+    stock model      one sequence in order
+    hooked model     a batch of RANKS rows, each with the tokens that one rank would have; attention alone joins them
+
+Equal logits say three things: tokens meet in attention only (a recurrence or a convolution would end with a row), positions are
+those that the model is told, and our attention function computes what the family's masks and scores are (windows, soft-caps,
+sinks, biases). Neither signature nor config tells which families pass; one that fails would train on without a word.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from framework.comm.communicator import Communicator
+from framework.errors import ModelError
+from framework.mesh.axis import Axis
+from framework.mesh.context import ContextSlices
+from framework.model.block_attention import BlockAttention, Scores
+from framework.model.load import FORWARD_ERRORS, choose_experts
+from framework.model.materialize import seed_rng
+from framework.model.shrink import shrink
+from framework.parallel.context.attention import ContextAttention
+from framework.parallel.context.hook import Attention, AttentionDropout, Hook
+from framework.parallel.context.split import hook_attentions
+
+RANKS = 2
+# Documents of a row. One is longer than the small model's windows of 8 or 9 tokens; the second one spans the ranks.
+LENGTHS = (5, 17, 6)
+# Of 105 families, those that pass differ by 3e-6 at most in fp32, the others by 4e-5 at least.
+LARGEST_DIFFERENCE = 1e-5
+
+
+def refuse_undivided_context(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> None:
+    """Raises ModelError for a model whose sequences `slices` cannot divide exactly, with what is in the way.
+
+    has_documents: rows hold several documents, whose positions restart (`data.pack=documents`).
+    """
+    cause = next(_find_causes(config, slices, has_documents), None)
+    if cause is not None:
+        raise ModelError(
+            f"parallel.cp={slices.ranks} cannot divide the sequences of {config.model_type} models: {cause}. Use parallel.cp=1;"
+            " parallel.tp, zero.stage=3 and memory.activation_checkpointing=full make room for long sequences, too"
+        )
+
+
+def _find_causes(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[str]:
+    yield from _find_uneven_rope(config.get_text_config(), slices, has_documents)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        yield from _Probe(config).find_causes((sum(LENGTHS),))
+        if has_documents:
+            yield from _Probe(config).find_causes(LENGTHS)
+        yield from _find_dropout(config)
+
+
+class _Probe:
+    """A small copy of the model, stock, and hooked to whatever it is run with."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+        self.model = _build_small(config, shrink(config))
+        self.model.eval()
+
+    def find_causes(self, lengths: tuple[int, ...]) -> Iterator[str]:
+        """Why documents of these lengths cannot be divided."""
+        rows = _Rows(lengths)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        tokens = torch.randint(0, vocabulary, (1, rows.total))
+        try:
+            expected = self.model(input_ids=tokens, **self._positions(rows)).logits
+        except FORWARD_ERRORS as error:
+            yield f"a small one does not run on token ids and positions alone ({error})"
+            return
+        try:
+            found = self._run_divided(tokens, rows)
+        except ModelError as error:
+            yield str(error)
+            return
+        except FORWARD_ERRORS as error:
+            yield self._find_mixing(tokens) or f"it does not run without a mask of Hugging Face's ({error})"
+            return
+        if not _is_close(found, expected):
+            yield self._explain(tokens, rows, expected)
+
+    def _positions(self, rows: "_Rows") -> dict[str, Tensor]:
+        # One document is told no positions, as in training: some families do not take them.
+        return {} if len(rows.lengths) == 1 else {"position_ids": rows.positions}
+
+    def _run_divided(self, tokens: Tensor, rows: "_Rows") -> Tensor:
+        """Logits [1, T, V] of a model that has the tokens of each rank in a row of its own."""
+        hook_attentions(self.model, Hook(_Joined(rows), lambda device: rows.divide(torch.arange(rows.total)[None])))
+        mask = None if len(rows.lengths) == 1 else rows.divide(rows.first_rows)[:, None, :, None]
+        logits = self.model(
+            input_ids=rows.divide(tokens), position_ids=rows.divide(rows.positions), attention_mask=mask
+        ).logits
+        return rows.join(logits)
+
+    def _explain(self, tokens: Tensor, rows: "_Rows", expected: Tensor) -> str:
+        mixing = self._find_mixing(tokens)
+        if mixing is not None:
+            return mixing
+        hook_attentions(self.model, Hook(rows.whole, lambda device: torch.arange(rows.total)))
+        mask = None if len(rows.lengths) == 1 else rows.first_rows[:, None, :, None]
+        in_order = self.model(input_ids=tokens, attention_mask=mask, **self._positions(rows)).logits
+        if _is_close(in_order, expected):
+            return "its model does not go by position_ids, so that a rank's tokens would be at the wrong positions"
+        names = ", ".join(sorted({type(module).__name__ for module in self.model.modules() if _is_hooked(module)}))
+        return f"the attention of {names} is not only causal, windowed, soft-capped or biased by sinks and ALiBi"
+
+    def _find_mixing(self, tokens: Tensor) -> str | None:
+        """The first module that mixes tokens although attention does not: where one token changes, and others with it."""
+        hook_attentions(self.model, Hook(_attend_to_nothing, lambda device: torch.arange(tokens.shape[1])))
+        changed = tokens.clone()
+        changed[:, 0] = (changed[:, 0] + 1) % self.model.config.get_text_config().vocab_size
+        positions = torch.arange(tokens.shape[1])[None]
+        one, other = (_record_calls(self.model, each, positions) for each in (tokens, changed))
+        for call, again in zip(one, other, strict=False):
+            if not _differ(call.inputs, again.inputs) and _differ(call.outputs, again.outputs):
+                kind = type(self.model.get_submodule(call.name)).__name__
+                return f"{kind} ({call.name}) mixes tokens outside of an attention that Meshwright can divide"
+        return None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A sequence of documents, and how two ranks divide it: rank r has rows of its own."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def slices(self) -> list[ContextSlices]:
+        return [ContextSlices(self.total, ring=RANKS, rank=rank) for rank in range(RANKS)]
+
+    @property
+    def whole(self) -> Attention:
+        """Attention over the sequence on one rank."""
+        one = [Communicator(Axis(name, 1, 0)) for name in ("ulysses", "ring")]
+        return ContextAttention(ContextSlices(self.total), one[0], one[1], "ring", BlockAttention())
+
+    @property
+    def positions(self) -> Tensor:
+        """[1, T], from 0 in each document."""
+        return torch.cat([torch.arange(length) for length in self.lengths])[None]
+
+    @property
+    def first_rows(self) -> Tensor:
+        """[1, T], the row of the first token of each one's document."""
+        return torch.arange(self.total)[None] - self.positions
+
+    def divide(self, x: Tensor) -> Tensor:
+        """[1, T, ...] -> [RANKS, T / RANKS, ...]."""
+        return torch.cat([each.cut(x, 0) for each in self.slices])
+
+    def join(self, parts: Tensor) -> Tensor:
+        """[RANKS, T / RANKS, ...] -> [1, T, ...]."""
+        return self.slices[0].join(parts[:, None])
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Attention over all ranks, whose tokens stand in rows of a batch."""
+
+    rows: _Rows
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None, first_rows: Tensor | None
+    ) -> Tensor:
+        q, k, v = (self.rows.join(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
+        rows = None if first_rows is None else self.rows.join(first_rows)
+        return self.rows.divide(self.rows.whole(q, k, v, scores, sinks, rows))
+
+
+def _attend_to_nothing(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+def _build_small(config: PretrainedConfig, small: PretrainedConfig) -> PreTrainedModel:
+    small.use_cache = small.get_text_config().use_cache = False
+    seed_rng(0)
+    try:
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+    except FORWARD_ERRORS as error:
+        raise ModelError(f"a small {config.model_type} model cannot be built: {error}") from error
+    # What is zero at the start, such as sinks and biases, would not show.
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(std=0.1)
+    # Grouped matmuls want widths that a small copy may not have.
+    choose_experts(model, "eager", torch.float32)
+    return model
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().max() <= LARGEST_DIFFERENCE * expected.abs().max())
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return "context_hook" in vars(module)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A module that was run: of its inputs and outputs those that have a row for each token, [T, ...]."""
+
+    name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def _record_calls(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> list[_Call]:
+    """The modules that were run, in order; inner modules end before outer ones."""
+    calls: list[_Call] = []
+
+    def note(name: str, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append(_Call(name, _find_rows((args, kwargs), tokens.shape[1]), _find_rows(output, tokens.shape[1])))
+
+    handles = [
+        module.register_forward_hook(lambda _, *call, name=name: note(name, *call), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        model(input_ids=tokens, position_ids=positions)
+    except FORWARD_ERRORS:
+        return calls  # what ran before may tell
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _find_rows(values: Any, num_tokens: int) -> list[Tensor]:
+    tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+    rows = [x[0] if x.ndim > 1 and x.shape[0] == 1 else x for x in tensors]
+    return [x.clone() for x in rows if x.shape[:1] == (num_tokens,)]
+
+
+def _differ(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether any token but the first, which was changed, has another row."""
+    return any(
+        one.shape != other.shape or not torch.equal(one[1:], other[1:]) for one, other in zip(some, others, strict=True)
+    )
+
+
+def _find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[str]:
+    """Ropes that choose between two tables by the largest position that they are told, which ranks are told differently."""
+    if (original := _original_positions(config)) is None or slices.context <= original:
+        return
+    last = [min(each.intervals[-1][1], slices.context) for each in map(slices.of_rank, range(slices.ranks))]
+    if has_documents or min(last) <= original:
+        told = "its documents have" if has_documents else "a rank has"
+        yield (
+            f"its longrope has one table for up to {original} positions, another for more, and where batch.context={slices.context}"
+            f" is more, {told} fewer (longest on a rank: {min(last)}); set batch.context={original}"
+        )
+
+
+def _original_positions(config: PretrainedConfig) -> int | None:
+    """The positions up to which the config's longrope, if it has one, takes its table for short sequences."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            return int(rope["original_max_position_embeddings"])
+    return None
+
+
+def _find_dropout(config: PretrainedConfig) -> Iterator[str]:
+    small = shrink(config)
+    dropouts = {
+        path: value for path, value in _walk(config) if "drop" in path and isinstance(value, int | float) and value > 0
+    }
+    for path, value in dropouts.items():
+        _set(small, path, value)
+    model = _build_small(config, small).train()
+    hook_attentions(model, Hook(_attend_to_nothing, lambda device: torch.arange(2)))
+    try:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+    except AttentionDropout as error:
+        named = [path for path in dropouts if "att" in path] or list(dropouts)
+        fix = " and ".join(f"model.config.{path}=0" for path in named)
+        yield f"{error}, and which ones is not the same for any division of a sequence; set {fix}"
+    except FORWARD_ERRORS:
+        return  # in training some draw what a small copy lacks; in evaluation it ran
+
+
+def _walk(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
+    """The config's values by dotted names."""
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            yield from ((f"{name}.{inner}", each) for inner, each in _walk(value))
+        else:
+            yield name, value
+
+
+def _set(config: PretrainedConfig, path: str, value: Any) -> None:
+    *parts, name = path.split(".")
+    for part in parts:
+        config = getattr(config, part)
+    setattr(config, name, value)

@@ -1,0 +1,92 @@
+"""split_context: a transform that lets a model on meta attend across the ranks that divide its sequences.
+
+Parameters stay whole: context parallelism divides tokens, and ZeRO takes `cp` for data. What changes is attention, the one place
+of a decoder where tokens meet: every attention module is given a Hook, and the model's config the name of the function that asks
+for it. That nothing else mixes tokens the probe has shown on a small copy.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from framework.errors import TopologyError
+from framework.mesh.context import ContextSlices
+from framework.mesh.layout import Layout
+from framework.model.block_attention import BlockAttention
+from framework.model.load import layer_configs
+from framework.parallel.context.attention import ContextAttention
+from framework.parallel.context.family_forwards import METHODS, give_mask, replace_method
+from framework.parallel.context.hook import IMPLEMENTATION, Hook
+from framework.parallel.stage_plan import StagePlan
+
+
+def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
+    """Have every attention of the model attend across `ulysses` and `ring`. Layouts stay. On one rank of `cp` nothing changes.
+
+    model: on meta, its heads divided over `tp` already. Raises TopologyError where a rank's heads do not divide over `ulysses`.
+    """
+    if plan.axes["cp"].size == 1:
+        return layouts
+    ulysses, ring, slices = plan.axes["ulysses"], plan.axes["ring"], plan.tokens.slices
+    assert slices is not None, "tokens of a rank of cp without their rows"
+    refuse_uneven_heads(layer_configs(model.config), plan.axes["tp"].size, ulysses.size, plan.axes["cp"].size)
+    method: Literal["ring", "gather"] = "gather" if plan.recipe.parallel.context == "gather" else "ring"
+    attention = ContextAttention(slices, ulysses, ring, method, BlockAttention())
+    hook_attentions(model, Hook(attention, lambda device: rows_of(slices, device)))
+    return layouts
+
+
+def rows_of(slices: ContextSlices, device: torch.device) -> Tensor:
+    """The global rows of a rank's tokens, [C] int64, padding counted on."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in slices.intervals])
+
+
+def hook_attentions(model: PreTrainedModel, hook: Hook) -> None:
+    """Give the hook to every attention of the model, and have the model call them by it."""
+    for module in find_attentions(model):
+        module.context_hook = hook
+        if type(module).__name__ in METHODS:
+            replace_method(module)
+    # Tensor parallelism gives some modules a config of their own.
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = IMPLEMENTATION
+    give_mask(model)
+
+
+def find_attentions(model: nn.Module) -> Iterator[Any]:
+    """The modules that ask Hugging Face's registry for an attention function, and those whose code has a replacement."""
+    asks: dict[type[nn.Module], bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in asks:
+            asks[kind] = kind.__name__ in METHODS or _asks_registry(kind)
+        if asks[kind]:
+            yield module
+
+
+def _asks_registry(kind: type[nn.Module]) -> bool:
+    # By source, since nothing else tells before the module is called.
+    forward = inspect.unwrap(kind.forward)
+    return kind.__module__.startswith("transformers.") and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(forward)
+
+
+def refuse_uneven_heads(layers: Iterable[PretrainedConfig], tp: int, ulysses: int, cp: int) -> None:
+    """Raises TopologyError where the heads of a layer, divided over `tp`, do not divide over `ulysses`, with the degrees that do.
+    layers: the config of each kind of layer."""
+    for config in layers:
+        heads = config.get_text_config().num_attention_heads
+        own = heads // tp
+        if own % ulysses:
+            fitting = [degree for degree in range(1, cp + 1) if cp % degree == 0 and own % degree == 0]
+            pairs = " or ".join(f"[{degree},{cp // degree}]" for degree in fitting)
+            held = f"num_attention_heads={heads}" + (f" / parallel.tp={tp}" if tp > 1 else "")
+            raise TopologyError(
+                f"parallel.context: a Ulysses degree of {ulysses} does not divide the {own} heads ({held}) that a rank of a"
+                f" {config.model_type} model has: use parallel.context={pairs}, or ring"
+            )

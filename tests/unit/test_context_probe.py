@@ -1,0 +1,172 @@
+"""The probe admits a model whose sequences can be divided exactly, and names what is in the way of one whose cannot."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from framework.errors import ModelError, TopologyError
+from framework.mesh.context import ContextSlices
+from framework.model.block_attention import Scores
+from framework.model.load import layer_configs
+from framework.parallel.context import hook, refuse_undivided_context
+from framework.parallel.context.family_rules import QUERY_RULES
+from framework.parallel.context.hook import IMPLEMENTATION, Hook
+from framework.parallel.context.split import find_attentions, hook_attentions, refuse_uneven_heads
+from tests.families import build_config, family
+from tests.grid import few_of
+
+SLICES = ContextSlices(24, ring=2)
+# With documents where the family's own masks keep them apart.
+DIVIDED = [
+    ("llama", True), ("qwen3", True), ("mistral", True), ("gemma2", True), ("deepseek_v3", True), ("olmo2", True),
+    ("glm4", True), ("cohere2", True), ("gpt_oss", False), ("bloom", False), ("mpt", False), ("falcon", False),
+    ("falcon_grouped", False), ("gptj", True), ("codegen", True), ("gpt_neo", True), ("llama4_text", True),
+    ("diffllama", True), ("longcat_flash", True), ("gpt_bigcode", True), ("opt", False), ("phi3", True),
+]  # fmt: skip
+SHOWN = (
+    "llama",
+    "gemma2",
+    "deepseek_v3",
+    "gpt_oss",
+    "bloom",
+    "mpt",
+    "falcon_grouped",
+    "codegen",
+    "gpt_neo",
+    "llama4_text",
+)
+
+
+def probe(name: str, has_documents: bool = False, slices: ContextSlices = SLICES, **changes: Any) -> None:
+    refuse_undivided_context(build_config(family(name), **changes), slices, has_documents)
+
+
+@pytest.mark.parametrize(("name", "has_documents"), few_of(DIVIDED, lambda name, *_: name in SHOWN))
+def test_families_whose_attention_can_be_divided_are_admitted(name: str, has_documents: bool) -> None:
+    probe(name, has_documents)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (build_config(family("qwen3_next")), "Qwen3NextGatedDeltaNet (model.layers.0.linear_attn) mixes tokens outside"),
+        (build_config(family("xglm")), "XGLMAttention (model.layers.0.self_attn) mixes tokens outside"),
+        (AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=97), "MambaMixer"),
+        (AutoConfig.for_model("bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2), "BertSelfAttention"),
+        (AutoConfig.for_model("rembert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2), "RemBertSelfAttention"),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else None,
+)  # fmt: skip
+def test_a_family_that_cannot_be_divided_is_refused_by_what_is_in_the_way(config: PretrainedConfig, told: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        refuse_undivided_context(config, SLICES, has_documents=False)
+    assert told in str(raised.value)
+    assert f"parallel.cp=2 cannot divide the sequences of {config.model_type} models" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("mistral", "window"), ("gemma2", "window"), ("gemma2", "softcap"), ("bloom", "slopes"), ("gpt_oss", "window")],
+)
+def test_an_attention_that_loses_part_of_the_scores_is_found(
+    name: str, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "Scores", lambda *values: replace(Scores(*values), **{lost: None}))
+    # Queries and keys of a small model hardly reach a cap of 50.
+    changes = {"attn_logit_softcapping": 0.01} if lost == "softcap" else {}
+    with pytest.raises(ModelError, match="is not only causal"):
+        probe(name, **changes)
+
+
+def test_documents_that_see_one_another_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook, "_read_first_rows", lambda module, mask: torch.zeros_like(mask[:, 0, :, 0]))
+    with pytest.raises(ModelError, match="is not only causal"):
+        probe("llama", has_documents=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "drops 0.1 of its attention's probabilities"),
+        ("llama", {"attention_dropout": 0.1}, "set model.config.attention_dropout=0"),
+        ("gpt2", {"attn_pdrop": 0.2, "resid_pdrop": 0.1}, "set model.config.attn_pdrop=0."),
+        ("mpt", {"attn_config": {"attn_pdrop": 1}}, "set model.config.attn_config.attn_pdrop=0."),
+        ("bloom", {"attention_dropout": 0.1}, "set model.config.attention_dropout=0."),
+    ],
+)
+def test_attention_dropout_is_refused_by_its_key(name: str, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        probe(name, **changes)
+    assert told in str(raised.value)
+
+
+def test_other_dropout_is_none_of_attentions() -> None:
+    probe("gpt2", resid_pdrop=0.2, embd_pdrop=0.1)
+
+
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "partial_rotary_factor": 1.0,
+    }
+}  # fmt: skip
+
+
+def test_longrope_is_refused_where_ranks_would_choose_different_tables() -> None:
+    # Two ranks of a ring have rows 0 .. 5, 18 .. 23 and 6 .. 17 of 24: both know of more than 16 positions.
+    probe("phi3", **LONGROPE)
+    probe("phi3", slices=ContextSlices(16, ring=2), has_documents=True, **LONGROPE)
+    with pytest.raises(ModelError, match=r"where batch.context=24 is more, a rank has fewer .*batch.context=16"):
+        probe("phi3", slices=ContextSlices(24, ulysses=2), **LONGROPE)
+    with pytest.raises(ModelError, match="its documents have fewer"):
+        probe("phi3", has_documents=True, **LONGROPE)
+
+
+def test_llama4s_temperature_is_that_of_the_rows_in_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe("llama4_text", floor_scale=3)
+    rule = QUERY_RULES["Llama4TextAttention"]
+
+    def forget_rows(module: Any, query: torch.Tensor, first: Any, rows: torch.Tensor) -> Any:
+        return query, rule(module, query, first, rows)[1]
+
+    monkeypatch.setattr(hook, "QUERY_RULES", {"Llama4TextAttention": forget_rows})
+    with pytest.raises(ModelError, match="does not go by position_ids"):
+        probe("llama4_text", floor_scale=3)
+
+
+@pytest.mark.parametrize("name", ["llama", "diffllama", "bloom", "gptj", "longcat_flash"])
+def test_every_attention_of_a_model_finds_its_hook(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(build_config(family(name), use_cache=False))
+    calls: list[tuple[int, ...]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+        calls.append(tuple(q.shape))
+        return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+    found = len(list(find_attentions(model)))
+    hook_attentions(model, Hook(attend, lambda device: torch.arange(6, device=device)))
+    model(input_ids=torch.zeros(2, 6, dtype=torch.int64))
+    layers = model.config.num_hidden_layers
+    assert len(calls) == (2 * layers if name == "diffllama" else layers)
+    assert found == layers
+    assert model.config._attn_implementation == IMPLEMENTATION
+
+
+def test_a_mask_that_the_stage_did_not_pass_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(build_config(family("llama"), use_cache=False))
+    hook_attentions(model, Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6, device=device)))
+    with pytest.raises(ModelError, match=r"LlamaAttention computes an attention mask of its own, bool \[1, 1, 6, 6\]"):
+        model(input_ids=torch.zeros(1, 6, dtype=torch.int64), attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
+
+
+def test_ulysses_beyond_the_heads_of_a_rank_is_refused_with_the_degrees_that_fit() -> None:
+    config = build_config(family("llama"), num_attention_heads=6, hidden_size=48)
+    refuse_uneven_heads(layer_configs(config), tp=1, ulysses=2, cp=4)
+    with pytest.raises(TopologyError) as raised:
+        refuse_uneven_heads(layer_configs(config), tp=2, ulysses=2, cp=4)
+    for part in ("Ulysses degree of 2", "3 heads", "num_attention_heads=6 / parallel.tp=2", "parallel.context=[1,4]"):
+        assert part in str(raised.value)
