@@ -181,16 +181,14 @@ class _Backward:
         self.sums = KeyValues(k, v)
 
     def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
-        heads, contributions = _query_heads(portion.heads, self.queries.q, self.own), []
+        of, contributions = self.queries, []
+        heads = _query_heads(portion.heads, of.q, self.own)
         blocks = self.blocks.of_heads(heads)
         for block, scores, rows in blocks.plan(portion, source):
-            found = blocks.block.backward(
-                *self._queries_of(block, heads, _select(held.k, block.keys), _select(held.v, block.keys)),
-                block.q_rows,
-                block.k_rows,
-                scores,
-                rows,
-            )
+            gradient, q, out = (_select(x[:, heads], block.queries) for x in (of.gradient, of.q, of.out))
+            k, v = _select(held.k, block.keys), _select(held.v, block.keys)
+            log_sum = of.log_sum[:, heads, slice(*block.queries)]
+            found = blocks.block.backward(gradient, q, k, v, out, log_sum, block.q_rows, block.k_rows, scores, rows)
             if found is not None:
                 self.dq_sums.add(block.queries, found[0])
                 contributions.append((block.keys, found[1], found[2]))
@@ -211,12 +209,6 @@ class _Backward:
         if place.k.dtype != self.sums.k.dtype:
             place.k.copy_(self.sums.k)
             place.v.copy_(self.sums.v)
-
-    def _queries_of(self, block: Block, heads: slice, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of a block, in the order in which `BlockAttention.backward` takes them."""
-        of, tokens = self.queries, slice(*block.queries)
-        gradient, q, out = (x[:, heads, tokens] for x in (of.gradient, of.q, of.out))
-        return gradient, q, k, v, out, of.log_sum[:, heads, tokens]
 
 
 class _Attend(torch.autograd.Function):
