@@ -51,8 +51,8 @@ def is_followed(recipe: Recipe) -> bool:
 def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[Microbatch]:
     """This rank's microbatches, in the loader's order: microbatch m of rank r holds sequences from (m * dp + r) * b, and of each
     the tokens that this rank of `cp` has."""
-    dp, sizes = mesh.axis("dp"), [mesh.axis(name).size for name in ("ulysses", "ring")]
-    slices = ContextSlices(batch.input_ids.shape[1], *sizes, mesh.axis("cp").rank)
+    dp, ulysses, ring = (mesh.axis(name) for name in ("dp", "ulysses", "ring"))
+    slices = ContextSlices(batch.input_ids.shape[1], ulysses.size, ring.size, mesh.axis("cp").rank)
     whole = split_rows(Microbatch(batch.input_ids, batch.labels, batch.position_ids), sequences_per_microbatch)
     return [cut_context(each, slices) for each in whole[dp.rank :: dp.size]]
 

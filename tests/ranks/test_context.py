@@ -1,0 +1,255 @@
+"""Context parallelism is the training run of stock Hugging Face and torch in one process: losses, every gradient, norms, weights,
+whatever ranks divide the tokens of a sequence among them and by whichever method they attend to one another's.
+
+The product of families, meshes, methods, lengths, ZeRO and the rest is too large: in the grid any two of their values meet.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from framework.build import build
+from framework.comm.collectives import all_gather
+from framework.comm.connect import connect
+from framework.data.pack import Microbatch
+from framework.data.slices import cut_context
+from framework.plan.plan import make_plan
+from framework.recipe.context_rules import has_tokens_everywhere
+from framework.recipe.derive import context_degrees
+from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.stage import StepInputs
+from tests.families import build_config, family
+from tests.ranks.covering import cover_pairs
+from tests.ranks.parity import CPU, STAGE_0, Case, assert_equal, small_recipe, topology_of
+from tests.ranks.pool import RankPool
+
+# Divides into 1, 2 or 4 data-parallel ranks x 1 or 3 microbatches.
+SEQUENCES = 12
+EIGHT_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+    "gpt_oss": {"num_local_experts": 8},
+}
+FOUR_LAYERS: dict[str, dict[str, Any]] = {
+    name: {"layer_types": ["sliding_attention", "full_attention"] * 2} for name in ("gemma2", "gpt_oss", "cohere2")
+}
+# Stock models of the others show packed documents to one another.
+KEEPS_DOCUMENTS_APART = ("llama", "qwen3", "mistral", "gemma2", "deepseek_v3", "olmo2", "glm4", "cohere2", "qwen3_moe")
+NAMES = (*KEEPS_DOCUMENTS_APART, "gpt_oss", "bloom", "mpt")
+MIXTURES = ("deepseek_v3", "gpt_oss", "qwen3_moe")
+
+Method = str | tuple[int, int]
+PLAIN = Memory(compile="never")
+RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
+CHUNKED = Memory(chunked_loss=True, compile="never")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A training run of a family and how it is laid out. method: parallel.context; capacity: model.expert_capacity."""
+
+    family: str
+    cp: int
+    method: Method = "ring"
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sequence: bool = True
+    zero: Zero = STAGE_0
+    context: int = 13
+    packs: bool = False
+    count: int = 1
+    schedule: str = "1f1b"
+    memory: Memory = PLAIN
+    capacity: float | None = None
+    bias_rate: float = 0.0
+    precision: str = "fp64"
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def parallel(self) -> Parallel:
+        method: Any = self.method if isinstance(self.method, str) else list(self.method)
+        return Parallel(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence=self.sequence, context=method)
+
+    @property
+    def recipe(self) -> Recipe:
+        recipe = small_recipe(self.precision, self.world, self.count, SEQUENCES, 0.05, self.zero, self.parallel)
+        return replace(
+            recipe,
+            batch=replace(recipe.batch, context=self.context),
+            data=replace(recipe.data, pack="documents" if self.packs else "concat"),
+            model=replace(recipe.model, expert_capacity=self.capacity, router_bias_rate=self.bias_rate),
+            memory=self.memory,
+            pipeline=Pipeline(schedule=self.schedule),  # type: ignore[arg-type]
+        )
+
+    @property
+    def case(self) -> Case:
+        changes = dict(EIGHT_EXPERTS.get(self.family, {}))
+        if self.pp > 1:
+            changes |= {"num_hidden_layers": 4, **FOUR_LAYERS.get(self.family, {})}
+        # By microbatch: a load-balancing loss is no sum over tokens.
+        return Case(str(self), family(self.family), {"": self.recipe}, changes, "output_router_logits" in changes)
+
+
+# Each mechanism once: the methods, two ranks and four, lengths that need padding and not, packed documents that span ranks,
+# windows, soft-caps, sinks, ALiBi, unequal head dims, experts with capacity and balancing, beside every other axis.
+SHOWN = (
+    Way("llama", 2, dp=2, zero=Zero(stage=3), packs=True, precision="fp32"),
+    Way("mistral", 4, (2, 2), context=16, packs=True, memory=RECOMPUTES),
+    Way("gemma2", 2, "ulysses", tp=2, zero=Zero(stage=1), packs=True, memory=CHUNKED),
+    Way("gpt_oss", 2, "gather", dp=2, ep=2, zero=Zero(stage=3)),
+    Way("deepseek_v3", 2, pp=2, ep=2, count=3, schedule="zbv", bias_rate=0.05),
+    Way("qwen3_moe", 2, tp=2, ep=2, capacity=1.0, zero=Zero(stage=1)),
+    Way("bloom", 4, context=9),
+)
+
+
+def test_tokens_divided_by_each_method_equal_one_process(pool: RankPool) -> None:
+    assert_equal(pool, 4, [way.case for way in SHOWN])
+
+
+# (cp, dp, tp, pp, ep, sequence, schedule)
+MESHES: tuple[tuple[int, int, int, int, int, bool, str], ...] = (
+    (2, 1, 1, 1, 1, True, "1f1b"),
+    (2, 1, 1, 1, 2, True, "1f1b"),
+    (2, 2, 1, 1, 4, True, "1f1b"),
+    (2, 1, 2, 1, 1, True, "1f1b"),
+    (2, 1, 2, 1, 2, False, "1f1b"),
+    (2, 1, 2, 1, 4, True, "1f1b"),
+    (2, 1, 1, 2, 1, True, "1f1b"),
+    (2, 1, 1, 2, 2, True, "zb_h1"),
+    (2, 1, 1, 2, 1, True, "interleaved"),
+    (4, 1, 1, 1, 1, True, "1f1b"),
+    (4, 1, 1, 1, 2, True, "1f1b"),
+    (4, 1, 1, 1, 4, True, "1f1b"),
+    (4, 1, 2, 1, 1, True, "1f1b"),
+    (4, 1, 2, 1, 8, True, "1f1b"),
+    (4, 1, 2, 1, 2, False, "1f1b"),
+    (4, 1, 1, 2, 1, True, "zbv"),
+    (4, 2, 1, 1, 2, True, "1f1b"),
+    (2, 1, 2, 2, 2, True, "1f1b"),
+    (2, 1, 2, 2, 1, False, "zb_h1"),
+)
+METHODS: tuple[Method, ...] = ("ring", "ulysses", "gather", (2, 2))
+ZEROS = (Zero(stage=0), Zero(stage=1), Zero(stage=3), Zero(stage=3, shard_within=2), Zero(stage=2, accumulate="local"))
+
+
+def can_run(
+    name: str,
+    mesh: tuple[int, int, int, int, int, bool, str],
+    method: Method,
+    context: int,
+    packs: bool,
+    zero: Zero,
+    memory: Memory,
+    precision: str,
+) -> bool:
+    cp, _, tp, _, ep, _, _ = mesh
+    if isinstance(method, tuple) and method[0] * method[1] != cp:
+        return False
+    ulysses, ring = context_degrees(Parallel(cp=cp, context=list(method) if isinstance(method, tuple) else method))  # type: ignore[arg-type]
+    is_divided = 4 // tp % ulysses == 0 and has_tokens_everywhere(context, ulysses, ring)
+    return is_divided and (ep == 1 or name in MIXTURES) and (not packs or name in KEEPS_DOCUMENTS_APART)
+
+
+@cache
+def cover() -> tuple[Way, ...]:
+    memories = (PLAIN, RECOMPUTES, CHUNKED)
+    rows = cover_pairs((NAMES, MESHES, METHODS, (16, 13, 9), (False, True), ZEROS, memories, ("fp64", "fp32")), can_run)
+    return tuple(
+        Way(name, cp, method, dp, tp, pp, ep, sequence, zero, context, packs, 3 if pp > 1 else 1, schedule, memory,
+            precision=precision)
+        for name, (cp, dp, tp, pp, ep, sequence, schedule), method, context, packs, zero, memory, precision in rows
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def eight():
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", NAMES)
+def test_any_two_of_family_mesh_method_length_and_options_equal_one_process(eight: RankPool, name: str) -> None:
+    assert_equal(eight, 8, [way.case for way in cover() if way.family == name])
+
+
+ALL_AXES = (
+    Way("qwen3_moe", 2, tp=2, pp=2, ep=2, zero=Zero(stage=1), count=3),
+    Way("deepseek_v3", 2, "ulysses", dp=2, pp=2, ep=4, zero=Zero(stage=3), packs=True, count=3, schedule="zb_h1"),
+    Way("gpt_oss", 2, "gather", dp=2, tp=2, ep=4, zero=Zero(stage=3, shard_within=2)),
+)
+
+
+@pytest.mark.grid
+def test_all_axes_at_once_on_eight_ranks_equal_one_process(eight: RankPool) -> None:
+    assert_equal(eight, 8, [way.case for way in ALL_AXES])
+
+
+# --- who sees whom: the probe
+
+
+LENGTH = 29
+DOCUMENTS = (11, 3, 15)
+
+
+def see(rank: int, world: int, rendezvous: str, way: Way) -> Tensor:
+    """Body: [T, T] bool, whether logits at position t (row) change in any bit when token s (column) is another one."""
+    config = build_config(family(way.family))
+    config.use_cache = False
+    recipe = replace(way.recipe, batch=replace(way.recipe.batch, sequences_per_microbatch=LENGTH + 1))
+    plan = make_plan(recipe, config)
+    mesh = connect(topology_of(recipe, config), CPU, rendezvous, rank)
+    run = build(plan, mesh)
+    # Row 0 is left alone; row s + 1 has another token at s.
+    tokens = torch.randint(3, 90, (LENGTH,), generator=torch.Generator().manual_seed(1)).repeat(LENGTH + 1, 1)
+    tokens[torch.arange(LENGTH) + 1, torch.arange(LENGTH)] += 5
+    positions = None
+    if way.packs:
+        positions = torch.cat([torch.arange(length) for length in DOCUMENTS]).repeat(LENGTH + 1, 1)
+    slices = plan.context_slices(rank)
+    own = cut_context(Microbatch(tokens, tokens, positions), slices)
+    stage, logits = run.stages[0], []
+    stage.model.model.get_output_embeddings().register_forward_hook(lambda head, args, output: logits.append(output))
+    stage.start_step(StepInputs([own], (), torch.zeros((), dtype=torch.int64), 0, run.loss_scale.value))
+    with torch.no_grad():
+        stage.validate(0, ())
+    changed = (logits[0][1:] != logits[0][:1]).any(-1).byte()
+    parts = changed.new_empty(slices.ranks, *changed.shape)
+    all_gather(parts, changed, mesh.axis("cp"))
+    mesh.close()
+    return slices.join(parts).T.bool()
+
+
+def expect_to_see(window: int | None, layers: int, packs: bool) -> Tensor:
+    """[T, T] bool, by the definition: through each layer a token sees those at most window - 1 before it, of its document."""
+    row, seen = torch.arange(LENGTH), torch.eye(LENGTH)
+    document = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS)) * packs
+    distance = row[:, None] - row
+    one = (distance >= 0) & (distance < (window or LENGTH)) & (document[:, None] == document)
+    for _ in range(layers):
+        seen = (one.float() @ seen).bool().float()
+    return seen.bool()
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(("name", "window"), [("llama", None), ("mistral", 5)])
+def test_a_changed_token_changes_exactly_what_may_see_it(
+    pool: RankPool, name: str, window: int | None, packs: bool
+) -> None:
+    """On every rank, across ranks, and for documents that begin on one rank and end on another."""
+    expected = expect_to_see(window, 3, packs)
+    methods: tuple[Method, ...] = ("ring", "ulysses", "gather", (2, 2))
+    for method in methods:
+        found = pool.run(4, see, Way(name, 4, method, context=LENGTH, packs=packs))
+        assert all(torch.equal(each, expected) for each in found), (method, (found[0] != expected).nonzero().tolist())
