@@ -4,6 +4,7 @@
     python scripts/bench/context.py --cases 1x2048 --sides ddp ring    the first of the sides is what ratios are over
     python scripts/bench/context.py --json ratios.json                the ratios' medians, by case and side
     python scripts/bench/context.py --profile ring --cases 1x4096      what one rank's time goes into, by operator
+    python scripts/bench/context.py --memory --ranks 4 --cases 1x32768 peak memory of attention alone, beside one rank's
 
 A Llama of hidden 256, 2 layers, 8 heads of 32, 4 key-value heads, vocabulary 2048. All sides take the same sequences in a step,
 one for each rank: `ddp` a whole one on each rank, the others a share of all of them on every rank. Every side: sdpa's kernels,
@@ -19,9 +20,12 @@ fused AdamW, decay on matrices only, no clipping. The losses of each step agree 
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +41,10 @@ from interleave import (
     Ours,
     Setting,
     Side,
+    join,
     measure,
     profile,
+    read_status,
     run_ranks,
     save_weights,
     stock_model,
@@ -49,9 +55,13 @@ from interleave import (
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from framework.comm.collectives import gather_objects
 from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
-from framework.recipe.schema import Zero
+from framework.mesh.context import ContextSlices
+from framework.model.block_attention import BlockAttention, Scores
+from framework.parallel.context.attention import ContextAttention
+from framework.recipe.schema import Parallel, Zero
 
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
@@ -241,24 +251,86 @@ class PlainContext(Loop):
         return super().step(own)
 
 
-def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor) -> Side:
-    world, rank = setting.world, setting.rank
+class OurAttention:
+    """ContextAttention alone, without a run around it."""
+
+    def __init__(self, setting: Setting, mesh: Mesh, name: str):
+        world, alone, context = mesh.axis("world"), mesh.axis("tp"), setting.case.context
+        ulysses, ring = (world, alone) if name == "ulysses" else (alone, world)
+        slices = ContextSlices(context, ulysses.size, ring.size, setting.rank)
+        self._attention = ContextAttention(
+            slices, ulysses, ring, "gather" if name == "gather" else "ring", BlockAttention()
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attention(q, k, v, Scores(q.shape[-1] ** -0.5)).transpose(1, 2)
+
+
+def build_plain(name: str, world: int, rank: int) -> Contiguous | Zigzag | PlainUlysses:
+    """The attention of a side that is written here."""
     match name:
-        case "ddp":
-            return Loop(setting, wrap_ddp)
-        case "dp":
-            return Ours(setting, mesh, Zero(stage=0))
         case "contiguous":
-            side: Side = PlainContext(name, setting, Contiguous(world, rank))
-        case "zigzag":
-            side = PlainContext(name, setting, Zigzag(world, rank, MaskedRows()))
-        case "zigzagmerge":
-            side = PlainContext(name, setting, Zigzag(world, rank, merge_blocks))
+            return Contiguous(world, rank)
         case "alltoall":
-            side = PlainContext(name, setting, PlainUlysses(world, rank))
-        case _:
-            raise NotImplementedError(name)
-    return TakesAll(side, setting, tokens)
+            return PlainUlysses(world, rank)
+    return Zigzag(world, rank, MaskedRows() if name == "zigzag" else merge_blocks)
+
+
+def build_side(name: str, setting: Setting, mesh: Mesh, tokens: Tensor) -> Side:
+    world = setting.world
+    if name == "ddp":
+        return Loop(setting, wrap_ddp)
+    if name == "dp":
+        return Ours(setting, mesh, Zero(stage=0))
+    if name in PLAIN:
+        return TakesAll(PlainContext(name, setting, build_plain(name, world, setting.rank)), setting, tokens)
+    together = replace(setting, tp=world, case=replace(setting.case, sequences=world * setting.case.sequences))
+    parallel = Parallel(cp=world, context=name)  # type: ignore[arg-type]
+    return TakesAll(Ours(together, mesh, Zero(stage=0), parallel), setting, tokens)
+
+
+def measure_attention(setting: Setting, name: str, rendezvous: str, results: Path) -> None:
+    """One rank: the peak resident memory of one forward and backward of attention over what there was before, in bytes, after one
+    that fills torch's caches; rank 0 writes those of all. Counted are q, k, v, the output, their gradients and all in between."""
+    mesh = join(setting, rendezvous)
+    attend: Attend = whole_attention
+    if setting.world > 1:
+        attend = OurAttention(setting, mesh, name) if name in OURS else build_plain(name, setting.world, setting.rank)
+    differentiate_once(attend, setting)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = read_status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    differentiate_once(attend, setting)
+    found = gather_objects(read_status("VmHWM") - before, mesh.axis("world"))
+    if setting.rank == 0:
+        results.write_text(json.dumps(found))
+    mesh.close()
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def differentiate_once(attend: Attend, setting: Setting) -> None:
+    """Forward and backward of this rank's share of one sequence, its tensors in the order of projections."""
+    model, rows = setting.model, setting.case.context // setting.world
+    heads, kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
+    size = model["hidden_size"] // heads
+    q, k, v = (torch.randn(1, rows, number, size) for number in (heads, kv_heads, kv_heads))
+    out = attend(*(x.requires_grad_().transpose(1, 2) for x in (q, k, v)))
+    out.backward(torch.randn(1, rows, heads, size).transpose(1, 2))
+
+
+def print_attention_memory(setting: Setting, names: Sequence[str], ranks: int) -> None:
+    """Each side in ranks of its own, beside sdpa on one rank."""
+    (alone,) = run_ranks(measure_attention, replace(setting, world=1), "sdpa")
+    print("| side | ranks | peak MiB of each rank | one rank's over the largest |\n|---|---|---|---|")
+    print(f"| sdpa | 1 | {alone / 2**20:.0f} | 1 |", flush=True)
+    for name in names:
+        found = run_ranks(measure_attention, replace(setting, world=ranks), name)
+        peaks = ", ".join(f"{each / 2**20:.0f}" for each in found)
+        print(f"| {name} | {ranks} | {peaks} | {alone / max(found):.2f} |", flush=True)
 
 
 def check_losses(losses: dict[str, list[float]]) -> None:
@@ -279,9 +351,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, default=None, help="where to write the ratios' medians, by case and side")
     parser.add_argument("--profile", choices=SIDES, default=None)
+    parser.add_argument("--memory", action="store_true", help="of one layer's attention alone, without a model")
+    parser.add_argument("--kv-heads", type=int, default=MODEL["num_key_value_heads"])
     options = parser.parse_args()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {options.rounds} rounds")
-    model = MODEL | {"num_hidden_layers": options.layers}
+    model = MODEL | {"num_hidden_layers": options.layers, "num_key_value_heads": options.kv_heads}
     against, ratios = options.sides[0], {}
     with tempfile.TemporaryDirectory() as weights:
         save_weights(weights, model)
@@ -289,6 +363,9 @@ def main() -> None:
             steps = WARMUP_ROUNDS + options.rounds
             setting = Setting(case, options.ranks, 0, steps, None, weights, "", model=model)
             print(f"\n{case}, {options.layers} layers, {options.ranks} ranks", flush=True)
+            if options.memory:
+                print_attention_memory(setting, [name for name in options.sides if name in OURS], options.ranks)
+                continue
             if options.profile is not None:
                 print(run_ranks(profile, setting, build_side, options.profile))
                 continue

@@ -32,7 +32,8 @@ from framework.build import build
 from framework.comm.collectives import gather_objects
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
-from framework.data.loader import Microbatch
+from framework.data.pack import Microbatch
+from framework.data.slices import cut_context
 from framework.mesh.topology import Topology
 from framework.model import matmul
 from framework.model.load import load_config
@@ -253,10 +254,12 @@ class Ours:
         )
         plan = make_plan(recipe, load_config(recipe.model))
         self.run = build(plan, mesh_over(mesh, plan.topology))
+        self._slices = plan.context_slices(mesh.rank)
         self._step = 0
 
     def step(self, microbatches: Sequence[Microbatch]) -> float:
-        result = train_step(self.run, microbatches, self._step, LR)
+        own = [cut_context(each, self._slices) for each in microbatches]
+        result = train_step(self.run, own, self._step, LR)
         self._step += 1
         return result.read().loss
 

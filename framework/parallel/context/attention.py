@@ -76,6 +76,8 @@ class ContextAttention:
         each query may see. All ranks of the axes call it, and run its backward, in the same order.
         """
         q, k, v = self.heads.enter(q, k, v)
+        # Head by head: a CPU's kernel reads the keys of a head again for every block of queries, from fewer lines of its cache.
+        k, v = k.contiguous(), v.contiguous()
         own_sinks = None if sinks is None else self.heads.select(sinks)
         rows = None if first_rows is None else self.heads.gather_rows(first_rows)
         blocks = RankBlocks(self.block, self.slices, self.heads.select_scores(scores), None)
