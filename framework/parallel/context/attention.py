@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices, Interval
 from framework.model.block_attention import BlockAttention, Scores
+from framework.model.kept_outputs import compute_attention
 from framework.parallel.context.blocks import Block, Joining, find_steps, plan_blocks
 from framework.parallel.context.gather import Gather
 from framework.parallel.context.key_values import (
@@ -231,13 +232,18 @@ class _Attend(torch.autograd.Function):
         blocks: RankBlocks,
         transport: Transport,
     ) -> Tensor:
-        own = KeyValues(k, v)
-        work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
-        transport.forward(own, blocks.route(own, transport), work)
+
+        def attend() -> tuple[Tensor, Tensor]:
+            own = KeyValues(k, v)
+            work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
+            transport.forward(own, blocks.route(own, transport), work)
+            return work.out, work.log_sum
+
+        out, log_sum = compute_attention(attend)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
-        ctx.save_for_backward(q, k, v, sinks, first_rows, work.out, work.log_sum)
+        ctx.save_for_backward(q, k, v, sinks, first_rows, out, log_sum)
         ctx.blocks, ctx.transport = blocks, transport
-        return work.out
+        return out
 
     @staticmethod
     @once_differentiable
