@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 Policy = Literal["none", "selective", "full", "sqrt"]
@@ -161,6 +161,14 @@ class _Pass(AbstractContextManager[None]):
         self._end()
 
 
+def compute_attention(compute: Callable[[], Any]) -> Any:
+    """The output of an attention that is made of several of torch's: kept and taken over as one by the layer that it is called
+    in, where that keeps attentions. Each part would be kept, else; messages between parts are not sent again either."""
+    modes = reversed(_get_current_dispatch_mode_stack())  # a group's layers are computed within one another
+    catch = next((mode for mode in modes if isinstance(mode, _Catch)), None)
+    return compute() if catch is None else catch.compute_whole(compute)
+
+
 class _Save(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -174,6 +182,15 @@ class _Catch(TorchDispatchMode):
     def __init__(self, outputs: KeptOutputs) -> None:
         super().__init__()
         self._outputs, self._dropouts = outputs, dict(ATTENTIONS)
+        self._is_inside = False
+
+    def compute_whole(self, compute: Callable[[], Any]) -> Any:
+        """An attention's output, whose parts are not caught."""
+        self._is_inside = True
+        try:
+            return self._outputs.compute(ATTENTION, compute)
+        finally:
+            self._is_inside = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +199,7 @@ class _Catch(TorchDispatchMode):
         if func is aten.topk.default:
             return self._choose(partial(func, *args, **kwargs), args[0], args[2] if len(args) > 2 else -1)
         # One with dropout is computed again: it takes random numbers, and those behind it take the next.
-        if func not in self._dropouts or any(args[self._dropouts[func] :][:1]):
+        if self._is_inside or func not in self._dropouts or any(args[self._dropouts[func] :][:1]):
             return func(*args, **kwargs)
         return self._outputs.compute(ATTENTION, partial(func, *args, **kwargs))
 

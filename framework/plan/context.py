@@ -40,13 +40,14 @@ ROW_BYTES = 8
 @dataclass(frozen=True)
 class AttentionShape:
     """Attention of a layer on a rank of tp. heads, kv_heads: its own; key_dim, value_dim: of a head; reach: tokens that a query
-    sees at the most, itself included."""
+    sees at the most, itself included; is_windowed: these are the last ones."""
 
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     reach: int
+    is_windowed: bool = False
 
     def pairs(self, context: int) -> int:
         """Pairs of a query and a key that it sees, of a sequence."""
@@ -56,18 +57,23 @@ class AttentionShape:
 
 def attention_shapes(config: PretrainedConfig, tp: int, context: int) -> list[AttentionShape | None]:
     """Of each layer, None of one without attention. config: of the text model."""
-    reaches = attention_reach(config, context)
-    return [_read_shape(layer, tp, reach) for layer, reach in zip(cycle(layer_configs(config)), reaches, strict=False)]
+    reaches, layers = attention_reach(config, context), cycle(layer_configs(config))
+    # Chunks are documents to us: what lies before one is known to be unseen only when rows have come.
+    windowed = [kind != "chunked_attention" for kind in getattr(config, "layer_types", None) or reaches]
+    return [
+        _read_shape(layer, tp, reach, is_windowed and reach < context)
+        for layer, reach, is_windowed in zip(layers, reaches, windowed, strict=False)
+    ]
 
 
-def _read_shape(config: PretrainedConfig, tp: int, reach: int) -> AttentionShape | None:
+def _read_shape(config: PretrainedConfig, tp: int, reach: int, is_windowed: bool) -> AttentionShape | None:
     if not reach or not getattr(config, "num_attention_heads", None):
         return None
     heads, kv_heads = config.num_attention_heads, count_kv_heads(config)
     key_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if getattr(config, "kv_lora_rank", None):  # latent attention: keys and values of every head are made before it
         key_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    return AttentionShape(heads // tp, kv_heads // min(tp, kv_heads), key_dim, value_dim, reach)
+    return AttentionShape(heads // tp, kv_heads // min(tp, kv_heads), key_dim, value_dim, reach, is_windowed)
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,21 @@ class Times:
     def total_s(self) -> float:
         return self.attention_s + self.exposed_s + self.memory_s
 
+    def __add__(self, other: "Times") -> "Times":
+        return Times(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __rmul__(self, times: float) -> "Times":
+        return Times(*(times * each for each in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often a layer runs for a microbatch before its backward. forwards: 1 without recomputation; attentions: as often, or
+    once where what attention gives is kept (memory.kept_operations): heads are still exchanged each time."""
+
+    forwards: int = 1
+    attentions: int = 1
+
 
 @dataclass(frozen=True)
 class ContextCost:
@@ -181,8 +202,7 @@ class ContextCost:
     @cached_property
     def num_steps(self) -> int:
         """Steps of the ring with a message; those behind a window have none."""
-        is_windowed = self.shape.reach < self.context
-        return len(find_steps(self.slices, self.shape.reach if is_windowed else None))
+        return len(find_steps(self.slices, self.shape.reach if self.shape.is_windowed else None))
 
     # --- bytes
 
@@ -209,11 +229,16 @@ class ContextCost:
         return sum((stop - start) * dim for (start, stop), dim in zip(share, dims, strict=True))
 
     @property
-    def sent(self) -> tuple[int, int]:
-        """What a rank sends in one forward and in one backward."""
+    def travelling_bytes(self) -> tuple[int, int]:
+        """What ring or gather send in forward and in backward."""
         messages = self.method.ring - 1 if self.method.gathers else self.num_steps
         forward, backward = (messages * each for each in self.step_bytes)
-        return forward + self.exchanged_bytes[0], backward + self.exchanged_bytes[1]
+        return forward, backward
+
+    def sent(self, passes: Passes) -> int:
+        """What a rank sends for one microbatch."""
+        (there, back), (forward, backward) = self.exchanged_bytes, self.travelling_bytes
+        return passes.forwards * there + passes.attentions * forward + back + backward
 
     @property
     def kept_bytes(self) -> int:
@@ -273,20 +298,26 @@ class ContextCost:
         )
         return forward, backward
 
-    def times(self, links: Links, forwards: int = 1) -> "Times":
-        """Of forward and backward. forwards: of each microbatch, 1 without recomputation."""
+    def times(self, links: Links, passes: Passes) -> Times:
+        """Of all forwards and the backward of a microbatch."""
+        there, back = (self._exchange_times(links, each) for each in self.exchanged_bytes)
         forward, backward = self._forward_times(links), self._backward_times(links)
-        return Times(*(forwards * a + b for a, b in zip(astuple(forward), astuple(backward), strict=True)))
+        return passes.forwards * there + passes.attentions * forward + back + backward
 
-    def _forward_times(self, links: Links) -> "Times":
+    def _exchange_times(self, links: Links, num_bytes: int) -> Times:
+        # A message is packed and unpacked: read and written, twice.
+        copied = 4 * (self.queries + self.keys_values + self.outputs) * self.itemsize * (self.method.ulysses > 1)
+        return Times(0.0, links.exchange_s(self.method, num_bytes), copied / links.machine.memory_rate)
+
+    def _forward_times(self, links: Links) -> Times:
         (message_s, block_s), _ = self.step_s(links)
         # A gather is under the block of the rank's own keys, a ring's step under the block before.
         late = self._gather_s(links) - block_s if self.method.gathers else self.num_steps * (message_s - block_s)
         # A block's output is widened, and interpolated into the sum.
         merged = self.num_steps * self.outputs * (self.itemsize + 4 * self.sum_size)
-        return self._with_exchange(links, 0, (self.num_steps + 1) * block_s, max(late, 0.0), merged)
+        return Times((self.num_steps + 1) * block_s, max(late, 0.0), merged / links.machine.memory_rate)
 
-    def _backward_times(self, links: Links) -> "Times":
+    def _backward_times(self, links: Links) -> Times:
         _, (message_s, block_s) = self.step_s(links)
         n, link, (groups, messages) = self.num_steps, links.of_ring(self.method), self.portions
         # The rank's own block comes last, under the last sums on their way home: nothing hides the first keys and values.
@@ -297,17 +328,10 @@ class ContextCost:
             late = link.seconds(self.step_bytes[0] * (n > 0) / messages) + n * max(0.0, message_s - block_s)
         # Gradients are read, and added to theirs.
         added = n * (self.queries + self.keys_values) * (self.itemsize + 2 * self.sum_size)
-        return self._with_exchange(links, 1, (n + 1) * block_s, late, added)
+        return Times((n + 1) * block_s, late, added / links.machine.memory_rate)
 
     def _gather_s(self, links: Links) -> float:
         return links.of_ring(self.method).seconds((self.method.ring - 1) * self.step_bytes[0], self.portions[0])
-
-    def _with_exchange(self, links: Links, way: int, attention_s: float, exposed_s: float, moved: float) -> "Times":
-        """way: 0 forward, 1 backward; moved: bytes in passes over memory."""
-        if self.method.ulysses > 1:  # a message is packed and unpacked: read and written, twice
-            moved += 4 * (self.queries + self.keys_values + self.outputs) * self.itemsize
-        exposed_s += links.exchange_s(self.method, self.exchanged_bytes[way])
-        return Times(attention_s, exposed_s, moved / links.machine.memory_rate)
 
     def hidden_from(self, links: Links) -> int:
         """The fewest tokens of a rank and sequence from which on a step of the ring is hidden, forward and backward, without its

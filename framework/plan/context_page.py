@@ -1,7 +1,8 @@
 """Lines of `meshwright plan` on context parallelism: what its method sends beside which attention, which method is fastest."""
 
 from collections.abc import Iterator
-from dataclasses import astuple
+from functools import reduce
+from operator import add
 
 from framework.plan.context import ContextCost, Links, Method, Times, find_methods
 from framework.plan.machine import find_machine
@@ -39,11 +40,11 @@ def compare_methods(plan: Plan, links: Links) -> list[tuple[Method, Times]]:
 
 def _mean(plan: Plan, method: Method, links: Links) -> Times:
     times = [
-        astuple(cost.times(links, plan.forwards_of_layer(number)))
+        cost.times(links, plan.passes_of_layer(number))
         for number, cost in enumerate(plan.costs_of_method(method))
         if cost is not None
     ]
-    return Times(*(sum(each) / len(times) for each in zip(*times, strict=True)))
+    return 1 / len(times) * reduce(add, times)
 
 
 def _describe_messages(cost: ContextCost, links: Links) -> Iterator[tuple[str, str]]:
@@ -52,7 +53,7 @@ def _describe_messages(cost: ContextCost, links: Links) -> Iterator[tuple[str, s
         seconds = [links.exchange_s(cost.method, each) for each in cost.exchanged_bytes]
         yield "exchange of heads", f"{_both(cost.exchanged_bytes)}: {_ms(*seconds)}, not hidden"
     if cost.method.gathers:
-        yield "gather of K and V", f"{_both(cost.sent)}, with their gradients"
+        yield "gather of K and V", f"{_both(cost.travelling_bytes)}, with their gradients"
     elif cost.num_steps:
         yield from _describe_step(cost, links)
 
@@ -103,4 +104,5 @@ def _both(sizes: tuple[int, int]) -> str:
 
 
 def _ms(*seconds: float) -> str:
-    return f"{' and '.join(f'{1e3 * each:,.3g}' for each in seconds)} ms"
+    numbers = [1e3 * each for each in seconds]
+    return f"{' and '.join(f'{each:,.0f}' if each >= 100 else f'{each:.3g}' for each in numbers)} ms"

@@ -22,7 +22,7 @@ from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
 from framework.model.added_bias import prepare_mixtures
 from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
-from framework.model.kept_outputs import Policy
+from framework.model.kept_outputs import ATTENTION, Policy
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
 from framework.model.logit_map import LogitMap
@@ -44,7 +44,7 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations, layer_widths, mixture_widths
-from framework.plan.context import ContextCost, Method, attention_shapes
+from framework.plan.context import ContextCost, Method, Passes, attention_shapes
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
 from framework.plan.operations import refuse_unknown_operations
@@ -293,8 +293,7 @@ class Plan:
         costs, total = self.context_costs(rank), 0
         for number in (each for bounds in self._own_stages(rank) for each in range(bounds.start, bounds.stop)):
             if costs and (cost := costs[number]) is not None:
-                forward, backward = cost.sent
-                total += self.forwards_of_layer(number) * forward + backward
+                total += cost.sent(self.passes_of_layer(number))
         return total
 
     def expert_traffic(self, mixture: Mixture) -> int:
@@ -311,13 +310,16 @@ class Plan:
     def forwards_of(self, mixture: Mixture) -> int:
         """How often the mixture's forward runs for one microbatch."""
         layers = [unit.name for unit in self.units if unit.is_layer]
-        return self.forwards_of_layer(layers.index(mixture.layer))
+        return self.passes_of_layer(layers.index(mixture.layer)).forwards
 
-    def forwards_of_layer(self, number: int) -> int:
-        """How often a layer's forward runs for one microbatch."""
+    def passes_of_layer(self, number: int) -> Passes:
+        """How often a layer runs for one microbatch, and its attention."""
         bounds = next(each for each in self.pipeline.stages if each.start <= number < each.stop)
         rank = self.topology.ranks("pp", 0)[self.pipeline.rank_of_stage[bounds.index]]
-        return count_forwards(self.checkpointing(rank)[bounds.index], number - bounds.start)
+        counts, position = self.checkpointing(rank)[bounds.index], number - bounds.start
+        forwards = count_forwards(counts, position)
+        is_kept = spell(counts)[position] == "selective" and ATTENTION in self.recipe.memory.kept_operations
+        return Passes(forwards, 1 if is_kept else forwards)
 
     def mixtures_of(self, rank: int) -> list[Mixture]:
         """The mixtures of the rank's stages, in order."""

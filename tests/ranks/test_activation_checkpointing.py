@@ -36,6 +36,7 @@ MIXTURES = {
     "tp2 ep2, zero 3": layout(Parallel(tp=2, ep=2), 3),
     "tp2 ep2, slices, not sequences": layout(Parallel(tp=2, ep=2, expert_tp=2, sequence=False), 1),
     "pp2 ep2, halves": layout(Parallel(pp=2, ep=2, expert_overlap=True), 2),
+    "cp4, ring and ulysses": layout(Parallel(cp=4, context=[2, 2]), 1),
 }
 
 

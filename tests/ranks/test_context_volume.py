@@ -1,13 +1,25 @@
 """What attention over the ranks of cp sends, by the ledger, is what the plan says in closed form."""
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
+from framework.build import build
+from framework.comm.connect import connect
 from framework.plan.context import AttentionShape, ContextCost, Method
+from framework.plan.plan import make_plan
+from framework.recipe.schema import Memory, Parallel, Recipe, Zero
+from framework.train.step import train_step
+from framework.verify.layout import share
+from tests.families import family
+from tests.ranks.parity import CPU, small_recipe, topology_of
+from tests.ranks.parity import Case as ParityCase
 from tests.ranks.pool import RankPool
 from tests.ranks.test_context_methods import Case, Layout, Share, connect_context, draw, make_attention
+from tests.ranks.test_plan import counting_saved_bytes
 
 CASES = {
     "one key-value head": Case(heads=8, kv_heads=1),
@@ -41,10 +53,11 @@ def measure_sent(rank: int, world: int, rendezvous: str, layout: Layout) -> dict
 
 def plan_sent(case: Case, layout: Layout, dtype: torch.dtype, rank: int) -> list[int]:
     method = Method(layout.ulysses, layout.ring, layout.method == "gather")
-    reach = case.context if case.window is None else case.window
-    shape = AttentionShape(case.heads, case.kv_heads, case.width, case.v_width, reach)
+    reach, is_windowed = case.window or case.context, case.window is not None
+    shape = AttentionShape(case.heads, case.kv_heads, case.width, case.v_width, reach, is_windowed)
     packs, index = case.documents is not None, rank % layout.ulysses
-    return list(ContextCost(method, shape, case.sequences, case.context, dtype.itemsize, packs, index).sent)
+    cost = ContextCost(method, shape, case.sequences, case.context, dtype.itemsize, packs, index)
+    return [sum(each) for each in zip(cost.exchanged_bytes, cost.travelling_bytes, strict=True)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -54,3 +67,56 @@ def test_bytes_of_forward_and_backward_are_planned(pool: RankPool, layout: Layou
         assert found == planned
         assert len(found) == len(CASES) * len(DTYPES)
         assert all(min(sent) > 0 for sent in found.values())
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE |= {"num_hidden_layers": 3, "vocab_size": 1024}
+
+
+def lay_out(cp: int, method: str | list[int], policy: str, pp: int = 1) -> Recipe:
+    """One that a step of llama runs with, on four ranks."""
+    parallel: Any = Parallel(cp=cp, context=method, pp=pp)  # type: ignore[arg-type]
+    recipe = small_recipe("bf16", 4, 3, 12, None, Zero(stage=0), parallel)
+    memory = Memory(policy, ["attention"], compile="never", chunked_loss=True)  # type: ignore[arg-type]
+    return replace(recipe, memory=memory, batch=replace(recipe.batch, context=254))
+
+
+STEPS = {
+    "ring": lay_out(4, "ring", "none"),
+    "ring of a pipeline, recomputed": lay_out(2, "ring", "full", pp=2),
+    "gather, recomputed": lay_out(2, "gather", "full"),
+    "both, attention kept": lay_out(4, [2, 2], "selective"),
+    "ring, attention kept": lay_out(4, "ring", "selective"),
+    "copies of key-value heads": lay_out(4, "ulysses", "none"),
+}
+
+
+def observe_steps(rank: int, world: int, rendezvous: str, case: ParityCase) -> dict[str, tuple[int, int]]:
+    """Body: of each layout the bytes that a step sent over cp, and the most that it kept for backward."""
+    found = {}
+    for number, (label, recipe) in enumerate(case.layouts.items()):
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
+        run = build(make_plan(recipe, case.config), mesh)
+        tokens = torch.randint(3, 97, (12, recipe.batch.context))
+        batch = replace(case.batches()[0], input_ids=tokens, labels=tokens)
+        microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
+        with counting_saved_bytes({buffer.full.untyped_storage().data_ptr() for buffer in run.buffers}) as peak:
+            train_step(run, microbatches, 0, 1e-3)
+        sent = sum(sum(mesh.axis(name).traffic.bytes.values()) for name in ("ulysses", "ring"))
+        found[label] = sent, peak[0]
+        mesh.close()
+    return found
+
+
+def test_a_step_sends_and_keeps_what_was_planned(pool: RankPool) -> None:
+    """Recomputation included, and an attention that is kept, for which K/V are not sent again."""
+    case = ParityCase("", family("llama"), STEPS, WIDE)
+    by_rank = pool.run(4, observe_steps, case)
+    for label, recipe in STEPS.items():
+        plan = make_plan(recipe, case.config)
+        for rank, found in enumerate(by_rank):
+            sent, kept = found[label]
+            assert sent == plan.traffic(rank)["cp"] > 0, label
+            if recipe.memory.activation_checkpointing == "none":  # of others' layers these hooks see the inputs only
+                planned = plan.memory(rank).held["activations"] - plan.activations.chunk_bytes
+                assert kept == pytest.approx(planned, rel=0.01), label

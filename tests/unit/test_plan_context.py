@@ -4,7 +4,7 @@ import pytest
 
 from framework.model.flops import attended
 from framework.model.load import load_config
-from framework.plan.context import AttentionShape, ContextCost, Links, Method, attention_shapes, find_methods
+from framework.plan.context import AttentionShape, ContextCost, Links, Method, Passes, attention_shapes, find_methods
 from framework.plan.context_page import describe_context
 from framework.plan.machine import find_machine
 from framework.plan.plan import make_plan
@@ -35,30 +35,34 @@ def plan_of(*words):
 def test_a_ring_sends_keys_and_values_and_in_backward_their_gradients_in_fp32():
     # 16,384 tokens, 8 heads of 128, keys and values, 2 bytes; 4 more for each gradient.
     assert cost_of(RING).step_bytes == (64 * MIB, 192 * MIB)
-    assert cost_of(RING).sent == cost_of(GATHER).sent == (7 * 64 * MIB, 7 * 192 * MIB)
+    for cost in (cost_of(RING), cost_of(GATHER)):
+        assert cost.travelling_bytes == (7 * 64 * MIB, 7 * 192 * MIB)
+        assert cost.sent(Passes(2, 2)) == 7 * (2 * 64 + 192) * MIB
 
 
 def test_ulysses_sends_all_heads_of_a_share_of_the_tokens():
     # 16,384 tokens x 128 x 2 bytes x (32 + 8 + 8 heads in, 32 out), of which 7/8 are other ranks'.
-    assert cost_of(ULYSSES).sent == (16384 * 128 * 2 * 80 * 7 // 8,) * 2
+    assert cost_of(ULYSSES).exchanged_bytes == (16384 * 128 * 2 * 80 * 7 // 8,) * 2
     # With fewer key-value heads than ranks each gets one: 16 times (2 + 1 + 1).
-    assert cost_of(Method(16, 1)).sent == (8192 * 128 * 2 * (16 * 4 + 32) * 15 // 16,) * 2
+    assert cost_of(Method(16, 1)).exchanged_bytes == (8192 * 128 * 2 * (16 * 4 + 32) * 15 // 16,) * 2
     # The numbers of documents' first rows travel as well, in forward.
-    assert cost_of(ULYSSES, packs=True).sent[0] - cost_of(ULYSSES).sent[0] == 7 * 16384 * 8
+    assert cost_of(ULYSSES, packs=True).sent(Passes()) - cost_of(ULYSSES).sent(Passes()) == 7 * 16384 * 8
 
 
 def test_a_mixture_of_both_sends_both():
     # In the ring 4 x 16,384 tokens of 2 key-value heads: as many bytes as with all heads of 16,384.
     assert cost_of(MIXED).step_bytes == (64 * MIB, 192 * MIB)
     exchanged = 16384 * 128 * 2 * 80 * 3 // 4
-    assert cost_of(MIXED).sent == (exchanged + 64 * MIB, exchanged + 192 * MIB)
+    assert cost_of(MIXED).sent(Passes(2, 2)) == 3 * exchanged + 2 * 64 * MIB + 192 * MIB
+    # Where what attention gives is kept, heads are exchanged again and nothing else.
+    assert cost_of(MIXED).sent(Passes(2, 1)) == 3 * exchanged + 64 * MIB + 192 * MIB
 
 
 def test_behind_a_window_nothing_is_sent_by_a_ring_and_everything_by_a_gather():
-    windowed = AttentionShape(32, 8, 128, 128, reach=4096)
+    windowed = AttentionShape(32, 8, 128, 128, reach=4096, is_windowed=True)
     assert [cost_of(method, windowed).num_steps for method in (RING, Method(1, 2))] == [2, 1]
-    assert cost_of(RING, windowed).sent[0] == 2 * 64 * MIB
-    assert cost_of(GATHER, windowed).sent[0] == 7 * 64 * MIB
+    assert cost_of(RING, windowed).travelling_bytes[0] == 2 * 64 * MIB
+    assert cost_of(GATHER, windowed).travelling_bytes[0] == 7 * 64 * MIB
 
 
 @pytest.mark.parametrize(("reach", "context"), [(7, 7), (3, 7), (1, 5)])
@@ -116,17 +120,22 @@ def test_methods_are_those_that_divide_the_heads_of_a_rank():
 def test_which_method_wins(context, cp, ranks_per_node, heads, best):
     shape = AttentionShape(heads, heads if heads < 8 else 8, 128, 128, context)
     links = links_of(ranks_per_node=ranks_per_node)
-    times = {method.name: cost_of(method, shape, context).times(links).total_s for method in find_methods(cp, heads)}
+    times = {
+        method.name: cost_of(method, shape, context).times(links, Passes()).total_s
+        for method in find_methods(cp, heads)
+    }
     assert min(times, key=times.__getitem__) == best
 
 
 def test_recomputation_sends_and_computes_a_forward_again():
     cost, links = cost_of(RING), links_of()
-    once, twice = cost.times(links), cost.times(links, forwards=2)
+    once, twice, kept = (cost.times(links, Passes(*each)) for each in ((1, 1), (2, 2), (2, 1)))
+    assert kept == once
     assert twice.attention_s / once.attention_s == pytest.approx(4.5 / 3.5)
     plan = plan_of("parallel.cp=8")
     assert plan.traffic(0)["cp"] == 32 * 8 * (2 * 7 * 64 + 7 * 192) * MIB
-    assert plan_of("parallel.cp=8", "memory=none").traffic(0)["cp"] == 32 * 8 * (7 * 64 + 7 * 192) * MIB
+    for memory in ("none", "selective_checkpointing"):  # which keeps what attention gives
+        assert plan_of("parallel.cp=8", f"memory={memory}").traffic(0)["cp"] == 32 * 8 * (7 * 64 + 7 * 192) * MIB
 
 
 def test_a_rank_keeps_its_part_of_the_tokens_and_computes_its_part_of_the_attention():
@@ -157,7 +166,10 @@ def test_latent_attention_and_windows_have_shapes_of_their_own():
     deepseek = load_config(compose(["model=deepseek_v3"]).require().model)
     assert set(attention_shapes(deepseek, 8, 4096)) == {AttentionShape(16, 16, 192, 128, 4096)}
     gemma = load_config(compose(["model=gemma2_9b"]).require().model)
-    assert {each.reach for each in attention_shapes(gemma, 1, 8192)} == {4096, 8192}
+    assert {(each.reach, each.is_windowed) for each in attention_shapes(gemma, 1, 8192)} == {
+        (4096, True),
+        (8192, False),
+    }
     assert attention_shapes(gemma, 16, 8192)[0].kv_heads == 1
 
 

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices, Interval
 from framework.model.block_attention import BlockAttention, Scores
+from framework.model.kept_outputs import compute_attention
 from framework.parallel.context.blocks import Block, Joining, find_steps, plan_blocks
 from framework.parallel.context.gather import Gather
 from framework.parallel.context.key_values import (
@@ -243,13 +244,17 @@ class _Attend(torch.autograd.Function):
         blocks: RankBlocks,
         transport: Transport,
     ) -> Tensor:
-        own = KeyValues(k, v)
-        work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
-        transport.forward(own, blocks.route(own, transport), work)
+
+        def attend() -> tuple[Tensor, Tensor]:
+            own = KeyValues(k, v)
+            work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
+            transport.forward(own, blocks.route(own, transport), work)
+            assert work.out is not None
+            return work.out.transpose(1, 2), work.log_sum
+
+        out, log_sum = compute_attention(attend)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
-        assert work.out is not None
-        out = work.out.transpose(1, 2)
-        ctx.save_for_backward(q, k, v, sinks, first_rows, out, work.log_sum)
+        ctx.save_for_backward(q, k, v, sinks, first_rows, out, log_sum)
         ctx.blocks, ctx.transport = blocks, transport
         return out
 
