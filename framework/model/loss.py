@@ -27,6 +27,10 @@ from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 
 IGNORE = -100
+aten = torch.ops.aten
+SUM = 2  # `reduction="sum"`, as ATen has it
+# Elements of logits whose gradient is computed at a time on a CPU: 256 KiB in fp32 stay in its cache between two passes.
+CPU_ELEMENTS = 1 << 16
 
 # The chunked form computes this many chunks, unless they would be so small that their matmuls, and the passes over the weight's
 # gradient between them, take longer than those of all tokens; or so large that they save nothing more worth having: 0.5 GB of
@@ -52,8 +56,30 @@ def token_loss(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
     num_tokens: scalar, loss tokens of the whole batch over all microbatches and ranks. Communicates nothing.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    total = _WholeCrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
     return total / num_tokens.clamp(min=1)
+
+
+class _WholeCrossEntropy(torch.autograd.Function):
+    """`F.cross_entropy` summed, bitwise, whose backward writes the gradient where the log-probabilities were. logits: [N, V];
+    labels: [N] int64. The stock backward fills two more tensors of [N, V], in memory that is new to a CPU's page tables."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        log_probability = F.log_softmax(logits, -1)
+        ctx.save_for_backward(log_probability, labels)
+        return F.nll_loss(log_probability, labels, ignore_index=IGNORE, reduction="sum")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        whole, labels = ctx.saved_tensors
+        rows = max(1, CPU_ELEMENTS // whole.shape[1]) if whole.device.type == "cpu" else len(whole)
+        for log_probability, own in zip(whole.split(rows), labels.split(rows), strict=True):
+            # Its last argument counts only for a mean.
+            onehot = aten.nll_loss_backward(gradient, log_probability, own, None, SUM, IGNORE, gradient)
+            dtype = log_probability.dtype
+            aten._log_softmax_backward_data.out(onehot, log_probability, -1, dtype, out=log_probability)
+        return whole, None
 
 
 class Loss(Protocol):

@@ -1,0 +1,40 @@
+"""The loss of whole logits: what torch's cross-entropy gives, in less memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from framework.model.loss import CPU_ELEMENTS, IGNORE, token_loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_loss_and_gradient_are_torchs_bitwise_however_many_pieces_the_gradient_is_computed_in(
+    dtype: torch.dtype,
+) -> None:
+    vocabulary = 97
+    tokens = 2 * CPU_ELEMENTS // vocabulary + 5  # three pieces, the last one short
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, tokens, vocabulary, generator=generator).to(dtype)
+    labels = torch.randint(vocabulary, (1, tokens), generator=generator)
+    labels[:, ::3] = IGNORE
+    num_tokens = (labels != IGNORE).sum() + 7  # others have some, too
+
+    stock, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    wide = stock.to(torch.promote_types(dtype, torch.float32))
+    expected = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum") / num_tokens
+    found = token_loss(ours, labels, num_tokens)
+    expected.backward()
+    found.backward()
+
+    assert torch.equal(found, expected)
+    assert stock.grad is not None
+    assert ours.grad is not None
+    assert torch.equal(ours.grad, stock.grad)
+
+
+def test_gradients_of_a_loss_leave_the_logits_as_they_were() -> None:
+    # What is behind a cap or a scale of logits reads them in its own backward.
+    logits = torch.randn(1, 5, 11, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    before = logits.detach().clone()
+    token_loss(logits, torch.arange(5)[None], torch.tensor(5)).backward()
+    assert torch.equal(logits.detach(), before)
