@@ -7,8 +7,8 @@ Run `python scripts/sweep_families.py [model_type ...]`: one line per model type
 With --experts: families with experts only, each through `meshwright verify --fp64` on layouts that divide its experts, 2 to 4
 ranks: does every layout train as one process does, or say why it cannot?
 
-With --context: whether two ranks can divide the sequences of each family, and if so `verify --fp64` with parallel.cp=2. Dropout is
-off: with dropout of attention every family is refused.
+With --context: whether two ranks can divide the sequences of each family, and if so `verify --fp64` with parallel.cp=2. Dropout
+is off: with dropout of attention every family is refused.
 """
 
 import argparse

@@ -11,28 +11,29 @@ queries are merged:
 
 import logging
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from framework.model.attention_kernels import CpuFlash, CudaFlash, Heads, Kernel, Result, TileKernel
-from framework.model.visible_rows import Interval, Kind, Piece, Scores, cut_pieces, find_pieces, visible_pairs
+from framework.model.visible_rows import Interval, Kind, Piece, Scores, find_pieces, visible_pairs
 
 __all__ = ["BlockAttention", "Interval", "Scores", "visible_pairs"]
 
 log = logging.getLogger(__name__)
 
-# Rows of a tile. At 512 a tile of 32 heads of scores is 32 MiB in fp32, and a call's own cost does not show.
-TILE = 512
+# Rows: 32 heads of such a tile are 32 MiB of scores in fp32.
+TILES_OF_GPU = 512
 FLASH: dict[str, CpuFlash | CudaFlash] = {"cpu": CpuFlash(), "cuda": CudaFlash()}
 # Where a kernel for bf16 and the tiles may differ: each rounds out to 8 bits, and a gradient comes through two of these.
 AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class BlockAttention:
-    """Made once a run: remembers which kernels work on the devices that it has met. tile: rows of a tile."""
+    """Made once a run: remembers which kernels work on the devices that it has met. tile: rows of one; None: the kernel's own."""
 
-    def __init__(self, tile: int = TILE) -> None:
+    def __init__(self, tile: int | None = None) -> None:
         self.tile = tile
         self._works: dict[tuple[str, torch.dtype], bool] = {}
 
@@ -52,15 +53,16 @@ class BlockAttention:
         first_rows: [B, n], the row at which each query's document begins; None: 0.
         out: [B, H, n, Dv] of q's dtype; log-sum-exp: [B, H, n], fp64 for fp64, else fp32; 0 and -inf where a query sees none.
         """
-        pieces = self._pieces(q, q_rows, k_rows, scores, first_rows)
+        block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
+        kernel = self._kernel(q, scores)
+        pieces = self._cut(block, kernel, is_backward=False)
         if not pieces:
             return None
-        block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
         if _is_whole(pieces, q_rows):
-            return self._forward_piece(block, pieces[0])
+            return _forward_piece(block, kernel, pieces[0])
         merged = _Merged(block)
         for piece in pieces:
-            merged.add(piece, *self._forward_piece(block, piece))
+            merged.add(piece, *_forward_piece(block, kernel, piece))
         return merged.out.to(q.dtype), merged.log_sum
 
     def backward(
@@ -81,51 +83,37 @@ class BlockAttention:
         gradient: [B, H, n, Dv], of the attention's out; out, log_sum: of all blocks merged, with sinks: then exp(S - log_sum) is
         the probability; gradient and out may be of a wider dtype than q. Parts have the dtypes of q, k and v.
         """
-        pieces = self._pieces(q, q_rows, k_rows, scores, first_rows)
+        block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
+        kernel = self._kernel(q, scores)
+        pieces = self._cut(block, kernel, is_backward=True)
         if not pieces:
             return None
-        block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
         result = Result(out, log_sum, gradient)
         if _is_whole(pieces, q_rows) and pieces[0].k == k_rows:
-            return self._backward_piece(block, result, pieces[0])
+            return _backward_piece(block, kernel, result, pieces[0])
         parts = _Parts(block)
         for piece in pieces:
-            parts.add(piece, *self._backward_piece(block, result, piece))
+            parts.add(piece, *_backward_piece(block, kernel, result, piece))
         return parts.dq.to(q.dtype), parts.dk.to(k.dtype), parts.dv.to(v.dtype)
 
-    def _pieces(
-        self, q: Tensor, q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None
-    ) -> list[Piece]:
-        pieces = find_pieces(q_rows, k_rows, scores, first_rows, self.tile)
-        return pieces if self._has_flash(q, scores) else list(cut_pieces(pieces, self.tile))
+    def _cut(self, block: "_Block", kernel: Kernel, is_backward: bool) -> list[Piece]:
+        tile = self.tile or kernel.tile
+        pieces = find_pieces(block.q_rows, block.k_rows, block.scores, block.first_rows, tile)
+        return kernel.cut(pieces, tile, block.heads.q.dtype, is_backward)
 
-    def _kernel(self, block: "_Block", piece: Piece) -> Kernel:
-        q, scores = block.heads.q, block.scores
-        if not self._has_flash(q, scores) or (q.device.type != "cpu" and piece.kind is Kind.MASKED):
-            return TileKernel(scores.softcap)
-        return FLASH[q.device.type]
-
-    def _has_flash(self, q: Tensor, scores: Scores) -> bool:
+    def _kernel(self, q: Tensor, scores: Scores) -> Kernel:
         device = q.device.type
-        if scores.softcap is not None or (device != "cpu" and scores.slopes is not None):
-            return False
+        if scores.softcap is None and (device == "cpu" or scores.slopes is None) and self._has_flash(q):
+            return FLASH[device]
+        return TileKernel(scores.softcap) if device == "cpu" else TileKernel(scores.softcap, TILES_OF_GPU)
+
+    def _has_flash(self, q: Tensor) -> bool:
+        device = q.device.type
         if device not in FLASH or q.dtype not in FLASH[device].dtypes:
             return False
         if (device, q.dtype) not in self._works:
             self._works[device, q.dtype] = check_kernel(FLASH[device], q.device, q.dtype)
         return self._works[device, q.dtype]
-
-    def _forward_piece(self, block: "_Block", piece: Piece) -> tuple[Tensor, Tensor]:
-        heads, scale = block.heads_of(piece), block.scores.scale
-        out, log_sum = self._kernel(block, piece).forward(heads, piece.kind, block.bias(piece), scale)
-        return out, log_sum if block.scores.slopes is None else log_sum - block.to_own_row(piece)
-
-    def _backward_piece(self, block: "_Block", result: Result, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
-        heads, scale = block.heads_of(piece), block.scores.scale
-        of_piece = Result(*(block.queries_of(x, piece) for x in (result.out, result.log_sum, result.gradient)))
-        if block.scores.slopes is not None:
-            of_piece = Result(of_piece.out, of_piece.log_sum + block.to_own_row(piece), of_piece.gradient)
-        return self._kernel(block, piece).backward(heads, of_piece, piece.kind, block.bias(piece), scale)
 
 
 class _Block:
@@ -197,6 +185,18 @@ def _is_whole(pieces: list[Piece], q_rows: Interval) -> bool:
     return len(pieces) == 1 and pieces[0].sequence is None and pieces[0].q == q_rows
 
 
+def _forward_piece(block: _Block, kernel: Kernel, piece: Piece) -> tuple[Tensor, Tensor]:
+    out, log_sum = kernel.forward(block.heads_of(piece), piece.kind, block.bias(piece), block.scores.scale)
+    return out, log_sum if block.scores.slopes is None else log_sum - block.to_own_row(piece)
+
+
+def _backward_piece(block: _Block, kernel: Kernel, result: Result, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+    of_piece = Result(*(block.queries_of(x, piece) for x in (result.out, result.log_sum, result.gradient)))
+    if block.scores.slopes is not None:
+        of_piece = replace(of_piece, log_sum=of_piece.log_sum + block.to_own_row(piece))
+    return kernel.backward(block.heads_of(piece), of_piece, piece.kind, block.bias(piece), block.scores.scale)
+
+
 class _Merged:
     """out and log-sum-exp of the pieces so far, in fp32 or fp64."""
 
@@ -230,29 +230,33 @@ class _Parts:
 
 
 def check_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel computes what the tiles do, forward and backward, full and causal; warns where it does not.
+    """Whether a kernel computes what the tiles do, forward and backward, for every kind of piece; warns where it does not.
 
     Kernels differ between versions of torch and devices, and an error would show in the loss only.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = ((1, 4, 48, 16), (1, 2, 48, 16), (1, 2, 48, 16), (1, 4, 48, 16))
-    drawn = [torch.randn(size, generator=generator, dtype=torch.float32).to(device, dtype) for size in sizes]
+    drawn = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
     heads, gradient = Heads(*drawn[:3]), drawn[3]
     try:
-        return all(_agree(kernel, heads, gradient, kind) for kind in (Kind.FULL, Kind.CAUSAL))
+        difference = max(_differ(kernel, heads, gradient, kind) for kind in Kind)
     except RuntimeError as error:
         log.warning("attention on %s in %s runs without flash attention, which fails: %s", device.type, dtype, error)
         return False
+    if difference > AGREEMENT[dtype]:
+        where = f"{device.type} in {dtype}"
+        log.warning("attention on %s runs without flash attention, which is wrong by %.1g", where, difference)
+    return difference <= AGREEMENT[dtype]
 
 
-def _agree(kernel: Kernel, heads: Heads, gradient: Tensor, kind: Kind) -> bool:
-    out, log_sum = TileKernel().forward(heads, kind, None, 0.25)
+def _differ(kernel: Kernel, heads: Heads, gradient: Tensor, kind: Kind) -> float:
+    """The largest difference between a kernel and the tiles, in what they compute forward and backward."""
+    wide, n = torch.promote_types(heads.q.dtype, torch.float32), heads.q.shape[2]
+    ahead = torch.ones(n, n, dtype=torch.bool, device=heads.q.device).triu_(1)
+    mask = heads.q.new_zeros((1, 1, n, n), dtype=wide).masked_fill_(ahead, -math.inf)
+    bias = mask if kind is Kind.MASKED else None
+    out, log_sum = TileKernel().forward(heads, kind, bias, 0.25)
     result = Result(out, log_sum, gradient)
-    wanted = [out, log_sum, *TileKernel().backward(heads, result, kind, None, 0.25)]
-    found = [*kernel.forward(heads, kind, None, 0.25), *kernel.backward(heads, result, kind, None, 0.25)]
-    difference = max((a.double() - b.double()).abs().max().item() for a, b in zip(found, wanted, strict=True))
-    if difference <= AGREEMENT[heads.q.dtype]:
-        return True
-    where = f"{heads.q.device.type} in {heads.q.dtype}"
-    log.warning("attention on %s runs without flash attention, which is wrong by %.1g", where, difference)
-    return False
+    wanted = [out, log_sum, *TileKernel().backward(heads, result, kind, bias, 0.25)]
+    found = [*kernel.forward(heads, kind, bias, 0.25), *kernel.backward(heads, result, kind, bias, 0.25)]
+    return max((a.double() - b).abs().max().item() for a, b in zip(found, wanted, strict=True))

@@ -97,9 +97,8 @@ def keep_the_gradient_of_own_tokens() -> Any:
 
 def balance_each_slice() -> Any:
     """Each rank balances the tokens that it has, not those of the sequences."""
-    return patch.object(
-        RoutedTokens, "whole", lambda tokens, axes, whole=RoutedTokens.whole: _alone(whole(tokens, axes))
-    )
+    whole = RoutedTokens.outside
+    return patch.object(RoutedTokens, "outside", lambda tokens, axes: _alone(whole(tokens, axes)))
 
 
 def _alone(tokens: RoutedTokens) -> RoutedTokens:

@@ -61,9 +61,10 @@ class Case:
         return TOLERANCES[self.recipe.precision.compute]
 
     def batches(self) -> list[TokenBatch]:
-        sequences = self.recipe.batch.sequences_per_step
+        recipe = self.recipe
+        sequences, packs_documents = recipe.batch.sequences_per_step, recipe.data.pack == "documents"
         assert sequences is not None
-        return make_batches(self.config, STEPS, sequences, CONTEXT, seed=11)
+        return make_batches(self.config, STEPS, sequences, recipe.batch.context, 11, packs_documents)
 
 
 def small_recipe(

@@ -20,12 +20,13 @@ from framework.data.slices import cut_context
 from framework.plan.plan import make_plan
 from framework.recipe.context_rules import has_tokens_everywhere
 from framework.recipe.derive import context_degrees
-from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.stage import StepInputs
 from tests.families import build_config, family
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, STAGE_0, Case, assert_equal, small_recipe, topology_of
 from tests.ranks.pool import RankPool
+from tests.ranks.test_bubble_filling import train_both
 
 # Divides into 1, 2 or 4 data-parallel ranks x 1 or 3 microbatches.
 SEQUENCES = 12
@@ -196,6 +197,27 @@ def test_all_axes_at_once_on_eight_ranks_equal_one_process(eight: RankPool) -> N
     assert_equal(eight, 8, [way.case for way in ALL_AXES])
 
 
+# --- validation
+
+
+DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.1, "attn_pdrop": 0.0, "n_layer": 4}
+
+
+def test_validation_counts_every_token_once_in_bubbles_and_alone(pool: RankPool) -> None:
+    """And ranks of cp, which have other tokens, drop other elements of them."""
+    way = Way("gpt2", 2, pp=2, context=9, count=3)
+    cases = [Case(str(each), family("gpt2"), {"": each.recipe}, DROPOUT) for each in (way, replace(way, cp=1, pp=1))]
+    divided, whole = (pool.run(case.recipe.launch.ranks or 0, train_both, case) for case in cases)
+    for alone, filled in (of_rank[""] for of_rank in divided):
+        assert filled.equals(alone)
+        assert filled.validations == alone.validations
+        assert filled.free_fraction == 1 / 5
+    # Before the first step, since dropout then makes it another run.
+    assert divided[0][""][0].validations[0] == pytest.approx(whole[0][""][0].validations[0], rel=1e-12)
+    first, neighbour = (of_rank[""][0].states[0] for of_rank in divided[:2])
+    assert not torch.equal(first, neighbour)
+
+
 # --- who sees whom: the probe
 
 
@@ -207,7 +229,8 @@ def see(rank: int, world: int, rendezvous: str, way: Way) -> Tensor:
     """Body: [T, T] bool, whether logits at position t (row) change in any bit when token s (column) is another one."""
     config = build_config(family(way.family))
     config.use_cache = False
-    recipe = replace(way.recipe, batch=replace(way.recipe.batch, sequences_per_microbatch=LENGTH + 1))
+    batch = Batch(sequences_per_step=LENGTH + 1, sequences_per_microbatch=LENGTH + 1, context=LENGTH)
+    recipe = replace(way.recipe, batch=batch)
     plan = make_plan(recipe, config)
     mesh = connect(topology_of(recipe, config), CPU, rendezvous, rank)
     run = build(plan, mesh)

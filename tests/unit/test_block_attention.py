@@ -314,6 +314,11 @@ def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
+def test_repeated_heads_are_shared_ones() -> None:
+    """For versions of torch whose kernel does not share heads."""
+    assert check_kernel(CpuFlash(shares_heads=False), torch.device("cpu"), torch.float64)
+
+
 def test_a_wrong_kernel_gives_way_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(CpuFlash):
         def forward(self, heads: Heads, *rest: Any) -> tuple[Tensor, Tensor]:

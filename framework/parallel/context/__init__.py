@@ -1,7 +1,7 @@
 """Context parallelism: attention of sequences whose tokens are divided over `cp`.
 
 `attention` is what a layer calls; `ulysses` exchanges heads for tokens, `ring` and `gather` bring keys and values, `blocks` says
-which queries meet which keys, and `merge` makes one softmax of them. `hook` brings a model's modules to it, with `family_forwards`
+which queries meet which keys, `merge` makes one softmax of them. `hook` brings a model's modules to it, with `family_forwards`
 and `family_rules` where families need more, `split` puts it all into a model, and `probe` says of which models that is exact.
 """
 

@@ -124,13 +124,12 @@ class RankBlocks:
 
 
 class _Forward:
-    """Attends to keys as they come: `ring.Attends`. q: [B, H, C, D]; out: [B, C, H, Dv]; log_sum: [B, H, C]."""
+    """Attends to keys as they come: `ring.Attends`. q: [B, H, C, D]; out: [B, H, C, Dv]; log_sum: [B, H, C]."""
 
     def __init__(self, q: Tensor, own: KeyValues, sinks: Tensor | None, blocks: RankBlocks):
         self.q, self.own, self.sinks, self.blocks = q, own, sinks, blocks
-        B, H, C, _ = q.shape
-        self.out = q.new_empty(B, C, H, own.v.shape[3])
-        self.log_sum = q.new_empty(B, H, C, dtype=sum_dtype(q.dtype))
+        self.out: Tensor | None = None
+        self.log_sum = q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
 
     def start(self, group: HeadGroup) -> None:
         self.merged = MergedOutput(self.blocks.slices.chunks, self.q.shape[2], self.q.dtype)
@@ -149,7 +148,7 @@ class _Forward:
         heads = _query_heads(group.heads, self.q, self.own)
         if self.sinks is not None:
             self.merged.add_sinks(self.sinks[heads])
-        self.merged.write(self.out[:, :, heads].transpose(1, 2))
+        self.out = self.merged.write(self.out, heads, self.q.shape[1], self.q.dtype)
         self.merged.write_log_sums(self.log_sum[:, heads])
 
 
@@ -169,27 +168,22 @@ class _Backward:
 
     def __init__(self, queries: Queries, own: KeyValues, blocks: RankBlocks):
         self.queries, self.own, self.blocks = queries, own, blocks
-        self.dq, self.total = _empty_like(queries.q), KeyValues(_empty_like(own.k), _empty_like(own.v))
+        self.dq: Tensor | None = None
+        self.total: KeyValues | None = None
 
     def start(self, group: HeadGroup) -> None:
         self.dq_sums = ChunkSums(self.blocks.slices.chunks, self.queries.q.shape[2], self.queries.q.dtype)
-        place = _select_heads(self.total, group)
-        # Sums are kept where they are to be, if in that dtype.
-        is_sum = sum_dtype(place.k.dtype) == place.k.dtype
-        k, v = (x.zero_() if is_sum else torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (place.k, place.v))
-        self.sums = KeyValues(k, v)
+        self.sums: KeyValues | None = None
 
     def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
-        heads, contributions = _query_heads(portion.heads, self.queries.q, self.own), []
+        of, contributions = self.queries, []
+        heads = _query_heads(portion.heads, of.q, self.own)
         blocks = self.blocks.of_heads(heads)
         for block, scores, rows in blocks.plan(portion, source):
-            found = blocks.block.backward(
-                *self._queries_of(block, heads, _select(held.k, block.keys), _select(held.v, block.keys)),
-                block.q_rows,
-                block.k_rows,
-                scores,
-                rows,
-            )
+            gradient, q, out = (_select(x[:, heads], block.queries) for x in (of.gradient, of.q, of.out))
+            k, v = _select(held.k, block.keys), _select(held.v, block.keys)
+            log_sum = of.log_sum[:, heads, slice(*block.queries)]
+            found = blocks.block.backward(gradient, q, k, v, out, log_sum, block.q_rows, block.k_rows, scores, rows)
             if found is not None:
                 self.dq_sums.add(block.queries, found[0])
                 contributions.append((block.keys, found[1], found[2]))
@@ -197,25 +191,41 @@ class _Backward:
 
     def differentiate_own(self, group: HeadGroup) -> None:
         whole = self.blocks.whole(group)
-        self.sums.add(self.differentiate(whole, self.blocks.slices.ring_index, _select_heads(self.own, group)))
+        own = _select_heads(self.own, group)
+        contributions = self.differentiate(whole, self.blocks.slices.ring_index, own)
+        if self.sums is not None:
+            self.sums.add(contributions)
+        elif len(contributions) == 1:
+            self.sums = KeyValues(*contributions[0][1:])
+        else:
+            self.sums = self._new_sums(group.heads)
+            self.sums.set(contributions)
 
     def add(self, portion: Portion, sums: KeyValues) -> None:
+        if self.sums is None:
+            self.sums = self._new_sums(portion.heads)
+            self.sums.set([])
         chunks, tokens = self.blocks.slices.chunks, slice(*portion.tokens)
         for total, given in ((self.sums.k, sums.k), (self.sums.v, sums.v)):
             total.unflatten(2, (chunks, -1))[:, :, :, tokens] += given.unflatten(2, (chunks, -1))
 
     def finish(self, group: HeadGroup) -> None:
-        self.dq_sums.write(self.dq[:, _query_heads(group.heads, self.queries.q, self.own)])
+        heads = _query_heads(group.heads, self.queries.q, self.own)
+        self.dq = self.dq_sums.write(self.dq, heads, self.queries.q.shape[1], self.queries.q.dtype)
+        assert self.sums is not None
+        dtype, is_all = self.own.k.dtype, group.heads == (0, self.own.k.shape[1])
+        if is_all:
+            self.total = KeyValues(self.sums.k.to(dtype), self.sums.v.to(dtype))
+            return
+        if self.total is None:
+            self.total = self._new_sums((0, self.own.k.shape[1]), dtype)
         place = _select_heads(self.total, group)
-        if place.k.dtype != self.sums.k.dtype:
-            place.k.copy_(self.sums.k)
-            place.v.copy_(self.sums.v)
+        place.k.copy_(self.sums.k)
+        place.v.copy_(self.sums.v)
 
-    def _queries_of(self, block: Block, heads: slice, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of a block, in the order in which `BlockAttention.backward` takes them."""
-        of, tokens = self.queries, slice(*block.queries)
-        gradient, q, out = (x[:, heads, tokens] for x in (of.gradient, of.q, of.out))
-        return gradient, q, k, v, out, of.log_sum[:, heads, tokens]
+    def _new_sums(self, heads: Interval, dtype: torch.dtype | None = None) -> KeyValues:
+        """For gradients of this rank's K/V in some heads; values are not set."""
+        return KeyValues(*(_new_heads(x, heads, dtype or sum_dtype(x.dtype)) for x in (self.own.k, self.own.v)))
 
 
 class _Attend(torch.autograd.Function):
@@ -237,7 +247,8 @@ class _Attend(torch.autograd.Function):
             own = KeyValues(k, v)
             work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
             transport.forward(own, blocks.route(own, transport), work)
-            return work.out, work.log_sum
+            assert work.out is not None
+            return work.out.transpose(1, 2), work.log_sum
 
         out, log_sum = compute_attention(attend)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
@@ -253,6 +264,7 @@ class _Attend(torch.autograd.Function):
         work = _Backward(queries, own, replace(ctx.blocks, first_rows=first_rows))
         ctx.transport.backward(own, ctx.blocks.route(own, ctx.transport), work)
         dsinks = None if sinks is None else sinks_gradient(sinks, queries.gradient, queries.out, log_sum)
+        assert work.total is not None
         return work.dq, work.total.k, work.total.v, dsinks, None, None, None
 
 
@@ -272,7 +284,7 @@ def _select(x: Tensor, tokens: Interval) -> Tensor:
     return x[:, :, slice(*tokens)]
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    """x: [B, H, C, D]; memory in the order [B, C, H, D], which is that of projections."""
-    B, H, C, D = x.shape
-    return x.new_empty(B, C, H, D).transpose(1, 2)
+def _new_heads(like: Tensor, heads: Interval, dtype: torch.dtype) -> Tensor:
+    """like: [B, H, C, D] -> [B, heads, C, D], memory in the order [B, C, heads, D], which is that of projections."""
+    B, _, C, D = like.shape
+    return like.new_empty(B, C, heads[1] - heads[0], D, dtype=dtype).transpose(1, 2)

@@ -38,11 +38,13 @@ class Gather:
         for group in route.groups:
             coming = _Gathered(own, group, route.chunks, self.axis)
             work.start(group)
-            sums = coming.everyone.new_zeros(coming.everyone.shape, dtype=sum_dtype(own.k.dtype))
+            sums = coming.everyone.new_empty(coming.everyone.shape, dtype=sum_dtype(own.k.dtype))
+            # What is not computed: this rank's own, and what a window leaves out.
+            sums[[each for each in range(len(sums)) if each not in self._sources(route)]] = 0
             coming.wait()
             for source in self._sources(route):
                 held = coming.of(source)
-                held.view(sums[source]).add(work.differentiate(coming.portion, source, held))
+                held.view(sums[source]).set(work.differentiate(coming.portion, source, held))
             # In place: this rank's own part of the sums is what others gave to it, its own come under the message.
             pending = start_reduce_scatter(sums[self.axis.rank], sums, self.axis)
             work.differentiate_own(group)

@@ -4,7 +4,7 @@ Hugging Face's modules ask a registry of attention functions for the one that th
 import, and holds nothing: the module that calls it carries a Hook, which knows this rank's ContextAttention and rows.
 
 The registry of mask functions does not know the name, so a model computes no mask, and hands on what it gets if that has four
-dims: the stage's `first_rows`, [B, 1, C, 1] int64. An argument of the layers is the same when they are computed again in backward.
+dims: the stage's `first_rows`, [B, 1, C, 1] int64. An argument of layers is the same when they are computed again in backward.
 
     B sequences, C tokens of each on this rank, H query heads, Hk key-value heads, D and Dv features of a head
 """

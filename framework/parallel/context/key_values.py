@@ -1,6 +1,6 @@
 """Keys and values of one rank's tokens and their gradients, and the portions of them that travel as one message each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,6 +32,19 @@ class KeyValues:
         for (start, stop), dk, dv in contributions:
             self.k[:, :, start:stop] += dk
             self.v[:, :, start:stop] += dv
+
+    def set(self, contributions: Sequence[Contribution]) -> None:
+        """Become the sums of what blocks give, zero where none gives anything. Two blocks are of the same tokens or of others."""
+        position, first_of = 0, {tokens: (dk, dv) for tokens, dk, dv in reversed(contributions)}
+        # Not zeroed and then added to: that would write most of it twice.
+        for (start, stop), (dk, dv) in sorted(first_of.items(), key=lambda item: item[0]):
+            for x, first in ((self.k, dk), (self.v, dv)):
+                x[:, :, position:start] = 0
+                x[:, :, start:stop] = first
+            position = stop
+        self.k[:, :, position:] = 0
+        self.v[:, :, position:] = 0
+        self.add(each for each in contributions if each[1] is not first_of[each[0]][0])
 
     def new_message(self, dtype: torch.dtype | None = None) -> "KeyValues":
         """A message of these shapes, of this dtype unless another is given. Its values are not set."""

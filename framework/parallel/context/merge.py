@@ -44,10 +44,19 @@ class ChunkSums:
         for number in range(first, last):
             yield number, slice((number - first) * self.length, (number + 1 - first) * self.length)
 
-    def write(self, out: Tensor) -> None:
-        """Write the sums into out, [B, H, C, D], rounded to its dtype."""
+    def write(self, whole: Tensor | None, heads: slice, num_heads: int, dtype: torch.dtype) -> Tensor:
+        """Write the sums into some heads of `whole`, [B, num_heads, C, D], made here if None, and return it. Its memory is in the
+        order [B, C, heads, D], which is that of projections."""
+        first = _filled(self.parts[0])
+        B, H, _, D = first.shape
+        if len(self.parts) == 1 and (H, first.dtype) == (num_heads, dtype):
+            # All there is to write: kernels give this order, so that nothing is copied.
+            return first.transpose(1, 2).contiguous().transpose(1, 2)
+        if whole is None:
+            whole = first.new_empty(B, self.length * len(self.parts), num_heads, D, dtype=dtype).transpose(1, 2)
         for number, part in enumerate(self.parts):
-            self._rows(out, number).copy_(_filled(part))
+            self._rows(whole[:, heads], number).copy_(_filled(part))
+        return whole
 
     def _rows(self, x: Tensor, number: int) -> Tensor:
         """A chunk's tokens of [B, H, C, ...]."""

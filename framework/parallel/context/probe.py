@@ -259,8 +259,9 @@ def _find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_docum
     if has_documents or min(last) <= original:
         told = "its documents have" if has_documents else "a rank has"
         yield (
-            f"its longrope has one table for up to {original} positions, another for more, and where batch.context={slices.context}"
-            f" is more, {told} fewer (longest on a rank: {min(last)}); set batch.context={original}"
+            f"its longrope has one table for up to {original} positions, another for more, and where"
+            f" batch.context={slices.context} is more, {told} fewer (longest on a rank: {min(last)}): set"
+            f" batch.context={original}"
         )
 
 

@@ -111,8 +111,8 @@ class Ring:
             held = conveyor.take()
             contributions = work.differentiate(portion, self._source(step), held)
             # Waited for only now: the rank before added to them while this one was computing.
-            so_far = _zeros_like(held) if sums is None else sums.arrive()
-            so_far.add(contributions)
+            so_far = held.new_message(sum_dtype(held.k.dtype)) if sums is None else sums.arrive()
+            (so_far.set if sums is None else so_far.add)(contributions)
             sums = _Shift(so_far, following - step, self.axis)
         return sums
 
@@ -170,14 +170,6 @@ class _Shift:
         """What has come. What was sent may be written to or dropped from here on."""
         self._pending.wait()
         return self._received
-
-
-def _zeros_like(held: KeyValues) -> KeyValues:
-    """Sums of gradients of these K/V."""
-    zeros = held.new_message(sum_dtype(held.k.dtype))
-    assert zeros.message is not None
-    zeros.message.zero_()
-    return zeros
 
 
 def _add_arrived(homeward: "list[tuple[Portion, _Shift]]", work: Differentiates) -> None:

@@ -45,7 +45,9 @@ class HeadExchange:
         shares = share_heads(q.shape[1], k.shape[1], self.axis.size)
         index = _repeat_kv_heads(q.shape[1], k.shape[1], shares, self.axis)
         exchange = _Exchange(self.axis, self.chunks, shares)
-        q, k, v = (x.transpose(1, 2) for x in _Enter.apply(exchange, *(x.transpose(1, 2) for x in (q, k, v))))
+        # Copied apart: with the tokens of a head a whole message's row apart, CPUs' flash attention takes 6% longer at 2k tokens.
+        inside = _Enter.apply(exchange, *(x.transpose(1, 2) for x in (q, k, v)))
+        q, k, v = (x.transpose(1, 2).contiguous() for x in inside)
         return q, _take_heads(k, index), _take_heads(v, index)
 
     def leave(self, out: Tensor) -> Tensor:
