@@ -91,10 +91,10 @@ def test_documents_that_see_one_another_are_found(monkeypatch: pytest.MonkeyPatc
     ("name", "changes", "told"),
     [
         ("llama", {"attention_dropout": 0.1}, "drops 0.1 of its attention's probabilities"),
-        ("llama", {"attention_dropout": 0.1}, "set model.config.attention_dropout=0"),
-        ("gpt2", {"attn_pdrop": 0.2, "resid_pdrop": 0.1}, "set model.config.attn_pdrop=0."),
-        ("mpt", {"attn_config": {"attn_pdrop": 1}}, "set model.config.attn_config.attn_pdrop=0."),
-        ("bloom", {"attention_dropout": 0.1}, "set model.config.attention_dropout=0."),
+        ("llama", {"attention_dropout": 0.1}, "Set model.config.attention_dropout=0"),
+        ("gpt2", {"attn_pdrop": 0.2, "resid_pdrop": 0.1}, "Set model.config.attn_pdrop=0, or use"),
+        ("mpt", {"attn_config": {"attn_pdrop": 1}}, "Set model.config.attn_config.attn_pdrop=0, or use"),
+        ("bloom", {"attention_dropout": 0.1}, "Set model.config.attention_dropout=0, or use parallel.cp=1"),
     ],
 )
 def test_attention_dropout_is_refused_by_its_key(name: str, changes: dict[str, Any], told: str) -> None:
@@ -120,7 +120,7 @@ def test_longrope_is_refused_where_ranks_would_choose_different_tables() -> None
     # Two ranks of a ring have rows 0 .. 5, 18 .. 23 and 6 .. 17 of 24: both know of more than 16 positions.
     probe("phi3", **LONGROPE)
     probe("phi3", slices=ContextSlices(16, ring=2), has_documents=True, **LONGROPE)
-    with pytest.raises(ModelError, match=r"where batch.context=24 is more, a rank has fewer .*batch.context=16"):
+    with pytest.raises(ModelError, match=r"where batch.context=24 is more, a rank has fewer .*Set batch.context=16"):
         probe("phi3", slices=ContextSlices(24, ulysses=2), **LONGROPE)
     with pytest.raises(ModelError, match="its documents have fewer"):
         probe("phi3", has_documents=True, **LONGROPE)

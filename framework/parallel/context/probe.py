@@ -36,6 +36,14 @@ LENGTHS = (5, 17, 6)
 LARGEST_DIFFERENCE = 1e-5
 
 
+@dataclass(frozen=True)
+class _Cause:
+    """Why a model is refused. fix: what to set, if anything but cp would do."""
+
+    what: str
+    fix: str | None = None
+
+
 def refuse_undivided_context(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> None:
     """Raises ModelError for a model whose sequences `slices` cannot divide exactly, with what is in the way.
 
@@ -43,18 +51,19 @@ def refuse_undivided_context(config: PretrainedConfig, slices: ContextSlices, ha
     """
     cause = next(_find_causes(config, slices, has_documents), None)
     if cause is not None:
+        fix = "Use" if cause.fix is None else f"Set {cause.fix}, or use"
         raise ModelError(
-            f"parallel.cp={slices.ranks} cannot divide the sequences of {config.model_type} models: {cause}. Use parallel.cp=1;"
-            " parallel.tp, zero.stage=3 and memory.activation_checkpointing=full make room for long sequences, too"
+            f"parallel.cp={slices.ranks} cannot divide the sequences of {config.model_type} models: {cause.what}. {fix}"
+            " parallel.cp=1; parallel.tp, zero.stage=3 and memory.activation_checkpointing=full make room for long sequences, too"
         )
 
 
-def _find_causes(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[str]:
+def _find_causes(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[_Cause]:
     yield from _find_uneven_rope(config.get_text_config(), slices, has_documents)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        yield from _Probe(config).find_causes((sum(LENGTHS),))
+        yield from map(_Cause, _Probe(config).find_causes((sum(LENGTHS),)))
         if has_documents:
-            yield from _Probe(config).find_causes(LENGTHS)
+            yield from map(_Cause, _Probe(config).find_causes(LENGTHS))
         yield from _find_dropout(config)
 
 
@@ -251,18 +260,18 @@ def _differ(some: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
-def _find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[str]:
+def _find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[_Cause]:
     """Ropes that choose between two tables by the largest position that they are told, which ranks are told differently."""
     if (original := _original_positions(config)) is None or slices.context <= original:
         return
     last = [min(each.intervals[-1][1], slices.context) for each in map(slices.of_rank, range(slices.ranks))]
     if has_documents or min(last) <= original:
         told = "its documents have" if has_documents else "a rank has"
-        yield (
+        what = (
             f"its longrope has one table for up to {original} positions, another for more, and where"
-            f" batch.context={slices.context} is more, {told} fewer (longest on a rank: {min(last)}): set"
-            f" batch.context={original}"
+            f" batch.context={slices.context} is more, {told} fewer (longest on a rank: {min(last)})"
         )
+        yield _Cause(what, f"batch.context={original}")
 
 
 def _original_positions(config: PretrainedConfig) -> int | None:
@@ -274,7 +283,7 @@ def _original_positions(config: PretrainedConfig) -> int | None:
     return None
 
 
-def _find_dropout(config: PretrainedConfig) -> Iterator[str]:
+def _find_dropout(config: PretrainedConfig) -> Iterator[_Cause]:
     small = shrink(config)
     dropouts = {
         path: value for path, value in _walk(config) if "drop" in path and isinstance(value, int | float) and value > 0
@@ -288,7 +297,7 @@ def _find_dropout(config: PretrainedConfig) -> Iterator[str]:
     except AttentionDropout as error:
         named = [path for path in dropouts if "att" in path] or list(dropouts)
         fix = " and ".join(f"model.config.{path}=0" for path in named)
-        yield f"{error}, and which ones is not the same for any division of a sequence; set {fix}"
+        yield _Cause(f"{error}, and which ones would differ with how a sequence is divided", fix)
     except FORWARD_ERRORS:
         return  # in training some draw what a small copy lacks; in evaluation it ran
 
