@@ -204,8 +204,6 @@ class ContextCost:
         """Steps of the ring with a message; those behind a window have none."""
         return len(find_steps(self.slices, self.shape.reach if self.shape.is_windowed else None))
 
-    # --- bytes
-
     @property
     def step_bytes(self) -> tuple[int, int]:
         """What a step of the ring sends, in forward and in backward."""
@@ -279,8 +277,6 @@ class ContextCost:
         attention = travelling + sums + (self.queries + keys_values + self.outputs) * e
         exchange = 2 * (self.queries + keys_values) * e if self.method.ulysses > 1 else 0
         return max(attention, exchange)
-
-    # --- time
 
     @property
     def flops(self) -> tuple[float, float]:

@@ -104,6 +104,8 @@ def _describe_activations(plan: Plan) -> str:
         kept = [f"{_gib(costs[policy].kept).strip()} per microbatch for backward" for policy in used]
         named = [f"{size} ({policy})" for size, policy in zip(kept, used, strict=True)]
         words = [f"keeps {' or '.join(named if len(used) > 1 else kept)}"]
+    if plan.derived.cp > 1:
+        words.append(f"of {plan.context_slices(0).tokens_local:,} of the {plan.derived.context:,} tokens of a sequence")
     if plan.derived.tp > 1:
         words.append(f"sends {_gib(sent).strip()} per microbatch over tp, forward and backward")
         nodes = place(plan.derived).nodes_spanned("tp")

@@ -7,6 +7,7 @@ from framework.model.load import load_config
 from framework.plan.context import AttentionShape, ContextCost, Links, Method, Passes, attention_shapes, find_methods
 from framework.plan.context_page import describe_context
 from framework.plan.machine import find_machine
+from framework.plan.page import describe_plan
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Launch
@@ -171,6 +172,12 @@ def test_latent_attention_and_windows_have_shapes_of_their_own():
         (8192, False),
     }
     assert attention_shapes(gemma, 16, 8192)[0].kv_heads == 1
+
+
+def test_the_page_of_memory_names_the_tokens_of_a_rank():
+    page = "\n".join(describe_plan(plan_of("parallel.cp=8", "batch.context=131071")))
+    assert "per microbatch for backward, of 16,384 of the 131,071 tokens of a sequence\n" in page
+    assert "keys and values over cp\n" in page
 
 
 def test_the_page_says_what_a_step_takes_and_which_method_is_fastest():
