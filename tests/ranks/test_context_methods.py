@@ -19,6 +19,7 @@ from framework.model.block_attention import BlockAttention, Scores, visible_pair
 from framework.parallel.context import key_values
 from framework.parallel.context.attention import ContextAttention
 from tests.ranks.pool import RankPool
+from tests.ranks.test_tensor_memory import peak_of
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
@@ -230,7 +231,7 @@ def test_attention_is_that_of_one_process(pool: RankPool, layout: Layout) -> Non
 
 def send_small_messages() -> AbstractContextManager[Any]:
     """Keys and values travel in 6 portions or some more, where they would be one."""
-    return patch.multiple(key_values, PORTION_BYTES=1, MOST_PORTIONS=6)
+    return patch.multiple(key_values, PORTION_TOKENS=1, MOST_PORTIONS=6)
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 4), Layout(1, 2, "gather"), Layout(2, 2)], ids=str)
@@ -355,3 +356,55 @@ def test_every_rank_computes_as_many_pairs_and_none_twice(pool: RankPool) -> Non
             assert sum(pairs) == 4 * whole[number % 2]
             if number % 2 == 0:
                 assert max(pairs) <= 1.02 * min(pairs)
+
+
+# --- what is held
+
+LONG = Case(context=2**15, sequences=1, heads=8, kv_heads=4, width=16, v_width=16)
+SHARED = {"ring": Layout(1, 4), "gather": Layout(1, 4, "gather"), "ulysses": Layout(4, 1), "both": Layout(2, 2)}
+
+
+class AllocatingBlocks(BlockAttention):
+    """Takes the memory of results and computes nothing: time grows with the square of tokens, memory does not."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rows_and_scores: Any) -> Any:
+        B, H, n, _ = q.shape
+        return q.new_zeros(B, n, H, v.shape[3]).transpose(1, 2), q.new_zeros(B, H, n)
+
+    def backward(self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def measure_peaks(
+    rank: int, world: int, rendezvous: str, layouts: list[Layout], case: Case, block: BlockAttention
+) -> list[int]:
+    """Body: for each layout the most bytes that this rank holds in attention, forward and backward: q, k, v, out, their gradients
+    and what they take to compute."""
+    found = []
+    for number, layout in enumerate(layouts):
+        if rank >= layout.ulysses * layout.ring:
+            continue
+        mesh = connect_context(rank, f"{rendezvous}-{number}", layout)
+        attention = make_attention(mesh, layout, case.context, block)
+        found.append(measure_peak(attention, case))
+        mesh.close()
+    return found
+
+
+def measure_peak(attention: ContextAttention, case: Case) -> int:
+    C = attention.slices.tokens_local
+    shapes = ((case.heads, case.width), (case.kv_heads, case.width), (case.kv_heads, case.v_width))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        # As projections do, it makes new tensors, which only attention keeps.
+        source = torch.zeros((), requires_grad=True)
+        out = attention(*((source.expand(1, C, *shape) + 1).transpose(1, 2) for shape in shapes), Scores(1.0))
+        out.backward(torch.zeros_like(out))
+    return peak_of(profile)
+
+
+@pytest.mark.parametrize("method", SHARED)
+def test_a_rank_of_four_holds_its_share_of_a_long_sequence(pool: RankPool, method: str) -> None:
+    """The bar: 1/3.5 of what one rank holds."""
+    first, *others = pool.run(4, measure_peaks, [Layout(1, 1), SHARED[method]], LONG, AllocatingBlocks())
+    peaks = [first[1], *(found[-1] for found in others)]
+    assert 3.5 * max(peaks) <= first[0], (first[0], peaks, first[0] / max(peaks))

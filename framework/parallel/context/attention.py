@@ -12,7 +12,7 @@ ranks' K/V are sent once more in backward.
     B sequences; C tokens of each on this rank, padding included; H query heads, Hk key-value heads; D, Dv per head
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -104,11 +104,11 @@ class RankBlocks:
         unbounded = replace(scores, window=None)
         return [(block, unbounded if block.is_whole else scores, self._first_rows_of(block)) for block in blocks]
 
-    def route(self, own: KeyValues, transport: Transport) -> Route:
+    def route(self, own: KeyValues) -> Route:
         """What travels of this rank's keys and values, and to whom."""
         steps = find_steps(self.slices, self.scores.window)
-        num_portions = count_portions(own) if self.slices.ring > 1 else 1
-        groups = group_heads(own, self.slices.chunks, num_portions, transport.divides_tokens)
+        num_portions = count_portions(own.k.shape[2]) if self.slices.ring > 1 else 1
+        groups = group_heads(own, self.slices.chunks, num_portions)
         return Route(groups, steps, self.slices.chunks)
 
     def whole(self, group: HeadGroup) -> Portion:
@@ -134,7 +134,7 @@ class _Forward:
 
     def start(self, group: HeadGroup) -> None:
         self.merged = MergedOutput(self.blocks.slices.chunks, self.q.shape[2], self.q.dtype)
-        self.attend(self.blocks.whole(group), self.blocks.slices.ring_index, _select_heads(self.own, group))
+        self.attend(self.blocks.whole(group), self.blocks.slices.ring_index, _select_heads(self.own, group.heads))
 
     def attend(self, portion: Portion, source: int, held: KeyValues) -> None:
         heads = _query_heads(portion.heads, self.q, self.own)
@@ -177,7 +177,23 @@ class _Backward:
         self.sums: KeyValues | None = None
 
     def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
-        of, contributions = self.queries, []
+        return list(self._contributions(portion, source, held))
+
+    def differentiate_own(self, group: HeadGroup) -> None:
+        own = _select_heads(self.own, group.heads)
+        contributions = self._contributions(self.blocks.whole(group), self.blocks.slices.ring_index, own)
+        if self.sums is not None:
+            self.sums.add(contributions)
+        elif self.blocks.slices.chunks == 1:
+            ((_, dk, dv),) = contributions
+            self.sums = KeyValues(dk, dv)
+        else:
+            self.sums = self._new_sums(group.heads)
+            self.sums.set(contributions)
+
+    def _contributions(self, portion: Portion, source: int, held: KeyValues) -> Iterator[Contribution]:
+        """One at a time, so that no more than one need be held."""
+        of = self.queries
         heads = _query_heads(portion.heads, of.q, self.own)
         blocks = self.blocks.of_heads(heads)
         for block, scores, rows in blocks.plan(portion, source):
@@ -187,20 +203,10 @@ class _Backward:
             found = blocks.block.backward(gradient, q, k, v, out, log_sum, block.q_rows, block.k_rows, scores, rows)
             if found is not None:
                 self.dq_sums.add(block.queries, found[0])
-                contributions.append((block.keys, found[1], found[2]))
-        return contributions
-
-    def differentiate_own(self, group: HeadGroup) -> None:
-        whole = self.blocks.whole(group)
-        own = _select_heads(self.own, group)
-        contributions = self.differentiate(whole, self.blocks.slices.ring_index, own)
-        if self.sums is not None:
-            self.sums.add(contributions)
-        elif len(contributions) == 1:
-            self.sums = KeyValues(*contributions[0][1:])
-        else:
-            self.sums = self._new_sums(group.heads)
-            self.sums.set(contributions)
+                contribution = block.keys, found[1], found[2]
+                del found
+                yield contribution
+                del contribution
 
     def add(self, portion: Portion, sums: KeyValues) -> None:
         if self.sums is None:
@@ -214,19 +220,29 @@ class _Backward:
         heads = _query_heads(group.heads, self.queries.q, self.own)
         self.dq = self.dq_sums.write(self.dq, heads, self.queries.q.shape[1], self.queries.q.dtype)
         assert self.sums is not None
-        dtype, is_all = self.own.k.dtype, group.heads == (0, self.own.k.shape[1])
-        if is_all:
-            self.total = KeyValues(self.sums.k.to(dtype), self.sums.v.to(dtype))
-            return
-        if self.total is None:
-            self.total = self._new_sums((0, self.own.k.shape[1]), dtype)
-        place = _select_heads(self.total, group)
-        place.k.copy_(self.sums.k)
-        place.v.copy_(self.sums.v)
+        if group.heads == self._all_heads:
+            self.total = KeyValues(self.sums.k.to(self.own.k.dtype), self.sums.v.to(self.own.v.dtype))
+        elif self.total is not None and self.sums.k.dtype != self.total.k.dtype:
+            place = _select_heads(self.total, group.heads)
+            place.k.copy_(self.sums.k)
+            place.v.copy_(self.sums.v)
 
-    def _new_sums(self, heads: Interval, dtype: torch.dtype | None = None) -> KeyValues:
+    @property
+    def _all_heads(self) -> Interval:
+        return 0, self.own.k.shape[1]
+
+    def _new_sums(self, heads: Interval) -> KeyValues:
         """For gradients of this rank's K/V in some heads; values are not set."""
-        return KeyValues(*(_new_heads(x, heads, dtype or sum_dtype(x.dtype)) for x in (self.own.k, self.own.v)))
+        dtype = self.own.k.dtype
+        if heads != self._all_heads and self.total is None:
+            self.total = self._new_heads(self._all_heads, dtype)
+        if self.total is not None and dtype == sum_dtype(dtype):
+            # Summed where they are to be.
+            return _select_heads(self.total, heads)
+        return self._new_heads(heads, sum_dtype(dtype))
+
+    def _new_heads(self, heads: Interval, dtype: torch.dtype) -> KeyValues:
+        return KeyValues(*(_new_heads(x, heads, dtype) for x in (self.own.k, self.own.v)))
 
 
 class _Attend(torch.autograd.Function):
@@ -245,7 +261,7 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         own = KeyValues(k, v)
         work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
-        transport.forward(own, blocks.route(own, transport), work)
+        transport.forward(own, blocks.route(own), work)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
         assert work.out is not None
         out = work.out.transpose(1, 2)
@@ -259,7 +275,7 @@ class _Attend(torch.autograd.Function):
         q, k, v, sinks, first_rows, out, log_sum = ctx.saved_tensors
         queries, own = Queries(q, out.transpose(1, 2), log_sum, gradient.contiguous().transpose(1, 2)), KeyValues(k, v)
         work = _Backward(queries, own, replace(ctx.blocks, first_rows=first_rows))
-        ctx.transport.backward(own, ctx.blocks.route(own, ctx.transport), work)
+        ctx.transport.backward(own, ctx.blocks.route(own), work)
         dsinks = None if sinks is None else sinks_gradient(sinks, queries.gradient, queries.out, log_sum)
         assert work.total is not None
         return work.dq, work.total.k, work.total.v, dsinks, None, None, None
@@ -271,9 +287,8 @@ def _query_heads(heads: Interval, q: Tensor, own: KeyValues) -> slice:
     return slice(heads[0] * group, heads[1] * group)
 
 
-def _select_heads(of: KeyValues, group: HeadGroup) -> KeyValues:
-    heads = slice(*group.heads)
-    return KeyValues(of.k[:, heads], of.v[:, heads])
+def _select_heads(of: KeyValues, heads: Interval) -> KeyValues:
+    return KeyValues(of.k[:, slice(*heads)], of.v[:, slice(*heads)])
 
 
 def _select(x: Tensor, tokens: Interval) -> Tensor:

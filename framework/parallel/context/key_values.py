@@ -1,6 +1,6 @@
 """Keys and values of one rank's tokens and their gradients, and the portions of them that travel as one message each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from framework.mesh.context import Interval
 
-# A message should be large enough for the full rate of a link, and its blocks for a GPU: no smaller than 1 MiB (2048 keys and
-# values of 128 in bf16), and no more than 16 of them.
-PORTION_BYTES = 2**20
+# Buffers are as large as a message, so a rank's K/V travel in several: one for each 512 tokens, which are enough to compute with,
+# and no more than 16, so that blocks of long sequences are large enough for a GPU.
+PORTION_TOKENS = 512
 MOST_PORTIONS = 16
 
 # (tokens, gradient of their keys [B, Hk, n, D], of their values [B, Hk, n, Dv]): what one block adds.
@@ -32,19 +32,24 @@ class KeyValues:
         for (start, stop), dk, dv in contributions:
             self.k[:, :, start:stop] += dk
             self.v[:, :, start:stop] += dv
+            del dk, dv  # before the next are computed
 
-    def set(self, contributions: Sequence[Contribution]) -> None:
+    def set(self, contributions: Iterable[Contribution]) -> None:
         """Become the sums of what blocks give, zero where none gives anything. Two blocks are of the same tokens or of others."""
-        position, first_of = 0, {tokens: (dk, dv) for tokens, dk, dv in reversed(contributions)}
-        # Not zeroed and then added to: that would write most of it twice.
-        for (start, stop), (dk, dv) in sorted(first_of.items(), key=lambda item: item[0]):
-            for x, first in ((self.k, dk), (self.v, dv)):
-                x[:, :, position:start] = 0
-                x[:, :, start:stop] = first
-            position = stop
-        self.k[:, :, position:] = 0
-        self.v[:, :, position:] = 0
-        self.add(each for each in contributions if each[1] is not first_of[each[0]][0])
+        seen: set[Interval] = set()
+        for tokens, dk, dv in contributions:
+            # The first are written, not added to zeros: that would write most of it twice.
+            if tokens in seen:
+                self.add([(tokens, dk, dv)])
+            else:
+                self.k[:, :, slice(*tokens)] = dk
+                self.v[:, :, slice(*tokens)] = dv
+            seen.add(tokens)
+            del dk, dv
+        ends = [0, *(end for tokens in sorted(seen) for end in tokens), self.k.shape[2]]
+        for start, stop in zip(ends[::2], ends[1::2], strict=True):
+            self.k[:, :, start:stop] = 0
+            self.v[:, :, start:stop] = 0
 
     def new_message(self, dtype: torch.dtype | None = None) -> "KeyValues":
         """A message of these shapes, of this dtype unless another is given. Its values are not set."""
@@ -85,18 +90,17 @@ class HeadGroup:
     portions: tuple[Portion, ...]
 
 
-def group_heads(of: KeyValues, chunks: int, num_portions: int, divides_tokens: bool) -> list[HeadGroup]:
+def group_heads(of: KeyValues, chunks: int, num_portions: int) -> list[HeadGroup]:
     """`num_portions` portions or a few more: heads are divided first, since that divides queries, too, then tokens of a chunk."""
     kv_heads, length = of.k.shape[1], of.k.shape[2] // chunks
     groups = next(count for count in range(min(num_portions, kv_heads), kv_heads + 1) if kv_heads % count == 0)
-    parts = min(-(-num_portions // groups), length) if divides_tokens else 1
+    parts = min(-(-num_portions // groups), length)
     bounds = [length * number // parts for number in range(parts + 1)]
     heads = pairwise(range(0, kv_heads + 1, kv_heads // groups))
     return [HeadGroup(each, tuple(Portion(each, tokens) for tokens in pairwise(bounds))) for each in heads]
 
 
-def count_portions(of: KeyValues) -> int:
-    """Messages in which a rank's keys and values travel. Buffers are as large as one of them: with few, they would outweigh what
-    a rank saves by holding fewer tokens."""
-    num_bytes = of.k.nbytes + of.v.nbytes
-    return max(1, min(MOST_PORTIONS, num_bytes // PORTION_BYTES))
+def count_portions(tokens: int) -> int:
+    """Messages in which the K/V of so many tokens travel. With one, buffers would outweigh what a rank saves by having fewer
+    tokens."""
+    return max(1, min(MOST_PORTIONS, tokens // PORTION_TOKENS))

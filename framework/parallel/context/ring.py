@@ -71,8 +71,6 @@ class Differentiates(Protocol):
 class Ring:
     """Passes keys and values on along an axis; on one rank there is nothing to pass."""
 
-    divides_tokens = True
-
     def __init__(self, axis: Communicator):
         self.axis = axis
 
@@ -113,6 +111,7 @@ class Ring:
             # Waited for only now: the rank before added to them while this one was computing.
             so_far = held.new_message(sum_dtype(held.k.dtype)) if sums is None else sums.arrive()
             (so_far.set if sums is None else so_far.add)(contributions)
+            del held, contributions  # before the next are received and computed
             sums = _Shift(so_far, following - step, self.axis)
         return sums
 

@@ -140,6 +140,7 @@ class _Exchange:
         lengths = [B * C * self._width(intervals, widths) for intervals in self.shares]
         came = sent.new_empty(sum(lengths))
         all_to_all(came, sent.view(-1), self.axis, lengths, [sent[0].numel()] * self.axis.size)
+        del sent  # before the heads are joined, when most is held
         messages = [
             _columns(message.view(B, C, -1), intervals, widths)
             for message, intervals in zip(came.split(lengths), self.shares, strict=True)
