@@ -327,3 +327,15 @@ def test_a_wrong_kernel_gives_way_to_tiles(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("framework.model.block_attention.FLASH", {"cpu": Wrong()})
     assert compare(Case(kv_heads=2), CUTS[0], BlockAttention(tile=16)) < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_zig_zag_ranks_have_equal_work(ranks: int) -> None:
+    """Rank r has chunks r and 2 ranks - 1 - r."""
+    chunk, tokens, scores = 512, 1024 * ranks, Scores(1.0)
+    intervals = [(start, start + chunk) for start in range(0, tokens, chunk)]
+    pairs = [visible_pairs(rows, (0, tokens), scores, None) for rows in intervals]
+    of_rank = [first + last for first, last in zip(pairs[:ranks], reversed(pairs), strict=False)]
+    assert sum(of_rank) == tokens * (tokens + 1) // 2
+    assert max(of_rank) <= 1.02 * min(of_rank)
+    assert pairs[-1] > 1.02 * pairs[0], "the same of contiguous chunks would pass"
