@@ -31,8 +31,6 @@ from framework.parallel.context.ulysses import share_heads
 from framework.parallel.tensor import count_kv_heads
 from framework.plan.machine import Link, Machine
 
-# A dtype of so many bytes.
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 # Of a first row, which travels with Ulysses where documents are packed.
 ROW_BYTES = 8
 
@@ -252,15 +250,10 @@ class ContextCost:
     @cached_property
     def portions(self) -> tuple[int, int]:
         """(groups of key-value heads that are attended to one after another, messages in which K/V travel)."""
-        slices, shape = self.slices, self.shape
-        length = slices.chunks * slices.part * self.method.ulysses
-        k, v = (
-            torch.empty(self.sequences, self._kv_heads_inside, length, dim, device="meta", dtype=DTYPES[self.itemsize])
-            for dim in (shape.key_dim, shape.value_dim)
-        )
-        of = KeyValues(k, v)
-        wanted = count_portions(of) if self.method.ring > 1 else 1
-        groups = group_heads(of, slices.chunks, wanted, not self.method.gathers)
+        tokens = self.slices.tokens_local * self.method.ulysses
+        keys = torch.empty(1, self._kv_heads_inside, tokens, 1, device="meta")
+        wanted = count_portions(tokens) if self.method.ring > 1 else 1
+        groups = group_heads(KeyValues(keys, keys), self.slices.chunks, wanted)
         return len(groups), sum(len(group.portions) for group in groups)
 
     @property
@@ -270,11 +263,11 @@ class ContextCost:
         home; gradients of queries, keys and values, and of the output."""
         e, s, keys_values, (groups, messages) = self.itemsize, self.sum_size, self.keys_values, self.portions
         if self.method.gathers:
-            travelling = self.method.ring * keys_values * (e + s) // groups
+            travelling = self.method.ring * keys_values * (e + s)
         else:
-            travelling = keys_values * (2 * e + 3 * s) * (self.num_steps > 0) // messages
+            travelling = keys_values * (2 * e + 3 * s) * (self.num_steps > 0)
         sums = (keys_values * s + self.queries * (s + e)) // groups
-        attention = travelling + sums + (self.queries + keys_values + self.outputs) * e
+        attention = travelling // messages + sums + (self.queries + keys_values + self.outputs) * e
         exchange = 2 * (self.queries + keys_values) * e if self.method.ulysses > 1 else 0
         return max(attention, exchange)
 
@@ -307,27 +300,28 @@ class ContextCost:
 
     def _forward_times(self, links: Links) -> Times:
         (message_s, block_s), _ = self.step_s(links)
-        # A gather is under the block of the rank's own keys, a ring's step under the block before.
-        late = self._gather_s(links) - block_s if self.method.gathers else self.num_steps * (message_s - block_s)
+        late = self._late_gather_s(links, block_s) if self.method.gathers else self.num_steps * (message_s - block_s)
         # A block's output is widened, and interpolated into the sum.
         merged = self.num_steps * self.outputs * (self.itemsize + 4 * self.sum_size)
         return Times((self.num_steps + 1) * block_s, max(late, 0.0), merged / links.machine.memory_rate)
 
     def _backward_times(self, links: Links) -> Times:
         _, (message_s, block_s) = self.step_s(links)
-        n, link, (groups, messages) = self.num_steps, links.of_ring(self.method), self.portions
-        # The rank's own block comes last, under the last sums on their way home: nothing hides the first keys and values.
-        if self.method.gathers:
+        n, link, (_, messages) = self.num_steps, links.of_ring(self.method), self.portions
+        if self.method.gathers:  # and nothing hides where sums are scattered
             sums = (self.method.ring - 1) * self.keys_values * self.sum_size
-            late = self._gather_s(links) + max(0.0, link.seconds(sums, groups) - block_s)
-        else:
+            late = self._late_gather_s(links, block_s) + link.seconds(sums, messages)
+        else:  # nor the first keys and values: the rank's own block comes last, under the last sums on their way home
             late = link.seconds(self.step_bytes[0] * (n > 0) / messages) + n * max(0.0, message_s - block_s)
         # Gradients are read, and added to theirs.
         added = n * (self.queries + self.keys_values) * (self.itemsize + 2 * self.sum_size)
         return Times((n + 1) * block_s, late, added / links.machine.memory_rate)
 
-    def _gather_s(self, links: Links) -> float:
-        return links.of_ring(self.method).seconds((self.method.ring - 1) * self.step_bytes[0], self.portions[0])
+    def _late_gather_s(self, links: Links, block_s: float) -> float:
+        """What is not hidden of a gather: of each group of heads, the first message is under the block of the rank's own keys."""
+        groups, messages = self.portions
+        sent_s = links.of_ring(self.method).seconds((self.method.ring - 1) * self.step_bytes[0], messages)
+        return sent_s - min(sent_s * groups / messages, block_s)
 
     def hidden_from(self, links: Links) -> int:
         """The fewest tokens of a rank and sequence from which on a step of the ring is hidden, forward and backward, without its

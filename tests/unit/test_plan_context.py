@@ -154,9 +154,9 @@ def test_exchanged_heads_are_kept_and_gathered_keys_are_there_while_attention_co
     assert ring.kept_bytes == 0
     # The output twice, and one key-value head of all tokens in place of 8 of 1/16.
     assert ulysses.kept_bytes == 8192 * 128 * 2 * (32 + 16 * 2 - 8 * 2)
-    # Two of 16 messages of K/V and three of their sums; of each of 8 heads all ranks' K/V and sums.
-    assert (ring.portions, gather.portions) == ((8, 16), (8, 8))
-    assert gather.transient_bytes - ring.transient_bytes == 8 * 192 * MIB // 8 - (2 * 64 + 3 * 128) * MIB // 16
+    # In 16 messages: two of K/V and three of their sums, and of a gather those of all 8 ranks.
+    assert ring.portions == gather.portions == (8, 16)
+    assert gather.transient_bytes - ring.transient_bytes == (8 * 192 - 2 * 64 - 3 * 128) * MIB // 16
     plans = [plan_of("parallel.cp=8", f"parallel.context={name}").activations for name in ("ring", "gather")]
     # By then the mlp's are gone, which are more than what a ring has under way.
     assert plans[0].transient_bytes == 0
