@@ -360,7 +360,7 @@ def test_every_rank_computes_as_many_pairs_and_none_twice(pool: RankPool) -> Non
 
 # --- what is held
 
-LONG = Case(context=2**15, sequences=1, heads=8, kv_heads=4, width=16, v_width=16)
+LONG = Case(context=2**15, sequences=1, heads=16, kv_heads=8, width=16, v_width=16)
 SHARED = {"ring": Layout(1, 4), "gather": Layout(1, 4, "gather"), "ulysses": Layout(4, 1), "both": Layout(2, 2)}
 
 
@@ -402,9 +402,14 @@ def measure_peak(attention: ContextAttention, case: Case) -> int:
     return peak_of(profile)
 
 
+# What four ranks hold of what one does. A gather holds K/V of all ranks, a portion at a time; Ulysses q, k, v and out twice while
+# heads are exchanged.
+LEAST_RATIO = {"ring": 3.5, "gather": 3.2, "ulysses": 2.0, "both": 2.0}
+
+
 @pytest.mark.parametrize("method", SHARED)
 def test_a_rank_of_four_holds_its_share_of_a_long_sequence(pool: RankPool, method: str) -> None:
-    """The bar: 1/3.5 of what one rank holds."""
-    first, *others = pool.run(4, measure_peaks, [Layout(1, 1), SHARED[method]], LONG, AllocatingBlocks())
-    peaks = [first[1], *(found[-1] for found in others)]
-    assert 3.5 * max(peaks) <= first[0], (first[0], peaks, first[0] / max(peaks))
+    """32k tokens. The second measurement counts: the first in a process has memory of the profiler's."""
+    layouts = [Layout(1, 1), SHARED[method], SHARED[method]]
+    by_rank = pool.run(4, measure_peaks, layouts, LONG, AllocatingBlocks())
+    assert LEAST_RATIO[method] * max(found[-1] for found in by_rank) <= by_rank[0][0]

@@ -24,7 +24,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices, Interval
 from framework.model.block_attention import BlockAttention, Scores
 from framework.model.kept_outputs import compute_attention
-from framework.parallel.context.blocks import Block, Joining, find_steps, plan_blocks
+from framework.parallel.context.blocks import Block, find_steps, plan_blocks
 from framework.parallel.context.gather import Gather
 from framework.parallel.context.key_values import (
     Contribution,
@@ -97,11 +97,11 @@ class RankBlocks:
     def plan(self, portion: Portion, source: int) -> list[tuple[Block, Scores, Tensor | None]]:
         """Blocks with a portion of the keys of the rank at an index of the ring, their scores, and their queries' first rows."""
         scores, start = self.scores, portion.tokens[0]
-        # A slope weighs rows, and a document begins at a row: these need the rows that queries and keys have.
-        joining = Joining(queries=scores.slopes is None, keys=scores.slopes is None and self.first_rows is None)
+        # A slope weighs the rows of keys, and a document begins at one.
+        joins_keys = scores.slopes is None and self.first_rows is None
         chunks = self.slices.of_rank(source * self.slices.ulysses).chunk_intervals
         keys = [(first + start, first + portion.tokens[1]) for first, _ in chunks]
-        blocks = plan_blocks(self.slices.chunk_intervals, keys, scores.window, joining)
+        blocks = plan_blocks(self.slices.chunk_intervals, keys, scores.window, joins_keys)
         unbounded = replace(scores, window=None)
         return [(block, unbounded if block.is_whole else scores, self._first_rows_of(block)) for block in blocks]
 

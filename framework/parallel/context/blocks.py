@@ -4,8 +4,8 @@ A rank of `ring` holds one or two chunks of a sequence, as many rows each (`Cont
 and 2 ring - 1 - i, a rank's queries against the keys of a rank p are
 
     p = own rank   both chunks against themselves, under the diagonal, and the later against the earlier, wholly
-    p before it    both chunks against the earlier one of p, wholly                 one call: queries of both chunks
-    p behind it    the later chunk against both of p, wholly                        one call: keys of both chunks
+    p before it    both chunks against the earlier one of p, wholly
+    p behind it    the later chunk against both of p, wholly                        one call
 
 which are 2 L^2 pairs each for chunks of L rows: equal work on all ranks in every step. A window leaves fewer.
 """
@@ -35,20 +35,11 @@ class Block:
         return self.q_rows == self.k_rows
 
 
-@dataclass(frozen=True)
-class Joining:
-    """Which neighbouring blocks one call may compute, though their rows are no interval. queries: of two chunks, if a score does
-    not depend on the query's row; keys: of two chunks, if it does not depend on the key's row either."""
-
-    queries: bool = True
-    keys: bool = True
-
-
 def plan_blocks(
-    queries: Sequence[Interval], keys: Sequence[Interval], window: int | None, joining: Joining
+    queries: Sequence[Interval], keys: Sequence[Interval], window: int | None, joins_keys: bool
 ) -> list[Block]:
     """Blocks of queries that see some of the keys, diagonal ones first. queries, keys: rows of the chunks that two ranks
-    hold, in their order."""
+    hold, in their order. joins_keys: whether one block may have keys of two chunks, whose rows are no interval."""
     pairs = [
         Block(_tokens(queries, i), _tokens(keys, j), q_rows, k_rows, _sees_all(q_rows, k_rows, window))
         for i, q_rows in enumerate(queries)
@@ -56,7 +47,8 @@ def plan_blocks(
         if _sees_some(q_rows, k_rows, window)
     ]
     # Every query sees itself, so whatever is merged behind a diagonal block finds a finite sum.
-    return _join(sorted(pairs, key=lambda block: not block.is_diagonal), joining)
+    pairs.sort(key=lambda block: not block.is_diagonal)
+    return _join_keys(pairs) if joins_keys else pairs
 
 
 def find_steps(slices: ContextSlices, window: int | None) -> tuple[int, ...]:
@@ -92,19 +84,14 @@ def _sees_all(q_rows: Interval, k_rows: Interval, window: int | None) -> bool:
     return k_rows[1] <= q_rows[0] + 1 and (window is None or k_rows[0] >= q_rows[1] - window)
 
 
-def _join(pairs: list[Block], joining: Joining) -> list[Block]:
-    """Two blocks that are wholly visible and share queries or keys become one. No three are: see the table above."""
-    whole = [block for block in pairs if block.is_whole and not block.is_diagonal]
-    if len(pairs) != 2 or len(whole) != 2:
+def _join_keys(pairs: list[Block]) -> list[Block]:
+    """Two blocks of the same queries, which see both wholly, become one: the rows of keys do not matter then."""
+    if len(pairs) != 2 or not all(block.is_whole and not block.is_diagonal for block in pairs):
         return pairs
-    first, last = whole
-    if joining.queries and first.keys == last.keys:
-        queries = first.queries[0], last.queries[1]
-        # Any rows behind the keys: what these queries see does not depend on theirs.
-        rows = first.k_rows[1], first.k_rows[1] + queries[1] - queries[0]
-        return [Block(queries, first.keys, rows, first.k_rows, True)]
-    if joining.keys and first.queries == last.queries:
-        keys = first.keys[0], last.keys[1]
-        rows = first.q_rows[0] - (keys[1] - keys[0]), first.q_rows[0]
-        return [Block(first.queries, keys, first.q_rows, rows, True)]
-    return pairs
+    first, last = pairs
+    if first.queries != last.queries:
+        # Of the same keys: each call's results would be as large as both chunks' together, and nothing is saved but a call.
+        return pairs
+    keys = first.keys[0], last.keys[1]
+    rows = first.q_rows[0] - (keys[1] - keys[0]), first.q_rows[0]
+    return [Block(first.queries, keys, first.q_rows, rows, True)]
