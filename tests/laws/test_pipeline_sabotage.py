@@ -1,7 +1,6 @@
 """Sabotage of the pipeline: drop one rule, and the comparison with one process fails."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,14 +13,12 @@ from framework.parallel.pipeline.execute import _Step
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.recipe.schema import Zero
 from framework.train.stage import RankStage
-from framework.verify.compare import Row
-from tests.ranks.parity import Case, run_cases
+from tests.laws.sabotage import Sabotage, errors_of
+from tests.ranks.parity import Case
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline import case_of, recipe_of
 
 VISIBLE = 1e-3
-
-Sabotage = Callable[[], AbstractContextManager[Any]]
 
 
 def average_microbatches() -> AbstractContextManager[Any]:
@@ -74,20 +71,10 @@ SABOTAGES = (
 )
 
 
-def run_sabotaged(rank: int, world: int, rendezvous: str, sabotage: Sabotage, case: Case) -> dict[str, list[Row]]:
-    """Body: `run_cases` under a sabotage, which ends with it."""
-    with sabotage():
-        return run_cases(rank, world, rendezvous, [case])
-
-
-def errors(pool: RankPool, sabotage: Sabotage, case: Case) -> dict[str, float]:
-    (rows,) = pool.run(2, run_sabotaged, sabotage, case)[0].values()
-    return {row.quantity: row.error for row in rows}
-
-
 @pytest.mark.parametrize(("sabotage", "case", "quantity"), SABOTAGES, ids=lambda each: getattr(each, "__name__", None))
 def test_a_dropped_rule_shows_and_the_whole_code_does_not(
     pool: RankPool, sabotage: Sabotage, case: Case, quantity: str
 ) -> None:
-    assert max(errors(pool, nullcontext, case).values()) < case.tolerance
-    assert errors(pool, sabotage, case)[quantity] > VISIBLE
+    errors = errors_of(pool, [sabotage], case)
+    assert max(errors["whole"].values()) < case.tolerance
+    assert errors[sabotage.__name__][quantity] > VISIBLE

@@ -43,7 +43,7 @@ def recipes_of(parallels: dict[str, Parallel], world: int, **groups: Any) -> dic
 
 def test_options_train_as_one_process(pool: RankPool):
     # deepseek_v3 asks for its shared experts behind the routed ones, qwen2_moe in front: both compute them meanwhile.
-    shown = {name: OPTIONS[name] for name in ("overlap, tp", "two hops, overlap, tp")}
+    shown = {name: OPTIONS[name] for name in ("two hops, overlap, tp",)}
     front = recipes_of({"overlap, tp": OPTIONS["overlap, tp"]}, 4, memory=RECOMPUTES)
     cases = [Case("deepseek_v3", family("deepseek_v3"), recipes_of(shown, 4))]
     assert_equal(pool, 4, [*cases, Case("qwen2_moe", family("qwen2_moe"), front)])
@@ -75,18 +75,24 @@ def test_shared_experts_in_front_of_compiled_layers_train_as_one_process(pool: R
     assert_equal(pool, 2, [Case("qwen2_moe", family("qwen2_moe"), layouts)])
 
 
+DROPPED = {
+    "ep, tokens divided": Parallel(ep=2, tp=2),
+    "slices": Parallel(tp=2),
+    "dp": Parallel(),
+    "ep": Parallel(ep=2),
+    "ep, tokens alike": Parallel(ep=2, tp=2, sequence=False),
+}
+
+
 @pytest.mark.parametrize(
-    ("factor", "priority"), few_of([(1.0, "weight"), (1.25, "position")], lambda factor, priority: factor == 1.0)
+    ("factor", "priority", "labels"),
+    few_of(
+        [(1.0, "weight", tuple(DROPPED)[:2]), (1.0, "weight", tuple(DROPPED)[2:]), (1.25, "position", tuple(DROPPED))],
+        lambda factor, _, labels: factor == 1.0 and "slices" in labels,
+    ),
 )
-def test_every_layout_drops_what_one_process_drops(pool: RankPool, factor, priority):
-    layouts = {
-        "dp": Parallel(),
-        "slices": Parallel(tp=2),
-        "ep": Parallel(ep=2),
-        "ep, tokens divided": Parallel(ep=2, tp=2),
-        "ep, tokens alike": Parallel(ep=2, tp=2, sequence=False),
-    }
-    model = Model(expert_capacity=factor, expert_drop=priority)
+def test_every_layout_drops_what_one_process_drops(pool: RankPool, factor, priority, labels):
+    model, layouts = Model(expert_capacity=factor, expert_drop=priority), {label: DROPPED[label] for label in labels}
     assert_equal(pool, 2, [Case("mixtral", family("mixtral"), recipes_of(layouts, 2, model=model))])
 
 

@@ -21,6 +21,7 @@ from framework.verify.layout import share
 from framework.verify.oracle import run_oracle
 from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family
+from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
 
@@ -42,7 +43,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(LAYOUTS)[1:], pytest.param(next(iter(LAYOUTS)), marks=pytest.mark.grid)])
+@pytest.mark.parametrize("name", few_of(LAYOUTS, lambda name: "ep" in name))
 def test_a_layout_without_masters_is_one_process_within_rounding(pool: RankPool, name: str) -> None:
     model, changes, recipe = LAYOUTS[name]
     case = Case(name, family(model), {"none": recipe}, changes, by_microbatch=True)

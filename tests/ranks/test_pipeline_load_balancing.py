@@ -3,8 +3,7 @@
 By microbatch: the term is no sum over tokens.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +14,8 @@ from torch import Tensor
 from framework.model.load_balancing import Routers
 from framework.model.routed_tokens import RoutedTokens
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
-from framework.verify.compare import Row
-from tests.ranks.parity import Case, assert_equal, run_cases, small_recipe, worst_error
+from tests.laws.sabotage import Sabotage, errors_of
+from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline import SCHEDULES, case_of
 
@@ -82,28 +81,18 @@ def count_every_copy() -> AbstractContextManager[Any]:
     return patch.object(Routers, "end", end)
 
 
-def run_sabotaged(
-    rank: int, world: int, rendezvous: str, sabotage: Callable[[], AbstractContextManager[Any]], case: Case
-) -> dict[str, list[Row]]:
-    """Body: `run_cases` under a sabotage, which ends with it."""
-    with sabotage():
-        return run_cases(rank, world, rendezvous, [case])
-
-
 @pytest.mark.parametrize(
     ("sabotage", "layout", "quantity"),
     [
-        (forget_the_layers_before, recipe_of("1f1b"), "loss"),
-        (count_every_copy, recipe_of("1f1b", 2, 2), "gradient, step 1"),
+        (forget_the_layers_before, recipe_of("1f1b", count=2), "loss"),
+        (count_every_copy, recipe_of("1f1b", 2, 2, count=2), "gradient, step 1"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_a_dropped_rule_shows_and_the_whole_code_does_not(
-    pool: RankPool, sabotage: Callable[[], AbstractContextManager[Any]], layout: Recipe, quantity: str
+    pool: RankPool, sabotage: Sabotage, layout: Recipe, quantity: str
 ) -> None:
-    case, world = balanced("mixtral", {"": layout}), layout.launch.ranks
-    assert world is not None
-    (whole,) = pool.run(world, run_sabotaged, nullcontext, case)[0].values()
-    assert worst_error(whole) < case.tolerance
-    (rows,) = pool.run(world, run_sabotaged, sabotage, case)[0].values()
-    assert {row.quantity: row.error for row in rows}[quantity] > 1e-6
+    case = balanced("mixtral", {"": layout})
+    errors = errors_of(pool, [sabotage], case)
+    assert max(errors["whole"].values()) < case.tolerance
+    assert errors[sabotage.__name__][quantity] > 1e-6

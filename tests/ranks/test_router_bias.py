@@ -27,6 +27,7 @@ from framework.recipe.schema import Memory, Model, Optim, Parallel, Pipeline, Re
 from framework.train.router_bias import RouterBiases
 from framework.verify.compare import Row
 from tests.families import Family, build_config, family
+from tests.grid import few_of
 from tests.ranks.parity import Case, assert_equal, expect, run_cases, small_recipe, train_layouts
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline_state import resume
@@ -64,10 +65,8 @@ LAYOUTS = {
 }
 
 
-SHARDED = ("hsdp, updates divided", "dp x sp, zero 2")
-
-
-SHOWN = ("hsdp, updates divided", "ep, tokens divided", "pp x dp")
+SHARDED = ("hsdp, updates divided",)
+SHOWN = ("ep, tokens divided", "pp x dp")
 
 
 def test_biases_move_as_in_one_process(pool: RankPool) -> None:
@@ -94,7 +93,9 @@ def test_biases_follow_under_lion_and_in_fp32(pool: RankPool) -> None:
     assert_equal(pool, 2, [case, Case("fp32", family("deepseek_v3"), {"": recipe_of(2, 1, Zero(1), "fp32")})])
 
 
-@pytest.mark.parametrize("model", [family("deepseek_v3"), ERNIE], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "model", few_of([family("deepseek_v3"), ERNIE], lambda model: model is not ERNIE), ids=lambda each: each.name
+)
 def test_a_bias_survives_a_change_of_layout_and_is_exported_bit_by_bit(
     pool: RankPool, tmp_path: Path, model: Family
 ) -> None:
@@ -152,10 +153,11 @@ def added_case(name: str, labels: Sequence[str], layouts: Mapping[str, Recipe] =
 
 
 def test_added_biases_move_and_choose_as_in_one_process(pool: RankPool) -> None:
+    """The grid has these families in all layouts."""
     cases = [
-        added_case("mixtral", ["ep, in parts and hops", "pp x dp"]),
+        added_case("mixtral", ["ep, in parts and hops"]),
         added_case("qwen2_moe", ["ep, tokens divided"], BOUNDED),
-        added_case("gpt_oss", ["dp x sp, zero 2", "ep x pp, split backwards"]),
+        added_case("gpt_oss", ["ep x pp, split backwards"]),
     ]
     assert_equal(pool, 4, cases)
 

@@ -41,9 +41,14 @@ def layouts(precision: str, ways: Iterable[tuple[Any, ...]]) -> dict[str, Recipe
     }
 
 
-def test_any_two_of_data_parallelism_sequence_and_stage_equal_one_process(pool: RankPool) -> None:
+# Each value of each, four ranks in one group among them.
+SHOWN = ((2, 2, True, 3), (2, 2, False, 1), (2, 1, True, 0))
+
+
+@pytest.mark.parametrize("ways", [SHOWN, pytest.param(CROSS_PAIRS, marks=pytest.mark.grid)], ids=["few", "pairs"])
+def test_data_parallelism_sequence_and_stage_equal_one_process(pool: RankPool, ways: Iterable[tuple[Any, ...]]) -> None:
     changes = {"tie_word_embeddings": True}
-    cases = [Case("llama", family("llama"), layouts("fp64", CROSS_PAIRS), changes)]
+    cases = [Case("llama", family("llama"), layouts("fp64", ways), changes)]
     cases.append(Case("llama in fp32", family("llama"), layouts("fp32", PAIRS[-1:]), changes))
     assert_equal(pool, 4, cases)
 

@@ -96,13 +96,20 @@ def keep(case: Case, recipe: Recipe, mesh: Mesh) -> int:
     return sum(num_bytes for address, num_bytes in storages.items() if address not in of_parameters)
 
 
-@pytest.mark.parametrize("recipes", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.grid)], ids=["few", "more"])
+FEW = {label: LAYOUTS[label] for label in ("whole", "divided", "replicated outside")}
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [FEW, *(pytest.param(each, marks=pytest.mark.grid) for each in (LAYOUTS, MORE))],
+    ids=["few", "all", "more"],
+)
 def test_a_layer_keeps_what_the_formula_says(pool: RankPool, recipes: dict[str, Recipe]) -> None:
     config = build_config(family("llama"), **WIDTHS)
     expected = {label: make_plan(recipe, config).activations.layer_bytes for label, recipe in recipes.items()}
     for found in pool.run(4, measure_kept, recipes, "llama", WIDTHS, timeout_s=300):
         assert found == pytest.approx(expected, rel=0.1)
-    if recipes is LAYOUTS:
+    if recipes is not MORE:
         # Equal tokens in a group of ranks: nothing is left whole, and four times the tokens are divided by four.
         assert expected["divided"] == pytest.approx(expected["whole"], rel=0.01)
 
@@ -133,13 +140,24 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.grid)])
-def test_a_mixture_keeps_what_the_formula_says_of_a_uniform_router(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        pytest.param("mixtral", ("divided, in halves", "whole under sequences", "slices"), id="mixtral"),
+        *(
+            pytest.param(name, tuple(MIXTURES), marks=pytest.mark.grid, id=f"{name} in all")
+            for name in ("mixtral", "qwen3_moe")
+        ),
+    ],
+)
+def test_a_mixture_keeps_what_the_formula_says_of_a_uniform_router(
+    pool: RankPool, name: str, labels: tuple[str, ...]
+) -> None:
     """The mean over ranks: what one rank's experts get more than the mean, another's get less."""
-    config = build_config(family(name), **MIXTURE_WIDTHS)
-    expected = {label: make_plan(recipe, config).activations.layer_bytes for label, recipe in MIXTURES.items()}
-    found = pool.run(4, measure_kept, MIXTURES, name, MIXTURE_WIDTHS, timeout_s=300)
-    mean = {label: sum(each[label] for each in found) / len(found) for label in MIXTURES}
+    config, recipes = build_config(family(name), **MIXTURE_WIDTHS), {label: MIXTURES[label] for label in labels}
+    expected = {label: make_plan(recipe, config).activations.layer_bytes for label, recipe in recipes.items()}
+    found = pool.run(4, measure_kept, recipes, name, MIXTURE_WIDTHS, timeout_s=300)
+    mean = {label: sum(each[label] for each in found) / len(found) for label in recipes}
     assert mean == pytest.approx(expected, rel=0.1)
 
 

@@ -117,23 +117,41 @@ def assert_volumes(pool: RankPool, case: Case, frozen_units: tuple[str, ...] = (
                 )
 
 
+# Every stage over all ranks and over two of four, each way to accumulate and to update; kept parameters.
+FEW = [
+    Zero(stage=0),
+    Zero(1, 2, optimizer_within="all"),
+    Zero(2, None, "local"),
+    Zero(2, 2),
+    Zero(3),
+    Zero(3, 2, "local", True),
+    Zero(3, 2, optimizer_within="all"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "tied", "precision", "shapes"),
+    ("name", "tied", "precision", "shapes", "zeros"),
     [
-        ("llama", False, "fp32", [(4, 3)]),
-        ("gpt2", True, "bf16", [(2, 3)]),
-        pytest.param("llama", False, "fp32", [(2, 1), (3, 3)], marks=pytest.mark.grid),
-        pytest.param("gpt2", True, "bf16", [(4, 1)], marks=pytest.mark.grid),
+        pytest.param("llama", False, "fp32", [(4, 3)], FEW, id="llama, few"),
+        pytest.param("gpt2", True, "bf16", [(2, 3)], [Zero(1), Zero(2), Zero(3, None, "local")], id="gpt2, few"),
+        *(
+            pytest.param(name, tied, precision, [shape], None, marks=pytest.mark.grid, id=f"{name}, all of {shape}")
+            for name, tied, precision, shapes in (
+                ("llama", False, "fp32", [(4, 3), (2, 1), (3, 3)]),
+                ("gpt2", True, "bf16", [(2, 3), (4, 1)]),
+            )
+            for shape in shapes
+        ),
     ],
 )
 def test_bytes_per_step_are_those_of_theory(
-    pool: RankPool, name: str, tied: bool, precision: str, shapes: list[tuple[int, int]]
+    pool: RankPool, name: str, tied: bool, precision: str, shapes: list[tuple[int, int]], zeros: list[Zero] | None
 ) -> None:
-    """shapes: ranks and microbatches."""
+    """shapes: ranks and microbatches. zeros: None for all that there are."""
     layouts = {
         f"{world} ranks, {count} microbatches, {zero}": small_recipe(precision, world, count, SEQUENCES, None, zero)
         for world, count in shapes
-        for zero in ways(world)
+        for zero in zeros or ways(world)
     }
     assert_volumes(pool, Case("", family(name), layouts, {"tie_word_embeddings": tied}))
 

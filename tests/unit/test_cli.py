@@ -2,6 +2,7 @@
 
 import itertools
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -435,16 +436,22 @@ class TestSpeed:
 
 
 class TestRunsByName:
-    @pytest.fixture
-    def runs(self, monkeypatch, tmp_path):
-        """Two runs as a launcher begins them, in ./runs."""
+    @pytest.fixture(scope="class")
+    def begun(self, tmp_path_factory):
+        """Two runs as a launcher begins them."""
         from framework.recipe.compose import compose, save_recipe
 
-        monkeypatch.chdir(tmp_path)
+        folder = tmp_path_factory.mktemp("begun") / "runs"
         for name in ("demo-001", "demo-002"):
-            (tmp_path / "runs" / name).mkdir(parents=True)
-            save_recipe(compose([f"run.id={name}"]).require(), tmp_path / "runs" / name / "recipe.yaml")
-        return tmp_path / "runs"
+            (folder / name).mkdir(parents=True)
+            save_recipe(compose([f"run.id={name}"]).require(), folder / name / "recipe.yaml")
+        return folder
+
+    @pytest.fixture
+    def runs(self, monkeypatch, tmp_path, begun):
+        """Copies of them, in ./runs."""
+        monkeypatch.chdir(tmp_path)
+        return shutil.copytree(begun, tmp_path / "runs")
 
     @pytest.mark.parametrize(
         "command",

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 
 import huggingface_hub
 import pytest
@@ -153,6 +154,7 @@ def cache(tmp_path, monkeypatch):
         raise socket.gaierror("no network in this test")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)  # the client's, which tries five times within 23 s
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     return asked
 
