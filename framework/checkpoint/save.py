@@ -145,7 +145,8 @@ class Saver:
     world: over which the ranks' threads agree; nobody else uses it meanwhile. retention: which checkpoints stay. memory: what
     bytes are staged in. is_async: whether `start` returns before the save has ended. max_failures: so many saves in a row that
     fail end the run. on_end: is told in the save's thread that one has ended, and whether it was committed. fault: for tests.
-    stalled_s: how long the loop was held up so far. failures: saves that have failed; failures_in_a_row: the last ones.
+    stalled_s: how long the loop was held up so far. started: how many saves were; longest_s: how long one took at most. failures:
+    saves that have failed; failures_in_a_row: the last ones.
     """
 
     def __init__(
@@ -159,7 +160,8 @@ class Saver:
         on_end: Callable[[bool], None] = lambda is_committed: None,
         fault: Fault = no_fault,
     ) -> None:
-        self.stalled_s = 0.0
+        self.stalled_s = self.longest_s = 0.0
+        self.started = 0
         self.failures = self.failures_in_a_row = 0
         self._root, self._world, self._retention, self._fault = root, world, retention, fault
         self._memory = memory or StagingMemory(CPU, max_bytes=0)
@@ -186,6 +188,7 @@ class Saver:
         started = time.monotonic()
         self._say_wait(step)
         self._conclude()
+        self.started += 1
         pending = PendingSave(step, owned_entries(list(entries)), state, Moment(device), is_last=is_last)
         self._pending = pending
         pending.ended = self._thread.submit(self._save, pending)
@@ -239,7 +242,7 @@ class Saver:
 
     def _save(self, pending: PendingSave) -> Path:
         """In the thread."""
-        is_committed = False
+        began, is_committed = time.monotonic(), False
         try:
             with pending.moment.copies():
                 path = self._write(pending)
@@ -251,6 +254,7 @@ class Saver:
         finally:
             pending.release(pending.arrival)
             pending.entries = []
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
             self._on_end(is_committed)
 
     def _say_failure(self, pending: PendingSave, error: MeshwrightError) -> None:

@@ -323,6 +323,13 @@ class Optim:
 class Checkpoint:
     every_steps: int | None = key("save after every so many steps; null: only at the end and when stopped", None, low=1)
     every_minutes: float | None = key("save after so many minutes; null: never by the clock", None, low=0.0)
+    interval: Literal["young_daly"] | None = key(
+        "young_daly: in place of every_minutes, as often as loses least, by what saves are measured to cost and mtbf_hours",
+        None,
+    )
+    mtbf_hours: float | None = key(
+        "with interval: mean time between failures of the whole run, in hours", None, low=0.0
+    )
     mode: Literal["async", "sync"] = key(
         "async: training goes on while a copy in host memory is written; sync: it waits for the disk, and needs no memory",
         "async",

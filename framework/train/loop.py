@@ -9,6 +9,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from framework.checkpoint.interval import find_interval_s
 from framework.checkpoint.save import Saver
 from framework.comm import ledger
 from framework.comm.objects import gather_numbers_to_first, tell
@@ -171,9 +172,15 @@ class Loop:
         )
 
     def _own_flags(self, stop: StopRequest) -> Flags:
-        minutes = self.recipe.checkpoint.every_minutes
-        is_due = minutes is not None and time.monotonic() - self._last_save_s > 60 * minutes
+        is_due = time.monotonic() - self._last_save_s > self._find_interval_s()
         return Flags(stop=stop.requested, save=(is_due and self.run.mesh.rank == 0) or stop.wants_save)
+
+    def _find_interval_s(self) -> float:
+        """Seconds between saves by the clock."""
+        rules, saver = self.recipe.checkpoint, self._saver
+        if rules.mtbf_hours is not None:
+            return find_interval_s(3600 * rules.mtbf_hours, saver.started, saver.stalled_s, saver.longest_s)
+        return math.inf if rules.every_minutes is None else 60 * rules.every_minutes
 
     def _report_validation(self) -> None:
         """Report a validation that has run, with the step whose weights it was of."""
