@@ -27,7 +27,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -168,7 +168,7 @@ class Saver:
         self._is_async, self._max_failures, self._on_end = is_async, max_failures, on_end
         self._plan: SavePlan | None = None
         self._pending: PendingSave | None = None
-        self._has_said_wait = False
+        self._has_said_wait = self._has_said_memory = False
         self._thread = ThreadPoolExecutor(1, "save")
 
     def start(
@@ -214,7 +214,7 @@ class Saver:
         """Let a save that is under way come to its end, but for no longer than this: the run ends with an error of its own."""
         self._thread.shutdown(wait=False)
         if self._pending is not None:
-            self._pending.ended.exception(patience_s)
+            wait([self._pending.ended], patience_s)
 
     def _say_wait(self, step: int) -> None:
         pending = self._pending
@@ -225,6 +225,14 @@ class Saver:
             f"the checkpoint of step {step:,} is due while that of step {pending.step:,} is still being written: training waits"
             " for it, and will wait each time (this is said once). Save less often, or to a faster disk"
         )
+
+    def _say_memory(self, num_bytes: int) -> None:
+        if self._is_async and not self._has_said_memory and not self._world.rank:
+            self._has_said_memory = True
+            report(
+                f"this node has not the memory to stage {num_bytes:,} bytes of each rank at once, or states are on a disk:"
+                " updates wait until a checkpoint is written (this is said once)"
+            )
 
     def _conclude(self) -> None:
         """Wait for the save that is under way, and count how it ended."""
@@ -275,6 +283,8 @@ class Saver:
         if staged.is_whole:
             pending.release(arrival)
             fault("staged")
+        else:
+            self._say_memory(staged.num_bytes)
         explained = partial(_explained, self._root, plan.bytes_needed)
         folder = tell(
             lambda: explained(lambda: begin(self._root, pending.step, pending.state, plan.bytes_needed)), world

@@ -23,7 +23,7 @@ from framework.comm.transfer import Moment
 from framework.errors import CheckpointError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
-from tests.faults.saving_ranks import EVERY, WORLD, Death, train
+from tests.faults.saving_ranks import EVERY, STEPS, WORLD, Death, train
 from tests.grid import few_of
 
 ALONE = Communicator(Axis("world", 1, 0))
@@ -85,6 +85,13 @@ def check_death(folder, death, is_whole=True):
 )
 def test_a_rank_that_is_killed_in_a_save_loses_at_most_one_interval(tmp_path, death):
     check_death(tmp_path, death)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("point", ["staging", "writing", "gathered"])
+def test_in_the_last_save_for_which_all_wait(tmp_path, rank, point):
+    check_death(tmp_path, Death(rank, point, "at once", step=STEPS))
 
 
 @pytest.mark.grid
@@ -236,6 +243,26 @@ def test_an_error_that_passes_is_written_over_from_what_was_staged(tmp_path, mon
     entries[0].data.zero_()
     saver.finish()
     assert loaded(root) == 1
+
+
+def test_an_error_that_ends_the_run_waits_for_a_save_under_way_but_not_for_long(tmp_path):
+    root, fault = tmp_path / "checkpoints", Blocked("written")
+    saver = open_saver(root, fault=fault)
+    saver.start(1, one_entry(1), {"step": 1})
+    assert fault.has_come.wait(20)
+    saver.abandon(patience_s=0.01)
+    assert list_checkpoints(root) == []
+    fault.may_go_on.set()
+    saver.abandon(patience_s=20.0)
+    assert loaded(root) == 1
+
+
+def test_memory_that_is_short_is_said_once(tmp_path, capsys):
+    saver = open_saver(tmp_path / "checkpoints", is_whole=False)
+    for step in (1, 2):
+        saver.start(step, one_entry(step), {"step": step})
+    saver.finish()
+    assert capsys.readouterr().err.count("updates wait until a checkpoint is written") == 1
 
 
 def test_another_error_is_raised_where_the_next_save_is_due(tmp_path):
