@@ -202,12 +202,18 @@ class Group:
     carries_words: gloo is part of it.
     """
 
-    def __init__(self, ranks: tuple[int, ...], carries_words: bool) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: tuple[int, ...], carries_words: bool, distributed: "Distributed") -> None:
+        self.ranks, self._distributed = ranks, distributed
         self._device_types = [torch.device("cpu")] if carries_words else []
         self._condition = threading.Condition()
         self._brought: dict[int, dict[int, Any]] = {}
         self._number: Counter[int] = Counter()
+
+    def send(self, xs: list[torch.Tensor], to: int, tag: int) -> Any:
+        return self._distributed.isend(xs[0], self, to, tag)
+
+    def recv(self, xs: list[torch.Tensor], source: int, tag: int) -> Any:
+        return self._distributed.irecv(xs[0], self, source, tag)
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         with self._condition:
@@ -249,7 +255,9 @@ class Distributed:
         carries_words = backend is None or "gloo" in backend
         with self._condition:
             self._made[HERE.rank, members] += 1
-            group = self._groups.setdefault((members, self._made[HERE.rank, members]), Group(members, carries_words))
+            group = self._groups.setdefault(
+                (members, self._made[HERE.rank, members]), Group(members, carries_words, self)
+            )
         self._counts.add("groups")
         if carries_words and not self._is_lazy:
             self._counts.add("gloo connections", len(members) - 1)
@@ -303,13 +311,13 @@ class Distributed:
         with self._condition:
             self._mail.setdefault((HERE.rank, to, tag), []).append(x.clone())
             self._condition.notify_all()
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda *_: None)
 
     def irecv(self, x: torch.Tensor, group: Any = None, group_src: int = 0, tag: int = 0) -> Any:
         key = (self._members(group)[0][group_src], HERE.rank, tag)
         self._talk([key[0]])
 
-        def wait() -> None:
+        def wait(*_: Any) -> None:
             with self._condition:
                 if not self._condition.wait_for(lambda: self._mail.get(key), TIMEOUT_S):
                     raise TimeoutError(f"no message {key}")
