@@ -51,7 +51,7 @@ class StagingMemory:
     @property
     def num_bytes(self) -> int:
         """Taken so far."""
-        return len(self._segments) * self.segment_bytes
+        return sum(map(len, self._segments))
 
     def holds(self, num_bytes: int) -> bool:
         """Whether so many bytes may be staged at once."""
@@ -60,11 +60,13 @@ class StagingMemory:
             self._max_bytes = 0 if free is None else int(USABLE * free / self._num_neighbours)
         return num_bytes <= self._max_bytes
 
-    def segment(self, number: int) -> Tensor:
-        """uint8 [segment_bytes]."""
+    def segment(self, number: int, size: int) -> Tensor:
+        """uint8 [size], at most `segment_bytes`. The last one is as large as it was ever asked for."""
         if number == len(self._segments):
-            self._segments.append(segment_on_host(self.segment_bytes, self._device))
-        return self._segments[number]
+            self._segments.append(segment_on_host(size, self._device))
+        elif len(self._segments[number]) < size:
+            self._segments[number] = segment_on_host(size, self._device)
+        return self._segments[number][:size]
 
 
 class StagedFile:
@@ -131,7 +133,7 @@ class StagedFile:
         part, left = torch.empty(0, dtype=torch.uint8), self.num_bytes
         for number in numbers:
             size = min(left, self._memory.segment_bytes)
-            segment, used = self._memory.segment(number)[:size], 0
+            segment, used = self._memory.segment(number, size), 0
             while used < size:
                 while not len(part):
                     part = next(parts)
