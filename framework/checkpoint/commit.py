@@ -38,7 +38,25 @@ from framework.checkpoint.storage import error_text, read, retry, storage_error
 from framework.errors import CheckpointError, MeshwrightError, StorageError
 
 # Names of the moments at which a save can die; `fault` is called with each, so that tests can kill it there.
-COMMIT_POINTS = ("begun", "writing", "written", "gathered", "indexed", "manifest", "renamed", "retained")
+SAVE_POINTS = (
+    "planned",  # who writes what is known
+    "staging",  # a segment of the rank's bytes is staged
+    "staged",  # all are, where they have a place all at once
+    "begun",  # the folder is there
+    "writing",  # a segment, or the tree of hashes, is written
+    "written",  # the rank's file is synced
+    "gathered",  # rank 0 has heard from all ranks
+    "indexed",
+    "manifest",
+    "renamed",
+    "noted",
+    "retiring",  # an older checkpoint has lost its name
+    "retained",  # and is gone
+)
+# Behind these the checkpoint is there, whatever happens.
+COMMITTED_POINTS = SAVE_POINTS[SAVE_POINTS.index("renamed") :]
+# Those of all ranks; the others are rank 0's alone.
+RANK_POINTS = SAVE_POINTS[: SAVE_POINTS.index("indexed")]
 Fault = Callable[[str], None]
 
 # What the file system and the manifest may need beyond the tensors' bytes.
@@ -48,6 +66,18 @@ SPARE_BYTES = 1 << 20
 # file), no right, no folder. The rest may pass, or be this node's (EROFS: Linux remounts a disk so after errors).
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest `keep`, and those of steps that `keep_every` divides."""
+
+    keep: int
+    keep_every: int | None = None
+
+    def keeps(self, step: int) -> bool:
+        """Whether the checkpoint of a step stays however old it is."""
+        return self.keep_every is not None and step % self.keep_every == 0
 
 
 @dataclass(frozen=True)
@@ -155,21 +185,25 @@ def finish(unfinished: Path, manifest: Manifest, fault: Fault = no_fault) -> Pat
     retry(lambda: sync_folder(final.parent), "sync", final.parent)
     with reported(f"the new checkpoint is safe, but cannot be noted in {note_of(final.parent)}"):
         retry(lambda: _note(final), "write", note_of(final.parent))
+    fault("noted")
     return final
 
 
-def retain(root: Path, keep: int, fault: Fault = no_fault, best_step: int | None = None) -> None:
-    """Remove all but the newest `keep` whole checkpoints, and that of best_step. Damaged ones do not count and stay, as evidence.
+def retain(root: Path, retention: Retention, fault: Fault = no_fault, best_step: int | None = None) -> None:
+    """Remove all whole checkpoints that `retention` does not keep, but that of best_step. Damaged ones do not count and stay, as
+    evidence.
 
     What cannot be removed, or not even looked at, is said and stays: the new checkpoint is safe.
     """
     with reported("the new checkpoint is safe, but an old one cannot be removed"):
         whole = [path for path in list_checkpoints(root) if find_damage(path) is None]
-        for path in (each for each in whole[keep:] if step_of(each) != best_step):
+        old = [path for path in whole[retention.keep :] if not retention.keeps(step_of(path))]
+        for path in (each for each in old if step_of(each) != best_step):
             # Renamed first, so that a crash in the middle of the removal leaves no half checkpoint under a final name.
             path = path.rename(root / f"{path.name}.tmp.{os.getpid()}")
-            fault("retained")
+            fault("retiring")
             shutil.rmtree(path)
+            fault("retained")
 
 
 def set_aside(path: Path) -> Path:

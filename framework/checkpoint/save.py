@@ -1,21 +1,35 @@
-"""Save: each rank writes the elements that are its own into one file; rank 0 commits.
+"""Save: each rank writes the elements that are its own into one file; rank 0 commits. Behind training, in a thread of each rank.
 
+    once, and when a layout has changed:
     every rank    claims (48 bytes an entry)                          -> rank 0
-    rank 0        divides the claims, makes the folder; flags         -> each rank
-    every rank    writes its file; size, root, offsets, names         -> rank 0
+    rank 0        divides the claims; flags                           -> each rank
+    every rank    offsets, names                                      -> rank 0
+
+    each save:
+    every rank    has my layout changed? (one integer)                -> all
+    every rank    stages what it writes: from here on the tensors may change                          staging.py
+    rank 0        makes the folder; its path                          -> every rank
+    every rank    writes its file; root                               -> rank 0
     rank 0        writes the index and the manifest, renames; path    -> every rank
 
 What several ranks own alike is written by one of them, the one with the least to write so far: replicas divide the checkpoint
 among themselves. No rank but rank 0 hears of the others' tensors.
+
+The ranks' threads agree over a group of their own, so nothing that training sends comes between. Saves go one after another, on
+all ranks in the order in which their loops asked: a save that is due while one is under way waits for its end. So all ranks know
+alike how the last one ended, without a word more. A rank that dies wakes the others' threads by its closed connections, and
+their loops by the same; what was not committed is not there.
 """
 
 import os
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -24,7 +38,17 @@ import numpy as np
 import torch
 
 from framework.checkpoint.blocks import BlockHashes
-from framework.checkpoint.commit import Fault, begin, committed_name, explain, finish, no_fault, retain
+from framework.checkpoint.commit import (
+    Fault,
+    Retention,
+    begin,
+    committed_name,
+    explain,
+    finish,
+    no_fault,
+    report,
+    retain,
+)
 from framework.checkpoint.divide import (
     DESCRIBES,
     WRITES,
@@ -36,38 +60,262 @@ from framework.checkpoint.divide import (
     owned_entries,
     pack_claims,
 )
-from framework.checkpoint.index import ALIGNMENT, BLOCK_BYTES, Entry, Manifest
+from framework.checkpoint.index import BLOCK_BYTES, Entry, Manifest
 from framework.checkpoint.pieces import INDEX, INDEX_BLOCK_BYTES, EntryRecord, FileRecord, encode_index, file_name
+from framework.checkpoint.staging import StagedFile, StagingMemory, place_entries
 from framework.checkpoint.storage import retry
+from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.objects import deal, gather_to_first, share_errors, tell
+from framework.comm.transfer import Arrival, Moment
 from framework.errors import CheckpointError, MeshwrightError
+from framework.mesh.layout import Layout
 
 T = TypeVar("T")
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Duty:
-    """The message of rank 0 to a rank.
+    """The message of rank 0 to a rank. flags: what to do for each of its claims. bytes_needed: what all ranks write."""
 
-    folder: to write into, the checkpoint itself if the step is committed already. bytes_needed: what all ranks write. flags: what
-    to do for each of this rank's claims."""
-
-    folder: Path
-    bytes_needed: int
     flags: np.ndarray
+    bytes_needed: int
 
 
 @dataclass(frozen=True)
-class Written:
-    """The message of a rank about its file.
+class FilePlan:
+    """The message of a rank about the file that it will write: the offset of each entry, and the entries that it was to name."""
 
-    num_bytes, root: of its data and of its hash tree. offsets: of each entry. described: entries that it was to name."""
-
-    num_bytes: int
-    root: int
-    offsets: np.ndarray
+    offsets: list[int]
     described: dict[str, EntryRecord]
+
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """What rank 0 writes of all ranks' entries: records of the index, and the manifest's entries by name."""
+
+    pieces: np.ndarray
+    records: dict[str, EntryRecord]
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Who writes what, good until a layout changes. keys: of this rank's entries. chosen: which of them it writes. bytes_needed:
+    of all ranks. index: rank 0's."""
+
+    keys: list[tuple[str, Layout, torch.dtype]]
+    chosen: list[int]
+    bytes_needed: int
+    index: IndexPlan | None
+
+
+@dataclass(eq=False)
+class PendingSave:
+    """A save that is under way on this rank.
+
+    moment: when the entries had the values to be saved. is_staged: set when nobody needs the tensors any more, but for copies
+    before `arrival`, or when the save has ended otherwise. is_last: no other comes after it. ended: its path, or error.
+    """
+
+    step: int
+    entries: list[Entry]
+    state: dict[str, Any]
+    moment: Moment
+    is_staged: threading.Event = field(default_factory=threading.Event)
+    is_last: bool = False
+    arrival: Arrival = field(default_factory=Arrival)
+    ended: "Future[Path]" = field(default_factory=Future)
+
+    def release(self, arrival: Arrival) -> None:
+        """The tensors may change behind `arrival`."""
+        self.arrival = arrival
+        self.is_staged.set()
+
+    def wait_until_staged(self) -> None:
+        """Return when this rank's next kernels may change the tensors."""
+        self.is_staged.wait()
+        self.arrival.wait()
+
+
+class Saver:
+    """The saves of a run under `root`, one at a time, each behind the loop: `start` returns at once.
+
+    world: over which the ranks' threads agree; nobody else uses it meanwhile. retention: which checkpoints stay. memory: what
+    bytes are staged in. is_async: whether `start` returns before the save has ended. max_failures: so many saves in a row that
+    fail end the run. on_end: is told in the save's thread that one has ended, and whether it was committed. fault: for tests.
+    stalled_s: how long the loop was held up so far. started: how many saves were; longest_s: how long one took at most. failures:
+    saves that have failed; failures_in_a_row: the last ones.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        world: Communicator,
+        retention: Retention,
+        memory: StagingMemory | None = None,
+        is_async: bool = True,
+        max_failures: int = 1,
+        on_end: Callable[[bool], None] = lambda is_committed: None,
+        fault: Fault = no_fault,
+    ) -> None:
+        self.stalled_s = self.longest_s = 0.0
+        self.started = 0
+        self.failures = self.failures_in_a_row = 0
+        self._root, self._world, self._retention, self._fault = root, world, retention, fault
+        self._memory = memory or StagingMemory(CPU, max_bytes=0)
+        self._is_async, self._max_failures, self._on_end = is_async, max_failures, on_end
+        self._plan: SavePlan | None = None
+        self._pending: PendingSave | None = None
+        self._has_said_wait = self._has_said_memory = False
+        self._thread = ThreadPoolExecutor(1, "save")
+
+    def start(
+        self,
+        step: int,
+        entries: Iterable[Entry],
+        state: dict[str, Any],
+        device: torch.device = CPU,
+        is_last: bool = False,
+    ) -> None:
+        """Start to save what the entries hold now. Collective in the order of the ranks' calls, but nobody waits for others.
+
+        Nothing of the entries may change before `wait_until_staged` returns. Waits for a save that is under way. Raises, on all
+        ranks, the error of the last of `max_failures` saves in a row, and without is_async of this one if it is that. device: of
+        the entries that are not on the host. is_last: the run ends with it.
+        """
+        started = time.monotonic()
+        self._say_wait(step)
+        self._conclude()
+        self.started += 1
+        pending = PendingSave(step, owned_entries(list(entries)), state, Moment(device), is_last=is_last)
+        self._pending = pending
+        pending.ended = self._thread.submit(self._save, pending)
+        if not self._is_async:
+            self._conclude()
+        self.stalled_s += time.monotonic() - started
+
+    def wait_until_staged(self) -> None:
+        """Return when the tensors may change, if a save is under way."""
+        started = time.monotonic()
+        if self._pending is not None:
+            self._pending.wait_until_staged()
+        self.stalled_s += time.monotonic() - started
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Raises the error of the last, on all ranks."""
+        started = time.monotonic()
+        self._conclude()
+        self._thread.shutdown()
+        self.stalled_s += time.monotonic() - started
+
+    def abandon(self, patience_s: float) -> None:
+        """Let a save that is under way come to its end, but for no longer than this: the run ends with an error of its own."""
+        self._thread.shutdown(wait=False)
+        if self._pending is not None:
+            wait([self._pending.ended], patience_s)
+
+    def _say_wait(self, step: int) -> None:
+        pending = self._pending
+        if pending is None or pending.ended.done() or self._has_said_wait or self._world.rank:
+            return
+        self._has_said_wait = True
+        report(
+            f"the checkpoint of step {step:,} is due while that of step {pending.step:,} is still being written: training waits"
+            " for it, and will wait each time (this is said once). Save less often, or to a faster disk"
+        )
+
+    def _say_memory(self, num_bytes: int) -> None:
+        if self._is_async and not self._has_said_memory and not self._world.rank:
+            self._has_said_memory = True
+            report(
+                f"this node has not the memory to stage {num_bytes:,} bytes of each rank at once, or states are on a disk:"
+                " updates wait until a checkpoint is written (this is said once)"
+            )
+
+    def _conclude(self) -> None:
+        """Wait for the save that is under way, and count how it ended."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.ended.result()
+            self.failures_in_a_row = 0
+        except MeshwrightError:
+            self.failures += 1
+            self.failures_in_a_row += 1
+            if pending.is_last or self.failures_in_a_row >= self._max_failures:
+                raise
+
+    def _save(self, pending: PendingSave) -> Path:
+        """In the thread."""
+        began, is_committed = time.monotonic(), False
+        try:
+            with pending.moment.copies():
+                path = self._write(pending)
+            is_committed = True
+            return path
+        except MeshwrightError as error:
+            self._say_failure(pending, error)
+            raise
+        finally:
+            pending.release(pending.arrival)
+            pending.entries = []
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
+            self._on_end(is_committed)
+
+    def _say_failure(self, pending: PendingSave, error: MeshwrightError) -> None:
+        in_a_row = self.failures_in_a_row + 1
+        if self._world.rank == 0 and in_a_row < self._max_failures and not pending.is_last:
+            report(
+                f"the checkpoint of step {pending.step:,} was not saved ({in_a_row} in a row, {self._max_failures} end the run);"
+                f" training goes on, and the next save tries again: {error}"
+            )
+
+    def _write(self, pending: PendingSave) -> Path:
+        world, fault = self._world, self._fault
+        plan = self._find_plan(pending.entries)
+        fault("planned")
+        chosen = [pending.entries[place] for place in plan.chosen]
+        staged = StagedFile(chosen, self._memory, pending.moment, fault)
+        arrival = staged.stage()
+        if staged.is_whole:
+            pending.release(arrival)
+            fault("staged")
+        else:
+            self._say_memory(staged.num_bytes)
+        explained = partial(_explained, self._root, plan.bytes_needed)
+        folder = tell(
+            lambda: explained(lambda: begin(self._root, pending.step, pending.state, plan.bytes_needed)), world
+        )
+        if folder == committed_name(self._root, pending.step):
+            return folder
+        fault("begun")
+        try:
+            path = folder / file_name(world.rank)
+            share_errors(
+                lambda: explained(lambda: retry(lambda: write_file(path, staged, fault), "write", path)), world
+            )
+            written = gather_to_first(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
+            fault("gathered")
+            committed = tell(lambda: explained(lambda: _finish(folder, pending, plan, written, fault)), world)
+        except MeshwrightError:
+            if world.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if world.rank == 0:
+            retain(self._root, self._retention, fault, pending.state.get("best_step"))
+        return committed
+
+    def _find_plan(self, entries: Sequence[Entry]) -> SavePlan:
+        """The plan of the last save, where no rank's layout has changed since. Collective."""
+        keys = [(entry.name, entry.layout, entry.data.dtype) for entry in entries]
+        is_same = torch.tensor(int(self._plan is not None and keys == self._plan.keys))
+        all_reduce(is_same, self._world, "min", label="has a layout changed?")
+        if self._plan is None or not is_same:
+            self._plan = plan_save(entries, self._world)
+        return self._plan
 
 
 def save_checkpoint(
@@ -83,87 +331,77 @@ def save_checkpoint(
     the new folder.
 
     The entries of all ranks together cover every tensor. `state` is JSON-able and equal on all ranks; rank 0's is kept.
-    Needs host memory for the largest entry of a device, none for entries on the CPU or on a disk; on rank 0 also some 250 bytes
-    for each entry of each rank. Raises on *every* rank when one fails: CheckpointError where the user must act (no space, no
-    permission), StorageError for what may pass. Former checkpoints are then intact, of the new one nothing is left.
-    A step that is committed already, with the same state, is not written again.
+    Needs host memory for two segments of 16 MiB; on rank 0 also some 250 bytes for each entry of each rank. Raises on *every*
+    rank when one fails: CheckpointError where the user must act (no space, no permission), StorageError for what may pass.
+    Former checkpoints are then intact, of the new one nothing is left. A step that is committed already, with the same state, is
+    not written again.
     """
-    mine = owned_entries(list(entries))
-    division = divide(gather_to_first(pack_claims(mine), world))
+    saver = Saver(root, world, Retention(keep), is_async=False, fault=fault)
+    entries = list(entries)
+    devices = [entry.data.device for entry in entries if isinstance(entry.data, torch.Tensor)]
+    saver.start(step, entries, state, next((device for device in devices if device.type != "cpu"), CPU))
+    saver.finish()
+    return committed_name(root, step)
+
+
+def plan_save(entries: Sequence[Entry], world: Communicator) -> SavePlan:
+    """Divide the entries of all ranks among them. Collective. Raises CheckpointError, on all, where they are not whole."""
+    division = divide(gather_to_first(pack_claims(entries), world))
     try:
-        duty = deal(partial(_begin, root, step, state, division), world)
+        duty = deal(partial(_duties, division), world)
     except Disagreement as found:
-        _explain_disagreement(found, mine, world)
-    if duty.folder == committed_name(root, step):
-        return duty.folder
-    fault("begun")
-    explained = partial(_explained, root, duty.bytes_needed)
-    try:
-        path = duty.folder / file_name(world.rank)
-        mine_written = share_errors(
-            lambda: explained(lambda: retry(lambda: write_duty(path, mine, duty.flags, fault), "write", path)), world
-        )
-        written = gather_to_first(mine_written, world)
-        fault("gathered")
-        committed = tell(lambda: explained(lambda: _finish(duty.folder, step, state, division, written, fault)), world)
-    except MeshwrightError:
-        if world.rank == 0:
-            shutil.rmtree(duty.folder, ignore_errors=True)
-        raise
-    if world.rank == 0:
-        retain(root, keep, fault, state.get("best_step"))
-    return committed
+        _explain_disagreement(found, entries, world)
+    files = gather_to_first(plan_file(entries, duty.flags), world)
+    index = plan_index(division, files) if world.rank == 0 else None
+    keys = [(entry.name, entry.layout, entry.data.dtype) for entry in entries]
+    return SavePlan(keys, np.flatnonzero(duty.flags & WRITES).tolist(), duty.bytes_needed, index)
 
 
-def write_duty(
-    path: Path, entries: Sequence[Entry], flags: np.ndarray, fault: Fault = no_fault, block_bytes: int = BLOCK_BYTES
-) -> Written:
-    """Write those of a rank's entries that its flags tell it to write, and describe those that it is to name."""
-    chosen = [entry for entry, flag in zip(entries, flags, strict=True) if flag & WRITES]
-    described = {entry.name: describe(entry) for entry, flag in zip(entries, flags, strict=True) if flag & DESCRIBES}
-    num_bytes, root, offsets = write_file(path, chosen, fault, block_bytes)
-    return Written(num_bytes, root, offsets, described)
+def plan_file(entries: Sequence[Entry], flags: np.ndarray) -> FilePlan:
+    """The file of a rank, which writes those of its entries that its flags tell it to write, and describes those that it is to
+    name."""
+    offsets, _ = place_entries([entry for entry, flag in zip(entries, flags, strict=True) if flag & WRITES])
+    return FilePlan(
+        offsets, {entry.name: describe(entry) for entry, flag in zip(entries, flags, strict=True) if flag & DESCRIBES}
+    )
 
 
-def write_file(path: Path, entries: Sequence[Entry], fault: Fault, block_bytes: int) -> tuple[int, int, np.ndarray]:
-    """Write the entries' elements one after another, hashed in memory on their way, and the tree of hashes; durable on return.
+def plan_index(division: Division, files: Sequence[FilePlan]) -> IndexPlan:
+    """The index of the files of all ranks."""
+    described = {name: record for each in files for name, record in each.described.items()}
+    places = {entry: (first, count) for entry, first, count in division.entries}
+    records = {}
+    for name in sorted(described, key=_natural):
+        first, count = places[hash_name(name)]
+        records[name] = replace(described[name], first=first, count=count)
+    return IndexPlan(division.located([np.array(each.offsets, np.uint64) for each in files]), records)
 
-    Returns bytes of data, root, and each entry's offset. What a failed attempt has left goes first: after a failed fsync nobody
-    knows which of its pages are on the disk.
+
+def write_file(path: Path, staged: StagedFile, fault: Fault = no_fault) -> None:
+    """Write what is staged and the tree of its hashes; durable on return.
+
+    What a failed attempt has left goes first: after a failed fsync nobody knows which of its pages are on the disk.
     """
-    hashes = BlockHashes(block_bytes)
-    offsets = np.zeros(len(entries), np.uint64)
     path.unlink(missing_ok=True)
     with open(path, "xb") as file:
-        for place, entry in enumerate(entries):
-            padding = bytes(-hashes.size % ALIGNMENT)
-            for view in chain((memoryview(padding),), map(_memory, entry.pieces())):
-                hashes.add(view)
-                file.write(view)
-            offsets[place] = hashes.size - entry.data.nbytes
+        for view in staged.views():
+            file.write(view)
             fault("writing")
-        num_bytes = hashes.size
-        tree, root = hashes.finish()
-        file.write(tree)
         file.flush()
         os.fsync(file.fileno())
     fault("written")
-    return num_bytes, root, offsets
 
 
 def write_index(
     folder: Path,
     step: int,
     state: dict[str, Any],
-    division: Division,
-    written: Sequence[Written],
-    block_bytes: int = BLOCK_BYTES,
+    plan: IndexPlan,
+    written: Sequence[FileRecord],
     index_block_bytes: int = INDEX_BLOCK_BYTES,
 ) -> Manifest:
     """Write the index of what the ranks wrote; durable on return. Returns the manifest."""
-    data = encode_index(
-        [(each.num_bytes, each.root) for each in written], division.located([each.offsets for each in written])
-    )
+    data = encode_index([(each.num_bytes, each.root) for each in written], plan.pieces)
     hashes = BlockHashes(index_block_bytes)
     hashes.add(memoryview(data))
     tree, root = hashes.finish()
@@ -172,29 +410,22 @@ def write_index(
         file.write(tree)
         file.flush()
         os.fsync(file.fileno())
-    described = {name: record for each in written for name, record in each.described.items()}
-    places = {entry: (first, count) for entry, first, count in division.entries}
-    records = {}
-    for name in sorted(described, key=_natural):
-        first, count = places[hash_name(name)]
-        records[name] = replace(described[name], first=first, count=count)
-    return Manifest(step, len(written), state, records, FileRecord(len(data), index_block_bytes, root), block_bytes)
+    record = FileRecord(len(data), index_block_bytes, root)
+    return Manifest(step, len(written), state, plan.records, record, written[0].block_bytes)
 
 
-def _begin(root: Path, step: int, state: dict[str, Any], division: Division) -> list[Duty]:
-    """Make the folder that all write into, on rank 0. Returns each rank's duty; raises the disagreement if there is one."""
+def _duties(division: Division) -> list[Duty]:
+    """Each rank's duty, on rank 0; raises the disagreement if there is one."""
     if division.disagreement is not None:
         raise division.disagreement
-    needed = division.bytes_needed
-    folder = _explained(root, needed, lambda: begin(root, step, state, needed))
-    return [Duty(folder, needed, flags) for flags in division.duties]
+    return [Duty(flags, division.bytes_needed) for flags in division.duties]
 
 
-def _finish(
-    folder: Path, step: int, state: dict[str, Any], division: Division, written: Sequence[Written], fault: Fault
-) -> Path:
+def _finish(folder: Path, pending: PendingSave, plan: SavePlan, written: Sequence[FileRecord], fault: Fault) -> Path:
     """Write the index and commit, on rank 0, when all ranks have written. Returns the checkpoint's folder."""
-    manifest = retry(lambda: write_index(folder, step, state, division, written), "write", folder / INDEX)
+    assert plan.index is not None, "only rank 0 commits"
+    index = plan.index
+    manifest = retry(lambda: write_index(folder, pending.step, pending.state, index, written), "write", folder / INDEX)
     fault("indexed")
     return finish(folder, manifest, fault)
 
@@ -227,11 +458,6 @@ def _raise_disagreement(found: Disagreement, known: Sequence[dict[str, EntryReco
     if covered == prod(kind.shape):
         raise CheckpointError(f"ranks own some elements of {what} twice and others not at all")
     raise CheckpointError(f"the ranks own {covered} elements of {what}, not {prod(kind.shape)}")
-
-
-def _memory(data: torch.Tensor) -> memoryview:
-    """The bytes of a 1-D tensor; those of a CPU tensor itself, a copy's of a device's."""
-    return data.detach().cpu().view(torch.uint8).numpy().data
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 
 from framework.comm.communicator import Communicator
 from framework.errors import ConnectionFailed, NodeError, RanksDiffer, TopologyError
-from framework.mesh.descriptors import allow_descriptors, count_sockets
+from framework.mesh.descriptors import allow_descriptors, count_group_sockets, count_sockets
 from framework.mesh.fingerprint import describe_difference, explain_differences
 from framework.mesh.topology import AXIS_NAMES, Topology
 
@@ -49,12 +49,14 @@ Backend = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """One rank's place in the world: the topology, its device, and a Communicator for each axis, connected until `close`."""
+    """One rank's place in the world: the topology, its device, and a Communicator for each axis, connected until `close`. store:
+    in which the ranks have met; None in a world of one rank."""
 
     topology: Topology
     rank: int
     device: torch.device
     axes: dict[str, Communicator]
+    store: dist.Store | None = None
 
     def axis(self, name: str) -> Communicator:
         """The communicator of an axis, one of `topology.AXIS_NAMES`. Raises TopologyError for another name."""
@@ -138,6 +140,7 @@ def connect(
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
     axes = {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
+    store = None
     if topology.world > 1:
         timeout, backends = timedelta(seconds=timeout_s), choose_backends(device.type, check_s is not None, backend)
         # First, because a process that runs out of descriptors while it connects leaves the others waiting.
@@ -148,7 +151,29 @@ def connect(
         axes = join_axes(topology, rank, backends, store, timeout, check_s)
         if "nccl" in backends.world:
             _start_nccl(axes.values(), device)
-    return Mesh(topology, rank, device, axes)
+    return Mesh(topology, rank, device, axes, store)
+
+
+def connect_beside(mesh: Mesh, name: str) -> Communicator:
+    """`world` over a gloo group of its own, for a thread beside training: in one group the collectives of two threads would meet
+    in any order, and NCCL's would queue behind each other. Collective, once for each name; closed with the mesh. Raises
+    ConnectionFailed as `connect` does.
+
+    On GPUs two ranks are connected when they first talk, as over the world's own group.
+    """
+    world = mesh.axis("world")
+    if world.size == 1:
+        return Communicator(world.axis)
+    assert mesh.store is not None, "a mesh that `connect` has not made cannot be connected again"
+    is_lazy = mesh.device.type == "cuda"
+    sockets = count_sockets(mesh.topology, mesh.rank, is_lazy)
+    allow_descriptors(sockets + count_group_sockets(world.size, mesh.rank, is_lazy))
+    connect_s = CONNECT_S + CONNECT_S_PER_RANK * world.size
+    create = partial(_create_subgroup, name, world.ranks, mesh.rank, "gloo", timedelta(seconds=connect_s))
+    with _gloo_connects_lazily(is_lazy):
+        group = persist(create, dist.PrefixStore(name, mesh.store), world.size, world.timeout, connect_s)
+    _set_pg_timeout(world.timeout, group)
+    return Communicator(world.axis, group, timeout=world.timeout)
 
 
 def _agree_on_rank(topology: Topology, rendezvous: str | None, rank: int | None) -> int:

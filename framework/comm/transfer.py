@@ -111,6 +111,45 @@ class Arrival:
             self._done.synchronize()
 
 
+def segment_on_host(num_bytes: int, device: torch.device) -> Tensor:
+    """Memory of the host, uint8 [num_bytes], that a `Moment` copies to."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class Moment:
+    """What the device has computed by now, for another thread to copy to the host beside what is computed later. On a CPU there
+    is nothing to wait for: who changes what is copied waits until it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._computed = Arrival()
+        if device.type == "cuda":
+            self._computed.record()
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """What this thread queues meanwhile runs behind all that was computed at the moment, and beside what comes later."""
+        if self._device.type != "cuda":
+            yield
+            return
+        choose_current(self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            # In this stream, not the host: the copies may be queued long before the device gets there.
+            self._computed.wait()
+            yield
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Start to copy bytes, uint8 [n], from anywhere into memory of `segment_on_host`."""
+        target.copy_(source, non_blocking=True)
+
+    def arrival(self) -> Arrival:
+        """The end of the copies so far, of this thread."""
+        arrival = Arrival()
+        if self._device.type == "cuda":
+            arrival.record()
+        return arrival
+
+
 class HomeTransfers:
     """Copies between host and device beside what the device computes, one after the other. On a CPU they happen at once."""
 

@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from framework.build import build
-from framework.checkpoint.commit import find_newest
-from framework.checkpoint.save import save_checkpoint
+from framework.checkpoint.commit import Retention, find_newest
+from framework.checkpoint.save import Saver
+from framework.checkpoint.staging import StagingMemory
 from framework.comm.collectives import gather_objects
-from framework.comm.connect import Mesh, choose_device, connect, num_nodes, ranks_per_node
+from framework.comm.connect import Mesh, choose_device, connect, connect_beside, num_nodes, ranks_per_node
 from framework.comm.objects import tell
 from framework.data.loader import Loader, validation_batches
 from framework.data.open_data import open_data
@@ -40,6 +41,8 @@ from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
+# An error that ends the run gives a save that is under way so long to come to its end.
+SAVE_PATIENCE_S = 30.0
 # Of the data's beginning, from which the prompt of a suggested command is taken.
 PROMPT_TOKENS = 24
 
@@ -148,7 +151,8 @@ def _train(
         slices=plan.context_slices(mesh.rank),
         device=mesh.device,
     )
-    loop = Loop(run, state, recipe, loader, observers, info)
+    saver = _open_saver(recipe, mesh, root, watch)
+    loop = Loop(run, state, recipe, loader, observers, info, saver)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, run_dir, print)
     observers.contain("profile", partial(profiler.begin_step, state.step + 1))
@@ -164,15 +168,16 @@ def _train(
                     if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                         loop.end_validation()
                 if loop.must_save():
-                    _save(loop, root)
-                    watch.end_save()
+                    _start_save(loop, saver, watch, is_last=loop.is_done)
                 observers.contain("profile", partial(profiler.begin_step, step + 1))
             observers.contain("profile", profiler.close)
             if not loop.is_done:
-                _save(loop, root)
+                _start_save(loop, saver, watch, is_last=True)
+            saver.finish()
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:
         code = error.exit_code
+        saver.abandon(SAVE_PATIENCE_S)
         raise
     finally:
         observers.close(code)
@@ -188,11 +193,33 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
 
 
-def _save(loop: Loop, root: Path) -> None:
+def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch) -> Saver:
+    """The run's saves. Collective: their threads agree over a group of their own."""
+    rules = recipe.checkpoint
+    is_async = rules.mode == "async"
+    return Saver(
+        root,
+        connect_beside(mesh, "saves"),
+        Retention(rules.keep, rules.keep_every),
+        StagingMemory(mesh.device, None if is_async else 0, ranks_per_node()),
+        is_async,
+        rules.max_failures,
+        watch.end_save,
+    )
+
+
+def _start_save(loop: Loop, saver: Saver, watch: StepWatch, is_last: bool) -> None:
+    """Start to save the step that was taken last; the next update waits until its tensors are staged."""
     loop.begin_save()
+    watch.begin_save()
     run, state = loop.run, loop.state
-    world = run.mesh.axis("world")
-    save_checkpoint(root, state.step, saved_entries(run), state.to_json(), world, loop.recipe.checkpoint.keep)
+
+    def wait_until_staged() -> None:
+        with watch.waiting():
+            saver.wait_until_staged()
+
+    run.optimizer.hold(wait_until_staged)
+    saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last)
     loop.end_save()
 
 

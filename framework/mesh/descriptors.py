@@ -21,10 +21,16 @@ def count_sockets(topology: Topology, rank: int, is_lazy: bool) -> int:
     world = topology.world
     own = world if rank == 0 else 1
     if is_lazy:
-        # A listener; of a barrier's and a broadcast's tree 2 log2 n pairs; rank 0's gathers need them all.
-        return own + 1 + (world - 1 if rank == 0 else min(world - 1, 2 * ceil(log2(world))))
+        return own + count_group_sockets(world, rank, is_lazy)
     groups = {axis.ranks for axis in topology.axes(rank).values() if axis.size > 1}
-    return own + sum(len(ranks) for ranks in groups)  # n-1 pairs and a listener each
+    return own + sum(count_group_sockets(len(ranks), rank, is_lazy) for ranks in groups)
+
+
+def count_group_sockets(size: int, rank: int, is_lazy: bool) -> int:
+    """Number of sockets of a gloo group of `size` ranks: a listener, and one for each rank that it talks to. rank: within a lazy
+    group."""
+    # Of a barrier's and a broadcast's tree 2 log2 n pairs; rank 0's gathers need them all.
+    return 1 + (min(size - 1, 2 * ceil(log2(size))) if is_lazy and rank else size - 1)
 
 
 def allow_descriptors(num_sockets: int) -> None:

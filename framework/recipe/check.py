@@ -105,7 +105,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("data.bpe_vocab", "model.config", "model.weights"), _vocabulary),
         (("model.weights", "model.revision"), _revision),
         (("data.validation", "train.validate_every_steps"), _validation),
-        (("checkpoint.every_minutes",), _checkpoint),
+        (("checkpoint.every_minutes", "checkpoint.interval", "checkpoint.mtbf_hours"), _checkpoint),
         ((*COUNTED, "parallel", "track.profile_steps", "track.profile_ranks"), _profile),
         (("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles"), _best),
         (("run",), _run),
@@ -355,6 +355,21 @@ def _checkpoint(recipe: Recipe) -> Iterator[Problem]:
     if recipe.checkpoint.every_minutes == 0.0:
         yield Problem(
             "checkpoint.every_minutes", 0.0, "would save without end", "checkpoint.every_minutes=null for never"
+        )
+    if recipe.checkpoint.interval is not None and not recipe.checkpoint.mtbf_hours:
+        message = "needs checkpoint.mtbf_hours: how often the run fails says how often it should save"
+        yield Problem(
+            "checkpoint.interval",
+            recipe.checkpoint.interval,
+            message,
+            "checkpoint.mtbf_hours=8, say (jobs of 1,024 GPUs: arXiv 2410.21680); or checkpoint.interval=null",
+        )
+    elif recipe.checkpoint.interval is None and recipe.checkpoint.mtbf_hours is not None:
+        yield Problem(
+            "checkpoint.mtbf_hours",
+            recipe.checkpoint.mtbf_hours,
+            "nobody asks for it: checkpoint.interval=null",
+            "checkpoint.interval=young_daly; or leave it out",
         )
 
 

@@ -286,7 +286,6 @@ _TORCHTITAN = MappingProxyType(
         "lr_min": "optim.schedule.final_ratio",
         "activation_checkpoint.mode": "memory.activation_checkpointing",
         "compile.enable": "memory.compile",
-        "checkpoint.interval": "checkpoint.every_steps",
         "checkpoint.keep_latest_k": "checkpoint.keep",
         "checkpoint.folder": _OUTPUT,
         "metrics.log_freq": "track.every_steps",

@@ -329,7 +329,22 @@ class Optim:
 class Checkpoint:
     every_steps: int | None = key("save after every so many steps; null: only at the end and when stopped", None, low=1)
     every_minutes: float | None = key("save after so many minutes; null: never by the clock", None, low=0.0)
+    interval: Literal["young_daly"] | None = key(
+        "young_daly: in place of every_minutes, as often as loses least, by what saves are measured to cost and mtbf_hours",
+        None,
+    )
+    mtbf_hours: float | None = key(
+        "with interval: mean time between failures of the whole run, in hours", None, low=0.0
+    )
+    mode: Literal["async", "sync"] = key(
+        "async: training goes on while a copy in host memory is written; sync: it waits for the disk, and needs no memory",
+        "async",
+    )
+    max_failures: int = key(
+        "so many saves in a row that fail end the run; the last one of a run must not fail", 3, low=1
+    )
     keep: int = key("newest checkpoints to keep", 3, low=1)
+    keep_every: int | None = key("keep those of steps that are multiples of this as well; null: none", None, low=1)
     keep_best: bool = key(
         "save whenever the validation loss is the lowest so far, and keep that checkpoint beside the newest", False
     )

@@ -32,6 +32,8 @@ class StepReport:
     validation_free_fraction: float | None = None
     skipped_steps: int = 0
     loss_scale: float | None = None
+    save_stall_s: float = 0.0
+    failed_saves: int = 0
     exposed_communication_s: float = 0.0
     pipeline_bubble: float = 0.0
     expert_imbalance: dict[str, float] = field(default_factory=dict)

@@ -121,6 +121,7 @@ class StepWatch:
         self._main = threading.main_thread().ident
         self._under_way: tuple[int, float] | None = None  # the step and when it began
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._answers_request = False  # the save that is under way
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="step-watch", daemon=True)
 
@@ -181,16 +182,32 @@ class StepWatch:
                 OSError
             ):  # a file system that fails for a moment, such as by ESTALE, is asked again at the next poll
                 is_stop = (self._folder / STOP_FILE).exists()
-                self._stop.wants_save |= (self._folder / SAVE_FILE).exists()
+                # In this order: the file goes before the answer counts as given.
+                self._stop.wants_save |= not self._answers_request and (self._folder / SAVE_FILE).exists()
         self._stop.requested |= is_stop
         return is_stop
 
-    def end_save(self) -> None:
-        """What was asked to be saved is."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within a step, around what may take long and is no hang."""
+        under_way, self._under_way = self._under_way, None
+        try:
+            yield
+        finally:
+            if under_way is not None:
+                self._under_way = under_way[0], time.monotonic()
+
+    def begin_save(self) -> None:
+        """A save begins, which answers a request that is there. One that comes from now on asks for a later step."""
+        self._answers_request = self._stop.wants_save
         self._stop.wants_save = False
-        if self._folder is not None:
+
+    def end_save(self, is_committed: bool) -> None:
+        """It has ended. A request stays where it failed, so that the next step saves once more. For any thread."""
+        if self._answers_request and is_committed and self._folder is not None:
             with suppress(OSError):  # what stays is heard and answered once more; the save was good
                 (self._folder / SAVE_FILE).unlink(missing_ok=True)
+        self._answers_request = False
 
     def _explain(self, number: int, seconds: float, longest: float) -> str:
         before = f", where the longest of the last ones took {longest:.3g} s" if longest else ""

@@ -9,6 +9,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from framework.checkpoint.interval import find_interval_s
+from framework.checkpoint.save import Saver
 from framework.comm import ledger
 from framework.comm.objects import gather_numbers_to_first, tell
 from framework.comm.transfer import AsyncHostCopy
@@ -75,10 +77,12 @@ class Loop:
         loader: Loader,
         observers: Observers,
         info: RunInfo,
+        saver: Saver,
     ):
         self.run, self.state, self.recipe, self.derived = run, state, recipe, derive(recipe)
         self.timed: tuple[Timed, ...] = ()
-        self._loader, self._observers, self._info = loader, observers, info
+        self._loader, self._observers, self._info, self._saver = loader, observers, info, saver
+        self._reported_stall_s = 0.0
         self._unread: PendingStep | None = None
         self._unreported: tuple[PendingStep, StepValues] | None = None
         self._validation: Validation | None = None
@@ -133,7 +137,7 @@ class Loop:
         self.state.loss_scale, self.state.clean_steps = self.run.loss_scale.read()
 
     def end_save(self) -> None:
-        """Start the clock of `checkpoint.every_minutes` anew."""
+        """The save has begun: start the clock of `checkpoint.every_minutes` anew."""
         self._last_save_s = time.monotonic()
         self._flags, self._is_best = Flags(stop=self._flags.stop), False
 
@@ -168,9 +172,15 @@ class Loop:
         )
 
     def _own_flags(self, stop: StopRequest) -> Flags:
-        minutes = self.recipe.checkpoint.every_minutes
-        is_due = minutes is not None and time.monotonic() - self._last_save_s > 60 * minutes
+        is_due = time.monotonic() - self._last_save_s > self._find_interval_s()
         return Flags(stop=stop.requested, save=(is_due and self.run.mesh.rank == 0) or stop.wants_save)
+
+    def _find_interval_s(self) -> float:
+        """Seconds between saves by the clock."""
+        rules, saver = self.recipe.checkpoint, self._saver
+        if rules.mtbf_hours is not None:
+            return find_interval_s(3600 * rules.mtbf_hours, saver.started, saver.stalled_s, saver.longest_s)
+        return math.inf if rules.every_minutes is None else 60 * rules.every_minutes
 
     def _report_validation(self) -> None:
         """Report a validation that has run, with the step whose weights it was of."""
@@ -270,8 +280,15 @@ class Loop:
             validation_free_fraction=free_fraction,
             skipped_steps=self.state.skipped_steps,
             loss_scale=values.loss_scale if self.recipe.precision.compute == "fp16" else None,
+            save_stall_s=self._take_stall(),
+            failed_saves=self._saver.failures,
             **self._describe_experts(pending),
         )
+
+    def _take_stall(self) -> float:
+        """Seconds that saves have held the loop up since this was last asked."""
+        former, self._reported_stall_s = self._reported_stall_s, self._saver.stalled_s
+        return self._reported_stall_s - former
 
     def _describe_experts(self, pending: PendingStep) -> dict[str, Any]:
         """What routers did, by the names of the report; nothing for a dense model."""

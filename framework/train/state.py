@@ -65,7 +65,8 @@ def saved_entries(run: Run) -> Iterator[Entry]:
     """
     yield from _entries(run, UnitBuffer.counted, [buffer for buffer in run.buffers if not buffer.is_copy])
     by_name = dict(each for stage in run.stages.values() for each in persistent_buffers(stage.model.model).items())
-    yield from (_buffer_entry(name, tensor) for name, tensor in by_name.items())
+    # Copied, because a forward may change them, and the next one may run before they are saved. All else changes in updates.
+    yield from (_buffer_entry(name, tensor.clone()) for name, tensor in by_name.items())
 
 
 def read_entries(run: Run) -> Iterator[Entry]:

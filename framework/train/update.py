@@ -9,7 +9,7 @@ The host's update begins when the norm is known, because it may clip or skip: fo
 `launch.threads_per_rank` threads.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,15 +102,23 @@ class StepOptimizer:
             owned = [each for each in shards if each.buffer.stored is not None]
             self.parts.append(DiskOptimizer(recipe.optim, disk, stored, owned, group_shards(owned, assignments)))
         self.state_names = state_names(recipe.optim)
+        self._wait_for_readers: Callable[[], None] | None = None
         self._part_of = {shard: part for part in self.parts for shard in part.shards}
 
     @property
     def shards(self) -> tuple[FlatShard, ...]:
         return tuple(self._part_of)
 
+    def hold(self, wait_for_readers: Callable[[], None]) -> None:
+        """Have the next step first call this, which returns when nobody reads any more what it updates."""
+        self._wait_for_readers = wait_for_readers
+
     def step(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Sequence[Missed] = ()) -> None:
         """Divide the gradients by `divisor` and update at learning rate `lr`, but what nobody has reached; no effect where `skip`
         is 1. divisor, skip: scalars on the device; step: of the run; missed: what this rank's backward has not reached."""
+        if self._wait_for_readers is not None:
+            self._wait_for_readers()
+            self._wait_for_readers = None
         for part in self.parts:
             part.update(lr, divisor, skip, step, [each for each in missed if self._part_of[each.shard] is part])
 

@@ -166,6 +166,36 @@ def test_a_run_that_is_killed_in_a_step_on_the_disk_goes_on_bitwise_as_one_in_me
     assert not list(disk.iterdir())
 
 
+# The same in the thread that saves, at an fsync of one of the first saves.
+KILL_IN_A_SAVE = """
+import os, signal, threading
+fsync, syncs = os.fsync, []
+def sync_and_die(descriptor):
+    if threading.current_thread().name.startswith("save"):
+        syncs.append(descriptor)
+        if len(syncs) == {number}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return fsync(descriptor)
+os.fsync = sync_and_die
+"""
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("number", [18, 20, 22, 24])
+def test_a_run_that_is_killed_in_a_save_behind_training_goes_on_bitwise(tmp_path, number):
+    (tmp_path / "sitecustomize.py").write_text(KILL_IN_A_SAVE.format(number=number))
+    run_id = f"killed-{number}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+        command = [sys.executable, "-m", "framework", "train", *RECIPE, f"run.id={run_id}", "checkpoint.every_steps=3"]
+        killed = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert newest(run_id).manifest.step in (6, 9)
+    assert resume(run_id) == EXIT_DONE
+    assert losses(run_id) == losses("whole")
+    assert_same_weights(run_id, "whole")
+
+
 @pytest.mark.grid
 def test_run_goes_on_with_another_number_of_ranks(capfd):
     interrupt_after("moved", 5)

@@ -11,10 +11,11 @@ import sys
 import pytest
 import torch
 
-from framework.checkpoint.commit import COMMIT_POINTS, list_checkpoints
+from framework.checkpoint.commit import COMMITTED_POINTS, SAVE_POINTS, Retention, list_checkpoints
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.save import save_checkpoint
+from framework.checkpoint.save import CPU, Saver, save_checkpoint
+from framework.checkpoint.staging import StagingMemory
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import CheckpointError
@@ -32,8 +33,12 @@ def entries(step):
     ]
 
 
-def save(root, step, fault=lambda point: None, keep=1):
-    return save_checkpoint(root, step, entries(step), {"step": step}, ALONE, keep, fault)
+def save(root, step, fault=lambda point: None):
+    """In segments that are staged all at once."""
+    memory = StagingMemory(CPU, 1 << 30, segment_bytes=1 << 17)
+    saver = Saver(root, ALONE, Retention(1), memory, is_async=False, fault=fault)
+    saver.start(step, entries(step), {"step": step})
+    saver.finish()
 
 
 def load(root):
@@ -63,17 +68,17 @@ def in_child(body, *args):
     return process.exitcode
 
 
-@pytest.mark.parametrize("point", COMMIT_POINTS)
+@pytest.mark.parametrize("point", SAVE_POINTS)
 def test_save_that_is_killed_leaves_a_whole_checkpoint(tmp_path, point):
     save(tmp_path, 1)
     assert in_child(save_and_die, tmp_path, 2, point) == -signal.SIGKILL
-    assert load(tmp_path) == (2 if point in ("renamed", "retained") else 1)
+    assert load(tmp_path) == (2 if point in COMMITTED_POINTS else 1)
     save(tmp_path, 3)
     assert load(tmp_path) == 3
     assert os.listdir(tmp_path) == ["step-00000003"]
 
 
-@pytest.mark.parametrize("point", COMMIT_POINTS[:6])
+@pytest.mark.parametrize("point", SAVE_POINTS[: -len(COMMITTED_POINTS)])
 def test_first_save_that_is_killed_leaves_no_checkpoint(tmp_path, point):
     assert in_child(save_and_die, tmp_path, 1, point) == -signal.SIGKILL
     assert load(tmp_path) is None

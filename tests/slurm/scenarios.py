@@ -18,6 +18,8 @@ from tests.slurm.cluster import APART, RECIPE, SLURM, STEPS, Desk, call, job_fie
 
 Evidence = dict[str, Any]
 MINUTE = 'launch.time="00:01:00"'  # the shortest limit that SLURM knows; the signal comes 10 to 40 s after the start
+# Where a test says from which step a killed run resumes: ten steps of milliseconds are over before a save behind them is synced.
+WAITS = "checkpoint.mode=sync"
 
 
 def run_scenarios(desk: Desk) -> dict[str, Future]:
@@ -90,7 +92,7 @@ def chain(desk: Desk) -> Evidence:
 
 def node_loss(desk: Desk) -> Evidence:
     """The node of a run loses its power and comes back; SLURM requeues the job itself."""
-    job = desk.submit("power", 'launch.sbatch=["--nodelist=n5"]', "launch.ranks=1")
+    job = desk.submit("power", 'launch.sbatch=["--nodelist=n5"]', "launch.ranks=1", WAITS)
     pids = desk.pause("power", 30)
     desk.cluster("kill", "n5")
     vanish_s = desk.seconds_to_vanish(pids)
@@ -120,7 +122,7 @@ def preemption(desk: Desk) -> Evidence:
 
 def killed_ranks(desk: Desk) -> Evidence:
     """kill -9 of rank 1, then of rank 0."""
-    job = desk.submit("killed", "launch.nodes=2", "track=offline")
+    job = desk.submit("killed", "launch.nodes=2", "track=offline", WAITS)
     vanish_s = []
     for number, rank in enumerate((1, 0)):
         pids = desk.pause("killed", 30 + 40 * number)
@@ -166,6 +168,7 @@ wait $rank
         "launch.ranks=1",
         "train.steps=1000",
         "checkpoint.every_steps=5",
+        WAITS,
         "launch.restarts_without_checkpoint=1",
     )
     desk.wait_until_gone(job)
@@ -203,7 +206,7 @@ def all_damaged(desk: Desk) -> Evidence:
 
 def unreadable(desk: Desk) -> Evidence:
     """A rank is killed, the newest manifest cannot be read for a while: the kernel says EIO, as for /proc/self/mem."""
-    job = desk.submit("unreadable", "launch.ranks=1")
+    job = desk.submit("unreadable", "launch.ranks=1", WAITS)
     pids = desk.pause("unreadable", 30)
     manifest = desk.folder("unreadable") / "checkpoints" / "step-00000020" / "manifest.json"
     kept = manifest.rename(manifest.with_name("kept"))

@@ -14,13 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.checkpoint.commit import begin, committed_name, finish, list_checkpoints
-from framework.checkpoint.divide import describe, divide, owned_entries, pack_claims
+from framework.checkpoint.divide import WRITES, describe, divide, owned_entries, pack_claims
 from framework.checkpoint.index import DamagedCheckpoint, Entry, read_manifest
 from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
-from framework.checkpoint.pieces import file_name
-from framework.checkpoint.save import _raise_disagreement, save_checkpoint, write_duty, write_index
+from framework.checkpoint.pieces import FileRecord, file_name
+from framework.checkpoint.save import (
+    CPU,
+    _raise_disagreement,
+    plan_file,
+    plan_index,
+    save_checkpoint,
+    write_file,
+    write_index,
+)
+from framework.checkpoint.staging import StagedFile, StagingMemory
 from framework.comm.communicator import Communicator
+from framework.comm.transfer import Moment
 from framework.errors import CheckpointError
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard
@@ -86,17 +96,21 @@ def owned(tensor, layout):
     return torch.cat(parts) if parts else tensor.new_empty(0)
 
 
-def save_world(root, step, ranks, state, block_bytes):
+def save_world(root, step, ranks, state, block_bytes, memory=None):
     """What save_checkpoint does, for all ranks of a world in this process."""
     ranks = [owned_entries(entries) for entries in ranks]
     division = divide([pack_claims(entries) for entries in ranks])
     assert division.disagreement is None
     folder = begin(root, step, state, 0)
-    written = [
-        write_duty(folder / file_name(rank), entries, flags, block_bytes=block_bytes)
-        for rank, (entries, flags) in enumerate(zip(ranks, division.duties, strict=True))
-    ]
-    return finish(folder, write_index(folder, step, state, division, written, block_bytes, block_bytes))
+    written = []
+    for rank, (entries, flags) in enumerate(zip(ranks, division.duties, strict=True)):
+        chosen = [entry for entry, flag in zip(entries, flags, strict=True) if flag & WRITES]
+        staged = StagedFile(chosen, memory or StagingMemory(CPU, 0), Moment(CPU), block_bytes=block_bytes)
+        staged.stage()
+        write_file(folder / file_name(rank), staged)
+        written.append(FileRecord(staged.num_bytes, block_bytes, staged.root))
+    files = [plan_file(entries, flags) for entries, flags in zip(ranks, division.duties, strict=True)]
+    return finish(folder, write_index(folder, step, state, plan_index(division, files), written, block_bytes))
 
 
 def entries_of_world(placed, tensors):
@@ -113,12 +127,19 @@ def entries_of_world(placed, tensors):
 
 
 @settings(max_examples=150, deadline=None)
-@given(pairs=pairs_of_placements(), dtype=st.sampled_from(DTYPES), block_bytes=st.sampled_from([64, 104, 4096]))
-def test_any_layout_loads_into_any_other(pairs, dtype, block_bytes):
+@given(
+    pairs=pairs_of_placements(),
+    dtype=st.sampled_from(DTYPES),
+    block_bytes=st.sampled_from([64, 104, 4096]),
+    segment_bytes=st.sampled_from([8, 100, 1 << 12]),
+    max_bytes=st.sampled_from([0, 1 << 20]),
+)
+def test_any_layout_loads_into_any_other(pairs, dtype, block_bytes, segment_bytes, max_bytes):
     tensors = [content(before.shape, dtype, salt=100 * number) for number, (before, _) in enumerate(pairs)]
     with tempfile.TemporaryDirectory() as folder:
         ranks = entries_of_world([before for before, _ in pairs], tensors)
-        path = save_world(Path(folder), 7, ranks, {"tokens": 9}, block_bytes)
+        memory = StagingMemory(CPU, max_bytes, segment_bytes=segment_bytes)
+        path = save_world(Path(folder), 7, ranks, {"tokens": 9}, block_bytes, memory)
         for wanted in entries_of_world([after for _, after in pairs], tensors):
             expected = [entry.data.clone() for entry in wanted]
             for entry in wanted:

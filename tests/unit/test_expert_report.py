@@ -1,6 +1,7 @@
 """What is reported of experts: in reported steps only, by layer, and nothing of a dense model. What a rate of biases refuses."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from framework.build import build
+from framework.checkpoint.commit import Retention
+from framework.checkpoint.save import Saver
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
@@ -49,7 +52,9 @@ def report_steps(name: str) -> list[StepReport]:
     loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)] * 2)
     reports: list[StepReport] = []
     observers: Any = SimpleNamespace(report=reports.append)
-    loop = Loop(run, RunState("r", ""), recipe, loader, observers, RunInfo("r", {}, 3))
+    loop = Loop(
+        run, RunState("r", ""), recipe, loader, observers, RunInfo("r", {}, 3), Saver(Path(), ALONE, Retention(1))
+    )
     with StopRequest() as stop, StepWatch(stop) as watch:
         list(loop.steps(stop, watch))
     loop.begin_save()

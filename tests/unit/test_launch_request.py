@@ -35,7 +35,10 @@ def test_rank_0_hears_requests_to_save_and_to_stop(tmp_path):
         (tmp_path / SAVE_FILE).touch()
         wait_for(lambda: stop.wants_save)
         assert not stop.requested
-        watch.end_save()
+        watch.begin_save()
+        assert not watch._look()
+        assert not stop.wants_save, "the save that is under way answers it"
+        watch.end_save(is_committed=True)
         assert not (tmp_path / SAVE_FILE).exists()
         assert not stop.wants_save
         (tmp_path / STOP_FILE).touch()
@@ -48,6 +51,19 @@ def test_a_run_does_not_end_later_for_being_watched(tmp_path):
         with StopRequest() as stop, StepWatch(stop, folder=tmp_path):
             pass
     assert time.monotonic() - started < 2.5  # ten polls of half a second would be five
+
+
+def test_a_request_stays_where_its_save_has_failed_or_had_begun_before_it(tmp_path):
+    with StopRequest() as stop, StepWatch(stop, folder=tmp_path) as watch:
+        watch.begin_save()
+        (tmp_path / SAVE_FILE).touch()
+        watch.end_save(is_committed=True)
+        assert (tmp_path / SAVE_FILE).exists()
+        wait_for(lambda: stop.wants_save)
+        watch.begin_save()
+        watch.end_save(is_committed=False)
+        assert (tmp_path / SAVE_FILE).exists()
+        wait_for(lambda: stop.wants_save)
 
 
 class FailingFolder:
@@ -68,9 +84,13 @@ def test_a_stale_handle_ends_neither_the_watch_nor_the_run(tmp_path):
     folder = FailingFolder(tmp_path, num_failures=1)
     with StopRequest() as stop, StepWatch(stop, folder=folder) as watch:
         wait_for(lambda: stop.wants_save)
-        folder.num_failures = 1
-        watch.end_save()
-        watch.end_save()
+        folder.num_failures = 10
+        watch.begin_save()
+        watch.end_save(is_committed=True)
+        folder.num_failures = 0
+        wait_for(lambda: stop.wants_save)
+        watch.begin_save()
+        watch.end_save(is_committed=True)
         assert not (tmp_path / SAVE_FILE).exists()
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from framework.build import build
-from framework.checkpoint.save import save_checkpoint
+from framework.checkpoint.commit import Retention
+from framework.checkpoint.save import Saver, save_checkpoint
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.plan.plan import make_plan
@@ -107,7 +108,15 @@ def start_loop(steps: int, reports: list[StepReport]) -> Loop:
     rows = torch.arange(2 * CONTEXT).view(2, CONTEXT) % 97
     loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)])
     observers: Any = SimpleNamespace(report=reports.append)
-    return Loop(run, RunState("r", ""), recipe, loader, observers, RunInfo("r", {}, steps))
+    return Loop(
+        run,
+        RunState("r", ""),
+        recipe,
+        loader,
+        observers,
+        RunInfo("r", {}, steps),
+        Saver(Path(), run.mesh.axis("world"), Retention(1)),
+    )
 
 
 def train(loop: Loop) -> None:
