@@ -231,7 +231,7 @@ def test_attention_is_that_of_one_process(pool: RankPool, layout: Layout) -> Non
 
 def send_small_messages() -> AbstractContextManager[Any]:
     """Keys and values travel in 6 portions or some more, where they would be one."""
-    return patch.multiple(key_values, PORTION_TOKENS=1, MOST_PORTIONS=6)
+    return patch.multiple(key_values, PORTION_PAIRS=1, MOST_PORTIONS=6)
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 4), Layout(1, 2, "gather"), Layout(2, 2)], ids=str)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from framework.mesh.context import Interval
 
-# Buffers are as large as a message, so a rank's K/V travel in several: one for each 512 tokens, which are enough to compute with,
-# and no more than 16, so that blocks of long sequences are large enough for a GPU.
-PORTION_TOKENS = 512
+# Buffers are as large as a message, so a rank's K/V travel in several. A message is worth its cost if enough is computed with it:
+# 2^20 pairs of a query and a key, and no more than 16 messages, so that blocks of long sequences are large enough for a GPU.
+PORTION_PAIRS = 2**20
 MOST_PORTIONS = 16
 
 # (tokens, gradient of their keys [B, Hk, n, D], of their values [B, Hk, n, Dv]): what one block adds.
@@ -103,4 +103,4 @@ def group_heads(of: KeyValues, chunks: int, num_portions: int) -> list[HeadGroup
 def count_portions(tokens: int) -> int:
     """Messages in which the K/V of so many tokens travel. With one, buffers would outweigh what a rank saves by having fewer
     tokens."""
-    return max(1, min(MOST_PORTIONS, tokens // PORTION_TOKENS))
+    return max(1, min(MOST_PORTIONS, tokens**2 // PORTION_PAIRS))
