@@ -30,14 +30,6 @@ from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.model.experts import find_experts
 from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.model.experts import find_experts
-from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.model.experts import find_experts
-from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.model.experts import find_experts
-from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.model.experts import find_experts
-from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.parallel.tensor.borders import AsyncBorder, ShardedBorder
 from framework.parallel.tensor.layers import ColumnLinear
 from framework.plan.plan import make_plan
