@@ -159,6 +159,7 @@ class CpuFlash:
 
     shares_heads: bool = SHARES_HEADS
     tile: int = 256
+    widest: int | None = None
     dtypes: ClassVar = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
     def cut(self, pieces: list[Piece], tile: int, dtype: torch.dtype, is_backward: bool) -> list[Piece]:
@@ -200,6 +201,7 @@ class CudaFlash:
     """FlashAttention-2 of torch, which has no bias: MASKED pieces go to tiles. Not run on a GPU: `check_kernel` asks first."""
 
     tile: int = 512
+    widest: int | None = 256
     dtypes: ClassVar = (torch.bfloat16, torch.float16)
 
     def cut(self, pieces: list[Piece], tile: int, dtype: torch.dtype, is_backward: bool) -> list[Piece]:

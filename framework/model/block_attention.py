@@ -50,11 +50,11 @@ class BlockAttention:
         """(out, log-sum-exp) of this block; None if no query sees any key.
 
         q: [B, H, n, D]; k: [B, Hk, m, D]; v: [B, Hk, m, Dv]; H a multiple of Hk, any strides.
-        first_rows: [B, n], the row at which each query's document begins; None: 0.
+        first_rows: [B, n], the row at which each query's document begins; None: 0. Best on the host, which reads them.
         out: [B, H, n, Dv] of q's dtype; log-sum-exp: [B, H, n], fp64 for fp64, else fp32; 0 and -inf where a query sees none.
         """
         block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
-        kernel = self._kernel(q, scores)
+        kernel = self._kernel(q, scores, max(q.shape[-1], v.shape[-1]))
         pieces = self._cut(block, kernel, is_backward=False)
         if not pieces:
             return None
@@ -84,7 +84,7 @@ class BlockAttention:
         the probability; gradient and out may be of a wider dtype than q. Parts have the dtypes of q, k and v.
         """
         block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
-        kernel = self._kernel(q, scores)
+        kernel = self._kernel(q, scores, max(q.shape[-1], v.shape[-1]))
         pieces = self._cut(block, kernel, is_backward=True)
         if not pieces:
             return None
@@ -101,15 +101,16 @@ class BlockAttention:
         pieces = find_pieces(block.q_rows, block.k_rows, block.scores, block.first_rows, tile)
         return kernel.cut(pieces, tile, block.heads.q.dtype, is_backward)
 
-    def _kernel(self, q: Tensor, scores: Scores) -> Kernel:
+    def _kernel(self, q: Tensor, scores: Scores, width: int) -> Kernel:
+        """width: of a head of q, k or v, the widest."""
         device = q.device.type
-        if scores.softcap is None and (device == "cpu" or scores.slopes is None) and self._has_flash(q):
+        if scores.softcap is None and (device == "cpu" or scores.slopes is None) and self._has_flash(q, width):
             return FLASH[device]
         return TileKernel(scores.softcap) if device == "cpu" else TileKernel(scores.softcap, TILES_OF_GPU)
 
-    def _has_flash(self, q: Tensor) -> bool:
+    def _has_flash(self, q: Tensor, width: int) -> bool:
         device = q.device.type
-        if device not in FLASH or q.dtype not in FLASH[device].dtypes:
+        if device not in FLASH or q.dtype not in FLASH[device].dtypes or width > (FLASH[device].widest or width):
             return False
         if (device, q.dtype) not in self._works:
             self._works[device, q.dtype] = check_kernel(FLASH[device], q.device, q.dtype)
@@ -164,7 +165,7 @@ class _Block:
             # A piece of a sequence: find_pieces makes no other where there are documents.
             assert piece.sequence is not None
             start = piece.q[0] - self.q_rows[0]
-            seen &= keys >= self.first_rows[piece.sequence, start : start + len(queries), None]
+            seen &= keys >= self.first_rows[piece.sequence, start : start + len(queries), None].to(device)
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=device)
         return mask.masked_fill_(~seen, -math.inf)[None, None]
 
@@ -234,12 +235,10 @@ def check_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bo
 
     Kernels differ between versions of torch and devices, and an error would show in the loss only.
     """
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((1, 4, 48, 16), (1, 2, 48, 16), (1, 2, 48, 16), (1, 4, 48, 16))
-    drawn = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
-    heads, gradient = Heads(*drawn[:3]), drawn[3]
+    square, oblong = _draw(48, 16, device, dtype), _draw(96, 8, device, dtype)
     try:
-        difference = max(_differ(kernel, heads, gradient, kind) for kind in Kind)
+        difference = max(_differ(kernel, *square, kind) for kind in Kind)
+        difference = max(difference, _differ(kernel, *oblong, Kind.FULL))
     except RuntimeError as error:
         log.warning("attention on %s in %s runs without flash attention, which fails: %s", device.type, dtype, error)
         return False
@@ -247,6 +246,14 @@ def check_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bo
         where = f"{device.type} in {dtype}"
         log.warning("attention on %s runs without flash attention, which is wrong by %.1g", where, difference)
     return difference <= AGREEMENT[dtype]
+
+
+def _draw(num_keys: int, value_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Heads, Tensor]:
+    """48 queries in 4 heads of 16, keys and values in 2, and a gradient of the out."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1, 4, 48, 16), (1, 2, num_keys, 16), (1, 2, num_keys, value_dim), (1, 4, 48, value_dim)
+    q, k, v, gradient = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+    return Heads(q, k, v), gradient
 
 
 def _differ(kernel: Kernel, heads: Heads, gradient: Tensor, kind: Kind) -> float:

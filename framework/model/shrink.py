@@ -218,7 +218,8 @@ RULES: dict[str, Callable[[Any, Sizes], Any]] = {
     r".*(hidden|intermediate|embedding|ffn|proj|embed|mid)_(size|dim).*|[dn]_inner|d_?ff|dim_ff": _width,
     r"d_model|lru_width|.*d_ssm|dim_model_base": _width,
     r"sliding_window(_size)?|.*window_size|attention_chunk_size|local_attention|index_topk": _window,
-    r"(mamba_)?chunk_size|block_size": lambda value, sizes: min(value, WINDOW),
+    r"(mamba_)?chunk_size|(index_)?block_size": lambda value, sizes: min(value, WINDOW),
+    r"index_topk_blocks": lambda value, sizes: min(value, 2),
     r".*d_state|.*state_size": lambda value, sizes: min(value, STATE),
     r"(mamba_)?n_?groups|o_groups": lambda value, sizes: min(value, 2),
 }

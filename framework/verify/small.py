@@ -4,12 +4,13 @@ Kept: the optimizer, groups, freezing, clipping, ZeRO, activation checkpointing,
 for ep where it is more than few ranks or the small model's experts take.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from framework.errors import TopologyError
-from framework.recipe.derive import count_expert_slices, derive
+from framework.recipe.derive import context_degrees, count_expert_slices, derive
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Precision, Recipe, Zero
 from framework.verify.options import Options
 
@@ -46,12 +47,13 @@ class Small:
 
 
 def shrink_recipe(
-    recipe: Recipe, parameters: Collection[str], positions: int, options: Options, experts: int = 0
+    recipe: Recipe, parameters: Collection[str], positions: int, options: Options, experts: int = 0, heads: int = 0
 ) -> Small:
     """A recipe that runs in seconds and takes the same paths.
 
     parameters: names in the small model; positions: the longest sequence that it takes; experts: what every layer's number of
-    experts is a multiple of, 0 without experts. TopologyError if the layout does not fit options.ranks.
+    experts is a multiple of, 0 without experts; heads: likewise its heads. TopologyError if the layout does not fit
+    options.ranks.
     """
     derived = derive(recipe)
     dtype = options.dtype or "fp32"
@@ -67,7 +69,7 @@ def shrink_recipe(
         train=replace(recipe.train, steps=options.steps),
         batch=batch,
         model=model,
-        parallel=_lower_ep(recipe.parallel, dp, ep),
+        parallel=_lower_ulysses(_lower_ep(recipe.parallel, dp, ep), heads),
         pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
         memory=replace(recipe.memory, compile="never"),
@@ -82,6 +84,7 @@ def shrink_recipe(
         "precision.loss_scale": "that of --dtype",
         "parallel.dp": "--ranks sets another number",
         "parallel.ep": "what few ranks and the small model's experts take",
+        "parallel.context": "the small model has fewer heads",
         "pipeline.layers": "by cost instead, the small model has fewer layers",
         "memory.compile": "it would take longer than all the rest",
     }
@@ -116,6 +119,12 @@ def _lower_ep(parallel: Parallel, dp: int, ep: int) -> Parallel:
     return replace(
         parallel, dp=dp, ep=ep, expert_tp=count_expert_slices(parallel) if ep < parallel.ep else parallel.expert_tp
     )
+
+
+def _lower_ulysses(parallel: Parallel, heads: int) -> Parallel:
+    ulysses = context_degrees(parallel)[0]
+    fitting = math.gcd(ulysses, heads // parallel.tp)
+    return parallel if fitting == ulysses else replace(parallel, context=[fitting, parallel.cp // fitting])
 
 
 def _choose_degrees(recipe: Recipe, ranks: int | None, experts: int) -> tuple[int, int]:

@@ -47,6 +47,22 @@ def shrunk(recipe: Recipe, dtype: Any = None, ranks: int | None = None, experts:
 # --- the small recipe
 
 
+def test_the_small_recipe_has_no_more_ranks_of_ulysses_than_heads() -> None:
+    recipe = recipe_of(
+        "parallel.cp=8",
+        "parallel.context=ulysses",
+        "parallel.tp=2",
+        "launch.ranks=16",
+        "model.config.num_attention_heads=16",
+    )
+    small = shrink_recipe(recipe, NAMES, positions=256, options=Options(), heads=8)
+    assert small.recipe.parallel.context == [4, 2]
+    told = "\n".join(map(str, find_changes(recipe, small.recipe, small.reasons)))
+    assert "parallel.context" in told
+    assert "the small model has fewer heads" in told
+    assert shrink_recipe(recipe, NAMES, positions=256, options=Options(), heads=16).recipe.parallel.context == "ulysses"
+
+
 def test_the_small_recipe_keeps_what_is_verified() -> None:
     recipe = recipe_of("zero=stage_2", "optim=lion", "memory=full_checkpointing", "launch.ranks=2", "optim.lr=0.01")
     small, _ = shrunk(recipe)

@@ -309,7 +309,7 @@ def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) ->
     assert not check(Wrong())
     assert not check(Failing())
     assert [record.message.rpartition("flash")[2] for record in caplog.records] == [
-        " attention, which is wrong by 0.05",
+        " attention, which is wrong by 0.06",
         " attention, which fails: no kernel image",
     ]
 
@@ -327,6 +327,13 @@ def test_a_wrong_kernel_gives_way_to_tiles(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("framework.model.block_attention.FLASH", {"cpu": Wrong()})
     assert compare(Case(kv_heads=2), CUTS[0], BlockAttention(tile=16)) < 1e-12
+
+
+def test_heads_wider_than_a_kernel_takes_go_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's are of 512, FlashAttention-2 takes 256."""
+    monkeypatch.setattr("framework.model.block_attention.FLASH", {"cpu": CpuFlash(widest=16)})
+    kernels = [BlockAttention()._kernel(torch.zeros(1, 1, 4, width), Scores(1.0), width) for width in (16, 17)]
+    assert [type(kernel) for kernel in kernels] == [CpuFlash, TileKernel]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

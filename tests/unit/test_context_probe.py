@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from framework.errors import ModelError, TopologyError
 from framework.mesh.context import ContextSlices
@@ -161,6 +161,23 @@ def test_a_mask_that_the_stage_did_not_pass_is_refused() -> None:
     hook_attentions(model, Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6, device=device)))
     with pytest.raises(ModelError, match=r"LlamaAttention computes an attention mask of its own, bool \[1, 1, 6, 6\]"):
         model(input_ids=torch.zeros(1, 6, dtype=torch.int64), attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
+
+
+def test_a_tensor_that_our_attention_does_not_know_is_refused() -> None:
+    """MiniMax M3 chooses blocks of keys, of which the small copy's sequences had one: it passed, and trained on all keys."""
+    config = build_config(family("llama"), use_cache=False)
+    model = AutoModelForCausalLM.from_config(config)
+    hook_attentions(model, Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6, device=device)))
+    with pytest.raises(ModelError, match="LlamaAttention hands block_indices to its attention function"):
+        model(input_ids=torch.zeros(1, 6, dtype=torch.int64), block_indices=torch.zeros(1, 6, dtype=torch.int64))
+
+
+@pytest.mark.skipif("minimax_m3_vl_text" not in CONFIG_MAPPING, reason="a family of transformers 5.23")
+def test_sparse_layers_are_refused_however_long_their_blocks_are() -> None:
+    layers = {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]}
+    config = AutoConfig.for_model("minimax_m3_vl_text", num_hidden_layers=2, **layers)
+    with pytest.raises(ModelError, match="MiniMaxM3VLAttention hands block_indices"):
+        refuse_undivided_context(config, ContextSlices(8192, ring=2), has_documents=False)
 
 
 def test_ulysses_beyond_the_heads_of_a_rank_is_refused_with_the_degrees_that_fit() -> None:

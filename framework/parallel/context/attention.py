@@ -80,7 +80,8 @@ class ContextAttention:
         # Head by head: a CPU's kernel reads the keys of a head again for every block of queries, from fewer lines of its cache.
         k, v = k.contiguous(), v.contiguous()
         own_sinks = None if sinks is None else self.heads.select(sinks)
-        rows = None if first_rows is None else self.heads.gather_rows(first_rows)
+        # To the host, which decides by them what is computed: waiting for the device once here, not in every block.
+        rows = None if first_rows is None else self.heads.gather_rows(first_rows).cpu()
         blocks = RankBlocks(self.block, self.slices, self.heads.select_scores(scores), None)
         return self.heads.leave(_Attend.apply(q, k, v, own_sinks, rows, blocks, self.transport))
 

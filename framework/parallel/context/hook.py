@@ -23,6 +23,8 @@ from framework.parallel.context.family_rules import QUERY_RULES
 
 # What a model's config is told; without an entry among the mask functions.
 IMPLEMENTATION = "meshwright_context"
+# Tensors that a module may hand over: sinks and slopes, and positions, which queries and keys have been rotated by.
+TENSOR_OPTIONS = ("s_aux", "slopes", "position_ids", "cache_position")
 
 # (q [B, H, C, D], k [B, Hk, C, D], v [B, Hk, C, Dv], scores, sinks [H], first_rows [B, C]) -> [B, C, H, Dv]: a ContextAttention.
 Attention = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None, Tensor | None], Tensor]
@@ -47,12 +49,18 @@ def attend_module(
     """Attention of this rank's tokens to the sequence, called as Hugging Face's attention functions are.
 
     query: [B, H, C, D]; key: [B, Hk, C, D]; value: [B, Hk, C, Dv]; attention_mask: the stage's first rows, [B, 1, C, 1] int64.
-    options: dropout, scaling, sliding_window, softcap, s_aux (sinks [H]) as Hugging Face names them; slopes [H], of ALiBi. What
-    else a family passes is left out: where it matters, the probe finds a difference. Returns ([B, C, H, Dv], None).
+    options: dropout, scaling, sliding_window, softcap, s_aux (sinks [H]) as Hugging Face names them; slopes [H], of ALiBi.
+    Numbers and flags beside these are left out: where one matters, the probe finds a difference. Returns ([B, C, H, Dv], None).
 
-    Raises AttentionDropout, and ModelError for a module without a Hook and for a mask that is none of ours.
+    Raises AttentionDropout, and ModelError for a module without a Hook, for a mask that is none of ours and for tensors that are
+    not known: a choice of keys may leave none out in the probe's short sequences.
     """
     hook = find_hook(module)
+    unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in TENSOR_OPTIONS]
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} hands {' and '.join(unknown)} to its attention function, which Meshwright does not know"
+        )
     if dropout := options.get("dropout"):
         raise AttentionDropout(f"{type(module).__name__} drops {dropout:g} of its attention's probabilities")
     first_rows = None if attention_mask is None else _read_first_rows(module, attention_mask)
