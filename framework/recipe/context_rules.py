@@ -23,7 +23,7 @@ def find_degree_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, found, message, f"{key}={pairs}; or parallel.cp={found[0] * found[1]}")
     elif cp == 1 and found != Parallel().context:
         message = "with parallel.cp=1 every rank has whole sequences, so it would do nothing"
-        yield Problem(key, found, message, f"leave it out (~{key}); or parallel.cp=2 or more")
+        yield Problem(key, found, message, f"{key}={Parallel().context}, the default; or parallel.cp=2 or more")
 
 
 def find_head_problems(recipe: Recipe) -> Iterator[Problem]:
