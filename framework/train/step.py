@@ -201,6 +201,7 @@ def _update(run: Run, loss: Tensor, lr: float, step: int, flags: Flags, loads: T
         stage.parameters.update()
     is_finite = sums.loss.isfinite() & norm.isfinite()
     run.loss_scale.update(is_finite)
+    run.optimizer.wait_for_readers()  # a bias may be a master that is being saved
     # Before the update, which sends masters to the parameters: no gradient reaches a bias, so it is left as it is then.
     run.biases.update(loads, is_finite)
     run.optimizer.step(lr, divisor, ~is_finite, step, _missed_elements(run, missed, sums.reached))

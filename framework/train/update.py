@@ -110,15 +110,19 @@ class StepOptimizer:
         return tuple(self._part_of)
 
     def hold(self, wait_for_readers: Callable[[], None]) -> None:
-        """Have the next step first call this, which returns when nobody reads any more what it updates."""
+        """Have the next update first call this, which returns when nobody reads any more what it changes."""
         self._wait_for_readers = wait_for_readers
+
+    def wait_for_readers(self) -> None:
+        """Return when masters and states may be changed, by whomever."""
+        if self._wait_for_readers is not None:
+            self._wait_for_readers()
+            self._wait_for_readers = None
 
     def step(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Sequence[Missed] = ()) -> None:
         """Divide the gradients by `divisor` and update at learning rate `lr`, but what nobody has reached; no effect where `skip`
         is 1. divisor, skip: scalars on the device; step: of the run; missed: what this rank's backward has not reached."""
-        if self._wait_for_readers is not None:
-            self._wait_for_readers()
-            self._wait_for_readers = None
+        self.wait_for_readers()
         for part in self.parts:
             part.update(lr, divisor, skip, step, [each for each in missed if self._part_of[each.shard] is part])
 
