@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from framework.build import build
 from framework.checkpoint.commit import committed_name
 from framework.checkpoint.load import Reader
+from framework.comm.connect import connect
 from framework.launch.export import _read, _read_units
 from framework.model import added_bias, expert_load
 from framework.model.added_bias import RouterForm, prepare_mixtures
@@ -23,12 +25,17 @@ from framework.model.materialize import persistent_buffers
 from framework.model.mixtures import ADDED_BIAS, find_mixtures
 from framework.model.units import find_units
 from framework.model.weights import write_weights
+from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Optim, Parallel, Pipeline, Recipe, Zero
 from framework.train.router_bias import RouterBiases
+from framework.train.state import saved_entries
+from framework.train.step import train_step
 from framework.verify.compare import Row
+from framework.verify.evidence import make_batches
+from framework.verify.layout import share
 from tests.families import Family, build_config, family
 from tests.grid import few_of
-from tests.ranks.parity import Case, assert_equal, expect, run_cases, small_recipe, train_layouts
+from tests.ranks.parity import CPU, Case, assert_equal, expect, run_cases, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline_state import resume
 
@@ -269,3 +276,22 @@ def test_a_bias_that_follows_other_loads_shows(
     case = Case("", family("deepseek_v3"), {"": recipe_of(2, 3)})
     (rows,) = pool.run(2, run_sabotaged, sabotage, case)[0].values()
     assert {row.quantity: row for row in rows}["weight, step 3"].error > 1e-2
+
+
+def test_a_bias_that_is_being_saved_moves_no_sooner_than_other_masters() -> None:
+    """A save copies masters beside the next step, and a bias may be one: moved before that, it would be of another step."""
+    recipe, config = recipe_of(1, 1), build_config(ERNIE)
+    mesh = connect(topology_of(recipe, config), CPU)
+    run = build(make_plan(recipe, config), mesh)
+    [batch] = make_batches(config, 1, recipe.batch.sequences_per_step or 0, recipe.batch.context, seed=11)
+
+    def read() -> list[Tensor]:
+        return [entry.data.clone() for entry in saved_entries(run) if entry.name.startswith("weight/")]
+
+    before, seen = read(), []
+    run.optimizer.hold(lambda: seen.extend(read()))
+    train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 0.1)
+    assert all(map(torch.equal, seen, before))
+    assert len(seen) == len(before)
+    after = {entry.name: entry.data.clone() for entry in saved_entries(run)}
+    assert any(name.endswith("e_score_correction_bias") and value.any() for name, value in after.items())
