@@ -16,10 +16,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from framework.mesh.context import Interval
 from framework.model.attention_kernels import CpuFlash, CudaFlash, Heads, Kernel, Result, TileKernel
-from framework.model.visible_rows import Interval, Kind, Piece, Scores, find_pieces, visible_pairs
+from framework.model.precision import sums_dtype
+from framework.model.visible_rows import Kind, Piece, Scores, find_pieces, visible_pairs
 
-__all__ = ["BlockAttention", "Interval", "Scores", "visible_pairs"]
+__all__ = ["BlockAttention", "Scores", "visible_pairs"]
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +126,7 @@ class _Block:
         self, heads: Heads, q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None
     ) -> None:
         self.heads, self.q_rows, self.k_rows, self.scores, self.first_rows = heads, q_rows, k_rows, scores, first_rows
+        self.dtype = sums_dtype(heads.q.dtype)  # of scores and of sums
 
     def heads_of(self, piece: Piece) -> Heads:
         k, v = self.keys_of(self.heads.k, piece), self.keys_of(self.heads.v, piece)
@@ -145,14 +148,14 @@ class _Block:
             return mask
         # Rows count from the first query of the piece, not of the sequence: fp32 has 7 digits for row and score.
         rows = torch.arange(piece.k[0] - piece.q[0], piece.k[1] - piece.q[0], device=slopes.device)
-        alibi = (slopes[:, None].to(self._dtype) * rows)[None, :, None]
+        alibi = (slopes[:, None].to(self.dtype) * rows)[None, :, None]
         return alibi if mask is None else alibi + mask
 
     def to_own_row(self, piece: Piece) -> Tensor:
         """slope * (row of the query - first row of the piece's queries): [H, n]."""
         slopes = self.scores.slopes
         assert slopes is not None
-        return slopes[:, None].to(self._dtype) * torch.arange(piece.q[1] - piece.q[0], device=slopes.device)
+        return slopes[:, None].to(self.dtype) * torch.arange(piece.q[1] - piece.q[0], device=slopes.device)
 
     def _mask(self, piece: Piece) -> Tensor:
         device = self.heads.q.device
@@ -166,13 +169,8 @@ class _Block:
             assert piece.sequence is not None
             start = piece.q[0] - self.q_rows[0]
             seen &= keys >= self.first_rows[piece.sequence, start : start + len(queries), None].to(device)
-        mask = torch.zeros(seen.shape, dtype=self._dtype, device=device)
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=device)
         return mask.masked_fill_(~seen, -math.inf)[None, None]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Of scores."""
-        return torch.float64 if self.heads.q.dtype == torch.float64 else torch.float32
 
 
 def _rows_of(x: Tensor, rows: Interval, start: int, sequence: int | None) -> Tensor:
@@ -206,8 +204,8 @@ class _Merged:
         self.block = block
         shape = (q.shape[0], q.shape[2], q.shape[1])
         # Tokens before heads, as the layer behind attention wants them.
-        self.out = q.new_zeros((*shape, v.shape[-1]), dtype=block._dtype).transpose(1, 2)
-        self.log_sum = q.new_full(shape, -math.inf, dtype=block._dtype).transpose(1, 2)
+        self.out = q.new_zeros((*shape, v.shape[-1]), dtype=block.dtype).transpose(1, 2)
+        self.log_sum = q.new_full(shape, -math.inf, dtype=block.dtype).transpose(1, 2)
 
     def add(self, piece: Piece, out: Tensor, log_sum: Tensor) -> None:
         merged_out, merged_sum = self.block.queries_of(self.out, piece), self.block.queries_of(self.log_sum, piece)
@@ -222,7 +220,7 @@ class _Parts:
     def __init__(self, block: _Block) -> None:
         self.block = block
         heads = block.heads
-        self.dq, self.dk, self.dv = (torch.zeros_like(x, dtype=block._dtype) for x in (heads.q, heads.k, heads.v))
+        self.dq, self.dk, self.dv = (torch.zeros_like(x, dtype=block.dtype) for x in (heads.q, heads.k, heads.v))
 
     def add(self, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.block.queries_of(self.dq, piece).add_(dq)
@@ -258,7 +256,7 @@ def _draw(num_keys: int, value_dim: int, device: torch.device, dtype: torch.dtyp
 
 def _differ(kernel: Kernel, heads: Heads, gradient: Tensor, kind: Kind) -> float:
     """The largest difference between a kernel and the tiles, in what they compute forward and backward."""
-    wide, n = torch.promote_types(heads.q.dtype, torch.float32), heads.q.shape[2]
+    wide, n = sums_dtype(heads.q.dtype), heads.q.shape[2]
     ahead = torch.ones(n, n, dtype=torch.bool, device=heads.q.device).triu_(1)
     mask = heads.q.new_zeros((1, 1, n, n), dtype=wide).masked_fill_(ahead, -math.inf)
     bias = mask if kind is Kind.MASKED else None

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from framework.comm.duals import reduce_from
 from framework.errors import ModelError
 from framework.model.materialize import seed_rng
+from framework.model.precision import sums_dtype
 from framework.model.routed_tokens import RoutedTokens
 from framework.model.shrink import shrink
 
@@ -58,14 +59,9 @@ class LoadBalancingLoss:
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(self.top_k, -1).indices.flatten()
         # Counts above 256 do not fit into bf16, and probabilities of many tokens would be lost in its rounding.
-        wide = probabilities.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = probabilities.to(sums_dtype(logits.dtype))
         counts = wide.new_zeros(self.num_experts).scatter_add_(0, chosen, wide.new_ones(len(chosen)))
         return torch.cat([counts, wide.sum(0), wide.new_full((1,), len(logits))])
-
-
-def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums that travel beside hidden states of `dtype`: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Routers:

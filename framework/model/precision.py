@@ -26,3 +26,8 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
         flags = Path("/proc/cpuinfo")
         native = flags.exists() and re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags.read_text()) is not None
     return torch.bfloat16 if native else torch.float32
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of `dtype` are summed in, where each partial sum would be rounded once more: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)

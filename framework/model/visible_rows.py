@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-Interval = tuple[int, int]
+from framework.mesh.context import Interval
 
 # Documents shorter than this share one MASKED piece: below it a call costs more than the keys that it computes for nothing.
 SHORT_DOCUMENT = 128

@@ -25,12 +25,12 @@ SINKS = replace(CASES["sinks"], sequences=1)
 
 def merge_in_bf16() -> AbstractContextManager[Any]:
     """Outputs are merged in the dtype of a bf16 model's."""
-    return patch.object(merge, "sum_dtype", lambda dtype: torch.bfloat16)
+    return patch.object(merge, "sums_dtype", lambda dtype: torch.bfloat16)
 
 
 def sum_key_gradients_in_bf16() -> AbstractContextManager[Any]:
     """dK and dV travel in the dtype of a bf16 model's K and V."""
-    return patch.object(ring, "sum_dtype", lambda dtype: torch.bfloat16)
+    return patch.object(ring, "sums_dtype", lambda dtype: torch.bfloat16)
 
 
 def shift_once_too_few() -> AbstractContextManager[Any]:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from framework.mesh.context import Interval
 from framework.model.attention_kernels import CpuFlash, Heads, Kernel, TileKernel
-from framework.model.block_attention import BlockAttention, Interval, Scores, check_kernel, visible_pairs
+from framework.model.block_attention import BlockAttention, Scores, check_kernel, visible_pairs
 from framework.model.visible_rows import Kind, cut_pieces, find_pieces
 
 B, H, S, D = 2, 4, 64, 8

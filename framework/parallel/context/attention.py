@@ -24,6 +24,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices, Interval
 from framework.model.block_attention import BlockAttention, Scores
 from framework.model.kept_outputs import compute_attention
+from framework.model.precision import sums_dtype
 from framework.parallel.context.blocks import Block, find_steps, plan_blocks
 from framework.parallel.context.gather import Gather
 from framework.parallel.context.key_values import (
@@ -34,7 +35,7 @@ from framework.parallel.context.key_values import (
     count_portions,
     group_heads,
 )
-from framework.parallel.context.merge import ChunkSums, MergedOutput, sinks_gradient, sum_dtype
+from framework.parallel.context.merge import ChunkSums, MergedOutput, sinks_gradient
 from framework.parallel.context.ring import Ring, Route
 from framework.parallel.context.ulysses import HeadExchange
 
@@ -132,7 +133,7 @@ class _Forward:
     def __init__(self, q: Tensor, own: KeyValues, sinks: Tensor | None, blocks: RankBlocks):
         self.q, self.own, self.sinks, self.blocks = q, own, sinks, blocks
         self.out: Tensor | None = None
-        self.log_sum = q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
+        self.log_sum = q.new_empty(q.shape[:3], dtype=sums_dtype(q.dtype))
 
     def start(self, group: HeadGroup) -> None:
         self.merged = MergedOutput(self.blocks.slices.chunks, self.q.shape[2], self.q.dtype)
@@ -238,10 +239,10 @@ class _Backward:
         dtype = self.own.k.dtype
         if heads != self._all_heads and self.total is None:
             self.total = self._new_heads(self._all_heads, dtype)
-        if self.total is not None and dtype == sum_dtype(dtype):
+        if self.total is not None and dtype == sums_dtype(dtype):
             # Summed where they are to be.
             return _select_heads(self.total, heads)
-        return self._new_heads(heads, sum_dtype(dtype))
+        return self._new_heads(heads, sums_dtype(dtype))
 
     def _new_heads(self, heads: Interval, dtype: torch.dtype) -> KeyValues:
         return KeyValues(*(_new_heads(x, heads, dtype) for x in (self.own.k, self.own.v)))

@@ -13,9 +13,7 @@ which are 2 L^2 pairs each for chunks of L rows: equal work on all ranks in ever
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from framework.mesh.context import ContextSlices
-
-Interval = tuple[int, int]
+from framework.mesh.context import ContextSlices, Interval
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ query sees a key are not computed.
 from framework.comm.algorithms import Pending
 from framework.comm.collectives import reduce_scatter, start_all_gather
 from framework.comm.communicator import Communicator
+from framework.model.precision import sums_dtype
 from framework.parallel.context.key_values import KeyValues, Portion
-from framework.parallel.context.merge import sum_dtype
 from framework.parallel.context.ring import Attends, Differentiates, Route
 
 
@@ -46,7 +46,7 @@ class Gather:
             work.finish(group)
 
     def _differentiate(self, portion: Portion, coming: "_Gathered", route: Route, work: Differentiates) -> None:
-        sums = coming.everyone.new_empty(coming.everyone.shape, dtype=sum_dtype(coming.everyone.dtype))
+        sums = coming.everyone.new_empty(coming.everyone.shape, dtype=sums_dtype(coming.everyone.dtype))
         sources = self._sources(route)
         # What is not computed: this rank's own, and what a window leaves out.
         sums[[each for each in range(len(sums)) if each not in sources]] = 0

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from framework.mesh.context import Interval
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What blocks of a dtype are summed in."""
-    return torch.promote_types(dtype, torch.float32)
+from framework.model.precision import sums_dtype
 
 
 class ChunkSums:
@@ -29,7 +25,7 @@ class ChunkSums:
     """
 
     def __init__(self, chunks: int, tokens: int, dtype: torch.dtype):
-        self.length, self.dtype = tokens // chunks, sum_dtype(dtype)
+        self.length, self.dtype = tokens // chunks, sums_dtype(dtype)
         self.parts: list[Tensor | None] = [None] * chunks
 
     def add(self, queries: Interval, x: Tensor) -> None:

@@ -22,8 +22,8 @@ from typing import Protocol
 
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
+from framework.model.precision import sums_dtype
 from framework.parallel.context.key_values import Contribution, HeadGroup, KeyValues, Portion
-from framework.parallel.context.merge import sum_dtype
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Ring:
             held = conveyor.take()
             contributions = work.differentiate(portion, self._source(step), held)
             # Waited for only now: the rank before added to them while this one was computing.
-            so_far = held.new_message(sum_dtype(held.k.dtype)) if sums is None else sums.arrive()
+            so_far = held.new_message(sums_dtype(held.k.dtype)) if sums is None else sums.arrive()
             (so_far.set if sums is None else so_far.add)(contributions)
             del held, contributions  # before the next are received and computed
             sums = _Shift(so_far, following - step, self.axis)

@@ -25,7 +25,7 @@ from framework.comm.collectives import all_gather, all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.context import Interval
 from framework.model.block_attention import Scores
-from framework.parallel.context.merge import sum_dtype
+from framework.model.precision import sums_dtype
 
 # The heads that a rank gets of each tensor; one for each rank.
 Shares = Sequence[tuple[Interval, ...]]
@@ -167,7 +167,7 @@ def _join_heads(parts: Sequence[Tensor], intervals: Sequence[Interval]) -> Tenso
     if all(before[1] == after[0] for before, after in pairwise(intervals)):
         return torch.cat(list(parts), dim=2)
     B, C, _, D = parts[0].shape
-    total = parts[0].new_zeros(B, C, intervals[-1][1], D, dtype=sum_dtype(parts[0].dtype))
+    total = parts[0].new_zeros(B, C, intervals[-1][1], D, dtype=sums_dtype(parts[0].dtype))
     for part, (start, stop) in zip(parts, intervals, strict=True):
         total[:, :, start:stop] += part
     return total.to(parts[0].dtype)

@@ -26,7 +26,7 @@ from framework.comm.algorithms import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange_apart
 from framework.mesh.token_layout import TokenLayout
-from framework.model.load_balancing import sums_dtype
+from framework.model.precision import sums_dtype
 from framework.parallel.pipeline.actions import COMPUTE, Action, Kind
 from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered, Message
 from framework.parallel.pipeline.simulate import Timed
