@@ -98,13 +98,14 @@ def _train(arguments: argparse.Namespace) -> int:
 
         return train_sweep(arguments.overrides, arguments.recipes)
     recipe = _compose_run(arguments)
-    from framework.launch.phases import LOAD, PhaseBar
+    from framework.launch.phases import PhaseBar
     from framework.launch.rank import let_threads_sleep, may_use_gpus
+    from framework.train.phases import Phase
 
     if not may_use_gpus(recipe.launch):  # a single rank lives in this process, which is about to import torch
         let_threads_sleep()
-    bar = PhaseBar((LOAD,))
-    bar.begin(LOAD)
+    bar = PhaseBar((Phase.LIBRARIES,))
+    bar.begin(Phase.LIBRARIES)
     from framework.launch.local import train
 
     bar.close()

@@ -6,17 +6,18 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-LOAD, CONNECT, OPEN_DATA, BUILD = "load libraries", "connect ranks", "open data", "build model"
-RANK_PHASES = (LOAD, CONNECT, OPEN_DATA, BUILD)
+from framework.train.phases import Phase
+
+START_UP = (Phase.LIBRARIES, Phase.CONNECT, Phase.OPEN_DATA, Phase.BUILD, Phase.RESTORE)
 
 
 class PhaseBar:
-    """Shows which of `phases` is under way on `stream`, standard error by default.
+    """Shows which of `phases` is under way on `stream`, standard error by default; any other phase takes the bar away.
 
     Silent without phases, as on all ranks but one, and where the stream is no terminal: a log has no use for it.
     """
 
-    def __init__(self, phases: Sequence[str] = (), stream: TextIO | None = None) -> None:
+    def __init__(self, phases: Sequence[Phase] = (), stream: TextIO | None = None) -> None:
         stream = stream or sys.stderr
         self._phases = tuple(phases)
         self._bar = tqdm(
@@ -27,9 +28,11 @@ class PhaseBar:
             disable=not (phases and stream.isatty()),
         )
 
-    def begin(self, phase: str) -> None:
+    def begin(self, phase: Phase) -> None:
         """The phases before `phase` are over."""
-        if not self._bar.disable:
+        if phase not in self._phases:
+            self.close()
+        elif not self._bar.disable:
             self._bar.set_description_str(phase, refresh=False)
             self._bar.n = self._phases.index(phase)
             self._bar.refresh()

@@ -20,12 +20,13 @@ from typing import NoReturn
 from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, HungError, MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.fingerprint import take_fingerprint
-from framework.launch.phases import LOAD, RANK_PHASES, PhaseBar
+from framework.launch.phases import START_UP, PhaseBar
 from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, is_task
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
 from framework.recipe.schema import Launch, Recipe
 from framework.train.faults import StopRequest
+from framework.train.phases import Phases
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
 RUN_FREE_WITHIN_S = 60.0
@@ -131,25 +132,25 @@ def _train(run_dir: Path) -> int:
     with run.attend():
         if is_task():
             return _train_task(run, recipe, threads)
-        bar = PhaseBar(RANK_PHASES if os.environ.get("RANK", "0") == "0" else ())
+        bar = PhaseBar(START_UP if os.environ.get("RANK", "0") == "0" else ())
         try:
-            return _train_here(recipe, run_dir, threads, bar)
+            return _train_here(recipe, run_dir, threads, Phases(bar.begin))
         finally:
             bar.close()
 
 
-def _train_here(recipe: Recipe, run_dir: Path, threads: int, bar: PhaseBar) -> int:
-    bar.begin(LOAD)
+def _train_here(recipe: Recipe, run_dir: Path, threads: int, phases: Phases) -> int:
     import torch
 
     from framework.launch.train import train_rank
 
     torch.set_num_threads(threads)
-    return train_rank(recipe, run_dir, fingerprint=take_fingerprint(recipe), bar=bar, end_hung=end_hung)
+    return train_rank(recipe, run_dir, None, take_fingerprint(recipe), phases, end_hung)
 
 
 def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
     """A rank inside a job. Requests to stop count from now on: a time limit may be near while the ranks still connect."""
+    phases = Phases()
     with StopRequest() as stop:
         adopt_task()
         check_place(derive(recipe))
@@ -160,7 +161,7 @@ def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
         check_node(run.path, recipe.launch.device)
         torch.set_num_threads(threads)
         with run.hold(RUN_FREE_WITHIN_S) if os.environ["RANK"] == "0" else nullcontext():
-            return train_rank(recipe, run.path, stop, take_fingerprint(recipe), end_hung=end_hung)
+            return train_rank(recipe, run.path, stop, take_fingerprint(recipe), phases, end_hung)
 
 
 def _tell_job(error: Exception, code: int) -> None:

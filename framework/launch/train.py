@@ -18,7 +18,6 @@ from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
-from framework.launch.phases import BUILD, CONNECT, OPEN_DATA, PhaseBar
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.optim.disk_file import refuse_folder
@@ -35,6 +34,7 @@ from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
 from framework.train.faults import StepWatch, StopRequest, end_process
 from framework.train.loop import Loop
+from framework.train.phases import Phase, Phases
 from framework.train.profiler import StepProfiler
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.validation import Validation
@@ -52,16 +52,16 @@ def train_rank(
     run_dir: Path,
     stop: StopRequest | None = None,
     fingerprint: Mapping[str, str] | None = None,
-    bar: PhaseBar | None = None,
+    phases: Phases | None = None,
     end_hung: Callable[[HungError], None] = end_process,
 ) -> int:
     """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
-    fingerprint: what must be equal on all ranks. bar: shows the phases before the first step; closed by then.
+    fingerprint: what must be equal on all ranks. phases: of this rank, from its start on.
     end_hung: ends this process where a step hangs and it is asked to stop.
     """
-    bar = bar or PhaseBar()
+    phases = phases or Phases()
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
     check_nodes(recipe)
     plan = make_plan(recipe, load_config(recipe.model, find_folder))
@@ -69,14 +69,14 @@ def train_rank(
     if recipe.memory.offload.disk_path is not None:
         refuse_folder(Path(recipe.memory.offload.disk_path))
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
-    bar.begin(CONNECT)
+    phases.begin(Phase.CONNECT)
     mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
-    bar.begin(OPEN_DATA)
+    phases.begin(Phase.OPEN_DATA)
     prepared = open_data(recipe, plan.config, mesh.axis("world"))
     say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
     folder = run_dir if mesh.rank == 0 else None
     with nullcontext(stop) if stop else StopRequest() as requests, StepWatch(requests, end_hung, say, folder) as watch:
-        code = _train(plan, prepared, mesh, run_dir, requests, watch, bar)
+        code = _train(plan, prepared, mesh, run_dir, requests, watch, phases)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.
     mesh.close()
     return code
@@ -101,16 +101,17 @@ def _train(
     run_dir: Path,
     stop: StopRequest,
     watch: StepWatch,
-    bar: PhaseBar,
+    phases: Phases,
 ) -> int:
     recipe, derived = plan.recipe, plan.derived
     world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
     # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
     found = tell(partial(find_newest, root), world)
     resumes = found.newest is not None
-    bar.begin(BUILD)
+    phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
         run = build(plan, mesh, resumes, run_dir.name)
+        phases.begin(Phase.RESTORE)
         state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:
         raise DataError(
@@ -120,7 +121,7 @@ def _train(
     prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
     sources = tuple(source.name for source in prepared.sources)
     info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy, sources, prompt)
-    bar.close()
+    phases.begin(Phase.STEP, state.step)
     if mesh.rank == 0 and mesh.device.type == "cuda" and emulates_fp8(recipe.precision, mesh.device):
         print(
             "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
@@ -152,7 +153,7 @@ def _train(
         device=mesh.device,
     )
     saver = _open_saver(recipe, mesh, root, watch)
-    loop = Loop(run, state, recipe, loader, observers, info, saver)
+    loop = Loop(run, state, recipe, loader, observers, info, saver, phases)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, run_dir, print)
     observers.contain("profile", partial(profiler.begin_step, state.step + 1))
@@ -168,12 +169,15 @@ def _train(
                     if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                         loop.end_validation()
                 if loop.must_save():
-                    _start_save(loop, saver, watch, is_last=loop.is_done)
+                    with phases.within(Phase.SAVE):
+                        _start_save(loop, saver, watch, phases, is_last=loop.is_done)
                 observers.contain("profile", partial(profiler.begin_step, step + 1))
             observers.contain("profile", profiler.close)
+            phases.begin(Phase.SAVE)
             if not loop.is_done:
-                _start_save(loop, saver, watch, is_last=True)
+                _start_save(loop, saver, watch, phases, is_last=True)
             saver.finish()
+            phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:
         code = error.exit_code
@@ -208,14 +212,14 @@ def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch) -> Sav
     )
 
 
-def _start_save(loop: Loop, saver: Saver, watch: StepWatch, is_last: bool) -> None:
+def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_last: bool) -> None:
     """Start to save the step that was taken last; the next update waits until its tensors are staged."""
     loop.begin_save()
     watch.begin_save()
     run, state = loop.run, loop.state
 
     def wait_until_staged() -> None:
-        with watch.waiting():
+        with watch.waiting(), phases.within(Phase.SAVE):
             saver.wait_until_staged()
 
     run.optimizer.hold(wait_until_staged)

@@ -27,6 +27,7 @@ from framework.track.memory import peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
 from framework.train.faults import StepWatch, StopRequest
+from framework.train.phases import Phase, Phases
 from framework.train.state import RunState
 from framework.train.step import Run, run_alone, train_step
 from framework.train.sums import Flags, StepValues
@@ -66,7 +67,7 @@ class Loop:
     """Trains from `state` to `train.steps`. Reading lags one step behind the device, so that nothing waits for it.
 
     On every rank; whatever it does it does on all of them in the same order. `observers` hear of rank 0's reports only.
-    timed: what this rank did in its last step.
+    timed: what this rank did in its last step. phases: hears of each step, and of waits for data.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class Loop:
         observers: Observers,
         info: RunInfo,
         saver: Saver,
+        phases: Phases,
     ):
         self.run, self.state, self.recipe, self.derived = run, state, recipe, derive(recipe)
         self.timed: tuple[Timed, ...] = ()
         self._loader, self._observers, self._info, self._saver = loader, observers, info, saver
+        self._phases = phases
         self._reported_stall_s = 0.0
         self._unread: PendingStep | None = None
         self._unreported: tuple[PendingStep, StepValues] | None = None
@@ -99,6 +102,7 @@ class Loop:
         """
         while self.state.step < self.recipe.train.steps and not self._flags.stop:
             # How long a step takes that also validates nobody knows beforehand.
+            self._phases.begin(Phase.STEP, self.state.step + 1)
             with watch.step(self.state.step + 1) if self._validation is None else nullcontext():
                 self._take_step(self._own_flags(stop))
             yield self.state.step
@@ -127,8 +131,9 @@ class Loop:
     def end_validation(self) -> None:
         """Run what is left of a validation now, if one is under way."""
         if self._validation is not None:
-            run_alone(self.run, self._validation)
-            self._report_validation()
+            with self._phases.within(Phase.VALIDATE):
+                run_alone(self.run, self._validation)
+                self._report_validation()
 
     def begin_save(self) -> None:
         """Read the step that was sent last, so that `state` is complete."""
@@ -146,7 +151,8 @@ class Loop:
         state, recipe = self.state, self.recipe
         started = time.perf_counter()
         before = ledger.snapshot(self.run.mesh)
-        microbatches = self._loader.batch(state.samples)
+        with self._phases.within(Phase.DATA):
+            microbatches = self._loader.batch(state.samples)
         loaded = time.perf_counter()
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
         is_reported = self._is_reported(state.step + 1)

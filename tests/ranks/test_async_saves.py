@@ -12,13 +12,13 @@ from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
 from framework.launch import train
-from framework.launch.phases import PhaseBar
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.track.observers import Observers
 from framework.train.faults import StepWatch, StopRequest
+from framework.train.phases import Phases
 from framework.train.update import StepOptimizer
 from tests import tiny_run
 from tests.grid import few_of
@@ -55,7 +55,7 @@ def train_body(rank, world, rendezvous, recipe, run_dir, holds):
         patch.object(StepOptimizer, "hold", StepOptimizer.hold if holds else lambda *args: None),
     ):
         plan = make_plan(recipe, load_config(recipe.model))
-        code = train._train(plan, prepare(recipe), mesh, run_dir, stop, watch, PhaseBar())
+        code = train._train(plan, prepare(recipe), mesh, run_dir, stop, watch, Phases())
     mesh.close()
     return code
 

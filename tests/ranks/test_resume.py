@@ -19,7 +19,6 @@ from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError
 from framework.launch import train
-from framework.launch.phases import PhaseBar
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
@@ -27,6 +26,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.track.observers import Observers
 from framework.train.faults import StepWatch, StopRequest
+from framework.train.phases import Phases
 from tests import tiny_run
 
 NUMEL = 5_000
@@ -179,7 +179,7 @@ def train_body(rank, world, rendezvous, recipe, run_dirs):
         StepWatch(stop) as watch,
         patch.object(train, "open_observers", lambda *words: Observers()),
     ):
-        code = train._train(make_plan(recipe, config), prepared, mesh, run_dirs[rank], stop, watch, PhaseBar())
+        code = train._train(make_plan(recipe, config), prepared, mesh, run_dirs[rank], stop, watch, Phases())
     mesh.close()
     return code
 

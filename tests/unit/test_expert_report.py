@@ -30,6 +30,7 @@ from framework.recipe.schema import Model, Track, Train
 from framework.track.report import RunInfo, StepReport
 from framework.train.faults import StepWatch, StopRequest
 from framework.train.loop import Loop
+from framework.train.phases import Phases
 from framework.train.router_bias import RouterBiases
 from framework.train.state import RunState
 from tests.families import build_config, family
@@ -53,7 +54,14 @@ def report_steps(name: str) -> list[StepReport]:
     reports: list[StepReport] = []
     observers: Any = SimpleNamespace(report=reports.append)
     loop = Loop(
-        run, RunState("r", ""), recipe, loader, observers, RunInfo("r", {}, 3), Saver(Path(), ALONE, Retention(1))
+        run,
+        RunState("r", ""),
+        recipe,
+        loader,
+        observers,
+        RunInfo("r", {}, 3),
+        Saver(Path(), ALONE, Retention(1)),
+        Phases(),
     )
     with StopRequest() as stop, StepWatch(stop) as watch:
         list(loop.steps(stop, watch))

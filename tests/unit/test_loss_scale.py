@@ -19,6 +19,7 @@ from framework.track.report import RunInfo, StepReport
 from framework.train.faults import StepWatch, StopRequest
 from framework.train.loop import Loop
 from framework.train.loss_scale import GROWTH_STEPS, INITIAL, LARGEST, LossScale
+from framework.train.phases import Phases
 from framework.train.state import RunState, restore, saved_entries
 from framework.verify.plain_loss_scale import PlainLossScale
 from tests.families import build_config, family
@@ -116,6 +117,7 @@ def start_loop(steps: int, reports: list[StepReport]) -> Loop:
         observers,
         RunInfo("r", {}, steps),
         Saver(Path(), run.mesh.axis("world"), Retention(1)),
+        Phases(),
     )
 
 

@@ -1,0 +1,67 @@
+"""What a rank is doing now, and for how long it has done each thing: read by the watch, by `status` and by goodput."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """In the order in which a run comes to them."""
+
+    LIBRARIES = "load libraries"
+    CONNECT = "connect ranks"
+    OPEN_DATA = "open data"
+    BUILD = "build model"
+    RESTORE = "load checkpoint"
+    DATA = "wait for data"
+    STEP = "step"
+    VALIDATE = "validate"
+    SAVE = "save"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True)
+class Current:
+    """The phase that is under way, the step that it belongs to (None before the first), and its begin by `time.monotonic`."""
+
+    phase: Phase
+    step: int | None
+    since_s: float
+
+
+class Phases:
+    """The phases of one rank. The main thread changes them, any thread reads them.
+
+    seconds: of each phase so far, without those of phases within it and of the one under way; with it they add up to the time
+    since this object was made. on_begin: hears of each phase that begins.
+    """
+
+    def __init__(self, on_begin: Callable[[Phase], None] = lambda phase: None) -> None:
+        self.seconds = dict.fromkeys(Phase, 0.0)
+        self._on_begin = on_begin
+        self._current = Current(Phase.LIBRARIES, None, time.monotonic())
+        self._on_begin(Phase.LIBRARIES)
+
+    @property
+    def current(self) -> Current:
+        """One value, replaced as a whole: no reader sees half a change."""
+        return self._current
+
+    def begin(self, phase: Phase, step: int | None = None) -> None:
+        """What was under way is over; `phase` begins."""
+        now = time.monotonic()
+        self.seconds[self._current.phase] += now - self._current.since_s
+        self._current = Current(phase, self._current.step if step is None else step, now)
+        self._on_begin(phase)
+
+    @contextmanager
+    def within(self, phase: Phase, step: int | None = None) -> Iterator[None]:
+        """`phase`, and afterwards again what was under way, which it interrupts."""
+        outer = self._current
+        self.begin(phase, step)
+        try:
+            yield
+        finally:
+            self.begin(outer.phase)
