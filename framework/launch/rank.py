@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, HungError, MeshwrightError
 from framework.launch.directory import RunDirectory
@@ -27,6 +27,9 @@ from framework.recipe.derive import derive
 from framework.recipe.schema import Launch, Recipe
 from framework.train.faults import StopRequest
 from framework.train.phases import Phases
+
+if TYPE_CHECKING:
+    from framework.launch.fault_door import FaultDoor
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
 RUN_FREE_WITHIN_S = 60.0
@@ -134,23 +137,35 @@ def _train(run_dir: Path) -> int:
             return _train_task(run, recipe, threads)
         bar = PhaseBar(START_UP if os.environ.get("RANK", "0") == "0" else ())
         try:
-            return _train_here(recipe, run_dir, threads, Phases(bar.begin))
+            return _train_here(recipe, run_dir, threads, bar)
         finally:
             bar.close()
 
 
-def _train_here(recipe: Recipe, run_dir: Path, threads: int, phases: Phases) -> int:
+def _train_here(recipe: Recipe, run_dir: Path, threads: int, bar: PhaseBar) -> int:
+    door = _open_door(recipe, run_dir)
+    phases = Phases(bar.begin if door is None else door.hear_phases(bar.begin))
     import torch
 
     from framework.launch.train import train_rank
 
     torch.set_num_threads(threads)
-    return train_rank(recipe, run_dir, None, take_fingerprint(recipe), phases, end_hung)
+    return train_rank(recipe, run_dir, None, take_fingerprint(recipe), phases, end_hung, door)
+
+
+def _open_door(recipe: Recipe, run_dir: Path) -> "FaultDoor | None":
+    """What `meshwright inject` comes through; None where the recipe does not allow faults."""
+    if not recipe.run.allow_faults:
+        return None
+    from framework.launch.fault_door import FaultDoor
+
+    return FaultDoor(run_dir, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
 
 
 def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
     """A rank inside a job. Requests to stop count from now on: a time limit may be near while the ranks still connect."""
-    phases = Phases()
+    door = _open_door(recipe, run.path)
+    phases = Phases() if door is None else Phases(door.begin_phase)
     with StopRequest() as stop:
         adopt_task()
         check_place(derive(recipe))
@@ -161,7 +176,7 @@ def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
         check_node(run.path, recipe.launch.device)
         torch.set_num_threads(threads)
         with run.hold(RUN_FREE_WITHIN_S) if os.environ["RANK"] == "0" else nullcontext():
-            return train_rank(recipe, run.path, stop, take_fingerprint(recipe), phases, end_hung)
+            return train_rank(recipe, run.path, stop, take_fingerprint(recipe), phases, end_hung, door)
 
 
 def _tell_job(error: Exception, code: int) -> None:

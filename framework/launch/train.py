@@ -7,17 +7,18 @@ from functools import partial
 from pathlib import Path
 
 from framework.build import build
-from framework.checkpoint.commit import Retention, find_newest
+from framework.checkpoint.commit import Fault, Retention, find_newest, no_fault
 from framework.checkpoint.save import Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.collectives import gather_objects
 from framework.comm.connect import Mesh, choose_device, connect, connect_beside, num_nodes, ranks_per_node
 from framework.comm.objects import tell
-from framework.data.loader import Loader, validation_batches
+from framework.data.loader import Hear, Loader, validation_batches
 from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
+from framework.launch.fault_door import FaultDoor
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.optim.disk_file import refuse_folder
@@ -32,6 +33,7 @@ from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
+from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.faults import StepWatch, StopRequest, end_process
 from framework.train.loop import Loop
 from framework.train.phases import Phase, Phases
@@ -54,12 +56,13 @@ def train_rank(
     fingerprint: Mapping[str, str] | None = None,
     phases: Phases | None = None,
     end_hung: Callable[[HungError], None] = end_process,
+    door: FaultDoor | None = None,
 ) -> int:
     """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
     fingerprint: what must be equal on all ranks. phases: of this rank, from its start on.
-    end_hung: ends this process where a step hangs and it is asked to stop.
+    end_hung: ends this process where a step hangs and it is asked to stop. door: through which faults are injected.
     """
     phases = phases or Phases()
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
@@ -76,7 +79,7 @@ def train_rank(
     say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
     folder = run_dir if mesh.rank == 0 else None
     with nullcontext(stop) if stop else StopRequest() as requests, StepWatch(requests, end_hung, say, folder) as watch:
-        code = _train(plan, prepared, mesh, run_dir, requests, watch, phases)
+        code = _train(plan, prepared, mesh, run_dir, requests, watch, phases, door)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.
     mesh.close()
     return code
@@ -102,6 +105,7 @@ def _train(
     stop: StopRequest,
     watch: StepWatch,
     phases: Phases,
+    door: FaultDoor | None,
 ) -> int:
     recipe, derived = plan.recipe, plan.derived
     world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
@@ -151,14 +155,17 @@ def _train(
         dp_size=dp.size,
         slices=plan.context_slices(mesh.rank),
         device=mesh.device,
+        hear=_open_hearers(recipe, mesh, run_dir, state, door),
     )
-    saver = _open_saver(recipe, mesh, root, watch)
+    saver = _open_saver(recipe, mesh, root, watch, no_fault if door is None else door.reach)
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, run_dir, print)
     observers.contain("profile", partial(profiler.begin_step, state.step + 1))
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
+            if door is not None:
+                door.begin_step(state.step + 1, run)
             for step in loop.steps(stop, watch):
                 if recipe.track.debug_collectives:
                     check_replicas(run.buffers, world, step)
@@ -170,12 +177,14 @@ def _train(
                         loop.end_validation()
                 if loop.must_save():
                     with phases.within(Phase.SAVE):
-                        _start_save(loop, saver, watch, phases, is_last=loop.is_done)
+                        _start_save(loop, saver, watch, phases, loop.is_done, door)
                 observers.contain("profile", partial(profiler.begin_step, step + 1))
+                if door is not None and not loop.is_done:
+                    door.begin_step(step + 1, run)
             observers.contain("profile", profiler.close)
             phases.begin(Phase.SAVE)
             if not loop.is_done:
-                _start_save(loop, saver, watch, phases, is_last=True)
+                _start_save(loop, saver, watch, phases, True, door)
             saver.finish()
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
@@ -197,7 +206,17 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
 
 
-def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch) -> Saver:
+def _open_hearers(recipe: Recipe, mesh: Mesh, run_dir: Path, state: RunState, door: FaultDoor | None) -> list[Hear]:
+    """Who hears of each batch. Collective where there is a ledger of samples: all of a start's ranks note its number."""
+    hearers: list[Hear] = [] if door is None else [door.hear_batch]
+    if recipe.track.sample_ledger:
+        start = tell(partial(next_start, run_dir), mesh.axis("world"))
+        if all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp")):  # the others read the same samples
+            hearers.append(SampleLedger(run_dir, mesh.axis("dp").rank, start, state.samples).note)
+    return hearers
+
+
+def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch, fault: Fault) -> Saver:
     """The run's saves. Collective: their threads agree over a group of their own."""
     rules = recipe.checkpoint
     is_async = rules.mode == "async"
@@ -209,10 +228,13 @@ def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch) -> Sav
         is_async,
         rules.max_failures,
         watch.end_save,
+        fault,
     )
 
 
-def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_last: bool) -> None:
+def _start_save(
+    loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_last: bool, door: FaultDoor | None
+) -> None:
     """Start to save the step that was taken last; the next update waits until its tensors are staged."""
     loop.begin_save()
     watch.begin_save()
@@ -223,6 +245,8 @@ def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_l
             saver.wait_until_staged()
 
     run.optimizer.hold(wait_until_staged)
+    if door is not None:
+        door.begin_save(state.step)
     saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last)
     loop.end_save()
 

@@ -377,6 +377,10 @@ class Track:
         low=1,
     )
     profile_ranks: list[int] = key("ranks that record", [0], low=0)
+    sample_ledger: bool = key(
+        "write which samples each step consumed, with a hash of their tokens: RUN/samples; some 30 bytes a sample",
+        False,
+    )
     wandb: Wandb = group(Wandb)
 
 
@@ -434,6 +438,9 @@ class Run:
     root: str = key("folder of the run directories", "runs")
     id: str | None = key("names the run directory and the wandb run; null: the experiment's name and a number", None)
     name: str = key("first part of a made-up id", "run")
+    allow_faults: bool = key(
+        "let `meshwright inject` make ranks fail at a stated step: for tests, each step looks for a file", False
+    )
 
 
 @dataclass(frozen=True)
