@@ -141,9 +141,9 @@ def _guess(word: str, known: Any) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def plan_fault(run_dir: Path, fault: Fault) -> None:
-    """Have the fault in the run's plan, where its ranks find it."""
-    _append(run_dir / PLAN_FILE, json.dumps(asdict(fault)))
+def plan_faults(run_dir: Path, faults: Sequence[Fault]) -> None:
+    """Have the faults in the run's plan, where its ranks find them, all at once."""
+    _append(run_dir / PLAN_FILE, "\n".join(json.dumps(asdict(fault)) for fault in faults))
 
 
 def read_plan(run_dir: Path) -> list[Fault]:

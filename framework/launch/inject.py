@@ -26,7 +26,7 @@ from framework.launch.fault_plan import (
     Fault,
     note_fault,
     parse_fault,
-    plan_fault,
+    plan_faults,
     read_log,
     read_plan,
 )
@@ -77,7 +77,7 @@ def inject_command(path: Path, words: Sequence[str], is_here: bool = False) -> i
         return _corrupt(run, fault)
     if recipe.run.allow_faults and fault.node is None and (is_at_a_place or not KINDS[fault.kind].from_outside):
         with explain_errors(run.path):
-            plan_fault(run.path, fault)
+            plan_faults(run.path, [fault])
         print(f"planned  {fault.describe()}; {run.path / LOG_FILE} says when it was suffered")
         return EXIT_DONE
     return _signal(run, recipe, fault)

@@ -23,7 +23,7 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_MEMORY, EXIT_RESUME, E
 from framework.launch import fault_door
 from framework.launch.export import _read
 from framework.launch.fault_door import FaultDoor
-from framework.launch.fault_plan import HOWS, KINDS, Fault, parse_fault, plan_fault, read_log
+from framework.launch.fault_plan import HOWS, KINDS, Fault, parse_fault, plan_faults, read_log
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train.phases import Phase
 from tests import tiny_run
@@ -86,7 +86,7 @@ def prepare_run(run, *faults, **keys):
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"id": run, "created": "", "launches": []}))
     for fault in faults:
-        plan_fault(folder, parse_fault(fault.split(), SAVE_POINTS))
+        plan_faults(folder, [parse_fault(fault.split(), SAVE_POINTS)])
     return folder
 
 
@@ -253,7 +253,7 @@ class Signals:
 
 def test_a_fault_comes_as_often_as_it_was_asked_for_and_not_again_after_a_restart(tmp_path, monkeypatch):
     signals = Signals(monkeypatch)
-    plan_fault(tmp_path, Fault("kill", "a", rank=1, phase="validate", step=0, times=2))
+    plan_faults(tmp_path, [Fault("kill", "a", rank=1, phase="validate", step=0, times=2)])
     for expected in (1, 2, 2):  # each door is that of another start
         FaultDoor(tmp_path, 1).begin_phase(Phase.VALIDATE)
         FaultDoor(tmp_path, 0).begin_phase(Phase.VALIDATE)
