@@ -42,7 +42,15 @@ starts_without_progress() { # starts_without_progress STEP
   echo "$starts"
 }
 
-field() { scontrol --oneliner show job "$job" | grep -oE " $1=[^ ]*" | cut -d= -f2; }
+field() { # field NAME: of this job. A controller that is down for a while is asked again: without an answer the job would end
+  local try said
+  for try in {1..150}; do
+    if said=$(scontrol --oneliner show job "$job"); then break; fi
+    if [ "$try" = 1 ]; then say "SLURM's controller does not answer: asking again for five minutes" >&2; fi
+    sleep 2
+  done
+  grep -oE " $1=[^ ]*" <<< "$said" | cut -d= -f2
+}
 
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"

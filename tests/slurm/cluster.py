@@ -135,6 +135,23 @@ class Desk:
                         found[int(variables[b"SLURM_PROCID"])] = int(process.name)
         return found
 
+    def launchers(self, run: str) -> list[int]:
+        """The processes of `srun` that start the run's ranks, on the host of its script."""
+        return self._find(lambda words: words[0].endswith(b"srun") and str(self.folder(run)).encode() in words)
+
+    def scripts(self, job: str) -> list[int]:
+        """The batch script of a job."""
+        folder = f"/job{int(job):05d}/slurm_script".encode()
+        return self._find(lambda words: any(word.endswith(folder) for word in words[:2]))
+
+    def _find(self, is_meant: Callable[[list[bytes]], bool]) -> list[int]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if is_meant((process / "cmdline").read_bytes().split(b"\0")) and lives(int(process.name)):
+                    found.append(int(process.name))
+        return found
+
     def pause(self, run: str, at_step: int, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """Stop the run's ranks once it has reported `at_step`; returns them."""
 

@@ -28,7 +28,7 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
     pool = ThreadPoolExecutor(4)
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
         chain, node_loss, local_references, preemption, killed_ranks, cancelled, layouts, crash_for_ever, users_mistake, bad_node,
-        array, torchrun, all_damaged, unreadable,
+        array, torchrun, all_damaged, unreadable, second_job, signals, launcher, script,
     )  # fmt: skip
     measured = pool.submit(time_limit, desk)
 
@@ -37,6 +37,19 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
         return scenario(desk)
 
     futures = {"time_limit": measured} | {each.__name__: pool.submit(act, each) for each in scenarios}
+
+    def act_after_loss() -> Evidence:
+        wait([futures["node_loss"]])
+        return node_daemon(desk)
+
+    futures["node_daemon"] = pool.submit(act_after_loss)  # on the same node
+    others = list(futures.values())
+
+    def act_last() -> Evidence:
+        wait(others)
+        return controller(desk)
+
+    futures["controller"] = pool.submit(act_last)  # without it the others' commands fail
     pool.shutdown(wait=False)
     return futures
 
@@ -262,6 +275,96 @@ def torchrun(desk: Desk) -> Evidence:
     """One torchrun per node instead of one srun task per rank."""
     desk.wait_until_gone(desk.submit("agents", "launch.nodes=2", "launch.starter=torchrun"))
     return {"losses": desk.losses("agents"), "log": desk.log("agents")}
+
+
+def second_job(desk: Desk) -> Evidence:
+    """Somebody queues a running run's script once more, past `submit`, which refuses that; the run waits meanwhile."""
+    job = desk.submit("doubled", "launch.ranks=1", "launch.retries=0")
+    pids = desk.pause("doubled", 30)
+    refusal = desk.meshwright("submit", "run.id=doubled")
+    steps = desk.losses("doubled")
+    second = call("sbatch", "--parsable", str(desk.folder("doubled") / "slurm" / "job.sh")).strip()
+    desk.wait_until_gone(second)
+    evidence = {"second": job_state(second), "refusal": refusal, "is_untouched": desk.losses("doubled") == steps}
+    desk.let_go(pids)
+    desk.wait_until_gone(job)
+    return evidence | {"log": desk.log("doubled"), "first": job_state(job)}
+
+
+def signals(desk: Desk) -> Evidence:
+    """One rank alone is asked to stop: while it builds its model, in a validation, in a save; then the other one, in a save, is
+    killed."""
+    planned = (
+        "term rank=1 phase=build-model",
+        "term rank=0 phase=validate step=30",
+        "term rank=1 point=writing step=60",
+        "kill rank=0 point=manifest step=80",
+    )
+    held = 'launch.sbatch=["--exclude=n[4-5]", "--hold"]'
+    words = (
+        "run.allow_faults=true",
+        "train.validate_every_steps=30",
+        "data.validation=0.2",
+        "track.sample_ledger=true",
+    )
+    desk.train_here("local-validated", "launch.ranks=2", *words)
+    job = desk.submit("signals", "launch.nodes=2", *words, held)
+    for fault in planned:
+        answer = desk.meshwright("inject", "runs/signals", *fault.split())
+        assert answer.code == 0, answer
+    call("scontrol", "release", job)
+    desk.wait_until_gone(job)
+    return {"ends": desk.ends("signals"), "starts": desk.starts("signals"), "log": desk.log("signals")}
+
+
+def launcher(desk: Desk) -> Evidence:
+    """kill -9 of srun, which holds the ranks: what it started is left to itself."""
+    job = desk.submit("launcher", "launch.nodes=2")
+    pids = desk.pause("launcher", 30)
+    for pid in desk.launchers("launcher"):
+        call("kill", "-9", str(pid))
+    desk.let_go(pids)
+    desk.wait_until_gone(job)
+    return {"starts": desk.starts("launcher"), "ends": desk.ends("launcher"), "log": desk.log("launcher")}
+
+
+def script(desk: Desk) -> Evidence:
+    """kill -9 of the job's script: SLURM ends the job; the run is submitted again."""
+    job = desk.submit("script", "launch.nodes=2")
+    pids = desk.pause("script", 30)
+    [pid] = desk.scripts(job)
+    call("kill", "-9", str(pid))
+    desk.let_go(pids)
+    desk.wait_until_gone(job)
+    vanish_s = desk.seconds_to_vanish(pids)
+    state = job_state(job)
+    desk.wait_until_gone(desk.resume("script"))
+    return {"state": state, "vanish_s": vanish_s, "starts": desk.starts("script"), "log": desk.log("script")}
+
+
+def node_daemon(desk: Desk) -> Evidence:
+    """kill -9 of the slurmd of the run's node, which is started again before SLURM gives the node up."""
+    job = desk.submit("daemon", 'launch.sbatch=["--nodelist=n5"]', "launch.ranks=1")
+    pids = desk.pause("daemon", 30)
+    desk.cluster("daemon", "kill", "n5")
+    desk.let_go(pids)
+    desk.cluster("daemon", "start", "n5")
+    desk.wait_until_gone(job)
+    return {"starts": desk.starts("daemon"), "ends": desk.ends("daemon")}
+
+
+def controller(desk: Desk) -> Evidence:
+    """kill -9 of slurmctld; before it is back a rank dies, whose job asks SLURM how it stands. Then the run goes on."""
+    job = desk.submit("controller", "launch.nodes=2", WAITS)
+    pids = desk.pause("controller", 30)
+    desk.cluster("daemon", "kill", "slurmctld")
+    call("kill", "-9", str(pids[1]))
+    desk.let_go({0: pids[0]})
+    desk.seconds_to_vanish(pids)
+    time.sleep(3)
+    desk.cluster("daemon", "start", "slurmctld")
+    desk.wait_until_gone(job)
+    return {"starts": desk.starts("controller"), "ends": desk.ends("controller"), "log": desk.log("controller")}
 
 
 def delays(desk: Desk, run: str) -> list[float]:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import yaml
 
+from framework.launch.fault_plan import read_log
+from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests.slurm.cluster import STEPS, Desk, wait_for, wandb_segments
 from tests.slurm.scenarios import left_over, run_scenarios
 
@@ -167,6 +169,53 @@ def test_a_sweep_is_an_array_with_a_limit(evidence):
     assert [[step for step, _ in losses] for losses in found["losses"]] == [list(range(1, 16))] * 4
     assert len({json.dumps(losses) for losses in found["losses"]}) == 4
     assert found["status"].count(", done") == 4
+
+
+def test_a_second_job_of_a_running_run_is_refused_and_harms_nothing(desk, evidence, reference):
+    found = evidence["second_job"].result()
+    assert found["refusal"].code == 86
+    assert "which waits or runs" in found["refusal"].err
+    assert (found["first"], found["second"]) == ("COMPLETED", "FAILED"), found["log"]
+    assert "in use by process" in found["log"]
+    assert found["is_untouched"]
+    assert_equals_undisturbed(desk, "doubled", 1, reference)
+
+
+def test_signals_to_one_rank_in_start_up_validation_and_save_leave_the_curve_as_it_was(desk, evidence):
+    found = evidence["signals"].result()
+    assert found["ends"] == [85, 85, 85, 137, 0], found["log"]
+    assert [start["from"] for start in found["starts"]][:3] == [0, 1, 31]
+    kinds = [record["fault"].split()[0] for record in read_log(desk.folder("signals"))]
+    assert kinds == ["term", "term", "term", "kill"]
+    assert desk.losses("signals") == desk.losses("local-validated")
+    lineages = [read_lineage(desk.folder(run)) for run in ("signals", "local-validated")]
+    assert find_ledger_problems(lineages[0], STEPS * 12, lineages[1]) == []
+
+
+def test_a_run_survives_the_death_of_its_launcher(desk, evidence, reference):
+    found = evidence["launcher"].result()
+    assert found["ends"][-1] == 0, found["log"]
+    assert_equals_undisturbed(desk, "launcher", 2, reference)
+
+
+def test_a_run_whose_script_was_killed_goes_on_when_it_is_submitted_again(desk, evidence, reference):
+    found = evidence["script"].result()
+    assert found["state"] in ("FAILED", "NODE_FAIL", "CANCELLED"), found["log"]
+    assert found["starts"][-1]["from"] >= 20
+    assert_equals_undisturbed(desk, "script", 2, reference)
+
+
+def test_a_run_does_not_notice_that_its_slurmd_dies_and_comes_back(desk, evidence, reference):
+    found = evidence["node_daemon"].result()
+    assert (len(found["starts"]), found["ends"]) == (1, [0])
+    assert_equals_undisturbed(desk, "daemon", 1, reference)
+
+
+def test_a_rank_that_dies_while_the_controller_is_dead_is_started_again(desk, evidence, reference):
+    found = evidence["controller"].result()
+    assert [start["from"] for start in found["starts"]][:2] == [0, 20], found["log"]
+    assert found["ends"][-1] == 0, found["log"]
+    assert_equals_undisturbed(desk, "controller", 2, reference)
 
 
 def test_torchrun_starts_the_same_run(evidence, reference):
