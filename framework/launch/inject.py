@@ -171,9 +171,10 @@ def find_ranks(run_dir: Path) -> dict[int, int]:
     found = {}
     here, path = os.readlink("/proc/self/ns/pid"), str(run_dir.absolute()).encode()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
+        with suppress(OSError, ValueError, IndexError):
             words = (process / "cmdline").read_bytes().split(b"\0")
-            if RANK_PROGRAM.encode() not in words or not _is_python(words[0]):
+            # A torchrun has the rank's words behind its own.
+            if not _is_python(words[0]) or words[words.index(b"-m") + 1] != RANK_PROGRAM.encode():
                 continue
             place_of = (Path(os.readlink(process / "cwd")) / words[-2].decode()).absolute() if len(words) > 2 else None
             if str(place_of).encode() != path or os.readlink(process / "ns/pid") != here:

@@ -4,12 +4,14 @@ A scenario only acts and collects. What must be true of the evidence is said in 
 """
 
 import os
+import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -134,17 +136,21 @@ def preemption(desk: Desk) -> Evidence:
 
 
 def killed_ranks(desk: Desk) -> Evidence:
-    """kill -9 of rank 1, then of rank 0."""
+    """kill -9 of rank 1, then of rank 0 through its node, as a user does it."""
     job = desk.submit("killed", "launch.nodes=2", "track=offline", WAITS)
     vanish_s = []
     for number, rank in enumerate((1, 0)):
         pids = desk.pause("killed", 30 + 40 * number)
-        call("kill", "-9", str(pids[rank]))
+        if rank == 1:
+            call("kill", "-9", str(pids[rank]))
+        else:
+            injected = desk.meshwright("inject", "runs/killed", "kill", "rank=0")
         desk.let_go({other: pid for other, pid in pids.items() if other != rank})
         vanish_s.append(desk.seconds_to_vanish(pids))
         wait_for(lambda n=number: len(desk.starts("killed")) > n + 1, "another start", tell=lambda: desk.log("killed"))
     desk.wait_until_gone(job)
-    return {"job": job, "vanish_s": vanish_s, "starts": desk.starts("killed"), "ends": desk.ends("killed")}
+    ends = desk.ends("killed")
+    return {"job": job, "vanish_s": vanish_s, "starts": desk.starts("killed"), "ends": ends, "injected": injected}
 
 
 def cancelled(desk: Desk) -> Evidence:
@@ -322,7 +328,8 @@ def launcher(desk: Desk) -> Evidence:
     job = desk.submit("launcher", "launch.nodes=2")
     pids = desk.pause("launcher", 30)
     for pid in desk.launchers("launcher"):
-        call("kill", "-9", str(pid))
+        with suppress(ProcessLookupError):  # srun has a child, which ends with it
+            os.kill(pid, signal.SIGKILL)
     desk.let_go(pids)
     desk.wait_until_gone(job)
     return {"starts": desk.starts("launcher"), "ends": desk.ends("launcher"), "log": desk.log("launcher")}
