@@ -98,8 +98,10 @@ class Lease:
             if made.is_dir() and path.is_dir():
                 self.remove(path, folder)
             self.publish(made, path)
-        except BaseException:
+        except BaseException as error:
             discard(made)
+            if isinstance(error, FileNotFoundError):
+                self.refuse_fenced(made.parent)
             raise
         finally:
             self.tidy(folder)
