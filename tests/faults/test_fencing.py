@@ -1,5 +1,5 @@
-"""A start of a run that was frozen, held for dead and thawed: wherever it wakes up it changes nothing of what the next start wrote,
-and ends with who has the run.
+"""A start of a run that was frozen, held for dead and thawed: wherever it wakes up it changes nothing of what the next start
+wrote, and ends with who has the run.
 
 On one machine the kernel keeps the lock of a frozen process. A lost lock is one that the next start does not ask for, or, where
 whole launches are tested, one whose file has gone.
@@ -12,6 +12,7 @@ import os
 import signal
 import traceback
 from contextlib import ExitStack
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -181,7 +182,7 @@ def begin(tmp_path):
 
 
 def check_frozen(lease, work, number):
-    """Freeze `work` of a stale start before an operation; False if it has not so many. The next start trains on, then it thaws."""
+    """Freeze `work` of a start before an operation; False if it has not so many. The next start trains on, then this one thaws."""
     frozen = Frozen(work, number)
     try:
         if not frozen.is_frozen:
@@ -273,7 +274,7 @@ def test_sabotaged_workplaces_that_stay_are_noticed(tmp_path, monkeypatch):
     number = find_operation(tmp_path / "counted", "step-00000002")
     monkeypatch.setattr(lease_module, "_fence_older", lambda *args: None)
     lease = begin(tmp_path)
-    with pytest.raises(AssertionError, match="changed by a stale process|rows ==|exists already"):
+    with pytest.raises(AssertionError, match=r"changed by a stale process|rows ==|exists already"):
         check_frozen(lease, lambda: stale_life(lease), number)
 
 
@@ -291,7 +292,7 @@ def test_a_damaged_checkpoint_is_set_aside_by_the_newer_start_alone(tmp_path):
     lease = begin(tmp_path)
     path = lease.run / "checkpoints" / "step-00000001"
     for number in range(3):
-        frozen = Frozen(lambda: set_aside(path, lease), number)
+        frozen = Frozen(partial(set_aside, path, lease), number)
         if not frozen.is_frozen:
             break
         lease = take(lease.run, NEW)
