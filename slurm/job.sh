@@ -9,7 +9,9 @@
 run={{ run }}
 job=$SLURM_JOB_ID
 history=$run/slurm/history          # one line per start and per end of the ranks, for people, `status` and the breaker
-outcome=$run/slurm/outcome.$job     # the exit code of the first rank that knew why it ended
+restart=${SLURM_RESTART_COUNT:-0}
+outcome=$run/slurm/outcome.$job.$restart    # the exit code of the first rank that knew why it ended
+lease_at_begin=$(cat "$run/lease" 2>/dev/null)
 retries={{ retries }}
 restarts_without_checkpoint={{ restarts_without_checkpoint }}
 jobs_in_chain={{ chain }}
@@ -18,6 +20,16 @@ asked=                              # set once the run was asked to stop
 near_end=                           # set once the time limit is near
 
 say() { printf '%(%F %T)T  job %s: %s\n' -1 "$job" "$*"; }
+
+# A node that was frozen, or cut off, may go on after SLURM has held it for dead and started the job elsewhere. What this script
+# then did, such as a requeue, would be done to that start. RUN/lease says who has the run: framework/lease.py.
+refuse_if_stale() {
+  local now
+  now=$(cat "$run/lease" 2>/dev/null)
+  if [ "$now" = "$lease_at_begin" ] || [[ $now == *"\"job\": \"$job\", \"restart\": $restart,"* ]]; then return; fi
+  say "restart $restart was held for dead, and the run was taken over: $now. Nothing is done"
+  exit 86
+}
 
 newest_step() { # of the checkpoints. Whether one is damaged rank 0 finds out, which renames it once it goes on without it
   local newest=0 path
@@ -54,6 +66,7 @@ field() { # field NAME: of this job. A controller that is down for a while is as
 
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
+  refuse_if_stale
   rm -f "$run"/request-*
   if [ "$jobs_in_chain" -gt 1 ]; then scancel --quiet --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; fi
   exit "$1"
@@ -76,6 +89,7 @@ start_soon() { # start_soon [CHANGE...]: other changes that a job takes only whi
 }
 
 requeue() { # requeue WHY [CHANGE...]: this allocation ends, the job waits for another one
+  refuse_if_stale
   say "$1; requeued"
   trap '' TERM                      # which the requeue sends to this script
   start_soon "${@:2}" || say "cannot ask for an early start: the job waits two minutes"
@@ -125,6 +139,7 @@ start_ranks() {
   # What a rank said of itself is more than srun's code, which may be that of a rank it killed, or 0 when it lost sight of them.
   local said
   said=$(cat "$outcome" 2>/dev/null)
+  rm -f "$outcome"
   case $said:$code in
     :0) code=1 ;;
     0:* | :*) ;;
@@ -155,6 +170,7 @@ export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:
 mkdir -p "$run/slurm"
 touch "$history"
 while :; do
+  refuse_if_stale
   step=$(newest_step)
   starts=$(starts_without_progress "$step")
   if [ "$starts" -gt "$restarts_without_checkpoint" ]; then
@@ -163,6 +179,7 @@ while :; do
   note "start from=$step nodes=$SLURM_JOB_NODELIST"
   say "starts {{ ranks }} on $SLURM_JOB_NODELIST, from step $step"
   start_ranks
+  refuse_if_stale
   note "end code=$code step=$(newest_step)"
   if [ -e "$run/request-stop" ]; then asked=yes; fi    # by `meshwright stop`, which waits until the file is gone
   case $code in

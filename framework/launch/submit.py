@@ -26,6 +26,7 @@ from framework.launch.slurm import (
     submit_script,
 )
 from framework.launch.snapshot import copy_code, describe_software
+from framework.lease import Lease
 from framework.recipe.compose import save_recipe
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
@@ -52,10 +53,10 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
-    with run.lock():
+    with run.lock() as lease:
         refuse_leftovers(run)
-        _write(run, recipe, prepared.tokenizer)
-        return _queue(run, recipe, overrides, [])
+        _write(run, lease, recipe, prepared.tokenizer)
+        return _queue(run, lease, recipe, overrides, [])
 
 
 def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], dry_run: bool) -> int:
@@ -94,7 +95,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     for index, (run, recipe) in enumerate(zip(runs, recipes, strict=True)):
         wandb = replace(recipe.track.wandb, group=recipe.track.wandb.group or sweep.id)
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
-        _write(run, recipe, tokenizers[index])
+        with run.lock() as lease:
+            _write(run, lease, recipe, tokenizers[index])
     job = submit_script(sweep.script)
     sweep.note_launch([], {}, jobs=[job], runs=[run.id for run in runs], **describe_software())
     for index, run in enumerate(runs):
@@ -154,7 +156,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
     busy = active_job(run)
     if busy is not None:
         raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `meshwright stop {run.path}`")
-    with run.lock():
+    with run.lock() as lease:
         recipe, changes = settle_length(run, recipe, changes)
         step = saved_step(run)
         if step >= recipe.train.steps:
@@ -168,25 +170,28 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
         prepared = prepare(recipe)
         if not run.has_trained:
             recipe = settle_tokens(recipe, prepared.tokenizer)
-        _write(run, recipe, prepared.tokenizer)
-        return _queue(run, recipe, overrides, changes)
+        _write(run, lease, recipe, prepared.tokenizer)
+        return _queue(run, lease, recipe, overrides, changes)
 
 
-def _write(run: RunDirectory, recipe: Recipe, tokenizer: Path) -> None:
+def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path) -> None:
     """All that the job reads."""
-    keep_tokenizer(run, tokenizer)
+    keep_tokenizer(run, lease, tokenizer)
     with explain_errors(run.path):
-        copy_code(run.code)
+        with lease.replacing(run.code) as made:
+            copy_code(made)
         run.script.parent.mkdir(exist_ok=True)
-        write_private(run.script, render(recipe, run.path.absolute(), Path.cwd()).text)
-        save_recipe(recipe, run.recipe)
+        with lease.replacing(run.script) as made:
+            write_private(made, render(recipe, run.path.absolute(), Path.cwd()).text)
+        with lease.replacing(run.recipe) as made:
+            save_recipe(recipe, made)
 
 
-def _queue(run: RunDirectory, recipe: Recipe, overrides: list[str], changes: list[Change]) -> int:
+def _queue(run: RunDirectory, lease: Lease, recipe: Recipe, overrides: list[str], changes: list[Change]) -> int:
     jobs: list[str] = []
     for _ in range(recipe.launch.chain):
         jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
-    run.note_launch(overrides, {change.key: change.now for change in changes}, jobs=jobs, **describe_software())
+    run.note_launch(overrides, {change.key: change.now for change in changes}, lease, jobs=jobs, **describe_software())
     print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, recipe)}"]))
     return EXIT_DONE
 

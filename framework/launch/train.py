@@ -19,6 +19,7 @@ from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
 from framework.launch.fault_door import FaultDoor
+from framework.lease import Lease
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.optim.disk_file import refuse_folder
@@ -56,13 +57,15 @@ def train_rank(
     fingerprint: Mapping[str, str] | None = None,
     phases: Phases | None = None,
     end_hung: Callable[[HungError], None] = end_process,
+    lease: Lease | None = None,
     door: FaultDoor | None = None,
 ) -> int:
     """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
     fingerprint: what must be equal on all ranks. phases: of this rank, from its start on.
-    end_hung: ends this process where a step hangs and it is asked to stop. door: through which faults are injected.
+    end_hung: ends this process where a step hangs and it is asked to stop. lease: of the run, on rank 0; None where nobody
+    launches it. door: through which faults are injected.
     """
     phases = phases or Phases()
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
@@ -74,12 +77,16 @@ def train_rank(
     check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
     phases.begin(Phase.CONNECT)
     mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
+    lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
     phases.begin(Phase.OPEN_DATA)
     prepared = open_data(recipe, plan.config, mesh.axis("world"))
     say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
     folder = run_dir if mesh.rank == 0 else None
-    with nullcontext(stop) if stop else StopRequest() as requests, StepWatch(requests, end_hung, say, folder) as watch:
-        code = _train(plan, prepared, mesh, run_dir, requests, watch, phases, door)
+    with (
+        nullcontext(stop) if stop else StopRequest() as requests,
+        StepWatch(requests, end_hung, say, folder, lease=lease) as watch,
+    ):
+        code = _train(plan, prepared, mesh, lease, requests, watch, phases, door)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.
     mesh.close()
     return code
@@ -101,14 +108,14 @@ def _train(
     plan: Plan,
     prepared: Prepared,
     mesh: Mesh,
-    run_dir: Path,
+    lease: Lease,
     stop: StopRequest,
     watch: StepWatch,
     phases: Phases,
     door: FaultDoor | None,
 ) -> int:
     recipe, derived = plan.recipe, plan.derived
-    world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
+    world, dp, run_dir, root = mesh.axis("world"), mesh.axis("dp"), lease.run, lease.run / "checkpoints"
     # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
     found = tell(partial(find_newest, root), world)
     resumes = found.newest is not None
@@ -116,7 +123,7 @@ def _train(
     with explain_out_of_memory(plan, mesh.rank):
         run = build(plan, mesh, resumes, run_dir.name)
         phases.begin(Phase.RESTORE)
-        state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
+        state = restore(run, root, found, lease) if resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:
         raise DataError(
             f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
@@ -130,7 +137,7 @@ def _train(
         print(
             "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
         )
-    observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
+    observers = open_observers(recipe, run_dir, info, lease) if mesh.rank == 0 else Observers()
 
     # Draws nothing of what is trained on: every pass begins at the split's first sequence.
     open_validation = partial(
@@ -157,10 +164,10 @@ def _train(
         device=mesh.device,
         hear=_open_hearers(recipe, mesh, run_dir, state, door),
     )
-    saver = _open_saver(recipe, mesh, root, watch, no_fault if door is None else door.reach)
+    saver = _open_saver(recipe, mesh, lease, watch, no_fault if door is None else door.reach)
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases)
     code = EXIT_FAILED
-    profiler = StepProfiler(run, plan.units, recipe.track, run_dir, print)
+    profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
     observers.contain("profile", partial(profiler.begin_step, state.step + 1))
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
@@ -170,7 +177,7 @@ def _train(
                 if recipe.track.debug_collectives:
                     check_replicas(run.buffers, world, step)
                 if step == recipe.track.timeline_step:
-                    _draw_timeline(loop, plan.title, run_dir, observers)
+                    _draw_timeline(loop, plan.title, lease, observers)
                 if loop.must_validate():
                     loop.begin_validation(Validation(open_validation(), len(sources)))
                     if loop.is_done or recipe.pipeline.fill_bubbles == "none":
@@ -216,12 +223,12 @@ def _open_hearers(recipe: Recipe, mesh: Mesh, run_dir: Path, state: RunState, do
     return hearers
 
 
-def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch, fault: Fault) -> Saver:
+def _open_saver(recipe: Recipe, mesh: Mesh, lease: Lease, watch: StepWatch, fault: Fault) -> Saver:
     """The run's saves. Collective: their threads agree over a group of their own."""
     rules = recipe.checkpoint
     is_async = rules.mode == "async"
     return Saver(
-        root,
+        lease.run / "checkpoints",
         connect_beside(mesh, "saves"),
         Retention(rules.keep, rules.keep_every),
         StagingMemory(mesh.device, None if is_async else 0, ranks_per_node()),
@@ -229,6 +236,7 @@ def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch, fault:
         rules.max_failures,
         watch.end_save,
         fault,
+        lease=lease,
     )
 
 
@@ -251,9 +259,9 @@ def _start_save(
     loop.end_save()
 
 
-def _draw_timeline(loop: Loop, title: str, run_dir: Path, observers: Observers) -> None:
+def _draw_timeline(loop: Loop, title: str, lease: Lease, observers: Observers) -> None:
     """What the ranks of this rank's pipeline did in the last step; rank 0 draws its own."""
     timeline = Timeline(tuple(gather_objects(loop.timed, loop.run.mesh.axis("pp"))))
     if loop.run.mesh.rank == 0:
         simulated = loop.run.pipeline.simulated(loop.derived.accumulation, timeline)
-        observers.contain("timeline", partial(save_timeline, run_dir, title, simulated, timeline))
+        observers.contain("timeline", partial(save_timeline, lease, title, simulated, timeline))

@@ -3,13 +3,13 @@ so that it can be written again at any time: `write_report(run_dir)`."""
 
 import io
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from framework.lease import Lease
 from framework.track.console import format_count, format_duration
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE, read_last_records, read_records
 from framework.track.report import RunInfo, StepReport, load_run_info
@@ -38,8 +38,8 @@ _CURVES = (
 class Summary:
     """Writes the report when a run ends, however it ends, and says where it is."""
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None]):
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, say: Callable[[str], None], lease: Lease | None = None):
+        self._run_dir, self._lease = run_dir, lease
         self._say = say
 
     def open(self, run: RunInfo) -> None:
@@ -49,7 +49,7 @@ class Summary:
         """As above."""
 
     def close(self, exit_code: int) -> None:
-        self._say(f"report: {', '.join(str(path) for path in write_report(self._run_dir))}")
+        self._say(f"report: {', '.join(str(path) for path in write_report(self._run_dir, self._lease))}")
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,18 @@ class Curves:
         return self.columns[name]
 
 
-def write_report(run_dir: Path) -> list[Path]:
-    """Write report.txt and, if a step was reported, report.png; returns what was written."""
+def write_report(run_dir: Path, lease: Lease | None = None) -> list[Path]:
+    """Write report.txt and, if a step was reported, report.png; returns what was written. lease: of a run that is launched."""
+    lease = lease or Lease(run_dir)
     run = load_run_info(run_dir)
     load = add_loads(read_last_records(run_dir / LOADS_FILE, LAST_LOADS))
     curves = replace(collect_curves(read_records(run_dir / METRICS_FILE)), load=load)
     written = []
     if curves["step"]:
         written.append(run_dir / REPORT_PICTURE)
-        _replace(written[-1], draw(run, curves))
+        lease.write(written[-1], draw(run, curves))
     written.append(run_dir / REPORT_TEXT)
-    _replace(written[-1], describe(run, curves, run_dir).encode())
+    lease.write(written[-1], describe(run, curves, run_dir).encode())
     return written
 
 
@@ -313,10 +314,3 @@ def _join(group: dict[str, Any], *keys: str) -> str:
 def _table(rows: list[tuple[str, str]]) -> list[str]:
     width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:<{width}}  {value}" for name, value in rows if value]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write the file whole or leave what was there."""
-    partial = path.with_suffix(path.suffix + ".tmp")
-    partial.write_bytes(content)
-    os.replace(partial, path)

@@ -7,6 +7,8 @@ the spool for however long the network is away, and a mirror that hangs at the e
     stdin   the training process writes its exit code; closed without one, it was killed
     stdout  lines for the user: where the run is, or why it is not there
 
+Its arguments are the run's folder and the epoch of its lease: a mirror of a start that was held for dead is killed.
+
 One run is one wandb run: its id is the run's id, a resume continues it. Charts are drawn against our `step`.
 """
 
@@ -22,7 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from framework.errors import EXIT_DONE, EXIT_RESUME
+from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost
+from framework.lease import Lease
 from framework.track.jsonl import METRICS_FILE, decode
 from framework.track.report import RunInfo, StepReport, load_run_info
 
@@ -41,17 +44,24 @@ _EXIT_KILLED = 1
 class WandbObserver:
     """Starts the mirror, relays what it says, and ends it. Only `close` waits for wandb, and for `close_timeout_s`."""
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None], close_timeout_s: float = 60.0):
-        self._run_dir = run_dir
+    def __init__(
+        self,
+        run_dir: Path,
+        say: Callable[[str], None],
+        close_timeout_s: float = 60.0,
+        lease: Lease | None = None,
+    ):
+        self._run_dir, self._lease = run_dir, lease or Lease(run_dir)
         self._say = say
         self._close_timeout_s = close_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._has_ended = False
 
     def open(self, run: RunInfo) -> None:
+        self._lease.check()
         with (self._run_dir / LOG_FILE).open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "framework.track.wandb", str(self._run_dir)],
+                [sys.executable, "-m", "framework.track.wandb", str(self._run_dir), str(self._lease.epoch)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -102,8 +112,10 @@ class WandbObserver:
                 self._say(f"wandb: the mirror died ({exit_code}), training goes on; see {self._run_dir / LOG_FILE}")
 
 
-def mirror(run_dir: Path, said_by_parent: IO[str]) -> None:
-    """Send every record of metrics.jsonl after the run's `start_step` to wandb until the training process ends."""
+def mirror(run_dir: Path, said_by_parent: IO[str], lease: Lease) -> None:
+    """Send every record of metrics.jsonl after the run's `start_step` to wandb until the training process ends. Raises LeaseLost
+    once another start sends its own."""
+    lease.check()
     info = load_run_info(run_dir)
     run = _start(info, run_dir)
     next_step = run.step
@@ -112,6 +124,7 @@ def mirror(run_dir: Path, said_by_parent: IO[str]) -> None:
         while exit_code is None:
             # Asked before reading, so that what was written before the end is read after it.
             exit_code = _read_exit_code(said_by_parent, POLL_S)
+            lease.check()
             for record in _new_records(metrics):
                 if record["step"] > info.start_step:
                     # wandb drops values for a step before its own newest, which it may have from steps that were lost.
@@ -234,12 +247,15 @@ def _read_exit_code(said_by_parent: IO[str], timeout_s: float) -> int | None:
     return int(text) if text else _EXIT_KILLED
 
 
-def main(run_dir: Path) -> int:
+def main(run_dir: Path, lease: Lease) -> int:
     """The mirror's process. Ends when its stdin does, not by signals: a scheduler sends those to every process of a job."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        mirror(run_dir, sys.stdin)
+        mirror(run_dir, sys.stdin, lease)
+    except LeaseLost:
+        # wandb's service, of this session, would end the run that another mirror goes on with.
+        os.killpg(os.getpid(), signal.SIGKILL)
     except Exception as error:  # wandb may raise anything; the user gets one line, the log file all of it
         traceback.print_exc()
         _say(f"wandb: failed, training goes on: {_in_a_line(error)}")
@@ -248,4 +264,4 @@ def main(run_dir: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), Lease(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -18,7 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from framework.errors import HungError
+from framework.errors import HungError, LeaseLost
+from framework.lease import Lease
 
 # SIGINT: Ctrl-C. SIGTERM: schedulers, launchers and preemption. SIGUSR1: a job's time limit is near.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -104,7 +105,7 @@ class StepWatch:
     patience_s: how long a step may go on after the request, at least; first_patience_s: the same until three are measured.
 
     say: hears of steps that take long, None on ranks that stay silent. folder: the run's, where the thread looks for requests,
-    None on ranks that do not. What is not in `step`, such as a save, is not judged.
+    None on ranks that do not; lease: of that run. What is not in `step`, such as a save, is not judged.
     """
 
     def __init__(
@@ -115,8 +116,10 @@ class StepWatch:
         folder: Path | None = None,
         patience_s: float = PATIENCE_S,
         first_patience_s: float = FIRST_STEPS_PATIENCE_S,
+        lease: Lease | None = None,
     ):
         self._stop, self._end, self._say, self._folder = stop, end, say, folder
+        self._lease = lease or (Lease(folder) if folder is not None else None)
         self._patience_s, self._first_patience_s = patience_s, first_patience_s
         self._main = threading.main_thread().ident
         self._under_way: tuple[int, float] | None = None  # the step and when it began
@@ -204,9 +207,10 @@ class StepWatch:
 
     def end_save(self, is_committed: bool) -> None:
         """It has ended. A request stays where it failed, so that the next step saves once more. For any thread."""
-        if self._answers_request and is_committed and self._folder is not None:
-            with suppress(OSError):  # what stays is heard and answered once more; the save was good
-                (self._folder / SAVE_FILE).unlink(missing_ok=True)
+        if self._answers_request and is_committed and self._lease is not None:
+            # What stays is heard and answered once more, here or by who has the lease now; the save was good.
+            with suppress(OSError, LeaseLost):
+                self._lease.remove(self._lease.run / SAVE_FILE)
         self._answers_request = False
 
     def _explain(self, number: int, seconds: float, longest: float) -> str:
