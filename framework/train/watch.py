@@ -171,7 +171,8 @@ class Watch:
         self._keep_flight_record()
         began_s, is_claimed = time.monotonic(), False
         while (verdict := board.find_verdict()) is None:
-            waited_s = time.monotonic() - began_s
+            self._heard_s = time.monotonic()
+            waited_s = self._heard_s - began_s
             is_due = waited_s > (ANSWER_S if self._rank == 0 else DEPUTY_S)
             if not is_claimed and (is_due or (self._rank == 0 and board.is_answered())):
                 is_claimed = True
