@@ -64,6 +64,11 @@ class Mesh:
             raise TopologyError(f"no axis {name!r}: the axes are {', '.join(AXIS_NAMES)}")
         return self.axes[name]
 
+    @property
+    def waits(self) -> Waits:
+        """What holds up the thread that communicates over the mesh."""
+        return self.axes["world"].waits
+
     def close(self) -> None:
         """Give the process groups back. Collective: every rank of the world calls it.
 

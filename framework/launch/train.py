@@ -48,7 +48,7 @@ from framework.train.hang import SAVES, TRAINING
 from framework.train.loop import Loop
 from framework.train.phases import Phase, Phases
 from framework.train.profiler import StepProfiler
-from framework.train.progress import Progress
+from framework.train.progress import Progress, name_coordinates
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.validation import Validation
 from framework.train.watch import Watch
@@ -105,8 +105,7 @@ def name_place(recipe: Recipe) -> str:
     """This rank's coordinates, as in `pp0 dp1 cp0 tp0`."""
     derived = derive(recipe)
     topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp)
-    rank = launched_place()[0] % topology.world  # one beyond the world is refused by `connect`
-    return " ".join(f"{axis}{topology.index(axis, rank)}" for axis in ("pp", "dp", "cp", "tp"))
+    return name_coordinates(topology, launched_place()[0] % topology.world)  # `connect` refuses one beyond the world
 
 
 def check_nodes(recipe: Recipe) -> None:

@@ -169,10 +169,9 @@ class StepWatch:
             # The first step may compile, load libraries and connect: nothing says how long it should take.
             elif self._say and longest and seconds > max(LONG_S, LONG_STEPS * longest, 2 * said_s):
                 said_s = seconds
-                with suppress(OSError):  # the log's file system fails, or nobody reads: the watch goes on
-                    self._say(
-                        f"step {number:,} takes {seconds:.0f} s so far, the longest of the last ones took {longest:.3g} s"
-                    )
+                self.tell(
+                    f"step {number:,} takes {seconds:.0f} s so far, the longest of the last ones took {longest:.3g} s"
+                )
 
     def _find_patience(self, longest: float) -> float:
         least_s = self._patience_s if self.progress.pace.is_known else self._first_patience_s
@@ -200,6 +199,12 @@ class StepWatch:
         finally:
             if under_way is not None:
                 self._under_way = under_way[0], time.monotonic()
+
+    def tell(self, text: str) -> None:
+        """A line for people, from rank 0."""
+        with suppress(OSError):  # the log's file system fails, or nobody reads: neither the watch nor the run ends
+            if self._say is not None:
+                self._say(text)
 
     def begin_save(self) -> None:
         """A save begins, which answers a request that is there. One that comes from now on asks for a later step."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from framework.comm.communicator import Communicator
+from framework.mesh.topology import Topology
 from framework.recipe.deadlines import FLOOR_S, Deadlines
 from framework.train.phases import Current, Phase, Phases
 
@@ -94,6 +95,7 @@ class Progress:
     is_timed: bool = False
     saves: deque[Save] = field(default_factory=deque)
     communicators: dict[str, tuple[Communicator, ...]] = field(default_factory=dict)
+    hosts: dict[int, str] = field(default_factory=dict)
 
     @property
     def save(self) -> Save | None:
@@ -113,3 +115,8 @@ class Progress:
             first = "" if self.pace.is_known else f"; the first {FIRST_STEPS} steps may take longer"
             return self.pace.find_deadline(deadlines), f"launch.step_deadline_s{first}"
         return deadlines.start, "launch.start_deadline_s"
+
+
+def name_coordinates(topology: Topology, rank: int) -> str:
+    """`pp0 dp1 cp0 tp0`."""
+    return " ".join(f"{axis}{topology.index(axis, rank)}" for axis in ("pp", "dp", "cp", "tp"))

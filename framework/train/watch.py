@@ -100,11 +100,6 @@ class Watch:
         for thread in self._threads:
             thread.join(LOOK_EVERY_S)  # no longer: `talk` may wait for a host that is gone
 
-    def find_host(self, rank: int) -> str:
-        """The machine of a rank, as rank 0 has read it; empty where it has not."""
-        line = self._lines.get(rank)
-        return line.host if line is not None else ""
-
     def _watch(self) -> None:
         while not self._is_closed.wait(LOOK_EVERY_S):
             now_s = time.monotonic()
@@ -160,6 +155,7 @@ class Watch:
         """Rank 0 reads all lines; the others rank 0's, to know where it was should it fall silent."""
         ranks = range(self._world if self._rank == 0 else 1)
         self._lines = dict(zip(ranks, map(_parse, board.read(ranks)), strict=True))
+        self._progress.hosts.update({rank: line.host for rank, line in self._lines.items() if line is not None})
         if self._rank == 0 and self._folder is not None:
             with suppress(OSError):  # a file system that fails costs a look at the ranks, and nothing else
                 write_ranks(self._folder, [line for line in self._lines.values() if line is not None])
