@@ -11,7 +11,16 @@ from framework.checkpoint.commit import Fault, Retention, find_newest, no_fault
 from framework.checkpoint.save import Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.collectives import gather_objects
-from framework.comm.connect import Mesh, choose_device, connect, connect_beside, num_nodes, ranks_per_node
+from framework.comm.connect import (
+    Mesh,
+    choose_device,
+    connect,
+    connect_beside,
+    launched_place,
+    num_nodes,
+    open_store_beside,
+    ranks_per_node,
+)
 from framework.comm.objects import tell
 from framework.data.loader import Hear, Loader, validation_batches
 from framework.data.open_data import open_data
@@ -20,6 +29,7 @@ from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
 from framework.launch.fault_door import FaultDoor
 from framework.lease import Lease
+from framework.mesh.topology import Topology
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.optim.disk_file import refuse_folder
@@ -30,17 +40,21 @@ from framework.parallel.zero.replicas import check_replicas
 from framework.plan.host_memory import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.plan.relief import explain_out_of_memory
+from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
 from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.faults import StepWatch, StopRequest, end_process
+from framework.train.hang import SAVES, TRAINING
 from framework.train.loop import Loop
 from framework.train.phases import Phase, Phases
 from framework.train.profiler import StepProfiler
+from framework.train.progress import Progress, name_coordinates
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.validation import Validation
+from framework.train.watch import Watch
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
@@ -67,29 +81,38 @@ def train_rank(
     end_hung: ends this process where a step hangs and it is asked to stop. lease: of the run, on rank 0; None where nobody
     launches it. door: through which faults are injected.
     """
-    phases = phases or Phases()
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
-    check_nodes(recipe)
-    plan = make_plan(recipe, load_config(recipe.model, find_folder))
-    check_host_memory(plan)
-    if recipe.memory.offload.disk_path is not None:
-        refuse_folder(Path(recipe.memory.offload.disk_path))
-    check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
-    phases.begin(Phase.CONNECT)
-    mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
-    lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
-    phases.begin(Phase.OPEN_DATA)
-    prepared = open_data(recipe, plan.config, mesh.axis("world"))
-    say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
-    folder = run_dir if mesh.rank == 0 else None
-    with (
-        nullcontext(stop) if stop else StopRequest() as requests,
-        StepWatch(requests, end_hung, say, folder, lease=lease) as watch,
-    ):
-        code = _train(plan, prepared, mesh, lease, requests, watch, phases, door)
-    # Not after an error: closing waits for the other ranks, which may be waiting for this one.
-    mesh.close()
+    progress, deadlines = Progress(phases or Phases()), find_deadlines(recipe)
+    place = launched_place(), name_place(recipe)
+    with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir):
+        check_nodes(recipe)
+        plan = make_plan(recipe, load_config(recipe.model, find_folder))
+        check_host_memory(plan)
+        if recipe.memory.offload.disk_path is not None:
+            refuse_folder(Path(recipe.memory.offload.disk_path))
+        check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
+        progress.phases.begin(Phase.CONNECT)
+        device = choose_device(recipe.launch.device)
+        mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
+        progress.communicators[TRAINING] = tuple(mesh.axes.values())
+        lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
+        progress.phases.begin(Phase.OPEN_DATA)
+        prepared = open_data(recipe, plan.config, mesh.axis("world"))
+        say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
+        folder = run_dir if mesh.rank == 0 else None
+        watch = partial(StepWatch, end=end_hung, say=say, folder=folder, lease=lease, progress=progress)
+        with nullcontext(stop) if stop else StopRequest() as requests, watch(requests) as steps:
+            code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, door)
+        # Not after an error: closing waits for the other ranks, which may be waiting for this one.
+        mesh.close()
     return code
+
+
+def name_place(recipe: Recipe) -> str:
+    """This rank's coordinates, as in `pp0 dp1 cp0 tp0`."""
+    derived = derive(recipe)
+    topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp)
+    return name_coordinates(topology, launched_place()[0] % topology.world)  # `connect` refuses one beyond the world
 
 
 def check_nodes(recipe: Recipe) -> None:
@@ -225,11 +248,12 @@ def _open_hearers(recipe: Recipe, mesh: Mesh, run_dir: Path, state: RunState, do
 
 def _open_saver(recipe: Recipe, mesh: Mesh, lease: Lease, watch: StepWatch, fault: Fault) -> Saver:
     """The run's saves. Collective: their threads agree over a group of their own."""
-    rules = recipe.checkpoint
+    rules, world = recipe.checkpoint, connect_beside(mesh, SAVES)
     is_async = rules.mode == "async"
+    watch.progress.communicators[SAVES] = (world,)
     return Saver(
         lease.run / "checkpoints",
-        connect_beside(mesh, "saves"),
+        world,
         Retention(rules.keep, rules.keep_every),
         StagingMemory(mesh.device, None if is_async else 0, ranks_per_node()),
         is_async,

@@ -12,6 +12,7 @@ from framework.recipe.context_rules import (
     find_head_problems,
     find_length_problems,
 )
+from framework.recipe.deadlines import find_deadline_problems
 from framework.recipe.derive import (
     count_ranks,
     count_virtual_stages,
@@ -110,6 +111,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles"), _best),
         (("run",), _run),
         *launch_rules(),
+        (("launch",), find_deadline_problems),
     )
 
 

@@ -430,6 +430,26 @@ class Launch:
     chain: int = key(
         "slurm: jobs queued one after another, until train.steps is reached; 1: the job requeues itself", 1, low=1
     )
+    step_deadline_s: float | Literal["auto"] = key(
+        "a step that takes longer counts as hung, and the run ends with the name of the rank that is behind; auto: ten times the"
+        " median of the last steps and more, at least 120",
+        "auto",
+        low=1.0,
+    )
+    start_deadline_s: float | None = key(
+        "the same for each phase before the first step: connecting, reading the data's index, building, loading; null: 1800, or"
+        " half of the job's time",
+        None,
+        low=1.0,
+    )
+    save_deadline_s: float | None = key(
+        "the same for a save, behind training or not; null: 1800, or half of the job's time",
+        None,
+        low=1.0,
+    )
+    validate_deadline_s: float | None = key(
+        "the same for a validation; null: 1800, or half of the job's time", None, low=1.0
+    )
     at_once: int | None = key("slurm: runs of a sweep (`submit -m`) at the same time; null: all", None, low=1)
 
 

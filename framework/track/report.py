@@ -35,6 +35,7 @@ class StepReport:
     loss_scale: float | None = None
     save_stall_s: float = 0.0
     failed_saves: int = 0
+    stragglers: dict[str, float] = field(default_factory=dict)
     exposed_communication_s: float = 0.0
     pipeline_bubble: float = 0.0
     expert_imbalance: dict[str, float] = field(default_factory=dict)

@@ -14,7 +14,8 @@ from pathlib import Path
 from framework.errors import EXIT_DONE, EXIT_RESUME, DataError, NumericsError
 from framework.launch.directory import RunDirectory
 from framework.launch.rank import end_hung, run_process, tell
-from framework.train.faults import FIRST_STEPS, StepWatch, StopRequest
+from framework.train.faults import StepWatch, StopRequest
+from framework.train.progress import FIRST_STEPS
 
 RANK = int(os.environ["RANK"])
 
