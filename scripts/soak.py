@@ -67,6 +67,7 @@ SLURM = (
     'launch.time="08:00:00"',
     "launch.retries=100000",
     "launch.restarts_without_checkpoint=100000",
+    "launch.step_deadline_s=20",
     "run.allow_faults=true",
 )
 # A fault that is not over after so long is a violation. Generous: the machine may be busy with something else.
@@ -117,6 +118,7 @@ class Soak:
         self.desk, self.rng, self.folder = desk, rng, folder
         self.run = desk.folder(RUN)
         self.planned: set[str] = set()  # ids of the faults that ranks are to do to themselves now
+        self.started_s: float | None = None  # when the ranks were seen to start again, where the fault waits for that
         self.job = desk.submit_as(RUN, *RECIPE, *SLURM)
 
     # --- how the run stands
@@ -155,8 +157,12 @@ class Soak:
 
     def wait_for_ranks(self) -> dict[int, int]:
         """Rank -> process, once all train."""
-        self.wait(lambda: len(self.desk.pids(RUN)) == RANKS, "the ranks")
-        return self.desk.pids(RUN)
+        self.wait(lambda: len(self.pids()) == RANKS, "the ranks")
+        return self.pids()
+
+    def pids(self) -> dict[int, int]:
+        """Rank -> process, of the job's newest start: those of a frozen node may still be there."""
+        return self.desk.pids(RUN, self.desk.starts(RUN)[-1]["restart"])
 
     # --- ways to bring a fault
 
@@ -268,6 +274,33 @@ class Soak:
             call("scontrol", "update", f"JobId={self.job}", "StartTime=now")
         return f"node {node} loses its power"
 
+    def frozen_node(self) -> str:
+        """It stops answering, SLURM gives it up, the run goes on elsewhere; then it thaws, and its ranks must harm nothing."""
+        nodes, before = self.nodes(), self.num_starts()
+        rank = self.any_rank()
+        stale = self.wait_for_ranks()[rank]
+        self.desk.cluster("freeze", nodes[rank])
+        try:
+            self.wait(lambda: job_state(self.job) == "PENDING", "the requeue of SLURM")
+            call("scontrol", "update", f"JobId={self.job}", "StartTime=now")
+            self.wait(lambda: self.num_starts() > before, "another start of the ranks")
+            self.started_s = time.time()
+            self.wait(lambda: (self.last() or {"unix_s": 0})["unix_s"] > self.started_s, "a step of the new start")
+        finally:
+            self.desk.cluster("thaw", nodes[rank])
+        self.wait(lambda: not lives(stale), "the end of the frozen rank")
+        return f"node {nodes[rank]} freezes, and thaws once the run goes on elsewhere"
+
+    def hung_rank(self) -> str:
+        """Stopped for good: the watch names it, and the ranks start again."""
+        said = self.desk.log(RUN).count(" hangs: ")
+        self.wait_for_new_steps(10)  # until steps are measured a hang is given minutes
+        what = self.plan(f"stop rank={self.any_rank()} step={self.soon()}")
+        self.wait(
+            lambda: self.desk.log(RUN).count("hangs") + self.desk.log(RUN).count("hung") > said, "the watch's word"
+        )
+        return what
+
     # --- what nobody needs to start again for
 
     def frozen_rank(self) -> str:
@@ -298,7 +331,7 @@ class Soak:
 
     def wait_for_ranks_quietly(self) -> dict[int, int]:
         """While no controller answers."""
-        while len(pids := self.desk.pids(RUN)) < RANKS:
+        while len(pids := self.pids()) < RANKS:
             time.sleep(POLL_S)
         return pids
 
@@ -334,6 +367,8 @@ KINDS: dict[Callable[[Soak], str], tuple[int, bool]] = {
     Soak.preemption: (3, True),
     Soak.lost_node: (3, True),
     Soak.controller_dies_with_a_rank: (2, True),
+    Soak.frozen_node: (2, True),
+    Soak.hung_rank: (3, True),
     Soak.frozen_rank: (8, False),
     Soak.slow_rank: (7, False),
     Soak.full_disk: (7, False),
@@ -361,7 +396,7 @@ def draw_kinds(faults: int, seed: int) -> list[Callable[[Soak], str]]:
 def suffer(soak: Soak, event: Event, kind: Callable[[Soak], str]) -> None:
     """Bring one fault, and wait until the run has got over it."""
     soak.wait_for_new_steps(soak.rng.randrange(3, 30))
-    before, soak.planned = soak.num_starts(), set()
+    before, soak.planned, soak.started_s = soak.num_starts(), set(), None
     reported = event.step = soak.step()
     event.unix_s = time.time()
     event.what = kind(soak)
@@ -371,7 +406,7 @@ def suffer(soak: Soak, event: Event, kind: Callable[[Soak], str]) -> None:
     since_s = event.unix_s
     if event.restarts:
         soak.wait(lambda: soak.num_starts() > before, "another start of the ranks")
-        since_s = time.time()
+        since_s = soak.started_s or time.time()
     first = soak.last() or {"step": 0}
     reported = max(reported, first["step"]) if event.restarts and first["unix_s"] < since_s else reported
 
@@ -406,6 +441,13 @@ def go_through(soak: Soak, report: Report, args: argparse.Namespace, log: Path) 
             "" if event.recovered_s is None else f" | {event.recovered_s:5.1f} s, caught up {event.caught_up_s:5.1f} s"
         )
         print(f"{number:4} of {args.faults} | step {event.step:6} | {event.kind:28}{took} | {event.what}", flush=True)
+
+
+def sabotage(soak: Soak) -> None:
+    """A NaN on one rank that no restart undoes: the step is skipped for good, and the soak must end with 1."""
+    step = soak.soon(room=2)
+    soak.plan(f"nan rank=1 step={step}")
+    soak.wait(lambda: soak.step() > step + EVERY, "the next checkpoint")
 
 
 def finish(soak: Soak) -> int:
@@ -517,6 +559,8 @@ def soak(args: argparse.Namespace, folder: Path) -> Report:
             go_through(run, report, args, folder / "events.jsonl")
         except Violation as error:
             report.problems.append(str(error))
+        if args.sabotage:
+            sabotage(run)
         report.steps, report.starts = finish(run), run.num_starts()
         report.seconds = time.monotonic() - began
         report.problems += compare(desk, report.steps)
@@ -556,6 +600,9 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=100, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="S")
     parser.add_argument("--minutes", type=float, default=25.0, metavar="M", help="all faults must come within so many")
+    parser.add_argument(
+        "--sabotage", action="store_true", help="harm the weights for good at the end: the soak must notice"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write events and problems")
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="a new folder for runs and events, which stays; else in /tmp"

@@ -285,7 +285,8 @@ def torchrun(desk: Desk) -> Evidence:
 
 def second_job(desk: Desk) -> Evidence:
     """Somebody queues a running run's script once more, past `submit`, which refuses that; the run waits meanwhile."""
-    job = desk.submit("doubled", "launch.ranks=1", "launch.retries=0")
+    # The ranks that are paused are not to be taken for hung.
+    job = desk.submit("doubled", "launch.ranks=1", "launch.retries=0", "launch.step_deadline_s=450")
     pids = desk.pause("doubled", 30)
     refusal = desk.meshwright("submit", "run.id=doubled")
     steps = desk.losses("doubled")
