@@ -169,24 +169,19 @@ def _find_victims(run: RunDirectory, fault: Fault) -> dict[int, int]:
 def find_ranks(run_dir: Path) -> dict[int, int]:
     """Rank -> process, of the run's ranks that live in this machine's, or container's, space of processes."""
     found = {}
-    here, path = os.readlink("/proc/self/ns/pid"), str(run_dir.absolute()).encode()
+    here, wanted = os.readlink("/proc/self/ns/pid"), run_dir.resolve()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            # A torchrun has the rank's words behind its own.
-            if not _is_python(words[0]) or words[words.index(b"-m") + 1] != RANK_PROGRAM.encode():
-                continue
-            place_of = (Path(os.readlink(process / "cwd")) / words[-2].decode()).absolute() if len(words) > 2 else None
-            if str(place_of).encode() != path or os.readlink(process / "ns/pid") != here:
+        with suppress(OSError, ValueError, IndexError):  # it has ended, or is no Python with a module
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            # The first -m of a Python: srun and torchrun have the rank's words behind their own.
+            module = words.index("-m") + 1 if Path(words[0]).name.startswith("python") else len(words)
+            is_meant = words[module] == RANK_PROGRAM and (process / "cwd" / words[module + 1]).resolve() == wanted
+            if not is_meant or os.readlink(process / "ns/pid") != here:
                 continue
             variables = dict(re.findall(rb"(\w+)=([^\0]*)", (process / "environ").read_bytes()))
             if (rank := variables.get(b"RANK", variables.get(b"SLURM_PROCID"))) is not None:
                 found[int(rank)] = int(process.name)
     return found
-
-
-def _is_python(program: bytes) -> bool:
-    return os.path.basename(program).startswith(b"python")
 
 
 def _corrupt(run: RunDirectory, fault: Fault) -> int:

@@ -5,8 +5,11 @@ Ranks are forked from the test's process, which has imported torch. The ledger o
 
 import json
 import multiprocessing
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +27,7 @@ from framework.launch import fault_door
 from framework.launch.export import _read
 from framework.launch.fault_door import FaultDoor
 from framework.launch.fault_plan import HOWS, KINDS, Fault, parse_fault, plan_faults, read_log
+from framework.launch.inject import find_ranks
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train.phases import Phase
 from tests import tiny_run
@@ -188,6 +192,27 @@ def test_a_running_run_is_killed_from_outside(capsys):
     assert record["victim"] == process.pid
     assert main(["inject", "runs/outside", "kill"]) == EXIT_USER
     assert "does not run" in capsys.readouterr().err
+
+
+def test_ranks_are_found_by_their_run_and_not_what_starts_them(tmp_path):
+    package = tmp_path / "framework" / "launch"
+    package.mkdir(parents=True)
+    (package / "rank.py").write_text("import time; time.sleep(60)")
+    words = (sys.executable, "-m", "framework.launch.rank", "runs/here", "7")
+    starts = ([*words], ["sh", "-c", "sleep 60; :", *words], [*words[:3], "runs/there"])
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    processes = [
+        subprocess.Popen(command, cwd=tmp_path, env=variables | {name: "3"})
+        for command, name in zip(starts, ("RANK", "SLURM_PROCID", "RANK"), strict=True)
+    ]
+    try:
+        deadline = time.monotonic() + 20
+        while not (found := find_ranks(tmp_path / "runs" / "here")):
+            assert time.monotonic() < deadline
+        assert found == {3: processes[0].pid}
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def begin_here(run, *overrides):
