@@ -58,7 +58,6 @@ field() { scontrol --oneliner show job "$job" | grep -oE " $1=[^ ]*" | cut -d= -
 
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
-  refuse_if_stale
   rm -f "$run"/request-*
   if [ "$jobs_in_chain" -gt 1 ]; then scancel --quiet --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; fi
   exit "$1"
