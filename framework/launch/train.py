@@ -18,6 +18,7 @@ from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
+from framework.launch.probe import probe
 from framework.lease import Lease
 from framework.model.hub import find_folder
 from framework.model.load import load_config
@@ -75,6 +76,8 @@ def train_rank(
     phases.begin(Phase.CONNECT)
     mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
     lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
+    if recipe.launch.probe:
+        probe(plan, mesh, lease)
     phases.begin(Phase.OPEN_DATA)
     prepared = open_data(recipe, plan.config, mesh.axis("world"))
     say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
