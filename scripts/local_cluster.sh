@@ -7,6 +7,8 @@
 #   eval "$(scripts/local_cluster.sh env)"     let sbatch, squeue and meshwright of this shell talk to it
 #   scripts/local_cluster.sh kill NODE         the node loses its power: all in it dies at once
 #   scripts/local_cluster.sh boot NODE         it comes back
+#   scripts/local_cluster.sh freeze NODE       all in it stops, as if it were cut off: SLURM takes it for dead
+#   scripts/local_cluster.sh thaw NODE         all in it goes on, as if nothing had happened
 #   scripts/local_cluster.sh processes NODE    what runs in it
 #   scripts/local_cluster.sh daemon kill NAME  kill -9 of one daemon alone: slurmctld, or the slurmd of a node by the node's name
 #   scripts/local_cluster.sh daemon start NAME   it is started again
@@ -154,6 +156,14 @@ processes() { # processes NODE: pid and command of each, as this machine numbers
   done
 }
 
+send_all() { # send_all SIGNAL NODE: to all in it, and once more to what was started meanwhile
+  lives "$place/nodes/$2/init.pid" || fail "node $2 is not up"
+  local pid _
+  for _ in 1 2 3; do
+    processes "$2" | while read -r pid _; do kill "-$1" "$pid" 2> /dev/null || true; done
+  done
+}
+
 all_idle() { [ "$(sinfo --noheader --Node --partition=main --states=idle,mixed,allocated | wc -l)" -eq "$1" ]; }
 
 start() {
@@ -188,7 +198,9 @@ case ${1:-} in
   env) echo "export SLURM_CONF=$SLURM_CONF" ;;
   kill) kill_node "$2" ;;
   boot) boot "$2" ;;
+  freeze) send_all STOP "$2" ;;
+  thaw) send_all CONT "$2" ;;
   processes) processes "$2" ;;
   daemon) case $2 in kill) kill_daemon "$3" ;; start) start_daemon "$3" ;; esac ;;
-  *) sed -n '2,16p' "$0"; exit 2 ;;
+  *) sed -n '2,20p' "$0"; exit 2 ;;
 esac

@@ -66,7 +66,6 @@ field() { # field NAME: of this job. A controller that is down for a while is as
 
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
-  refuse_if_stale
   rm -f "$run"/request-*
   if [ "$jobs_in_chain" -gt 1 ]; then scancel --quiet --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; fi
   exit "$1"

@@ -28,6 +28,7 @@ from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
 from framework.launch.fault_door import FaultDoor
+from framework.launch.probe import probe
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.hub import find_folder
@@ -96,6 +97,8 @@ def train_rank(
         mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
         progress.communicators[TRAINING] = tuple(mesh.axes.values())
         lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
+        if recipe.launch.probe:
+            probe(plan, mesh, lease)
         progress.phases.begin(Phase.OPEN_DATA)
         prepared = open_data(recipe, plan.config, mesh.axis("world"))
         say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None

@@ -425,6 +425,11 @@ class Launch:
     starter: Literal["srun", "torchrun"] = key("slurm: srun starts every rank, or one torchrun per node", "srun")
     container: Container = group(Container)
     signal_seconds_before_end: int = key("slurm: so long before the time limit the run is told to save", 180, low=1)
+    probe: bool = key(
+        "look at every node before training: clocks, free space and memory, a file that all must see, a known product on each"
+        " device, all-reduces; a bad node is left out (docs/reliability.md)",
+        True,
+    )
     retries: int = key("slurm: failures that are not the user's after which one job starts its ranks again", 10, low=0)
     restarts_without_checkpoint: int = key("slurm: restarts without a newer checkpoint before the run stops", 3, low=0)
     chain: int = key(

@@ -182,7 +182,7 @@ def begin(tmp_path):
 
 
 def check_frozen(lease, work, number):
-    """Freeze `work` of a start before an operation; False if it has not so many. The next start trains on, then this one thaws."""
+    """Freeze `work` of a start before an operation, if it has so many. The next start trains on, then this one thaws."""
     frozen = Frozen(work, number)
     try:
         if not frozen.is_frozen:

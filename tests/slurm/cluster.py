@@ -27,7 +27,7 @@ from tests.unit.test_track_wandb import steps_in_wandb
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "local_cluster.sh"
 STEPS = 120
-NODES = 5  # n4 is for preemption, n5 is to die; nothing else runs there
+NODES = 6  # n4 is for preemption, n5 is to die, n6 to freeze; nothing else runs there
 RECIPE = (
     *tiny_run.RECIPE,
     f"train.steps={STEPS}",
@@ -41,7 +41,7 @@ SLURM = (
     'launch.time="00:10:00"',
     "launch.signal_seconds_before_end=20",
 )
-APART = 'launch.sbatch=["--exclude=n[4-5]"]'
+APART = 'launch.sbatch=["--exclude=n[4-6]"]'
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,16 @@ class Desk:
 
     # --- watching and doing harm
 
-    def pids(self, run: str) -> dict[int, int]:
-        """Rank -> process, of the ranks that live now."""
+    def pids(self, run: str, restart: int | None = None) -> dict[int, int]:
+        """Rank -> process, of the ranks that live now. restart: of the job's, None for any."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (process / "cmdline").read_bytes().split(b"\0")
                 if b"framework.launch.rank" in words and str(self.folder(run)).encode() in words:
                     variables = dict(re.findall(rb"(\w+)=([^\0]*)", (process / "environ").read_bytes()))
-                    if words[0].endswith((b"python", b"python3")) and b"SLURM_PROCID" in variables:
+                    is_meant = restart in (None, int(variables.get(b"SLURM_RESTART_COUNT", b"0")))
+                    if words[0].endswith((b"python", b"python3")) and b"SLURM_PROCID" in variables and is_meant:
                         found[int(variables[b"SLURM_PROCID"])] = int(process.name)
         return found
 
@@ -152,14 +153,16 @@ class Desk:
                     found.append(int(process.name))
         return found
 
-    def pause(self, run: str, at_step: int, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
+    def pause(
+        self, run: str, at_step: int, unless: Callable[[], bool] = lambda: False, restart: int | None = None
+    ) -> dict[int, int]:
         """Stop the run's ranks once it has reported `at_step`; returns them."""
 
         def is_there() -> bool:
             return unless() or any(record["step"] >= at_step for record in self.records(run)[-1:])
 
         wait_for(is_there, f"{run} at step {at_step}", tell=lambda: self.log(run))
-        pids = {} if unless() else self.pids(run)
+        pids = {} if unless() else self.pids(run, restart)
         for pid in pids.values():
             os.kill(pid, signal.SIGSTOP)
         return pids

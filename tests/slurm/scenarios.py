@@ -29,8 +29,9 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
     itself."""
     pool = ThreadPoolExecutor(4)
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
-        chain, node_loss, local_references, preemption, killed_ranks, cancelled, layouts, crash_for_ever, users_mistake, bad_node,
-        array, torchrun, all_damaged, unreadable, second_job, signals, launcher, script,
+        chain, frozen_node, node_loss, local_references, preemption, killed_ranks, cancelled, layouts, crash_for_ever,
+        users_mistake, bad_node, array, torchrun, all_damaged, unreadable, second_job, signals,
+        launcher, script,
     )  # fmt: skip
     measured = pool.submit(time_limit, desk)
 
@@ -119,6 +120,36 @@ def node_loss(desk: Desk) -> Evidence:
     call(*advice.removeprefix("next").partition("#")[0].split())
     desk.wait_until_gone(job)
     return {"status": status, "vanish_s": vanish_s, "starts": desk.starts("power")}
+
+
+def frozen_node(desk: Desk) -> Evidence:
+    """The node of a run, with its script, freezes; the job starts on another node, and trains on. Then the first one thaws."""
+    job = desk.submit("frozen", 'launch.sbatch=["--exclude=n[1-5]"]', "launch.ranks=1", WAITS)
+    [stale] = desk.pause("frozen", 30).values()
+    desk.cluster("freeze", "n6")
+    wait_for(lambda: job_state(job) == "PENDING", f"job {job} requeued by SLURM")
+    call("scontrol", "update", f"JobId={job}", "ExcNodeList=n[4-6]", "StartTime=now")
+    wait_for(lambda: len(desk.starts("frozen")) > 1, "the second start", tell=lambda: desk.log("frozen"))
+    desk.wait_until_said("frozen", "has not let go of it though it is over; taken over")
+    second = desk.pause("frozen", 60, restart=1)
+    before = files_of(desk.folder("frozen"))
+    desk.cluster("thaw", "n6")
+    vanish_s = desk.seconds_to_vanish({0: stale})
+    after = files_of(desk.folder("frozen"))
+    desk.let_go(second)
+    desk.wait_until_gone(job)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    starts, ends = desk.starts("frozen"), desk.ends("frozen")
+    return {"changed": changed, "vanish_s": vanish_s, "starts": starts, "ends": ends, "log": desk.log("frozen")}
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """The bytes of a run's files; the log, to which SLURM adds what ranks say, is none of them."""
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name not in ("job.log", "wandb.log")
+    }
 
 
 def preemption(desk: Desk) -> Evidence:
@@ -241,7 +272,7 @@ def unreadable(desk: Desk) -> Evidence:
 def users_mistake(desk: Desk) -> Evidence:
     """A mistake that only the ranks can see, for `submit` refuses it: while the job is held, somebody edits its recipe, and the
     model has fewer positions than a sequence."""
-    held = 'launch.sbatch=["--exclude=n[4-5]", "--hold"]'
+    held = 'launch.sbatch=["--exclude=n[4-6]", "--hold"]'
     job = desk.submit("mistake", "model.config.max_position_embeddings=16", "launch.nodes=2", held)
     recipe = desk.folder("mistake") / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_position_embeddings: 16", "max_position_embeddings: 8"))
@@ -307,7 +338,7 @@ def signals(desk: Desk) -> Evidence:
         "term rank=1 point=writing step=60",
         "kill rank=0 point=manifest step=80",
     )
-    held = 'launch.sbatch=["--exclude=n[4-5]", "--hold"]'
+    held = 'launch.sbatch=["--exclude=n[4-6]", "--hold"]'
     words = (
         "run.allow_faults=true",
         "train.validate_every_steps=30",

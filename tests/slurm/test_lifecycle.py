@@ -110,6 +110,17 @@ def test_a_run_survives_the_loss_of_its_node(desk, evidence, reference):
     assert_equals_undisturbed(desk, "power", 1, reference)
 
 
+def test_a_node_that_thaws_writes_nothing_into_a_run_that_goes_on_elsewhere(desk, evidence, reference):
+    found = evidence["frozen_node"].result()
+    assert found["changed"] == []
+    assert "was taken over by process" in found["log"]
+    assert "restart 1)" in found["log"]
+    assert [(start["restart"], start["from"]) for start in found["starts"]] == [(0, 0), (1, 20)]
+    assert found["ends"] == [0]
+    assert found["vanish_s"] < 60
+    assert_equals_undisturbed(desk, "frozen", 1, reference)
+
+
 def test_a_crash_that_returns_is_stopped_and_its_evidence_kept(desk, evidence):
     found = evidence["crash_for_ever"].result()
     assert [start["from"] for start in found["starts"]] == [0, 5, 5]
