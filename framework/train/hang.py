@@ -187,17 +187,20 @@ def write_report(alarm: Alarm, answers: Mapping[int, Answer | None], lines: Mapp
 def describe_alone(alarm: Alarm, host: str, silent_s: float | None, first: Line | None, answer: Answer) -> str:
     """The report of a rank that gets no verdict. host: who hosts the store. silent_s: since when it does not answer, None: it
     never has. first: the last line of rank 0. answer: of this rank."""
-    since = "has never answered" if silent_s is None else f"has not answered for {silent_s:.0f} s"
-    is_first = host.startswith("rank 0 ") and first is not None and answer.line.rank != 0
-    seen = [_describe_silent(0, first)] if is_first else []
-    return "\n".join(
-        [
-            f"{_describe_alarm(alarm)} hangs: {host}, through which ranks tell each other where they are, {since}",
-            *seen,
-            f"{_describe_node((answer.line.rank, alarm.lane), {answer.line.rank: answer})}",
-            _describe_deadline(alarm),
-        ]
-    )
+    mine, lane = answer.line, answer.lanes.get(alarm.lane)
+    is_first = host.startswith("rank 0 ") and first is not None and mine.rank != 0
+    who = f"{first.name}, does not answer" if is_first and first is not None else f"{host} does not answer"
+    if lane is not None and lane.wait is None:
+        who = f"{mine.name}, is behind, and {host} does not answer"
+    since = "never has" if silent_s is None else f"has not for {silent_s:.0f} s"
+    parts = [
+        f"{_describe_alarm(alarm)} hangs: {who}",
+        _describe_deadline(alarm),
+        f"{host} hosts the store through which ranks tell each other where they are, and {since} answered",
+        *([_describe_silent(0, first)] if is_first else []),
+        _describe_node((mine.rank, alarm.lane), {mine.rank: answer}),
+    ]
+    return "\n".join(parts)
 
 
 def _describe_alarm(alarm: Alarm) -> str:
