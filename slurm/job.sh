@@ -44,6 +44,12 @@ starts_without_progress() { # starts_without_progress STEP
 
 field() { scontrol --oneliner show job "$job" | grep -oE " $1=[^ ]*" | cut -d= -f2; }
 
+seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothing where SLURM does not say
+  local moment
+  moment=$(field "$1")
+  if [ -n "$moment" ]; then date --date="$moment" +%s 2>/dev/null; fi
+}
+
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
   rm -f "$run"/request-*
@@ -146,13 +152,14 @@ export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:
 # --- life
 mkdir -p "$run/slurm"
 touch "$history"
+submitted=$(seconds_of SubmitTime) began=$(seconds_of StartTime)    # for goodput: how long the job waited
 while :; do
   step=$(newest_step)
   starts=$(starts_without_progress "$step")
   if [ "$starts" -gt "$restarts_without_checkpoint" ]; then
     stop 1 "stopped: $starts starts from step $step, none with a newer checkpoint. What failed is above and in $history"
   fi
-  note "start from=$step nodes=$SLURM_JOB_NODELIST"
+  note "start from=$step nodes=$SLURM_JOB_NODELIST submitted=$submitted began=$began"
   say "starts {{ ranks }} on $SLURM_JOB_NODELIST, from step $step"
   start_ranks
   note "end code=$code step=$(newest_step)"

@@ -23,6 +23,8 @@ from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe
 from framework.track.console import format_duration
+from framework.track.goodput_log import read_account
+from framework.track.goodput_page import summarize_goodput
 from framework.track.jsonl import METRICS_FILE, read_records
 from framework.train.faults import LONG_S, LONG_STEPS
 
@@ -91,6 +93,7 @@ def describe_run(run: RunDirectory) -> str:
         ("here", _describe_holder(run) if not jobs else ""),
         ("restarts", _describe_history(history)),
         ("step", _describe_steps(run, recipe, time.time() if is_running(run, jobs) else None)),
+        ("goodput", _describe_goodput(run, recipe)),
         ("saved", trouble or (f"step {step:,}" if step else "no checkpoint yet")),
         ("log", f"{run.job_log}: {line}" if (line := telling_line(run.job_log)) else ""),
         ("next", _next_command(run, recipe, jobs, is_done)),
@@ -174,6 +177,14 @@ def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> s
     eta = f", {format_duration(pace_s * left)} of training left" if left else ""
     age = "" if now_s is None else _describe_age(now_s - last["unix_s"], pace_s * recipe.track.every_steps)
     return f"{last['step']:,} of {total:,} ({last['step'] / total:.0%}), loss {last['loss']:.4f}{age}{eta}"
+
+
+def _describe_goodput(run: RunDirectory, recipe: Recipe) -> str:
+    """Where the time went, up to the newest start's last note."""
+    account = read_account(run.path)
+    if account is None:
+        return ""
+    return summarize_goodput(account, recipe.launch.price_per_gpu_hour, recipe.launch.device == "cuda")
 
 
 def _describe_age(age_s: float, pace_s: float) -> str:

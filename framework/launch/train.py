@@ -18,6 +18,7 @@ from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
+from framework.launch.goodput import open_goodput
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.optim.disk_file import refuse_folder
@@ -33,6 +34,7 @@ from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
 from framework.train.faults import StepWatch, StopRequest, end_process
+from framework.train.goodput import Goodput
 from framework.train.loop import Loop
 from framework.train.phases import Phase, Phases
 from framework.train.profiler import StepProfiler
@@ -62,6 +64,7 @@ def train_rank(
     end_hung: ends this process where a step hangs and it is asked to stop.
     """
     phases = phases or Phases()
+    goodput = open_goodput(recipe, run_dir, phases)
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
     check_nodes(recipe)
     plan = make_plan(recipe, load_config(recipe.model, find_folder))
@@ -76,9 +79,10 @@ def train_rank(
     say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
     folder = run_dir if mesh.rank == 0 else None
     with nullcontext(stop) if stop else StopRequest() as requests, StepWatch(requests, end_hung, say, folder) as watch:
-        code = _train(plan, prepared, mesh, run_dir, requests, watch, phases)
+        code = _train(plan, prepared, mesh, run_dir, requests, watch, phases, goodput)
     # Not after an error: closing waits for the other ranks, which may be waiting for this one.
     mesh.close()
+    goodput.end(code)
     return code
 
 
@@ -102,8 +106,10 @@ def _train(
     stop: StopRequest,
     watch: StepWatch,
     phases: Phases,
+    goodput: Goodput | None = None,
 ) -> int:
     recipe, derived = plan.recipe, plan.derived
+    goodput = goodput or Goodput(phases)
     world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
     # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
     found = tell(partial(find_newest, root), world)
@@ -153,7 +159,7 @@ def _train(
         device=mesh.device,
     )
     saver = _open_saver(recipe, mesh, root, watch)
-    loop = Loop(run, state, recipe, loader, observers, info, saver, phases)
+    loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, run_dir, print)
     observers.contain("profile", partial(profiler.begin_step, state.step + 1))
@@ -184,6 +190,7 @@ def _train(
         saver.abandon(SAVE_PATIENCE_S)
         raise
     finally:
+        goodput.end(code)
         observers.close(code)
         run.close()
     return code

@@ -421,6 +421,9 @@ class Launch:
     starter: Literal["srun", "torchrun"] = key("slurm: srun starts every rank, or one torchrun per node", "srun")
     container: Container = group(Container)
     signal_seconds_before_end: int = key("slurm: so long before the time limit the run is told to save", 180, low=1)
+    price_per_gpu_hour: float | None = key(
+        "what a rank costs in an hour, in any currency: goodput then has costs; null: it has none", None, low=0.0
+    )
     retries: int = key("slurm: failures that are not the user's after which one job starts its ranks again", 10, low=0)
     restarts_without_checkpoint: int = key("slurm: restarts without a newer checkpoint before the run stops", 3, low=0)
     chain: int = key(

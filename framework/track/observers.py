@@ -8,6 +8,7 @@ from pathlib import Path
 
 from framework.recipe.schema import Recipe
 from framework.track.console import Console
+from framework.track.goodput_page import GoodputTable
 from framework.track.jsonl import LOADS_FILE, Jsonl, loads_of
 from framework.track.report import Observer, RunInfo, StepReport, save_run_info
 from framework.track.summary import Summary
@@ -61,7 +62,8 @@ def _name(observer: Observer) -> str:
 def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo) -> Observers:
     """The observers that the recipe asks for, opened. For rank 0; other ranks use `Observers()`."""
     console = Console()
-    observers: list[Observer] = [console, Jsonl(run_dir)]
+    # Closed in reverse order: the table stands between the report's files and the console's last word.
+    observers: list[Observer] = [console, GoodputTable(run_dir, console.say), Jsonl(run_dir)]
     if run.has_experts:
         observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of))
     if recipe.track.wandb.mode != "disabled":

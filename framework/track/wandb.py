@@ -132,6 +132,7 @@ def chart_values(record: dict[str, Any]) -> dict[str, float]:
     values |= {f"validation_loss/{name}": loss for name, loss in (record.get("validation_losses") or {}).items()}
     for axis, counts in record.get("traffic", {}).items():
         values |= {f"traffic/{axis}/{what}": count for what, count in counts.items()}
+    values |= {f"goodput/{part}": share for part, share in (record.get("goodput") or {}).items()}
     values |= _chart_imbalance(record.get("expert_imbalance") or {})
     rates = record.get("tokens_per_s_per_rank", [])
     if 0 < len(rates) <= MAX_RANKS_CHARTED:
