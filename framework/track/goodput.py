@@ -12,7 +12,7 @@ What is not known is not there: without a job nobody queued, and a start that wa
 note.
 
 Steps that are trained again were lost: when B resumes at step c, all that A spent on steps beyond c in its loop becomes lost
-work. A note is made every second or less often, so c may lie between two notes; steps between notes are taken to last alike.
+work. Notes are not made at each step, so c may lie between two notes; steps between notes are taken to last alike.
 """
 
 from collections.abc import Iterable, Mapping

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class GoodputLog:
     def __init__(self, run_dir: Path, ranks: int, now: Callable[[], float] = time.time) -> None:
         self._path, self._ranks, self._now = run_dir / GOODPUT_FILE, ranks, now
         self._accountant = Accountant()
+        self._file: Lines | None = None
         self._start = 0
         self._noted: tuple[dict[Part, float], dict[Part, float]] = {}, {}  # of the run, of this start
 
@@ -67,18 +69,35 @@ class GoodputLog:
     def _add(self, note: Note) -> None:
         """Counted also where it cannot be written: a full disk spoils the file, not what this process says of itself."""
         self._accountant.add(note)
-        append_note(self._path, note)
+        self._file = self._file or Lines(self._path)
+        self._file.append(note)
+
+
+class Lines:
+    """A file to which notes are appended, each by one write that the operating system has at once: a killed process loses
+    nothing. A line that was torn, by a crash or a full disk, gets its end before the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab+", buffering=0)
+        end = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, end - 1))
+        self._is_torn = self._file.read(1) not in (b"", b"\n")
+
+    def append(self, note: Note) -> None:
+        values = {name: value for name, value in vars(note).items() if value != _DEFAULTS[name] and value != {}}
+        line = f"{json.dumps(values, allow_nan=False)}\n".encode()
+        separator, self._is_torn = b"\n" * self._is_torn, True
+        written = self._file.write(separator + line)
+        self._is_torn = written != len(separator + line)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def append_note(path: Path, note: Note) -> None:
-    """One write of one line, behind a line of its own if a crash tore the last one."""
-    values = {name: value for name, value in vars(note).items() if value != _DEFAULTS[name] and value != {}}
-    line = json.dumps(values, allow_nan=False) + "\n"
-    with path.open("ab+") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        is_torn = file.read(1) not in (b"", b"\n")
-        file.write(b"\n" * is_torn + line.encode())
+    """One note of a process that has no more to say."""
+    with closing(Lines(path)) as lines:
+        lines.append(note)
 
 
 def note_launch(run_dir: Path, age_s: float) -> None:

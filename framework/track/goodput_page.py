@@ -15,7 +15,7 @@ GOODPUT_PICTURE = "goodput.png"
 COLORS = {
     Part.STEP: "#2f6db5", Part.EXPOSED: "#7fb2e5", Part.DATA_WAIT: "#35a0a0", Part.CHECKPOINT: "#7e5fb0",
     Part.VALIDATION: "#b79bd8", Part.COMPILE: "#e0a020", Part.START_UP: "#f0cf7a", Part.QUEUE: "#b5b5b5",
-    Part.RECOVERY: "#c2322d", Part.LOST: "#e8837a", Part.CLOSE: "#6e6e6e", Part.OFF: "#ececec",
+    Part.RECOVERY: "#c2322d", Part.LOST: "#e8837a", Part.CLOSE: "#6e6e6e", Part.OFF: "#dedede",
 }  # fmt: skip
 # Beyond so many starts each has no bar of its own: the last ones are shown.
 SHOWN_STARTS = 24
@@ -93,7 +93,7 @@ def draw_goodput(account: Account, title: str) -> bytes:
     figure.suptitle(f"{title}   {account.ettr:.1%} of {format_duration(account.on_s)} were steps that count")
     whole, starts = figure.subplots(2, 1, height_ratios=(1, 0.6 + 0.45 * len(rows)))
     _draw_bar(whole, 0.0, {part: 100 * share for part, share in account.shares.items()}, says=True)
-    whole.set(xlim=(0, 100), yticks=[], xlabel="% of the time, without what nobody ran")
+    whole.set(xlim=(0, 100), yticks=[], xlabel="% of the time, off left out")
     for position, (_, row) in enumerate(rows):
         _draw_bar(starts, position, {part: seconds / unit_s for part, seconds in row.items()})
     starts.set_yticks(range(len(rows)), [str(number) for number, _ in rows])
@@ -126,10 +126,9 @@ def _draw_bar(axes: Any, position: float, lengths: dict[Part, float], says: bool
 def _draw_legend(figure: Any, account: Account) -> None:
     from matplotlib.patches import Patch
 
-    unit_s, unit = _choose_unit(account.wall_s)
     shown = [part for part in Part if account.seconds[part] > 0]
     patches = [Patch(color=COLORS[part]) for part in shown]
-    labels = [f"{name_of(part)} {account.seconds[part] / unit_s:.3g} {unit[0]}" for part in shown]
+    labels = [f"{name_of(part)} {format_duration(account.seconds[part])}" for part in shown]
     figure.legend(patches, labels, loc="outside lower center", ncols=5, frameon=False)
 
 
