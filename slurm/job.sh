@@ -148,18 +148,19 @@ need {{ references | join(" ") }}
 {% endif %}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
+MESHWRIGHT_QUEUED="$(seconds_of SubmitTime) $(seconds_of StartTime)"    # for goodput: how long the job waited
+export MESHWRIGHT_QUEUED
 
 # --- life
 mkdir -p "$run/slurm"
 touch "$history"
-submitted=$(seconds_of SubmitTime) began=$(seconds_of StartTime)    # for goodput: how long the job waited
 while :; do
   step=$(newest_step)
   starts=$(starts_without_progress "$step")
   if [ "$starts" -gt "$restarts_without_checkpoint" ]; then
     stop 1 "stopped: $starts starts from step $step, none with a newer checkpoint. What failed is above and in $history"
   fi
-  note "start from=$step nodes=$SLURM_JOB_NODELIST submitted=$submitted began=$began"
+  note "start from=$step nodes=$SLURM_JOB_NODELIST"
   say "starts {{ ranks }} on $SLURM_JOB_NODELIST, from step $step"
   start_ranks
   note "end code=$code step=$(newest_step)"

@@ -15,7 +15,7 @@ from framework.train.goodput import Goodput
 from framework.train.phases import Phases
 
 _START = re.compile(r"\S+ job=\d+ restart=\d+ start from=.*")
-_QUEUED = re.compile(r" submitted=(\d+) began=(\d+)")
+QUEUED = "MESHWRIGHT_QUEUED"
 _END = re.compile(r"(\S+) job=\d+ restart=\d+ end code=(\d+) .*")
 
 
@@ -23,13 +23,14 @@ def open_goodput(recipe: Recipe, run_dir: Path, phases: Phases) -> Goodput:
     """The goodput of a rank, of which rank 0 keeps the record. Before ranks are connected: one that never is has spent time."""
     if os.environ.get("RANK", "0") != "0":
         return Goodput(phases)
-    log, contain = GoodputLog(run_dir, derive(recipe).world), Observers().contain
+    world = int(os.environ.get("WORLD_SIZE", derive(recipe).world))
+    log, contain = GoodputLog(run_dir, world), Observers().contain
     contain("goodput", partial(_begin, log, run_dir, phases))
     return Goodput(phases, log, contain)
 
 
 def _begin(log: GoodputLog, run_dir: Path, phases: Phases) -> None:
-    job = read_job(run_dir / "slurm" / "history") if is_task() else Job()
+    job = read_job(run_dir / "slurm" / "history", os.environ.get(QUEUED, "")) if is_task() else Job()
     log.begin(sum(phases.so_far().values()), job)
 
 
@@ -42,16 +43,15 @@ def find_age_s() -> float:
     return max(0.0, float(uptime.read_text().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def read_job(history: Path) -> Job:
-    """What a job's script noted of the newest start, and of the end before it: of a node that is lost it noted none."""
+def read_job(history: Path, queued: str) -> Job:
+    """What a job's script knows. queued: when the job was submitted and began, nothing where SLURM does not say. history: what it
+    noted of the end before the newest start: nothing of a node that was lost."""
     lines = history.read_text().splitlines() if history.is_file() else []
     starts = [index for index, line in enumerate(lines) if _START.fullmatch(line)]
-    if not starts:
-        return Job()
-    end = _END.fullmatch(lines[starts[-1] - 1]) if starts[-1] else None
+    end = _END.fullmatch(lines[starts[-1] - 1]) if starts and starts[-1] else None
     gone = (_unix_s(end[1]), int(end[2])) if end else (None, None)
-    queued = _QUEUED.search(lines[starts[-1]])
-    return Job(*(map(float, queued.groups()) if queued else (None, None)), *gone)
+    moments = [float(word) for word in queued.split() if word.isdigit()]
+    return Job(*(moments if len(moments) == 2 else (None, None)), *gone)
 
 
 def _unix_s(stamp: str) -> float:

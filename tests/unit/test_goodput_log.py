@@ -156,22 +156,22 @@ def test_a_start_reads_what_the_former_ones_left(tmp_path):
 
 
 HISTORY = """\
-2026-11-21T04:54:00+0000 job=4 restart=0 start from=0 nodes=n1 submitted=1795230800 began=1795230830
+2026-11-21T04:54:00+0000 job=4 restart=0 start from=0 nodes=n1
 2026-11-21T04:54:51+0000 job=4 restart=0 end code=85 step=95
-2026-11-21T04:54:58+0000 job=4 restart=1 start from=95 nodes=n3 submitted=1795236892 began=1795236897
+2026-11-21T04:54:58+0000 job=4 restart=1 start from=95 nodes=n3
 """
 
 
 def test_the_job_says_how_long_it_waited_and_how_the_former_start_ended(tmp_path):
     history = tmp_path / "history"
-    assert read_job(history) == Job()
+    assert read_job(history, "") == Job()
     history.write_text(HISTORY)
-    assert read_job(history) == Job(1795236892.0, 1795236897.0, 1795236891.0, 85)
-    history.write_text(HISTORY.splitlines(keepends=True)[0])
-    assert read_job(history) == Job(1795230800.0, 1795230830.0)
-    lost = [HISTORY.splitlines()[0], HISTORY.splitlines()[2].replace(" submitted=1795236892 began=1795236897", "")]
-    history.write_text("\n".join(lost))  # of a node that was lost nobody noted the end; an older script notes no queue
-    assert read_job(history) == Job()
+    assert read_job(history, "1795236892 1795236897") == Job(1795236892.0, 1795236897.0, 1795236891.0, 85)
+    first, _, last = HISTORY.splitlines()
+    history.write_text(f"{first}\n")
+    assert read_job(history, "1795230800 1795230830") == Job(1795230800.0, 1795230830.0)
+    history.write_text(f"{first}\n{last}\n")  # of a node that was lost nobody noted the end
+    assert read_job(history, " 1795236897") == Job()  # SLURM has not said when it was submitted
 
 
 def test_a_process_knows_its_age():
