@@ -64,6 +64,12 @@ field() { # field NAME: of this job. A controller that is down for a while is as
   grep -oE " $1=[^ ]*" <<< "$said" | cut -d= -f2
 }
 
+seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothing where SLURM does not say
+  local moment
+  moment=$(field "$1")
+  if [ -n "$moment" ]; then date --date="$moment" +%s 2>/dev/null; fi
+}
+
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
   rm -f "$run"/request-*
@@ -164,6 +170,8 @@ need {{ references | join(" ") }}
 {% endif %}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
+MESHWRIGHT_QUEUED="$(seconds_of SubmitTime) $(seconds_of StartTime)"    # for goodput: how long the job waited
+export MESHWRIGHT_QUEUED
 
 # --- life
 mkdir -p "$run/slurm"

@@ -6,6 +6,7 @@ check -> data -> run directory, lock, recipe.yaml -> ranks -> what to type next
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, explain_errors, refuse_unwritable
 from framework.launch.epochs import settle_length, settle_steps
+from framework.launch.goodput import find_age_s
 from framework.launch.resume import resume_recipe
 from framework.launch.settle import settle, settle_tokens
 from framework.launch.snapshot import describe_software
@@ -27,6 +29,7 @@ from framework.recipe.describe import caution_of_export, describe_blend
 from framework.recipe.environment import fill
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
+from framework.track.goodput_log import note_gone, note_launch
 
 
 def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
@@ -156,10 +159,14 @@ def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:
 def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:
     print(f"run      {run.path}" + (f", from step {from_step:,}" if from_step else ""), flush=True)
     world, variables = derive(recipe).world, rank_variables(recipe)
+    with suppress(OSError):  # a full disk: goodput begins with the ranks
+        note_launch(run.path, find_age_s())
     if world == 1 and not variables:
         outcome = Outcome(rank.main(run.path, lease))
     else:  # variables are for a process that starts with them: libraries read theirs when they are loaded
         outcome = run_ranks(("-m", rank.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
+    with suppress(OSError):  # a full disk: the next start infers when this one ended
+        note_gone(run.path, outcome.code)
     if outcome.message:
         print(outcome.message, file=sys.stderr)
     print(conclude(run, recipe, outcome.code), flush=True)

@@ -23,6 +23,8 @@ from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe
 from framework.track.console import format_duration
+from framework.track.goodput_log import read_account
+from framework.track.goodput_page import summarize_goodput
 from framework.track.jsonl import METRICS_FILE, read_records
 from framework.train.faults import LONG_S, LONG_STEPS
 from framework.train.hang import Line, fold_ranks
@@ -96,6 +98,7 @@ def describe_run(run: RunDirectory) -> str:
         ("restarts", _describe_history(history)),
         ("step", _describe_steps(run, recipe, now_s)),
         *[("ranks", text) for text in ([] if now_s is None else describe_ranks(*read_ranks(run.path), now_s))],
+        ("goodput", _describe_goodput(run, recipe)),
         ("saved", trouble or (f"step {step:,}" if step else "no checkpoint yet")),
         ("log", f"{run.job_log}: {line}" if (line := telling_line(run.job_log)) else ""),
         ("next", _next_command(run, recipe, jobs, is_done)),
@@ -198,6 +201,14 @@ def _describe_alike(doing: str, wait: str, lines: Sequence[Line]) -> str:
     who = f"[{lines[0].coordinates}]" if len(lines) == 1 else f"({len(lines)} ranks)"
     seconds = max(line.seconds for line in lines)
     return f"{fold_ranks([line.rank for line in lines])} {who}{where}: {doing}, {seconds:.0f} s{f', in {wait}' if wait else ''}"
+
+
+def _describe_goodput(run: RunDirectory, recipe: Recipe) -> str:
+    """Where the time went, up to the newest start's last note."""
+    account = read_account(run.path)
+    if account is None:
+        return ""
+    return summarize_goodput(account, recipe.launch.price_per_gpu_hour, recipe.launch.device == "cuda")
 
 
 def _describe_age(age_s: float, pace_s: float) -> str:

@@ -28,6 +28,7 @@ from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
 from framework.launch.fault_door import FaultDoor
+from framework.launch.goodput import open_goodput
 from framework.launch.probe import probe
 from framework.lease import Lease
 from framework.mesh.topology import Topology
@@ -48,6 +49,7 @@ from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
 from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.faults import StepWatch, StopRequest, end_process
+from framework.train.goodput import Goodput
 from framework.train.hang import SAVES, TRAINING
 from framework.train.loop import Loop
 from framework.train.phases import Phase, Phases
@@ -83,7 +85,9 @@ def train_rank(
     launches it. door: through which faults are injected.
     """
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
-    progress, deadlines = Progress(phases or Phases()), find_deadlines(recipe)
+    phases = phases or Phases()
+    goodput = open_goodput(recipe, run_dir, phases)
+    progress, deadlines = Progress(phases), find_deadlines(recipe)
     place = launched_place(), name_place(recipe)
     with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir):
         check_nodes(recipe)
@@ -105,9 +109,10 @@ def train_rank(
         folder = run_dir if mesh.rank == 0 else None
         watch = partial(StepWatch, end=end_hung, say=say, folder=folder, lease=lease, progress=progress)
         with nullcontext(stop) if stop else StopRequest() as requests, watch(requests) as steps:
-            code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, door)
+            code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, door, goodput)
         # Not after an error: closing waits for the other ranks, which may be waiting for this one.
         mesh.close()
+        goodput.end(code)
     return code
 
 
@@ -139,8 +144,10 @@ def _train(
     watch: StepWatch,
     phases: Phases,
     door: FaultDoor | None,
+    goodput: Goodput | None = None,
 ) -> int:
     recipe, derived = plan.recipe, plan.derived
+    goodput = goodput or Goodput(phases)
     world, dp, run_dir, root = mesh.axis("world"), mesh.axis("dp"), lease.run, lease.run / "checkpoints"
     # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
     found = tell(partial(find_newest, root), world)
@@ -191,7 +198,7 @@ def _train(
         hear=_open_hearers(recipe, mesh, run_dir, state, door),
     )
     saver = _open_saver(recipe, mesh, lease, watch, no_fault if door is None else door.reach)
-    loop = Loop(run, state, recipe, loader, observers, info, saver, phases)
+    loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
     observers.contain("profile", partial(profiler.begin_step, state.step + 1))
@@ -226,6 +233,7 @@ def _train(
         saver.abandon(SAVE_PATIENCE_S)
         raise
     finally:
+        goodput.end(code)
         observers.close(code)
         run.close()
     return code

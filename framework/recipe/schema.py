@@ -430,6 +430,9 @@ class Launch:
         " device, all-reduces; a bad node is left out (docs/reliability.md)",
         True,
     )
+    price_per_gpu_hour: float | None = key(
+        "what a rank costs in an hour, in any currency: goodput then has costs; null: it has none", None, low=0.0
+    )
     retries: int = key("slurm: failures that are not the user's after which one job starts its ranks again", 10, low=0)
     restarts_without_checkpoint: int = key("slurm: restarts without a newer checkpoint before the run stops", 3, low=0)
     chain: int = key(

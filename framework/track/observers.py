@@ -11,6 +11,7 @@ from framework.errors import LeaseLost
 from framework.lease import Lease
 from framework.recipe.schema import Recipe
 from framework.track.console import Console
+from framework.track.goodput_page import GoodputTable
 from framework.track.jsonl import LOADS_FILE, Jsonl, loads_of
 from framework.track.report import Observer, RunInfo, StepReport, save_run_info
 from framework.track.summary import Summary
@@ -77,7 +78,8 @@ def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo, lease: Lease | N
     """The observers that the recipe asks for, opened. For rank 0; other ranks use `Observers()`. lease: of the run, None where
     nobody launches it."""
     console, lease = Console(), lease or Lease(run_dir)
-    observers: list[Observer] = [console, Jsonl(run_dir, lease=lease)]
+    # Closed in reverse order: the table stands between the report's files and the console's last word.
+    observers: list[Observer] = [console, GoodputTable(run_dir, console.say), Jsonl(run_dir, lease=lease)]
     if run.has_experts:
         observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of, lease=lease))
     if recipe.track.wandb.mode != "disabled":

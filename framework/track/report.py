@@ -38,6 +38,7 @@ class StepReport:
     stragglers: dict[str, float] = field(default_factory=dict)
     exposed_communication_s: float = 0.0
     pipeline_bubble: float = 0.0
+    goodput: dict[str, float] = field(default_factory=dict)
     expert_imbalance: dict[str, float] = field(default_factory=dict)
     expert_imbalance_max: float | None = None
     expert_imbalance_mean: float | None = None

@@ -1,5 +1,5 @@
-"""The report that ends every run: report.png (curves) and report.txt (one page), from run_info.json and metrics.jsonl only,
-so that it can be written again at any time: `write_report(run_dir)`."""
+"""The report that ends every run: report.png (curves), goodput.png and report.txt (one page), from run_info.json, metrics.jsonl
+and goodput.jsonl only, so that it can be written again at any time: `write_report(run_dir)`."""
 
 import io
 import math
@@ -11,6 +11,9 @@ from typing import Any
 
 from framework.lease import Lease
 from framework.track.console import format_count, format_duration
+from framework.track.goodput import Account
+from framework.track.goodput_log import GOODPUT_FILE, read_account
+from framework.track.goodput_page import GOODPUT_PICTURE, describe_goodput, draw_goodput, price_of
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE, read_last_records, read_records
 from framework.track.report import RunInfo, StepReport, load_run_info
 
@@ -78,8 +81,12 @@ def write_report(run_dir: Path, lease: Lease | None = None) -> list[Path]:
     if curves["step"]:
         written.append(run_dir / REPORT_PICTURE)
         lease.write(written[-1], draw(run, curves))
+    account = read_account(run_dir)
+    if account is not None:
+        written.append(run_dir / GOODPUT_PICTURE)
+        lease.write(written[-1], draw_goodput(account, run.run_id))
     written.append(run_dir / REPORT_TEXT)
-    lease.write(written[-1], describe(run, curves, run_dir).encode())
+    lease.write(written[-1], describe(run, curves, run_dir, account).encode())
     return written
 
 
@@ -108,13 +115,15 @@ def add_loads(records: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
     return sums
 
 
-def describe(run: RunInfo, curves: Curves, run_dir: Path) -> str:
+def describe(run: RunInfo, curves: Curves, run_dir: Path, account: Account | None = None) -> str:
     """The page of text."""
     blocks = [_what_was_run(run)]
     if curves["step"]:
         blocks += [_results(run, curves), _experts(curves), _speed(run, curves), _traffic(curves.last["traffic"])]
     else:
         blocks.append(["Results", "  no step was reported"])
+    if account is not None:
+        blocks.append(list(describe_goodput(account, price_of(run), run.device != "cpu")))
     blocks.append(_files(run_dir))
     is_done = bool(curves["step"]) and curves["step"][-1] >= run.total_steps
     commands = run.next_commands(is_done, is_saved=is_done or (run_dir / "checkpoints.json").exists())
@@ -295,6 +304,8 @@ def _files(run_dir: Path) -> list[str]:
         (METRICS_FILE, "every metric, defined in docs/metrics.md"),
         (LOADS_FILE, "tokens of each expert"),
         (REPORT_PICTURE, "curves"),
+        (GOODPUT_FILE, "where the time of each start went"),
+        (GOODPUT_PICTURE, "the same, drawn"),
         ("checkpoints", "states to resume from"),
         ("wandb", "the mirror for wandb"),
     )

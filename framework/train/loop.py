@@ -29,6 +29,7 @@ from framework.track.memory import peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
 from framework.train.faults import StepWatch, StopRequest
+from framework.train.goodput import Goodput
 from framework.train.phases import Phase, Phases
 from framework.train.progress import name_coordinates
 from framework.train.state import RunState
@@ -73,7 +74,7 @@ class Loop:
     """Trains from `state` to `train.steps`. Reading lags one step behind the device, so that nothing waits for it.
 
     On every rank; whatever it does it does on all of them in the same order. `observers` hear of rank 0's reports only.
-    timed: what this rank did in its last step. phases: hears of each step, and of waits for data.
+    timed: what this rank did in its last step. phases: hears of each step, and of waits for data. goodput: of steps that end.
     """
 
     def __init__(
@@ -86,11 +87,14 @@ class Loop:
         info: RunInfo,
         saver: Saver,
         phases: Phases,
+        goodput: Goodput | None = None,
     ):
         self.run, self.state, self.recipe, self.derived = run, state, recipe, derive(recipe)
         self.timed: tuple[Timed, ...] = ()
         self._loader, self._observers, self._info, self._saver = loader, observers, info, saver
         self._phases = phases
+        self._goodput = goodput or Goodput(phases)
+        self._exposed_s = 0.0  # of steps that were concluded since goodput heard of it
         self._reported_stall_s = 0.0
         self._unread: PendingStep | None = None
         self._unreported: tuple[PendingStep, StepValues] | None = None
@@ -115,13 +119,17 @@ class Loop:
         NumericsError after too many steps in a row that were not finite.
         """
         self._hosts, self._say = watch.progress.hosts, watch.tell
+        self._goodput.begin_loop(self.state.step, lambda: self._saver.stalled_s)
         while self.state.step < self.recipe.train.steps and not self._flags.stop:
             # How long a step takes that also validates nobody knows beforehand.
             self._phases.begin(Phase.STEP, self.state.step + 1)
             with watch.step(self.state.step + 1) if self._validation is None else nullcontext():
                 self._take_step(self._own_flags(stop))
+            self._goodput.end_step(self.state.step, self._exposed_s)
+            self._exposed_s = 0.0
             yield self.state.step
         self.end_validation()
+        self._goodput.begin_close()
 
     @property
     def is_done(self) -> bool:
@@ -236,6 +244,7 @@ class Loop:
         if pending is None:
             return
         values = StepValues.unpack(pending.sums.values())
+        self._exposed_s += sum(each.seconds for each in pending.waits)  # the device has passed them, as it has the sums
         self._flags = Flags(self._flags.stop or values.flags.stop, values.flags.save)
         self._skipped_in_a_row = 0 if values.is_finite else self._skipped_in_a_row + 1
         self.state.skipped_steps += not values.is_finite
@@ -309,6 +318,7 @@ class Loop:
             save_stall_s=self._take_stall(),
             failed_saves=self._saver.failures,
             stragglers={f"{rank} {phase}": excess_s for (rank, phase), excess_s in self._stragglers.slow.items()},
+            goodput=self._goodput.shares(),
             **self._describe_experts(pending),
         )
 
