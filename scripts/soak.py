@@ -7,7 +7,8 @@ and is stopped in every case. Kinds and victims follow from the seed; moments de
 folder has what happened when. The run starts again by its own script; nobody helps it, but that a lost node's power comes back.
 
 Ends with 1 on any violation: a fault that never came, a run that did not go on, weights or losses that are not bitwise those of
-the fault-free run of as many steps, a sample that is lost, repeated or of other tokens, a process that is left over.
+the fault-free run of as many steps, a sample that is lost, repeated or of other tokens, parts of goodput that do not add up to
+the wall time within 2%, a process that is left over.
 """
 
 import argparse
@@ -36,6 +37,7 @@ import torch
 from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, list_checkpoints, newest_checkpoint, step_of
 from framework.launch.fault_plan import parse_fault, plan_faults, read_log
 from framework.launch.inject import damage
+from framework.track.goodput_log import read_account
 from framework.track.jsonl import METRICS_FILE, read_last_records, read_records
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run
@@ -73,6 +75,8 @@ SLURM = (
 # A fault that is not over after so long is a violation. Generous: the machine may be busy with something else.
 PATIENCE_S = 300.0
 POLL_S = 0.05
+# The parts of goodput add up to the wall time within this share; SLURM's stamps are whole seconds.
+GOODPUT_SHARE, GOODPUT_SLACK_S = 0.02, 3.0
 # How often the controller is asked whether the job is still there.
 JOB_POLL_S = 5.0
 WORDS = 4000  # of the corpus, so that no two samples are alike
@@ -104,6 +108,7 @@ class Report:
     steps: int = 0
     seconds: float = 0.0
     starts: int = 0
+    goodput: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -120,6 +125,7 @@ class Soak:
         self.planned: set[str] = set()  # ids of the faults that ranks are to do to themselves now
         self.started_s: float | None = None  # when the ranks were seen to start again, where the fault waits for that
         self.job = desk.submit_as(RUN, *RECIPE, *SLURM)
+        self.submitted_s = time.time()
 
     # --- how the run stands
 
@@ -486,6 +492,19 @@ def compare(desk: Desk, steps: int) -> list[str]:
     return problems + find_ledger_problems(lineages[0], steps * PER_STEP, lineages[1])
 
 
+def check_goodput(soak: Soak, ended_s: float, report: Report) -> list[str]:
+    """Whether the parts of the run's time add up to what a clock outside of it says."""
+    account = read_account(soak.run)
+    if account is None:
+        return ["there is no record of goodput"]
+    report.goodput = {part.value: round(seconds, 2) for part, seconds in account.seconds.items()}
+    wall_s = ended_s - soak.submitted_s
+    off_s = abs(account.wall_s - wall_s)
+    if off_s > max(GOODPUT_SLACK_S, GOODPUT_SHARE * wall_s):
+        return [f"goodput adds up to {account.wall_s:.1f} s of {wall_s:.1f} s"]
+    return []
+
+
 def job_is_over(job: str) -> bool:
     with suppress(subprocess.SubprocessError, TypeError):  # the controller is down for a moment
         return job_state(job) not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
@@ -563,6 +582,7 @@ def soak(args: argparse.Namespace, folder: Path) -> Report:
             sabotage(run)
         report.steps, report.starts = finish(run), run.num_starts()
         report.seconds = time.monotonic() - began
+        report.problems += check_goodput(run, time.time(), report)
         report.problems += compare(desk, report.steps)
         deadline = time.monotonic() + 60
         while (left := left_over(desk)) and time.monotonic() < deadline:
@@ -627,6 +647,10 @@ def main() -> int:
     print(f"\n{render(report)}\n")
     came = sum(event.recovered_s is not None for event in report.events)
     print(f"{came} faults in {report.seconds / 60:.1f} minutes, {report.starts} starts, {report.steps:,} steps")
+    if report.goodput:
+        total = sum(report.goodput.values())
+        shares = ", ".join(f"{part} {seconds / total:.1%}" for part, seconds in report.goodput.items() if seconds)
+        print(f"goodput of {total:.0f} s: {shares}")
     for problem in report.problems:
         print(f"VIOLATION: {problem}")
     print("equal to the fault-free run, to the bit" if not report.problems else f"{len(report.problems)} violations")
