@@ -24,6 +24,7 @@ from framework.launch.phases import START_UP, PhaseBar
 from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, is_task
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
+from framework.recipe.elastic import at_nodes
 from framework.recipe.schema import Launch, Recipe
 from framework.train.faults import StopRequest
 from framework.train.phases import Phases
@@ -125,6 +126,8 @@ def run_process(work: Callable[[], int]) -> NoReturn:
 def _train(run_dir: Path) -> int:
     run = RunDirectory.open(run_dir)
     recipe = load_recipe(run.recipe)
+    if is_task():
+        recipe = at_nodes(recipe, int(os.environ["SLURM_STEP_NUM_NODES"]))
     threads = count_threads(recipe.launch, derive(recipe).ranks_per_node)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if recipe.launch.device == "cpu":

@@ -172,7 +172,7 @@ def parse_note(line: str) -> dict:
     values = dict(word.split("=", 1) for word in words if "=" in word)
     note = {"time": time.mktime(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S")), "job": values["job"]}
     note |= {name: int(values[name]) for name in ("restart", "from", "code", "step") if name in values}
-    return note | {"what": "start" if "from" in values else "end", "nodes": values.get("nodes", "")}
+    return note | {"what": words[2], "nodes": values.get("nodes", ""), "node": values.get("node", "")}
 
 
 def job_field(job: str, name: str) -> str:
