@@ -27,7 +27,8 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
     itself."""
     pool = ThreadPoolExecutor(4)
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
-        chain, node_loss, local_references, preemption, killed_ranks, cancelled, layouts, crash_for_ever, users_mistake, bad_node,
+        chain, spare_node, fewer_nodes, first_node_lost,
+        node_loss, local_references, preemption, killed_ranks, cancelled, layouts, crash_for_ever, users_mistake, bad_node,
         array, torchrun, all_damaged, unreadable,
     )  # fmt: skip
     measured = pool.submit(time_limit, desk)
@@ -222,7 +223,7 @@ def unreadable(desk: Desk) -> Evidence:
 def users_mistake(desk: Desk) -> Evidence:
     """A mistake that only the ranks can see, for `submit` refuses it: while the job is held, somebody edits its recipe, and the
     model has fewer positions than a sequence."""
-    held = 'launch.sbatch=["--exclude=n[4-5]", "--hold"]'
+    held = 'launch.sbatch=["--exclude=n[4-12]", "--hold"]'
     job = desk.submit("mistake", "model.config.max_position_embeddings=16", "launch.nodes=2", held)
     recipe = desk.folder("mistake") / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_position_embeddings: 16", "max_position_embeddings: 8"))
@@ -256,6 +257,49 @@ def array(desk: Desk) -> Evidence:
     recipes = [(desk.folder(run) / "recipe.yaml").read_text() for run in runs]
     status = desk.meshwright("status", "runs/sweep-sweep-001").out
     return {"at_once": max(at_once), "losses": [desk.losses(run) for run in runs], "recipes": recipes, "status": status}
+
+
+def spare_node(desk: Desk) -> Evidence:
+    """Two nodes and a spare one; one of the two loses its power."""
+    only = 'launch.sbatch=["--exclude=n[1-5,9-12]"]'
+    job = desk.submit("spare", "launch.nodes=2", "launch.spares=1", only, WAITS, desk.ledger())
+    lost = lose_node(desk, "spare", "n7")
+    desk.wait_until_gone(job)
+    return lost | {"job": job, "state": job_state(job), "starts": desk.starts("spare"), "ends": desk.ends("spare")}
+
+
+def fewer_nodes(desk: Desk) -> Evidence:
+    """One or two nodes. The second is lost, the run goes on with one, is stopped, and goes on with two when that is back."""
+    only = 'launch.sbatch=["--exclude=n[1-8,11-12]"]'
+    job = desk.submit("fewer", "launch.nodes=[1,2]", only, WAITS, desk.ledger())
+    lost = lose_node(desk, "fewer", "n10")
+    desk.let_go(desk.pause("fewer", 60))
+    desk.meshwright("stop", "runs/fewer")
+    desk.wait_until_gone(job)
+    desk.cluster("boot", "n10")
+    wait_for(lambda: "idle" in call("sinfo", "--noheader", "--nodes=n10", "--format=%T"), "n10")
+    again = desk.resume("fewer")
+    desk.wait_until_gone(again)
+    return lost | {"jobs": [job, again], "starts": desk.starts("fewer"), "ends": desk.ends("fewer")}
+
+
+def first_node_lost(desk: Desk) -> Evidence:
+    """One or two nodes, and the one with the job's script is lost."""
+    only = 'launch.sbatch=["--exclude=n[1-10]"]'
+    job = desk.submit("headless", "launch.nodes=[1,2]", only, WAITS)
+    lost = lose_node(desk, "headless", "n11")
+    wait_for(lambda: len(desk.starts("headless")) > 1, "another start", tell=lambda: desk.log("headless"))
+    desk.wait_until_gone(job)
+    return lost | {"starts": desk.starts("headless"), "log": desk.log("headless")}
+
+
+def lose_node(desk: Desk, run: str, node: str) -> Evidence:
+    """The node loses its power while the run is at step 30, in front of which it has saved step 20."""
+    pids = desk.pause(run, 30)
+    at = desk.records(run)[-1]["step"]
+    desk.cluster("kill", node)
+    desk.let_go(pids)
+    return {"at": at}
 
 
 def torchrun(desk: Desk) -> Evidence:
