@@ -77,11 +77,13 @@ end_where_nodes_are_lost() { # end_where_nodes_are_lost SRUN: of a lost node sru
 
 # A job that keeps its nodes keeps them as well when the one with this script is lost, and would hold the others until its time
 # limit. A task on another node looks whether it is still there, and requeues the job where it is not.
-guard_job() { # guard_job NODE: runs there; NODE is the one with the script
-  local names
+guard_job() { # guard_job NODE RESTART: runs there; NODE is the one with the script
+  local names restart
   while sleep 5; do
-    names=$(field NodeList)
-    if [ -z "$names" ] || scontrol show hostnames "$names" | grep -qxF "$1"; then continue; fi
+    names=$(field NodeList) restart=$(field Restarts)
+    if [ -z "$names" ] || [ -z "$restart" ]; then continue; fi    # nobody answers
+    if [ "$restart" != "$2" ]; then return; fi                    # this node was frozen, and the job has other nodes by now
+    if scontrol show hostnames "$names" | grep -qxF "$1"; then continue; fi
     say "the node of this script is lost: $1; requeued" >> "$run/job.log"
     start_soon
     scontrol requeue "$job" || scancel "$job"
@@ -97,7 +99,7 @@ keep_guard() { # one, on a node that is not left out
   guard_node=$(job_nodes | grep -vxF "$SLURMD_NODENAME" | tail -n 1)
   if [ -z "$guard_node" ]; then return; fi    # of a job of one node SLURM takes care
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$guard_node" --job-name=guard --quiet bash -c \
-    "$(declare -f say field start_soon guard_job); run=\$0 job=$job; guard_job $SLURMD_NODENAME" "$run" < /dev/null &> /dev/null &
+    "$(declare -f say field start_soon guard_job); run=\$0 job=$job; guard_job $SLURMD_NODENAME ${SLURM_RESTART_COUNT:-0}" "$run" < /dev/null &> /dev/null &
   guard=$!
 }
 

@@ -126,9 +126,15 @@ def test_a_guard_is_on_another_node_than_the_script(tmp_path, job):
     assert (notes / "guards").read_text().split() == ["n3", "n2"]
 
 
-@pytest.mark.parametrize(("nodes", "requeues"), [("n1,n2", False), ("n2", True)])
-def test_the_guard_requeues_a_job_without_its_first_node(tmp_path, nodes, requeues):
-    """And no other: the one with the script is still there when a spare one is lost."""
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "requeues"),
+    [
+        ("n2", 0, True),
+        ("n1,n2", 0, False),  # another node is lost
+        ("n2", 1, False),  # the guard's node was frozen and thaws: the job runs elsewhere by now
+    ],
+)
+def test_the_guard_requeues_a_job_without_its_first_node(tmp_path, nodes, restarts, requeues):
     text = script(tmp_path, 2, 1)
     functions = re.findall(
         r"^(?:say|field|start_soon|guard_job)\(\) \{.*?^\}$|^(?:say|field)\(\) \{.*\}$", text, re.M | re.S
@@ -136,12 +142,10 @@ def test_the_guard_requeues_a_job_without_its_first_node(tmp_path, nodes, requeu
     (tmp_path / "run").mkdir()
     mocks = (
         f"sleep() {{ if [ -e {tmp_path}/slept ]; then return 1; fi; touch {tmp_path}/slept; }}\n"
-        f"scontrol() {{ case $2 in hostnames) tr , '\\n' <<< $3 ;; job) echo ' NodeList={nodes}' ;; *) echo $* ;; esac; }}\n"
+        f"scontrol() {{ case $2 in hostnames) tr , '\\n' <<< $3 ;; job) echo ' NodeList={nodes} Restarts={restarts}' ;; *) echo $* ;; esac; }}\n"
         "sbatch() { :; }; scancel() { echo cancel; }"
     )
-    words = "\n".join(
-        [*functions, mocks, f"run={tmp_path}/run job=7", 'scontrol_show() { scontrol "$@"; }', "guard_job n1"]
-    )
+    words = "\n".join([*functions, mocks, f"run={tmp_path}/run job=7", "guard_job n1 0"])
     words = words.replace("scontrol --oneliner show job", "scontrol show job")
     done = subprocess.run(["bash", "-uc", words], capture_output=True, text=True, timeout=30, check=False)
     assert (done.stdout.strip() == "requeue 7") == requeues, done
