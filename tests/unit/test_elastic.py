@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.cli import main
-from framework.errors import EXIT_DONE, EXIT_USER
+from framework.errors import EXIT_DONE, EXIT_USER, TopologyError
 from framework.launch.elastic import describe_counts, legal_counts, plan_counts
+from framework.launch.task import check_place
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from framework.recipe.elastic import at_nodes, can_move, node_counts
@@ -152,3 +153,13 @@ def test_train_refuses_a_range_and_says_how_it_could(tmp_path, monkeypatch, caps
     words = [*TINY, "launch.nodes=[1,2]", "batch.sequences_per_step=32"]
     assert main(["train", *words]) == EXIT_USER
     assert "launch.kind=local launch.ranks=4 launch.nodes=null" in capsys.readouterr().err
+
+
+def test_a_rank_checks_its_place_by_the_nodes_of_its_start(monkeypatch):
+    """The third of four ranks on two nodes of a recipe for up to four."""
+    for name, value in {"RANK": "2", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    recipe = of("launch.nodes=[1,4]", "batch.sequences_per_step=32")
+    check_place(derive(at_nodes(recipe, 2)))
+    with pytest.raises(TopologyError, match="node 1 of 2, but the plan is node 1 of 4"):
+        check_place(derive(recipe))
