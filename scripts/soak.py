@@ -45,7 +45,8 @@ from tests.slurm.cluster import SCRIPT, Desk, call, job_state, lives
 from tests.slurm.conftest import free_ports, why_not
 from tests.slurm.scenarios import left_over
 
-NODES, RANKS = 4, 2  # two of the nodes are spare: a lost one is not waited for
+# The job has three nodes, of which one is spare: a lost one is replaced in the job, the next one by another job on those left.
+NODES, RANKS = 5, 2
 RUN, REFERENCE = "soak", "fault-free"
 EVERY, PER_STEP = 40, 12
 RECIPE = (
@@ -65,6 +66,7 @@ SLURM = (
     "launch=slurm",
     "launch.gres=null",
     f"launch.nodes={RANKS}",
+    "launch.spares=1",
     "launch.ranks_per_node=1",
     'launch.time="08:00:00"',
     "launch.retries=100000",
@@ -269,16 +271,12 @@ class Soak:
         return f"a job of a higher partition takes {node}"
 
     def lost_node(self) -> str:
-        """Its power goes, and comes back some seconds later. A user types what `status` advises against SLURM's delay."""
-        node = self.rng.choice(self.nodes())
+        """Its power goes, and comes back once the run goes on elsewhere, or SLURM has requeued the job."""
+        node, before = self.rng.choice(self.nodes()), self.num_starts()
         self.desk.cluster("kill", node)
-        self.wait(lambda: job_state(self.job) in ("PENDING", "COMPLETING"), "the requeue of SLURM")
-        self.wait(lambda: job_state(self.job) == "PENDING", "the requeue of SLURM")
+        how = self.wait_for_others(before)
         self.desk.cluster("boot", node)
-        time.sleep(2)
-        if job_state(self.job) == "PENDING":
-            call("scontrol", "update", f"JobId={self.job}", "StartTime=now")
-        return f"node {node} loses its power"
+        return f"node {node} loses its power; {how}"
 
     def frozen_node(self) -> str:
         """It stops answering, SLURM gives it up, the run goes on elsewhere; then it thaws, and its ranks must harm nothing."""
@@ -287,15 +285,29 @@ class Soak:
         stale = self.wait_for_ranks()[rank]
         self.desk.cluster("freeze", nodes[rank])
         try:
-            self.wait(lambda: job_state(self.job) == "PENDING", "the requeue of SLURM")
-            call("scontrol", "update", f"JobId={self.job}", "StartTime=now")
-            self.wait(lambda: self.num_starts() > before, "another start of the ranks")
-            self.started_s = time.time()
+            how = self.wait_for_others(before)
             self.wait(lambda: (self.last() or {"unix_s": 0})["unix_s"] > self.started_s, "a step of the new start")
         finally:
             self.desk.cluster("thaw", nodes[rank])
         self.wait(lambda: not lives(stale), "the end of the frozen rank")
-        return f"node {nodes[rank]} freezes, and thaws once the run goes on elsewhere"
+        return f"node {nodes[rank]} freezes, and thaws once the run goes on elsewhere; {how}"
+
+    def wait_for_others(self, before: int) -> str:
+        """Return once the ranks have started without a lost node. A user types what `status` advises against SLURM's delay."""
+        is_requeued = lambda: self.num_starts() > before or job_state(self.job) == "PENDING"  # noqa: E731
+        self.wait(is_requeued, "a start without the lost node")
+        how = "in the same job" if self.num_starts() > before else "by a requeue"
+        deadline = time.monotonic() + PATIENCE_S
+        while self.num_starts() == before:
+            if time.monotonic() > deadline:
+                raise Violation("the requeued job did not start")
+            time.sleep(1)
+            if job_state(self.job) == "PENDING":
+                subprocess.run(
+                    ["scontrol", "update", f"JobId={self.job}", "StartTime=now"], capture_output=True, check=False
+                )
+        self.started_s = time.time()
+        return how
 
     def hung_rank(self) -> str:
         """Stopped for good: the watch names it, and the ranks start again."""

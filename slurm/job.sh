@@ -123,6 +123,10 @@ limit_s=$(date --date="$(field EndTime)" +%s)
 trap time_is_near USR1
 trap : TERM                         # scancel or preemption: the ranks get it too, save and end; `field` says which it was
 
+{% if moves %}
+{% include "elastic.sh" %}
+
+{% endif %}
 start_ranks() {
   rm -f "$outcome"
   # Below the ports that the kernel hands out, and nobody answers there. If it is taken meanwhile, the ranks fail and are
@@ -139,7 +143,14 @@ start_ranks() {
 {% endfor %}
 {% block ranks %}{% endblock %}
   local ranks=$!
+{% if moves %}
+  end_where_nodes_are_lost "$ranks" &
+  local watcher=$!
+{% endif %}
   while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done    # a signal ends `wait`, not the ranks
+{% if moves %}
+  kill "$watcher" 2>/dev/null; wait "$watcher" 2>/dev/null
+{% endif %}
   if [ -n "${asking:-}" ]; then kill "$asking" 2>/dev/null; wait "$asking" 2>/dev/null; asking=; fi
   # What a rank said of itself is more than srun's code, which may be that of a rank it killed, or 0 when it lost sight of them.
   local said
@@ -176,6 +187,10 @@ export MESHWRIGHT_QUEUED
 # --- life
 mkdir -p "$run/slurm"
 touch "$history"
+{% if moves %}
+touch "$run/slurm/bad-nodes"
+: > "$left_out"
+{% endif %}
 while :; do
   refuse_if_stale
   step=$(newest_step)
@@ -183,8 +198,15 @@ while :; do
   if [ "$starts" -gt "$restarts_without_checkpoint" ]; then
     stop 1 "stopped: $starts starts from step $step, none with a newer checkpoint. What failed is above and in $history"
   fi
+{% if moves %}
+  if ! choose_nodes; then requeue_without_lost_nodes "too few nodes are left, the run needs ${counts[0]}"; fi
+  keep_guard
+  note "start from=$step nodes=$node_list"
+  say "starts $(({{ ranks_per_node }} * ${#nodes[@]})) ranks on $node_list, from step $step"
+{% else %}
   note "start from=$step nodes=$SLURM_JOB_NODELIST"
   say "starts {{ ranks }} on $SLURM_JOB_NODELIST, from step $step"
+{% endif %}
   start_ranks
   refuse_if_stale
   note "end code=$code step=$(newest_step)"
@@ -207,6 +229,9 @@ while :; do
     say "ended by SLURM with $code at step $(newest_step)"
     exit "$code"
   fi
+{% if moves %}
+  if [ "$code" -eq 87 ] && [ -z "$near_end" ]; then leave_out_bad_nodes; continue; fi
+{% endif %}
   if [ "$jobs_in_chain" -gt 1 ]; then
     case $near_end:$code in
       *:85) go_on_in_chain "saved at step $(newest_step)" ;;
@@ -225,4 +250,7 @@ while :; do
     stop "$code" "stopped: failure $failures of this job (launch.retries=$retries); the last exit code is $code"
   fi
   say "ended with $code at step $(newest_step): started again"
+{% if moves %}
+  leave_out_lost_nodes
+{% endif %}
 done

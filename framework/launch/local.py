@@ -26,6 +26,7 @@ from framework.mesh.placement import place
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import caution_of_export, describe_blend
+from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
@@ -42,6 +43,8 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
         raise RecipeError(
             f"launch.kind={recipe.launch.kind}: queue it with `meshwright submit`; to train it here: launch.kind=local"
             f" launch.ranks={derive(recipe).world}"
+            + " launch.nodes=null" * has_range(recipe.launch)
+            + " launch.spares=0" * (recipe.launch.spares > 0)
         )
     rank_variables(recipe)
     run = RunDirectory(Path(recipe.run.root) / (recipe.run.id or ""))

@@ -26,6 +26,7 @@ from framework.launch.task import adopt_task, check_node, check_place, claim_out
 from framework.lease import Lease, read_lease
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
+from framework.recipe.elastic import at_nodes
 from framework.recipe.schema import Launch, Recipe
 from framework.train.faults import StopRequest
 from framework.train.phases import Phases
@@ -131,6 +132,8 @@ def run_process(work: Callable[[], int]) -> NoReturn:
 def _train(run_dir: Path, lease: Lease | None) -> int:
     run, began_at = RunDirectory.open(run_dir), read_lease(run_dir)[0]
     recipe = load_recipe(run.recipe)
+    if is_task():
+        recipe = at_nodes(recipe, int(os.environ["SLURM_STEP_NUM_NODES"]))
     threads = count_threads(recipe.launch, derive(recipe).ranks_per_node)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if recipe.launch.device == "cpu":

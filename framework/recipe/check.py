@@ -21,6 +21,7 @@ from framework.recipe.derive import (
     find_node_problems,
     find_world_problems,
 )
+from framework.recipe.elastic import find_range_problems
 from framework.recipe.launch_rules import launch_rules
 from framework.recipe.memory_rules import (
     find_activation_offload_problems,
@@ -72,6 +73,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.cp", "model.attention"), find_attention_problems),
         (("parallel",), _experts),
         (("model.router_bias", "model.router_bias_rate"), _router_bias),
+        (("parallel.dp", "launch.spares", *COUNTED), find_range_problems),
         (("parallel", *COUNTED), find_node_problems),
         (("parallel", *COUNTED), find_world_problems),
         (("parallel", *COUNTED, "batch"), find_batch_problems),

@@ -403,7 +403,12 @@ class Launch:
         "auto",
     )
     threads_per_rank: int | None = key("CPU threads of a rank; null: the cores divided by the ranks", None, low=1)
-    nodes: int | None = key("slurm: nodes; null: as few as hold the ranks", None, low=1)
+    nodes: int | tuple[int, int] | None = key(
+        "slurm: nodes; [least, most]: as many as there are, with the same batch; null: as few as hold the ranks",
+        None,
+        low=1,
+    )
+    spares: int = key("slurm: nodes of the job that do not train until they take the place of lost ones", 0, low=0)
     ranks_per_node: int = key("slurm: ranks, and so GPUs, of a full node", 8, low=1)
     tp_across_nodes: bool = key("slurm: allow a tensor-parallel group to span nodes; slow", False)
     time: str = key("slurm: time limit of one job, in quotes: '24:00:00', '2-12:00:00'", "24:00:00")

@@ -27,11 +27,12 @@ from tests.unit.test_track_wandb import steps_in_wandb
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "local_cluster.sh"
 STEPS = 120
-NODES = 6  # n4 is for preemption, n5 is to die, n6 to freeze; nothing else runs there
+SEQUENCES = 12  # of a step
+NODES = 13  # n4 is for preemption, n5 to n12 are to die, n13 to freeze; nothing else runs there
 RECIPE = (
     *tiny_run.RECIPE,
     f"train.steps={STEPS}",
-    "batch.sequences_per_step=12",  # else one rank is through before a test can stop it in the middle
+    f"batch.sequences_per_step={SEQUENCES}",  # else one rank is through before a test can stop it in the middle
     "batch.sequences_per_microbatch=1",
 )
 SLURM = (
@@ -41,7 +42,7 @@ SLURM = (
     'launch.time="00:10:00"',
     "launch.signal_seconds_before_end=20",
 )
-APART = 'launch.sbatch=["--exclude=n[4-6]"]'
+APART = 'launch.sbatch=["--exclude=n[4-13]"]'
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,13 @@ class Desk:
         answer = self.meshwright("submit", f"run.id={run}", *overrides)
         assert answer.code == 0, answer
         return re.search(r"^job +(\d+)", answer.out, re.M)[1]
+
+    def ledger(self) -> str:
+        """The override that has ranks write down what they train on, for `read_starts`."""
+        program = self.place / "ledger"
+        program.write_text(f'#!/bin/bash\nexec {sys.executable} -m tests.slurm.ledger "${{@:2}}"\n')
+        program.chmod(0o755)
+        return f"launch.python={program}"
 
     def train_here(self, run: str, *overrides: str) -> None:
         """The same recipe on this machine, without SLURM, in a process of its own."""
@@ -192,7 +200,7 @@ def parse_note(line: str) -> dict:
     values = dict(word.split("=", 1) for word in words if "=" in word)
     note = {"time": time.mktime(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S")), "job": values["job"]}
     note |= {name: int(values[name]) for name in ("restart", "from", "code", "step") if name in values}
-    return note | {"what": "start" if "from" in values else "end", "nodes": values.get("nodes", "")}
+    return note | {"what": words[2], "nodes": values.get("nodes", ""), "node": values.get("node", "")}
 
 
 def job_field(job: str, name: str) -> str:

@@ -29,9 +29,9 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
     itself."""
     pool = ThreadPoolExecutor(4)
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
-        chain, frozen_node, node_loss, local_references, preemption, killed_ranks, cancelled, layouts, crash_for_ever,
-        users_mistake, bad_node, array, torchrun, all_damaged, unreadable, second_job, signals,
-        launcher, script,
+        chain, frozen_node, spare_node, fewer_nodes, first_node_lost, node_loss, local_references, preemption, killed_ranks,
+        cancelled, layouts, crash_for_ever, users_mistake, bad_node, array, torchrun, all_damaged, unreadable, second_job,
+        signals, launcher, script,
     )  # fmt: skip
     measured = pool.submit(time_limit, desk)
 
@@ -124,16 +124,16 @@ def node_loss(desk: Desk) -> Evidence:
 
 def frozen_node(desk: Desk) -> Evidence:
     """The node of a run, with its script, freezes; the job starts on another node, and trains on. Then the first one thaws."""
-    job = desk.submit("frozen", 'launch.sbatch=["--exclude=n[1-5]"]', "launch.ranks=1", WAITS)
+    job = desk.submit("frozen", 'launch.sbatch=["--exclude=n[1-12]"]', "launch.ranks=1", WAITS)
     [stale] = desk.pause("frozen", 30).values()
-    desk.cluster("freeze", "n6")
+    desk.cluster("freeze", "n13")
     wait_for(lambda: job_state(job) == "PENDING", f"job {job} requeued by SLURM")
-    call("scontrol", "update", f"JobId={job}", "ExcNodeList=n[4-6]", "StartTime=now")
+    call("scontrol", "update", f"JobId={job}", "ExcNodeList=n[4-13]", "StartTime=now")
     wait_for(lambda: len(desk.starts("frozen")) > 1, "the second start", tell=lambda: desk.log("frozen"))
     desk.wait_until_said("frozen", "has not let go of it though it is over; taken over")
     second = desk.pause("frozen", 60, restart=1)
     before = files_of(desk.folder("frozen"))
-    desk.cluster("thaw", "n6")
+    desk.cluster("thaw", "n13")
     vanish_s = desk.seconds_to_vanish({0: stale})
     after = files_of(desk.folder("frozen"))
     desk.let_go(second)
@@ -272,7 +272,7 @@ def unreadable(desk: Desk) -> Evidence:
 def users_mistake(desk: Desk) -> Evidence:
     """A mistake that only the ranks can see, for `submit` refuses it: while the job is held, somebody edits its recipe, and the
     model has fewer positions than a sequence."""
-    held = 'launch.sbatch=["--exclude=n[4-6]", "--hold"]'
+    held = 'launch.sbatch=["--exclude=n[4-13]", "--hold"]'
     job = desk.submit("mistake", "model.config.max_position_embeddings=16", "launch.nodes=2", held)
     recipe = desk.folder("mistake") / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_position_embeddings: 16", "max_position_embeddings: 8"))
@@ -308,6 +308,49 @@ def array(desk: Desk) -> Evidence:
     return {"at_once": max(at_once), "losses": [desk.losses(run) for run in runs], "recipes": recipes, "status": status}
 
 
+def spare_node(desk: Desk) -> Evidence:
+    """Two nodes and a spare one; one of the two loses its power."""
+    only = 'launch.sbatch=["--exclude=n[1-5,9-12]"]'
+    job = desk.submit("spare", "launch.nodes=2", "launch.spares=1", only, WAITS, desk.ledger())
+    lost = lose_node(desk, "spare", "n7")
+    desk.wait_until_gone(job)
+    return lost | {"job": job, "state": job_state(job), "starts": desk.starts("spare"), "ends": desk.ends("spare")}
+
+
+def fewer_nodes(desk: Desk) -> Evidence:
+    """One or two nodes. The second is lost, the run goes on with one, is stopped, and goes on with two when that is back."""
+    only = 'launch.sbatch=["--exclude=n[1-8,11-12]"]'
+    job = desk.submit("fewer", "launch.nodes=[1,2]", only, WAITS, desk.ledger())
+    lost = lose_node(desk, "fewer", "n10")
+    desk.let_go(desk.pause("fewer", 60))
+    desk.meshwright("stop", "runs/fewer")
+    desk.wait_until_gone(job)
+    desk.cluster("boot", "n10")
+    wait_for(lambda: "idle" in call("sinfo", "--noheader", "--nodes=n10", "--format=%T"), "n10")
+    again = desk.resume("fewer")
+    desk.wait_until_gone(again)
+    return lost | {"jobs": [job, again], "starts": desk.starts("fewer"), "ends": desk.ends("fewer")}
+
+
+def first_node_lost(desk: Desk) -> Evidence:
+    """One or two nodes, and the one with the job's script is lost."""
+    only = 'launch.sbatch=["--exclude=n[1-10]"]'
+    job = desk.submit("headless", "launch.nodes=[1,2]", only, WAITS)
+    lost = lose_node(desk, "headless", "n11")
+    wait_for(lambda: len(desk.starts("headless")) > 1, "another start", tell=lambda: desk.log("headless"))
+    desk.wait_until_gone(job)
+    return lost | {"starts": desk.starts("headless"), "log": desk.log("headless")}
+
+
+def lose_node(desk: Desk, run: str, node: str) -> Evidence:
+    """The node loses its power while the run is at step 30, in front of which it has saved step 20."""
+    pids = desk.pause(run, 30)
+    at = desk.records(run)[-1]["step"]
+    desk.cluster("kill", node)
+    desk.let_go(pids)
+    return {"at": at}
+
+
 def torchrun(desk: Desk) -> Evidence:
     """One torchrun per node instead of one srun task per rank."""
     desk.wait_until_gone(desk.submit("agents", "launch.nodes=2", "launch.starter=torchrun"))
@@ -338,7 +381,7 @@ def signals(desk: Desk) -> Evidence:
         "term rank=1 point=writing step=60",
         "kill rank=0 point=manifest step=80",
     )
-    held = 'launch.sbatch=["--exclude=n[4-6]", "--hold"]'
+    held = 'launch.sbatch=["--exclude=n[4-13]", "--hold"]'
     words = (
         "run.allow_faults=true",
         "train.validate_every_steps=30",

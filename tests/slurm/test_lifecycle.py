@@ -9,7 +9,8 @@ import yaml
 
 from framework.launch.fault_plan import read_log
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
-from tests.slurm.cluster import STEPS, Desk, wait_for, wandb_segments
+from tests.slurm.cluster import SEQUENCES, STEPS, Desk, wait_for, wandb_segments
+from tests.slurm.ledger import read_starts
 from tests.slurm.scenarios import left_over, run_scenarios
 
 
@@ -119,6 +120,54 @@ def test_a_node_that_thaws_writes_nothing_into_a_run_that_goes_on_elsewhere(desk
     assert found["ends"] == [0]
     assert found["vanish_s"] < 60
     assert_equals_undisturbed(desk, "frozen", 1, reference)
+
+
+def assert_each_sequence_once(desk: Desk, run: str) -> None:
+    """Each step trains on its own sequences, all of them and none twice, and a step that is taken again on those it had."""
+    starts = desk.starts(run)
+    ledger = read_starts(desk.folder(run), [start["time"] for start in starts])
+    last: dict[int, dict[int, str]] = {}
+    for start, steps in zip(starts, ledger, strict=True):
+        assert min(steps) == start["from"] * SEQUENCES
+        for cursor, sequences in steps.items():
+            assert last.get(cursor, sequences) == sequences
+            last[cursor] = sequences
+    assert sorted(last) == list(range(0, STEPS * SEQUENCES, SEQUENCES))
+    assert [number for cursor in sorted(last) for number in sorted(last[cursor])] == list(range(STEPS * SEQUENCES))
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one_in_the_same_job(desk, evidence, reference):
+    found = evidence["spare_node"].result()
+    assert (found["state"], found["ends"][-1]) == ("COMPLETED", 0)
+    assert [(start["restart"], start["nodes"]) for start in found["starts"]] == [(0, "n[6-7]"), (0, "n[6,8]")]
+    assert found["starts"][1]["from"] == 20
+    assert_equals_undisturbed(desk, "spare", 2, reference)
+    assert_each_sequence_once(desk, "spare")
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_later_with_more(desk, evidence, reference):
+    found = evidence["fewer_nodes"].result()
+    assert [(start["job"], start["nodes"]) for start in found["starts"]] == [
+        (found["jobs"][0], "n[9-10]"),
+        (found["jobs"][0], "n9"),
+        (found["jobs"][1], "n[9-10]"),
+    ]
+    assert [start["restart"] for start in found["starts"]] == [0, 0, 0]
+    assert found["starts"][1]["from"] == 20
+    assert found["ends"][-1] == 0
+    losses = dict(desk.losses("fewer"))
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert losses == pytest.approx(dict(reference[2]), rel=1e-5)
+    assert [losses[step] for step in range(1, 21)] == [loss for _, loss in reference[2][:20]]
+    assert_each_sequence_once(desk, "fewer")
+
+
+def test_a_job_that_keeps_its_nodes_is_requeued_where_its_first_is_lost(desk, evidence, reference):
+    """SLURM leaves such a job to itself: without the guard it would hold its other nodes until the time limit."""
+    found = evidence["first_node_lost"].result()
+    assert [(start["restart"], start["nodes"]) for start in found["starts"]] == [(0, "n[11-12]"), (1, "n12")]
+    assert "the node of this script is lost: n11; requeued" in found["log"]
+    assert dict(desk.losses("headless")) == pytest.approx(dict(reference[2]), rel=1e-5)
 
 
 def test_a_crash_that_returns_is_stopped_and_its_evidence_kept(desk, evidence):

@@ -1,0 +1,58 @@
+"""A rank that writes down what it trains on: `python -m tests.slurm.ledger framework.launch.rank RUN`.
+
+One line for each step that it begins, in RUN/ledger: the time of the rank's start, the cursor, and of each sequence its global
+number and a digest of its tokens as they are handed to the step.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+Step = dict[int, str]  # global number of a sequence -> digest of its tokens
+
+
+def record(run: Path) -> None:
+    """Have the loader of this process write its lines from now on."""
+    from framework.data.loader import Loader
+
+    folder, started, read = run / "ledger", time.time_ns(), Loader.batch
+    folder.mkdir(exist_ok=True)
+    file = (folder / f"{started}-{os.environ['SLURM_PROCID']}").open("w", buffering=1)
+
+    def batch(self: Loader, cursor: int):
+        microbatches = read(self, cursor)
+        rows = np.concatenate([each.input_ids.numpy() for each in microbatches])
+        numbers = [cursor + int(offset) for offset in self._offsets[0]]
+        digests = [xxhash.xxh3_64_hexdigest(row.tobytes()) for row in rows]
+        file.write(json.dumps([cursor, list(zip(numbers, digests, strict=True))]) + "\n")
+        return microbatches
+
+    Loader.batch = batch
+
+
+def read_starts(run: Path, starts: list[float]) -> list[dict[int, Step]]:
+    """For each start of the ranks the steps that it began: cursor -> sequences of all ranks. starts: their times, in seconds."""
+    found: list[dict[int, Step]] = [defaultdict(dict) for _ in starts]
+    for path in sorted((run / "ledger").iterdir()):
+        at = int(path.name.split("-")[0]) / 1e9
+        number = max(index for index, start in enumerate(starts) if start <= at)
+        for line in path.read_text().split("\n")[:-1]:
+            cursor, sequences = json.loads(line)
+            for sequence, digest in sequences:
+                assert sequence not in found[number][cursor], f"two ranks of start {number} read sequence {sequence}"
+                found[number][cursor][sequence] = digest
+    return found
+
+
+if __name__ == "__main__":
+    from framework.launch.rank import main, run_process
+
+    record(Path(sys.argv[-1]))
+    run_process(partial(main, Path(sys.argv[-1])))
