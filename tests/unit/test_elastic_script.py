@@ -142,7 +142,8 @@ def test_the_guard_requeues_a_job_without_its_first_node(tmp_path, nodes, restar
     (tmp_path / "run").mkdir()
     mocks = (
         f"sleep() {{ if [ -e {tmp_path}/slept ]; then return 1; fi; touch {tmp_path}/slept; }}\n"
-        f"scontrol() {{ case $2 in hostnames) tr , '\\n' <<< $3 ;; job) echo ' NodeList={nodes} Restarts={restarts}' ;; *) echo $* ;; esac; }}\n"
+        f"scontrol() {{ case $2 in hostnames) tr , '\\n' <<< $3 ;; job) echo ' NodeList={nodes} Restarts={restarts}' ;;\n"
+        "*) echo $* ;; esac; }\n"
         "sbatch() { :; }; scancel() { echo cancel; }"
     )
     words = "\n".join([*functions, mocks, f"run={tmp_path}/run job=7", "guard_job n1 0"])
