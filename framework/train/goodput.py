@@ -32,12 +32,17 @@ class Meter:
         self._begun = False
         self._first: list[float] = []
         self._exposed_s = 0.0  # that no step has had room for
+        self._restored_s = phases.so_far()[Phase.RESTORE]  # what is more of it the loop spends when it goes back
         self.mark(Part.START_UP)
 
     def mark(self, other: Part) -> float:
         """Count up to now; `other` gets what is nobody's. Returns those seconds."""
         spent = self._phases.so_far()
-        self.seconds |= {Part.DATA_WAIT: spent[Phase.DATA], Part.VALIDATION: spent[Phase.VALIDATE]}
+        self.seconds |= {
+            Part.DATA_WAIT: spent[Phase.DATA],
+            Part.VALIDATION: spent[Phase.VALIDATE],
+            Part.RECOVERY: spent[Phase.RESTORE] - self._restored_s,
+        }
         rest_s = max(0.0, sum(spent.values()) - sum(self.seconds.values()))
         # Not the phase's time: a save that starts first reads the step under way, which is that step's.
         stall_s = min(rest_s, max(0.0, self._stalled_s() - self.seconds.get(Part.CHECKPOINT, 0.0)))

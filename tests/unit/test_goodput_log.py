@@ -39,7 +39,8 @@ class Clock:
 
 def test_a_rank_that_compiles_waits_saves_and_validates_says_so():
     clock, saver = Clock(), SimpleNamespace(stalled_s=0.0)
-    clock.spend(Phase.LIBRARIES, 7.0)
+    clock.spend(Phase.LIBRARIES, 5.0)
+    clock.spend(Phase.RESTORE, 2.0)
     meter = Meter(clock, lambda: saver.stalled_s)
     for step, seconds in enumerate((60.0, 4.0, 2.0, *[2.0] * 7), start=1):
         clock.spend(Phase.DATA, 0.5)
@@ -48,6 +49,7 @@ def test_a_rank_that_compiles_waits_saves_and_validates_says_so():
             clock.spend(Phase.SAVE, 3.0)  # of which a second waited for the step
             saver.stalled_s += 2.0
             clock.spend(Phase.VALIDATE, 5.0)
+            clock.spend(Phase.RESTORE, 4.0)  # the loop went back
         meter.end_step(exposed_s=0.25)
     meter.mark(Part.STEP)
     clock.spend(Phase.CLOSE, 11.0)
@@ -55,7 +57,7 @@ def test_a_rank_that_compiles_waits_saves_and_validates_says_so():
     assert meter.step_s == 2.0
     assert meter.seconds == pytest.approx({
         Part.START_UP: 7.0, Part.DATA_WAIT: 5.0, Part.VALIDATION: 5.0, Part.CHECKPOINT: 2.0, Part.COMPILE: 58.0 + 2.0,
-        Part.STEP: 10 * 2.0 + 1.0 - 4 * 0.25, Part.EXPOSED: 4 * 0.25, Part.CLOSE: 11.0,
+        Part.RECOVERY: 4.0, Part.STEP: 10 * 2.0 + 1.0 - 4 * 0.25, Part.EXPOSED: 4 * 0.25, Part.CLOSE: 11.0,
     })  # fmt: skip
     assert sum(meter.seconds.values()) == pytest.approx(clock.total)
 
