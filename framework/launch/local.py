@@ -185,7 +185,7 @@ def _show_sample(run: RunDirectory, lease: Lease, prompt: str) -> None:
 
     folder = run.path / EXPORT_FOLDER
     with lease.replacing(folder) as made:
-        export_command(run.path, made)
+        export_command(run.path, made, name=folder)
     print("sample   the text of train.sample, and how the model goes on:\n", flush=True)
     generate_command(folder, prompt, max_new_tokens=80, temperature=0.7)
 

@@ -30,7 +30,7 @@ def adopt_task() -> None:
 
 def describe_start() -> Holder:
     """This start of the ranks as the holder of a lease: SLURM counts restarts of a job, and steps within one."""
-    job, restart = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")
+    job, restart = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     return describe_self(job, int(restart), int(os.environ.get("SLURM_STEP_ID", "0")))
 
 
@@ -95,9 +95,15 @@ def leave_out(run_dir: Path, nodes: Sequence[str]) -> None:
 
 def claim_outcome(code: int) -> bool:
     """Is this the first rank that knows why the ranks end? Then `code` is what the script acts upon. The others end because
-    it has, and srun's own code may be that of a rank it killed."""
+    it has, and srun's own code may be that of a rank it killed. A start that was held for dead says what it has to say: nobody
+    waits for its code."""
+    path = Path(os.environ[OUTCOME])
+    with suppress(OSError):
+        _, holder = read_lease(path.parent.parent)
+        if holder is not None and describe_start().is_older_start(holder):
+            return True
     with suppress(FileExistsError):
-        with open(os.environ[OUTCOME], "x") as file:
+        with open(path, "x") as file:
             file.write(f"{code}\n")
         return True
     return False
