@@ -40,6 +40,7 @@ KNOWN = {
     "launch/directory.py _claim_next": OUTSIDE,
     "launch/directory.py write_private": "called for files of a workplace, or for a run that is just made",
     "launch/export.py export_command": "the user's folder; of `train.sample` one of the workplace",
+    "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/local.py keep_tokenizer": IN_WORKPLACE,
     "launch/probe.py probe": IN_WORKPLACE,
     "launch/probe.py _leave_note": IN_WORKPLACE,
@@ -53,6 +54,7 @@ KNOWN = {
     "launch/task.py claim_outcome": "checked, and the file is of this restart alone",
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py truncate": IN_WORKPLACE,
+    "track/sample_ledger.py SampleLedger.__init__": "lines with the number of their start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
 }
