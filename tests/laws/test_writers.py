@@ -54,7 +54,7 @@ KNOWN = {
     "launch/task.py claim_outcome": "checked, and the file is of this restart alone",
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py truncate": IN_WORKPLACE,
-    "track/sample_ledger.py SampleLedger.__init__": "lines with the number of their start, which the cursor of a newer one cuts off",
+    "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
 }
