@@ -129,7 +129,8 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     if not running:
         return _signal_here(run, fault)
     job = running[0]
-    nodes = subprocess.run(["scontrol", "show", "hostnames", job.nodes], capture_output=True, text=True, check=False)
+    expand = ["scontrol", "show", "hostnames", _find_nodes(run) or job.nodes]
+    nodes = subprocess.run(expand, capture_output=True, text=True, check=False)
     names = nodes.stdout.split()
     node = fault.node or names[place(derive(recipe)).node(fault.rank)]
     if node not in names:
@@ -142,6 +143,14 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     if done.returncode:
         raise RunError(f"srun could not reach rank {fault.rank} on {node}: it ended with {done.returncode}")
     return EXIT_DONE
+
+
+def _find_nodes(run: RunDirectory) -> str:
+    """Where the newest start of a job's ranks is, in SLURM's notation: a job may have spare nodes, and have lost others."""
+    history = run.script.with_name("history")
+    lines = history.read_text().splitlines() if history.is_file() else []
+    found = [match[1] for line in lines if (match := re.search(r" start from=.* nodes=(\S+)", line))]
+    return found[-1] if found else ""
 
 
 def _signal_here(run: RunDirectory, fault: Fault) -> int:
