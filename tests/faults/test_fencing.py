@@ -10,9 +10,13 @@ import io
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -34,6 +38,7 @@ from framework.track.jsonl import METRICS_FILE, Jsonl, read_records
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport, save_run_info
 from framework.train.faults import SAVE_FILE
+from tests import tiny_run
 from tests.grid import few_of
 
 ALONE = Communicator(Axis("world", 1, 0))
@@ -393,3 +398,63 @@ def test_a_second_launcher_fences_one_whose_lock_was_lost(tmp_path):
                 run.note_launch([], {}, first)
         assert (run.path / "a").read_bytes() == b"second"
     assert not list(run.path.glob(".epoch-*")), "given back"
+
+
+def pids_of(folder):
+    """Processes that work in a folder, the launcher and its ranks."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if process.joinpath("cwd").resolve() == folder and b"framework" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+def train(folder, *words):
+    command = [sys.executable, "-m", "framework", "train", *words]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_whole_launch_that_was_frozen_and_lost_its_lock_ends_with_86(tmp_path, ranks):
+    """With its lock a second launch is refused within 5 s; without, it goes on, and the first changes nothing."""
+    tiny_run.write_corpus(tmp_path / "corpus")
+    words = [*tiny_run.RECIPE, "run.id=x", f"launch.ranks={ranks}", "train.steps=2000", "checkpoint.every_steps=20"]
+    first = train(tmp_path, *words, "batch.sequences_per_step=2", "batch.sequences_per_microbatch=1")
+    run = tmp_path / "runs" / "x"
+    frozen = []
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "checkpoints.json").exists():
+            assert first.poll() is None, first.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        frozen = pids_of(tmp_path)
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        assert len(frozen) == (1 if ranks == 1 else 1 + ranks)
+        refused = train(tmp_path, "run.id=x")
+        said, _ = refused.communicate(timeout=60)
+        assert refused.returncode == EXIT_USER
+        assert f"is in use by process {first.pid} on" in said
+        for name in ("lock", "lock.ranks"):
+            (run / name).unlink()
+        step = step_of(find_newest(run / "checkpoints").newest)
+        second = train(tmp_path, "run.id=x", f"train.steps={step + 30}")
+        said, _ = second.communicate(timeout=240)
+        assert second.returncode == 0, said
+        before = {name: text for name, text in tree(run).items() if not name.startswith("log")}
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+        said, _ = first.communicate(timeout=120)
+        assert first.returncode == EXIT_USER, said
+        assert f"was taken over by process {second.pid} on" in said
+        after = {name: text for name, text in tree(run).items() if not name.startswith("log")}
+        changed = {name for name in before.keys() | after.keys() if before.get(name, "") != after.get(name, "")}
+        assert not changed
+    finally:
+        for pid in (*frozen, first.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        first.wait()

@@ -139,16 +139,22 @@ def frozen_node(desk: Desk) -> Evidence:
     desk.let_go(second)
     desk.wait_until_gone(job)
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    starts, ends = desk.starts("frozen"), desk.ends("frozen")
-    return {"changed": changed, "vanish_s": vanish_s, "starts": starts, "ends": ends, "log": desk.log("frozen")}
+    notes = [(note["restart"], note["what"], note.get("from")) for note in desk.history("frozen")]
+    return {
+        "changed": changed,
+        "vanish_s": vanish_s,
+        "notes": notes,
+        "ends": desk.ends("frozen"),
+        "log": desk.log("frozen"),
+    }
 
 
 def files_of(run: Path) -> dict[str, bytes]:
-    """The bytes of a run's files; the log, to which SLURM adds what ranks say, is none of them."""
+    """The bytes of a run's files; not of the log, to which SLURM adds what ranks say, nor of what the job's scripts note."""
     return {
         str(path.relative_to(run)): path.read_bytes()
         for path in run.rglob("*")
-        if path.is_file() and path.name not in ("job.log", "wandb.log")
+        if path.is_file() and path.name not in ("job.log", "history")
     }
 
 
