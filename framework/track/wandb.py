@@ -15,6 +15,7 @@ sent once: a start sends what lies behind the newest step that wandb has. What w
 failure stays as it was, and what a former mirror could not send any more comes now. metrics.jsonl has the truth on both.
 """
 
+import json
 import os
 import select
 import shlex
@@ -36,8 +37,6 @@ from framework.track.jsonl import METRICS_FILE, decode
 from framework.track.report import RunInfo, StepReport, load_run_info
 
 LOG_FILE = "wandb.log"
-# The newest step that was handed to wandb: offline there is no server to ask.
-SENT_FILE = "wandb.sent"
 INIT_TIMEOUT_S = 30.0
 POLL_S = 0.5
 LEAST_ROOM_BYTES = 1 << 20
@@ -129,8 +128,9 @@ def mirror(run_dir: Path, said_by_parent: IO[str], lease: Lease) -> None:
     another start sends its own."""
     lease.check()
     info = load_run_info(run_dir)
+    segments = sorted(run_dir.glob(f"wandb/*run-*-{info.run_id}/*.wandb"), key=lambda path: path.stat().st_mtime)
     run = _start(info, run_dir)
-    sent = run.step - 1 if run.url else _read_sent(run_dir, info.start_step)
+    sent = run.step - 1 if run.url else _find_written(segments, info.start_step)
     exit_code = None
     has_room = True
     records = NewRecords(run_dir / METRICS_FILE)
@@ -142,12 +142,10 @@ def mirror(run_dir: Path, said_by_parent: IO[str], lease: Lease) -> None:
             if record["step"] > sent:
                 sent = record["step"]
                 run.log(chart_values(record), step=sent, commit=True)
-        # What wandb cannot write it drops without a word. Not noted as sent, it comes again with the next start.
+        # What wandb cannot write it drops without a word.
         if has_room and not _has_room(run_dir / "wandb"):
             has_room = False
             _say(f"wandb: no room at {run_dir / 'wandb'}: what it shows may have gaps; {METRICS_FILE} has all")
-        if has_room:
-            _write_sent(run_dir, sent)
     run.finish(exit_code=EXIT_DONE if exit_code in (EXIT_DONE, EXIT_RESUME) else exit_code)
 
 
@@ -156,18 +154,28 @@ def _has_room(folder: Path) -> bool:
     return not folder.is_dir() or shutil.disk_usage(folder).free >= LEAST_ROOM_BYTES
 
 
-def _read_sent(run_dir: Path, otherwise: int) -> int:
-    """The newest step that former mirrors of the run have handed over; `otherwise` where none has noted it."""
-    path = run_dir / SENT_FILE
-    text = path.read_text() if path.is_file() else ""
-    return int(text) if text.strip().isdigit() else otherwise
+def _find_written(segments: list[Path], otherwise: int) -> int:
+    """The newest step in wandb's files, each of a former start; `otherwise` where wandb cannot read them. What a mirror was given
+    says less: of one that was killed the last of it is in no file."""
+    for segment in reversed(segments):
+        newest = _read_segment(segment)
+        if newest is None:
+            return otherwise
+        if newest:
+            return newest
+    return 0
 
 
-def _write_sent(run_dir: Path, step: int) -> None:
-    partial = run_dir / f"{SENT_FILE}.tmp"
-    with suppress(OSError):  # a full disk: a resume then sends the steps behind its checkpoint once more
-        partial.write_text(f"{max(0, step)}\n")
-        os.replace(partial, run_dir / SENT_FILE)
+def _read_segment(segment: Path) -> int | None:
+    """The newest step in a file, by wandb's own reader; 0 without any, None where it cannot be read."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(segment.parent)]
+    newest = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        for line in reader.stdout:
+            with suppress(ValueError):  # the line of a record that was torn
+                newest = max(newest, json.loads(line).get("history", {}).get("step", {}).get("num", 0))
+    return None if reader.returncode else newest
 
 
 def write_sync(run_dir: Path) -> str:

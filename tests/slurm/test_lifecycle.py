@@ -1,6 +1,7 @@
 """Jobs on a real cluster: every run ends where an undisturbed one would, bitwise, or stops as documented."""
 
 import json
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 import yaml
 
 from framework.launch.fault_plan import read_log
+from framework.track.goodput import Part
+from framework.track.goodput_log import read_account
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests.slurm.cluster import SEQUENCES, STEPS, Desk, wait_for, wandb_segments
 from tests.slurm.ledger import read_starts
@@ -56,6 +59,32 @@ def test_time_limits_leave_the_curve_as_it_was(desk, evidence, reference):
     assert len({start["job"] for start in desk.starts("limit")}) == 1
     segments = wandb_segments(desk.folder("limit"), "limit")
     assert len(segments) == len(found["ends"])
+    assert [step for steps in segments for step in steps] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("run", ["limit", "killed"])
+def test_goodput_adds_up_over_requeues_and_kills(desk, evidence, run):
+    """From the submission to the last end, by the clock of the script."""
+    evidence["time_limit" if run == "limit" else "killed_ranks"].result()
+    account, history = read_account(desk.folder(run)), desk.history(run)
+    launches = json.loads((desk.folder(run) / "run.json").read_text())["launches"]
+    submitted_s = time.mktime(time.strptime(launches[0]["time"][:19], "%Y-%m-%d %H:%M:%S"))
+    wall_s = history[-1]["time"] - submitted_s
+    assert account.wall_s == pytest.approx(wall_s, rel=0.02, abs=3)  # these clocks have whole seconds
+    assert min(account.seconds.values()) >= 0
+    assert len(account.rows) == len(desk.starts(run))
+    assert account.seconds[Part.OFF] == 0
+    if run == "limit":
+        assert account.seconds[Part.QUEUE] > 2  # SLURM has each requeue wait
+        assert account.seconds[Part.RECOVERY] == account.seconds[Part.LOST] == 0
+    else:
+        assert account.seconds[Part.RECOVERY] > 1
+        assert account.seconds[Part.LOST] > 0
+
+
+def test_kills_leave_one_curve_in_wandb(desk, evidence):
+    evidence["killed_ranks"].result()
+    segments = wandb_segments(desk.folder("killed"), "killed")
     assert [step for steps in segments for step in steps] == list(range(1, STEPS + 1))
 
 

@@ -157,14 +157,6 @@ def test_a_resume_sends_what_a_former_mirror_could_not(fake_wandb):
     assert [values[:2] for values in fake_wandb.asked("log")] == [[step, step] for step in range(5, 16)]
 
 
-def test_offline_segments_join_to_one_curve_over_kills(fake_wandb):
-    """Three starts: killed at step 8 of which 5 were saved, stopped at 7, done. No server can be asked what it has."""
-    fake_wandb(url="None")
-    for start_step, last_step in ((0, 8), (5, 7), (7, 12)):
-        train(fake_wandb.run_dir, range(start_step + 1, last_step + 1), run_info("offline", start_step))
-    assert [values[:2] for values in fake_wandb.asked("log")] == [[step, step] for step in range(1, 13)]
-
-
 def test_a_loop_that_goes_back_while_the_mirror_follows_leaves_one_curve(fake_wandb):
     """metrics.jsonl is cut back, and so another file, under the mirror's eyes."""
     fake_wandb()
@@ -347,8 +339,39 @@ def test_the_real_wandb_on_a_full_disk_says_that_there_are_gaps(tmp_path, monkey
         subprocess.run(["umount", str(tmp_path / "wandb")], check=True)
     assert waits <= SPURIOUS_WAITS
     assert any("no room at" in line for line in said)
-    assert not (tmp_path / "wandb.sent").exists(), "a start with more room would not send these steps again"
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2000
+
+
+@pytest.mark.grid
+def test_offline_segments_join_to_one_curve_where_wandb_was_killed(tmp_path, monkeypatch):
+    """What it was given and had not written yet is not there; the steps behind the checkpoint are, and are trained again."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    save_run_info(tmp_path, run_info("offline"))
+    jsonl, wandb = Jsonl(tmp_path), WandbObserver(tmp_path, print)
+    jsonl.open(run_info("offline"))
+    wandb.open(run_info("offline"))
+    for step in range(1, 1501):
+        jsonl.report(report(step))
+    segment = wait_for_file(tmp_path / "wandb", "offline-run-*-r-1/*.wandb", more_than_bytes=1 << 18)
+    mirror = wandb._process.pid
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(mirror)], capture_output=True, text=True, check=False)
+    for pid in (*map(int, children.stdout.split()), mirror):
+        os.kill(pid, signal.SIGKILL)
+    written = steps_in_wandb(segment.parent)
+    assert 0 < written[-1] < 1500
+    train(tmp_path, range(101, 1601), run_info("offline", start_step=100), close_timeout_s=CLOSE_TIMEOUT_S)
+    segments = sorted((tmp_path / "wandb").glob("offline-run-*-r-1"))
+    assert [step for each in segments for step in steps_in_wandb(each)] == list(range(1, 1601))
+
+
+def wait_for_file(folder, pattern, more_than_bytes):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for path in folder.glob(pattern):
+            if path.stat().st_size > more_than_bytes:
+                return path
+        time.sleep(0.02)
+    raise AssertionError(f"{pattern} has not grown in {folder}")
 
 
 class Waiting(WandbObserver):
