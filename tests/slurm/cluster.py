@@ -80,10 +80,11 @@ class Desk:
         assert answer.code == 0, answer
         return re.search(r"^job +(\d+)", answer.out, re.M)[1]
 
-    def ledger(self) -> str:
-        """The override that has ranks write down what they train on, for `read_starts`."""
-        program = self.place / "ledger"
-        program.write_text(f'#!/bin/bash\nexec {sys.executable} -m tests.slurm.ledger "${{@:2}}"\n')
+    def ledger(self, *pauses: int) -> str:
+        """The override that has ranks write down what they train on, for `read_starts`, and stop themselves after these steps."""
+        cursors = ",".join(str(step * SEQUENCES) for step in pauses)
+        program = self.place / f"ledger-{cursors}"
+        program.write_text(f'#!/bin/bash\nexec {sys.executable} -m tests.slurm.ledger {cursors} "${{@:2}}"\n')
         program.chmod(0o755)
         return f"launch.python={program}"
 
@@ -174,6 +175,12 @@ class Desk:
         for pid in pids.values():
             os.kill(pid, signal.SIGSTOP)
         return pids
+
+    def wait_for_pause(self, run: str, step: int, ranks: int) -> dict[int, int]:
+        """Until the ranks have stopped themselves after a step of `ledger`; returns them."""
+        names = [self.folder(run) / "ledger" / f"paused-{step * SEQUENCES}-{rank}" for rank in range(ranks)]
+        wait_for(lambda: all(name.exists() for name in names), f"{run} after step {step}", tell=lambda: self.log(run))
+        return self.pids(run)
 
     def let_go(self, pids: dict[int, int]) -> None:
         for pid in pids.values():

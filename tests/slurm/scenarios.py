@@ -317,44 +317,43 @@ def array(desk: Desk) -> Evidence:
 def spare_node(desk: Desk) -> Evidence:
     """Two nodes and a spare one; one of the two loses its power."""
     only = 'launch.sbatch=["--exclude=n[1-5,9-12]"]'
-    job = desk.submit("spare", "launch.nodes=2", "launch.spares=1", only, WAITS, desk.ledger())
-    lost = lose_node(desk, "spare", "n7")
+    job = desk.submit("spare", "launch.nodes=2", "launch.spares=1", only, WAITS, desk.ledger(30))
+    lose_node(desk, "spare", "n7")
     desk.wait_until_gone(job)
-    return lost | {"job": job, "state": job_state(job), "starts": desk.starts("spare"), "ends": desk.ends("spare")}
+    return {"job": job, "state": job_state(job), "starts": desk.starts("spare"), "ends": desk.ends("spare")}
 
 
 def fewer_nodes(desk: Desk) -> Evidence:
     """One or two nodes. The second is lost, the run goes on with one, is stopped, and goes on with two when that is back."""
     only = 'launch.sbatch=["--exclude=n[1-8,11-12]"]'
-    job = desk.submit("fewer", "launch.nodes=[1,2]", only, WAITS, desk.ledger())
-    lost = lose_node(desk, "fewer", "n10")
-    desk.let_go(desk.pause("fewer", 60))
-    desk.meshwright("stop", "runs/fewer")
+    job = desk.submit("fewer", "launch.nodes=[1,2]", only, WAITS, desk.ledger(30, 60))
+    lose_node(desk, "fewer", "n10")
+    pids = desk.wait_for_pause("fewer", 60, ranks=1)
+    (desk.folder("fewer") / "request-stop").touch()  # what `meshwright stop` asks, which waits for an answer
+    desk.let_go(pids)
     desk.wait_until_gone(job)
     desk.cluster("boot", "n10")
     wait_for(lambda: "idle" in call("sinfo", "--noheader", "--nodes=n10", "--format=%T"), "n10")
     again = desk.resume("fewer")
     desk.wait_until_gone(again)
-    return lost | {"jobs": [job, again], "starts": desk.starts("fewer"), "ends": desk.ends("fewer")}
+    return {"jobs": [job, again], "starts": desk.starts("fewer"), "ends": desk.ends("fewer")}
 
 
 def first_node_lost(desk: Desk) -> Evidence:
     """One or two nodes, and the one with the job's script is lost."""
     only = 'launch.sbatch=["--exclude=n[1-10]"]'
-    job = desk.submit("headless", "launch.nodes=[1,2]", only, WAITS)
-    lost = lose_node(desk, "headless", "n11")
+    job = desk.submit("headless", "launch.nodes=[1,2]", only, WAITS, desk.ledger(30))
+    lose_node(desk, "headless", "n11")
     wait_for(lambda: len(desk.starts("headless")) > 1, "another start", tell=lambda: desk.log("headless"))
     desk.wait_until_gone(job)
-    return lost | {"starts": desk.starts("headless"), "log": desk.log("headless")}
+    return {"starts": desk.starts("headless"), "log": desk.log("headless")}
 
 
-def lose_node(desk: Desk, run: str, node: str) -> Evidence:
-    """The node loses its power while the run is at step 30, in front of which it has saved step 20."""
-    pids = desk.pause(run, 30)
-    at = desk.records(run)[-1]["step"]
+def lose_node(desk: Desk, run: str, node: str) -> None:
+    """The node loses its power when the run has taken 30 steps, and has saved step 20."""
+    pids = desk.wait_for_pause(run, 30, ranks=2)
     desk.cluster("kill", node)
     desk.let_go(pids)
-    return {"at": at}
 
 
 def torchrun(desk: Desk) -> Evidence:

@@ -11,7 +11,7 @@ from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_USER, TopologyError
 from framework.launch.elastic import describe_counts, legal_counts, plan_counts
 from framework.launch.task import check_place
-from framework.recipe.compose import compose
+from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.elastic import at_nodes, can_move, node_counts
 from framework.recipe.schema import Batch, Launch, Recipe
@@ -89,6 +89,12 @@ def test_a_mistake_names_its_key_and_the_fix(words, key, fix):
     problems = compose([*TINY, "batch.sequences_per_step=32", *words]).problems
     assert [problem.key for problem in problems] == [key]
     assert fix in problems[0].fix
+
+
+def test_a_range_is_read_back_from_the_run(tmp_path):
+    recipe = of("launch.nodes=[1,4]", "launch.spares=1", "batch.sequences_per_step=32")
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
 
 
 def test_each_number_of_nodes_is_planned_and_the_illegal_ones_say_why():
