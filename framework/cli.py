@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError
+from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError, RunError
 from framework.recipe.schema import Recipe
 
 
@@ -76,6 +76,9 @@ def _commands() -> tuple[Command, ...]:
         Command("diff", "two runs beside one another: recipe, code, environment, curves", _diff, _add_diff, False),
         Command("save", "have a running run save a checkpoint now and go on", _save, _add_run, False),
         Command("stop", "have a running run save and end, here or in SLURM's queue", _stop, _add_run, False),
+        Command(
+            "inject", "have a run suffer a fault: a death, a full disk, NaN, a flipped bit", _inject, _add_inject, False
+        ),
         Command(
             "doctor", "what is installed and within reach, and how to fix what is not", _doctor, _add_nothing, True
         ),
@@ -183,6 +186,27 @@ def _stop(arguments: argparse.Namespace) -> int:
     from framework.launch.request import stop_command
 
     return stop_command(_find_run(arguments.run))
+
+
+def _add_inject(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", metavar="RUN", help="a run's id or folder")
+    parser.add_argument(
+        "words", nargs="*", metavar="FAULT", help="a fault and where it acts, such as: kill rank=1 step=30"
+    )
+    parser.add_argument("--list", action="store_true", help="explain the faults, or list those of RUN")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+
+
+def _inject(arguments: argparse.Namespace) -> int:
+    from framework.launch.inject import inject_command, list_command
+
+    if arguments.list or not arguments.run:
+        return list_command(_find_run(arguments.run) if arguments.run else None)
+    if not arguments.words:
+        raise RunError(
+            "inject RUN FAULT: say which fault, such as kill rank=1 step=30; `meshwright inject --list` explains them"
+        )
+    return inject_command(_find_run(arguments.run), arguments.words, arguments.here)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

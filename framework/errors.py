@@ -93,6 +93,11 @@ class RunInUse(RunError):
     exit_code = EXIT_FAILED
 
 
+class LeaseLost(RunError):
+    """Another start has taken the run, because this one was held for dead. It goes on there: to start this one again, or to leave
+    its node out, would be wrong, so the code is that of what is not tried again."""
+
+
 class DriftError(MeshwrightError):
     """Ranks hold different values of what they should hold alike."""
 

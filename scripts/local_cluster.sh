@@ -7,7 +7,11 @@
 #   eval "$(scripts/local_cluster.sh env)"     let sbatch, squeue and meshwright of this shell talk to it
 #   scripts/local_cluster.sh kill NODE         the node loses its power: all in it dies at once
 #   scripts/local_cluster.sh boot NODE         it comes back
+#   scripts/local_cluster.sh freeze NODE       all in it stops, as if it were cut off: SLURM takes it for dead
+#   scripts/local_cluster.sh thaw NODE         all in it goes on, as if nothing had happened
 #   scripts/local_cluster.sh processes NODE    what runs in it
+#   scripts/local_cluster.sh daemon kill NAME  kill -9 of one daemon alone: slurmctld, or the slurmd of a node by the node's name
+#   scripts/local_cluster.sh daemon start NAME   it is started again
 #   scripts/local_cluster.sh stop              end all jobs and all daemons that `start` started; the files stay
 #
 # Everything is below $MESHWRIGHT_CLUSTER (default ~/.meshwright_cluster). A node is a namespace of processes, host name and
@@ -108,16 +112,32 @@ boot() { # boot NODE
   local node=$1 folder=$place/nodes/$1
   if lives "$folder/init.pid"; then return; fi
   mkdir -p "$folder/spool"; rm -f "$folder/init.pid"
-  # The namespace's first process only reaps what is orphaned in it, and ends with slurmd.
+  # The namespace's first process starts slurmd and reaps what is orphaned in it; a slurmd that dies does not take the node along.
   # shellcheck disable=SC2016    # the inner shell expands them
   setsid unshare --pid --fork --uts --mount --mount-proc --propagation private bash -c '
       hostname "$1"; mount --bind "$2/hosts" /etc/hosts
-      slurmd -D -N "$1" -f "$SLURM_CONF" & slurmd=$!
-      while [ -e "/proc/$slurmd" ]; do wait -n; done' init "$node" "$place" \
+      slurmd -D -N "$1" -f "$SLURM_CONF" &
+      while :; do wait -n || sleep 0.2; done' init "$node" "$place" \
     >> "$place/log/node.$node.log" 2>&1 < /dev/null &
   local unshare=$!
   wait_for 5 grep -q . "/proc/$unshare/task/$unshare/children" || fail "node $node died, see $place/log/node.$node.log"
   tr -d ' ' < "/proc/$unshare/task/$unshare/children" > "$folder/init.pid"
+}
+
+# Clients ask a slurmd by its port, so its process is found in the node by its name.
+slurmd_of() { processes "$1" | awk '$2 ~ /(^|\/)slurmd$/ { print $1; exit }'; }
+
+kill_daemon() { # kill_daemon NAME
+  local pid
+  if [ "$1" = slurmctld ]; then pid=$(cat "$place/slurmctld.pid"); else pid=$(slurmd_of "$1"); fi
+  kill -9 "${pid:?$1 is not up}"
+}
+
+start_daemon() { # start_daemon NAME
+  if [ "$1" = slurmctld ]; then start_controller; return; fi
+  local init
+  init=$(cat "$place/nodes/$1/init.pid")
+  setsid nsenter --target "$init" --pid --mount --uts slurmd -D -N "$1" -f "$SLURM_CONF" >> "$place/log/node.$1.log" 2>&1 < /dev/null &
 }
 
 kill_node() {
@@ -133,6 +153,14 @@ processes() { # processes NODE: pid and command of each, as this machine numbers
     if [ "$(readlink "$pid/ns/pid" 2> /dev/null)" = "$namespace" ]; then
       echo "${pid#/proc/} $(tr '\0' ' ' < "$pid/cmdline" 2> /dev/null)"
     fi
+  done
+}
+
+send_all() { # send_all SIGNAL NODE: to all in it, and once more to what was started meanwhile
+  lives "$place/nodes/$2/init.pid" || fail "node $2 is not up"
+  local pid _
+  for _ in 1 2 3; do
+    processes "$2" | while read -r pid _; do kill "-$1" "$pid" 2> /dev/null || true; done
   done
 }
 
@@ -170,6 +198,9 @@ case ${1:-} in
   env) echo "export SLURM_CONF=$SLURM_CONF" ;;
   kill) kill_node "$2" ;;
   boot) boot "$2" ;;
+  freeze) send_all STOP "$2" ;;
+  thaw) send_all CONT "$2" ;;
   processes) processes "$2" ;;
-  *) sed -n '2,16p' "$0"; exit 2 ;;
+  daemon) case $2 in kill) kill_daemon "$3" ;; start) start_daemon "$3" ;; esac ;;
+  *) sed -n '2,20p' "$0"; exit 2 ;;
 esac

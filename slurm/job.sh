@@ -9,7 +9,9 @@
 run={{ run }}
 job=$SLURM_JOB_ID
 history=$run/slurm/history          # one line per start and per end of the ranks, for people, `status` and the breaker
-outcome=$run/slurm/outcome.$job     # the exit code of the first rank that knew why it ended
+restart=${SLURM_RESTART_COUNT:-0}
+outcome=$run/slurm/outcome.$job.$restart    # the exit code of the first rank that knew why it ended
+lease_at_begin=$(cat "$run/lease" 2>/dev/null)
 retries={{ retries }}
 restarts_without_checkpoint={{ restarts_without_checkpoint }}
 jobs_in_chain={{ chain }}
@@ -18,6 +20,16 @@ asked=                              # set once the run was asked to stop
 near_end=                           # set once the time limit is near
 
 say() { printf '%(%F %T)T  job %s: %s\n' -1 "$job" "$*"; }
+
+# A node that was frozen, or cut off, may go on after SLURM has held it for dead and started the job elsewhere. What this script
+# then did, such as a requeue, would be done to that start. RUN/lease says who has the run: framework/lease.py.
+refuse_if_stale() {
+  local now
+  now=$(cat "$run/lease" 2>/dev/null)
+  if [ "$now" = "$lease_at_begin" ] || [[ $now == *"\"job\": \"$job\", \"restart\": $restart,"* ]]; then return; fi
+  say "restart $restart was held for dead, and the run was taken over: $now. Nothing is done"
+  exit 86
+}
 
 newest_step() { # of the checkpoints. Whether one is damaged rank 0 finds out, which renames it once it goes on without it
   local newest=0 path
@@ -42,7 +54,21 @@ starts_without_progress() { # starts_without_progress STEP
   echo "$starts"
 }
 
-field() { scontrol --oneliner show job "$job" | grep -oE " $1=[^ ]*" | cut -d= -f2; }
+field() { # field NAME: of this job. A controller that is down for a while is asked again: without an answer the job would end
+  local try said
+  for try in {1..150}; do
+    if said=$(scontrol --oneliner show job "$job"); then break; fi
+    if [ "$try" = 1 ]; then say "SLURM's controller does not answer: asking again for five minutes" >&2; fi
+    sleep 2
+  done
+  grep -oE " $1=[^ ]*" <<< "$said" | cut -d= -f2
+}
+
+seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothing where SLURM does not say
+  local moment
+  moment=$(field "$1")
+  if [ -n "$moment" ]; then date --date="$moment" +%s 2>/dev/null; fi
+}
 
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
@@ -68,6 +94,7 @@ start_soon() { # start_soon [CHANGE...]: other changes that a job takes only whi
 }
 
 requeue() { # requeue WHY [CHANGE...]: this allocation ends, the job waits for another one
+  refuse_if_stale
   say "$1; requeued"
   trap '' TERM                      # which the requeue sends to this script
   start_soon "${@:2}" || say "cannot ask for an early start: the job waits two minutes"
@@ -96,6 +123,10 @@ limit_s=$(date --date="$(field EndTime)" +%s)
 trap time_is_near USR1
 trap : TERM                         # scancel or preemption: the ranks get it too, save and end; `field` says which it was
 
+{% if moves %}
+{% include "elastic.sh" %}
+
+{% endif %}
 start_ranks() {
   rm -f "$outcome"
   # Below the ports that the kernel hands out, and nobody answers there. If it is taken meanwhile, the ranks fail and are
@@ -112,11 +143,19 @@ start_ranks() {
 {% endfor %}
 {% block ranks %}{% endblock %}
   local ranks=$!
+{% if moves %}
+  end_where_nodes_are_lost "$ranks" &
+  local watcher=$!
+{% endif %}
   while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done    # a signal ends `wait`, not the ranks
+{% if moves %}
+  kill "$watcher" 2>/dev/null; wait "$watcher" 2>/dev/null
+{% endif %}
   if [ -n "${asking:-}" ]; then kill "$asking" 2>/dev/null; wait "$asking" 2>/dev/null; asking=; fi
   # What a rank said of itself is more than srun's code, which may be that of a rank it killed, or 0 when it lost sight of them.
   local said
   said=$(cat "$outcome" 2>/dev/null)
+  rm -f "$outcome"
   case $said:$code in
     :0) code=1 ;;
     0:* | :*) ;;
@@ -142,19 +181,34 @@ need {{ references | join(" ") }}
 {% endif %}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
+MESHWRIGHT_QUEUED="$(seconds_of SubmitTime) $(seconds_of StartTime)"    # for goodput: how long the job waited
+export MESHWRIGHT_QUEUED
 
 # --- life
 mkdir -p "$run/slurm"
 touch "$history"
+{% if moves %}
+touch "$run/slurm/bad-nodes"
+: > "$left_out"
+{% endif %}
 while :; do
+  refuse_if_stale
   step=$(newest_step)
   starts=$(starts_without_progress "$step")
   if [ "$starts" -gt "$restarts_without_checkpoint" ]; then
     stop 1 "stopped: $starts starts from step $step, none with a newer checkpoint. What failed is above and in $history"
   fi
+{% if moves %}
+  if ! choose_nodes; then requeue_without_lost_nodes "too few nodes are left, the run needs ${counts[0]}"; fi
+  keep_guard
+  note "start from=$step nodes=$node_list"
+  say "starts $(({{ ranks_per_node }} * ${#nodes[@]})) ranks on $node_list, from step $step"
+{% else %}
   note "start from=$step nodes=$SLURM_JOB_NODELIST"
   say "starts {{ ranks }} on $SLURM_JOB_NODELIST, from step $step"
+{% endif %}
   start_ranks
+  refuse_if_stale
   note "end code=$code step=$(newest_step)"
   if [ -e "$run/request-stop" ]; then asked=yes; fi    # by `meshwright stop`, which waits until the file is gone
   case $code in
@@ -175,6 +229,9 @@ while :; do
     say "ended by SLURM with $code at step $(newest_step)"
     exit "$code"
   fi
+{% if moves %}
+  if [ "$code" -eq 87 ] && [ -z "$near_end" ]; then leave_out_bad_nodes; continue; fi
+{% endif %}
   if [ "$jobs_in_chain" -gt 1 ]; then
     case $near_end:$code in
       *:85) go_on_in_chain "saved at step $(newest_step)" ;;
@@ -193,4 +250,7 @@ while :; do
     stop "$code" "stopped: failure $failures of this job (launch.retries=$retries); the last exit code is $code"
   fi
   say "ended with $code at step $(newest_step): started again"
+{% if moves %}
+  leave_out_lost_nodes
+{% endif %}
 done

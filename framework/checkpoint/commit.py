@@ -1,6 +1,6 @@
 """How a checkpoint becomes visible: all at once, by one rename, after everything in it is on the disk.
 
-    begin     clear what dead saves left; is there room?; make `step-N.tmp.<pid>`
+    begin     clear what failed saves left; is there room?; make `.epoch-E/step-N`, in the workplace of the run's lease
     (write)   every rank writes its file there and syncs it                                          save.py
     finish    write the manifest, sync it and the folder; rename to `step-N`: *this is the commit*; sync the parent
     note      write beside the folder that this step was committed, should it ever be gone
@@ -11,6 +11,9 @@ overwritten: the two steps of an overwrite are where others lose both or, worse,
 
 A run goes on from the newest whole checkpoint (`find_newest`). One that has or had a checkpoint never starts over by itself,
 and an error of the file system is no damage: it is tried again, and then ends the rank with an exit code that is tried again.
+
+Every name is changed by a rename out of or into the workplace of the lease (framework/lease.py), which a newer start takes away:
+a process that was held for dead changes nothing, wherever in a save it wakes up.
 """
 
 import errno
@@ -35,7 +38,8 @@ from framework.checkpoint.index import (
     verify_sizes,
 )
 from framework.checkpoint.storage import error_text, read, retry, storage_error
-from framework.errors import CheckpointError, MeshwrightError, StorageError
+from framework.errors import CheckpointError, LeaseLost, MeshwrightError, StorageError
+from framework.lease import Lease, discard
 
 # Names of the moments at which a save can die; `fault` is called with each, so that tests can kill it there.
 SAVE_POINTS = (
@@ -166,30 +170,33 @@ def note_of(root: Path) -> Path:
     return root.with_name(f"{root.name}.json")
 
 
-def begin(root: Path, step: int, state: dict[str, Any], bytes_needed: int) -> Path:
+def begin(root: Path, lease: Lease, step: int, state: dict[str, Any], bytes_needed: int) -> Path:
     """The folder that a save of `step` writes into, or the checkpoint itself if it is committed already.
 
     Raises CheckpointError when the step was committed with another state, and when the disk is too small.
     """
-    return retry(lambda: _begin(root, step, state, bytes_needed), "begin a checkpoint in", root)
+    return retry(lambda: _begin(root, lease, step, state, bytes_needed), "begin a checkpoint in", root)
 
 
-def finish(unfinished: Path, manifest: Manifest, fault: Fault = no_fault) -> Path:
+def finish(root: Path, lease: Lease, unfinished: Path, manifest: Manifest, fault: Fault = no_fault) -> Path:
     """Commit: manifest, sync, rename, sync, note. Returns the checkpoint's path."""
-    final = committed_name(unfinished.parent, manifest.step)
+    final = committed_name(root, manifest.step)
     text = encode_manifest(manifest)
+    retry(lease.check, "read the lease of", lease.run)
     retry(lambda: _write_manifest(unfinished / MANIFEST, text), "write", unfinished / MANIFEST)
     fault("manifest")
-    retry(lambda: _commit(unfinished, final), "rename", unfinished)
+    retry(lambda: _commit(lease, unfinished, final), "rename", unfinished)
     fault("renamed")
-    retry(lambda: sync_folder(final.parent), "sync", final.parent)
-    with reported(f"the new checkpoint is safe, but cannot be noted in {note_of(final.parent)}"):
-        retry(lambda: _note(final), "write", note_of(final.parent))
+    retry(lambda: sync_folder(root), "sync", root)
+    with reported(f"the new checkpoint is safe, but cannot be noted in {note_of(root)}"):
+        retry(lambda: _note(lease, final), "write", note_of(root))
     fault("noted")
     return final
 
 
-def retain(root: Path, retention: Retention, fault: Fault = no_fault, best_step: int | None = None) -> None:
+def retain(
+    root: Path, lease: Lease, retention: Retention, fault: Fault = no_fault, best_step: int | None = None
+) -> None:
     """Remove all whole checkpoints that `retention` does not keep, but that of best_step. Damaged ones do not count and stay, as
     evidence.
 
@@ -200,28 +207,37 @@ def retain(root: Path, retention: Retention, fault: Fault = no_fault, best_step:
         old = [path for path in whole[retention.keep :] if not retention.keeps(step_of(path))]
         for path in (each for each in old if step_of(each) != best_step):
             # Renamed first, so that a crash in the middle of the removal leaves no half checkpoint under a final name.
-            path = path.rename(root / f"{path.name}.tmp.{os.getpid()}")
+            gone = lease.withdraw(path, path.name, root)
             fault("retiring")
-            shutil.rmtree(path)
+            if gone is not None:
+                shutil.rmtree(gone)
             fault("retained")
+    lease.tidy(root)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint out of the way of resumes and saves, to `<name>.bad` or `<name>.bad.1` and so on."""
+def set_aside(path: Path, lease: Lease) -> Path:
+    """Rename a damaged checkpoint out of the way of resumes and saves, to `<name>.bad` or `<name>.bad.1` and so on.
+
+    By way of the workplace: once that was taken away, a name may be that of a newer start's checkpoint.
+    """
     target = path.with_name(f"{path.name}.bad")
     number = 0
     while target.exists():
         number += 1
         target = path.with_name(f"{path.name}.bad.{number}")
-    path.rename(target)
+    withdrawn = lease.withdraw(path, target.name, path.parent)
+    if withdrawn is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    lease.publish(withdrawn, target)
+    lease.tidy(path.parent)
     return target
 
 
-def set_aside_newer(found: FoundCheckpoints) -> None:
+def set_aside_newer(found: FoundCheckpoints, lease: Lease) -> None:
     """Rename the damaged checkpoints that a run goes on without, which has loaded an older one. A rename that fails is said."""
     for path, damage in found.damaged.items():
         with reported(f"damaged checkpoint cannot be set aside ({damage})"):
-            report(f"damaged checkpoint set aside as {set_aside(path)}: {damage}")
+            report(f"damaged checkpoint set aside as {set_aside(path, lease)}: {damage}")
     if found.newest is not None and found.damaged:
         report(f"going on from step {step_of(found.newest)}")
 
@@ -261,9 +277,12 @@ def explain(error: OSError, root: Path, bytes_needed: int) -> CheckpointError | 
 
 @contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Report errors of the file system in this block instead of raising them: a checkpoint is safe already."""
+    """Report errors of the file system in this block instead of raising them: a checkpoint is safe already. Not the loss of the
+    lease, which ends this process."""
     try:
         yield
+    except LeaseLost:
+        raise
     except (OSError, MeshwrightError) as error:
         report(f"{what}: {error}")
 
@@ -273,22 +292,34 @@ def report(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _begin(root: Path, step: int, state: dict[str, Any], bytes_needed: int) -> Path:
+def _begin(root: Path, lease: Lease, step: int, state: dict[str, Any], bytes_needed: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     sync_folder(root.parent)
-    for path in _folders(root):
-        if ".tmp." in path.name:
-            with reported(f"an unfinished checkpoint cannot be removed, {path}"):
-                shutil.rmtree(path)
+    workplace = lease.workplace(root)
+    for path in (*workplace.iterdir(), *_folders_before_leases(root)):
+        with reported(f"an unfinished checkpoint cannot be removed, {path}"):
+            shutil.rmtree(path)
     final = committed_name(root, step)
-    if final.exists() and _is_committed(final, state):
+    if final.exists() and _is_committed(final, lease, state):
         return final
     free = shutil.disk_usage(root).free
     if free < bytes_needed + SPARE_BYTES:
+        lease.tidy(root)
         raise no_room(root, bytes_needed)
-    unfinished = root / f"{final.name}.tmp.{os.getpid()}"
+    unfinished = lease.workplace(root) / final.name
     unfinished.mkdir()
     return unfinished
+
+
+def give_up(root: Path, lease: Lease, unfinished: Path) -> None:
+    """Remove what a failed save has left."""
+    discard(unfinished)
+    lease.tidy(root)
+
+
+def _folders_before_leases(root: Path) -> Iterator[Path]:
+    """Unfinished checkpoints of a version that had no workplaces."""
+    return (path for path in _folders(root) if ".tmp." in path.name)
 
 
 def _write_manifest(path: Path, text: str) -> None:
@@ -300,24 +331,25 @@ def _write_manifest(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def _commit(unfinished: Path, final: Path) -> None:
+def _commit(lease: Lease, unfinished: Path, final: Path) -> None:
     """rename(2) onto a folder that is not empty fails, so even a rival cannot be overwritten here."""
+    lease.check()
     try:
         unfinished.rename(final)
     except FileNotFoundError:
+        # The workplace was taken away: what has the final name then is not ours.
+        lease.refuse_fenced(unfinished.parent)
         # A file server that did it and could not say so is asked again.
         if not (final / MANIFEST).exists():
             raise
 
 
-def _note(committed: Path) -> None:
+def _note(lease: Lease, committed: Path) -> None:
     note = note_of(committed.parent)
-    partial = note.with_suffix(".tmp")
-    with open(partial, "w") as file:
+    with lease.replacing(note, note.parent) as made, open(made, "w") as file:
         json.dump({"committed_step": step_of(committed)}, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, note)
     sync_folder(note.parent)
 
 
@@ -359,12 +391,12 @@ def _refuse_to_start_over(root: Path, damaged: Mapping[Path, DamagedCheckpoint])
     )
 
 
-def _is_committed(final: Path, state: dict[str, Any]) -> bool:
+def _is_committed(final: Path, lease: Lease, state: dict[str, Any]) -> bool:
     """True if `final` is whole and has this state; False if it was damaged, and is set aside. Raises CheckpointError if it has
     another state: it is not replaced."""
     damage = find_damage(final)
     if damage is not None:
-        report(f"damaged checkpoint set aside as {set_aside(final)}: {damage}")
+        report(f"damaged checkpoint set aside as {set_aside(final, lease)}: {damage}")
         return False
     if read_manifest(final).state == json.loads(json.dumps(state)):
         return True

@@ -38,6 +38,7 @@ from framework.checkpoint.pieces import Piece
 from framework.comm.communicator import Communicator
 from framework.comm.objects import share_errors, tell
 from framework.errors import CheckpointError, StorageError
+from framework.lease import Lease
 from framework.mesh.box import Box
 
 __all__ = ["load_checkpoint", "load_newest", "newest_checkpoint", "read_state"]
@@ -77,13 +78,17 @@ def load_checkpoint(
 
 
 def load_newest(
-    root: Path, entries: Iterable[Entry], world: Communicator, found: FoundCheckpoints | None = None
+    root: Path,
+    entries: Iterable[Entry],
+    world: Communicator,
+    found: FoundCheckpoints | None = None,
+    lease: Lease | None = None,
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint under `root` that is whole; its state, or None for a run that has never saved. Collective.
 
     Rank 0 looks and tells: others may see an older state of the folder. When one is damaged the next older one is tried, and
     only once that is loaded are the damaged set aside as `step-N.bad`, with a line on stderr. Raises what `find_newest` raises.
-    found: what rank 0 has found and told already.
+    found: what rank 0 has found and told already. lease: of the run, None for a folder that nobody launches.
     """
     entries = list(entries)
     damaged: dict[Path, DamagedCheckpoint] = {}
@@ -99,7 +104,7 @@ def load_newest(
             found = None
             continue
         if world.rank == 0:
-            set_aside_newer(found)
+            set_aside_newer(found, lease or Lease(root.parent))
         return state
 
 

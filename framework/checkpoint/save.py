@@ -21,9 +21,9 @@ alike how the last one ended, without a word more. A rank that dies wakes the ot
 their loops by the same; what was not committed is not there.
 """
 
+import errno
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +45,7 @@ from framework.checkpoint.commit import (
     committed_name,
     explain,
     finish,
+    give_up,
     no_fault,
     report,
     retain,
@@ -68,7 +69,8 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.objects import deal, gather_to_first, share_errors, tell
 from framework.comm.transfer import Arrival, Moment
-from framework.errors import CheckpointError, MeshwrightError
+from framework.errors import CheckpointError, LeaseLost, MeshwrightError
+from framework.lease import Lease
 from framework.mesh.layout import Layout
 
 T = TypeVar("T")
@@ -145,8 +147,9 @@ class Saver:
     world: over which the ranks' threads agree; nobody else uses it meanwhile. retention: which checkpoints stay. memory: what
     bytes are staged in. is_async: whether `start` returns before the save has ended. max_failures: so many saves in a row that
     fail end the run. on_end: is told in the save's thread that one has ended, and whether it was committed. fault: for tests.
-    stalled_s: how long the loop was held up so far. started: how many saves were; longest_s: how long one took at most. failures:
-    saves that have failed; failures_in_a_row: the last ones.
+    lease: of the run, which every rank checks before it writes; None for a folder that nobody launches. stalled_s: how long the
+    loop was held up so far. started: how many saves were; longest_s: how long one took at most. failures: saves that have
+    failed; failures_in_a_row: the last ones.
     """
 
     def __init__(
@@ -159,11 +162,13 @@ class Saver:
         max_failures: int = 1,
         on_end: Callable[[bool], None] = lambda is_committed: None,
         fault: Fault = no_fault,
+        lease: Lease | None = None,
     ) -> None:
         self.stalled_s = self.longest_s = 0.0
         self.started = 0
         self.failures = self.failures_in_a_row = 0
         self._root, self._world, self._retention, self._fault = root, world, retention, fault
+        self._lease = lease or Lease(root.parent)
         self._memory = memory or StagingMemory(CPU, max_bytes=0)
         self._is_async, self._max_failures, self._on_end = is_async, max_failures, on_end
         self._plan: SavePlan | None = None
@@ -242,10 +247,10 @@ class Saver:
         try:
             pending.ended.result()
             self.failures_in_a_row = 0
-        except MeshwrightError:
+        except MeshwrightError as error:
             self.failures += 1
             self.failures_in_a_row += 1
-            if pending.is_last or self.failures_in_a_row >= self._max_failures:
+            if pending.is_last or isinstance(error, LeaseLost) or self.failures_in_a_row >= self._max_failures:
                 raise
 
     def _save(self, pending: PendingSave) -> Path:
@@ -267,6 +272,8 @@ class Saver:
 
     def _say_failure(self, pending: PendingSave, error: MeshwrightError) -> None:
         in_a_row = self.failures_in_a_row + 1
+        if isinstance(error, LeaseLost):
+            return  # it ends the run
         if self._world.rank == 0 and in_a_row < self._max_failures and not pending.is_last:
             report(
                 f"the checkpoint of step {pending.step:,} was not saved ({in_a_row} in a row, {self._max_failures} end the run);"
@@ -285,28 +292,45 @@ class Saver:
             fault("staged")
         else:
             self._say_memory(staged.num_bytes)
-        explained = partial(_explained, self._root, plan.bytes_needed)
+        root, lease = self._root, self._lease
+        explained = partial(_explained, root, lease, plan.bytes_needed)
         folder = tell(
-            lambda: explained(lambda: begin(self._root, pending.step, pending.state, plan.bytes_needed)), world
+            lambda: explained(lambda: begin(root, lease, pending.step, pending.state, plan.bytes_needed)), world
         )
         if folder == committed_name(self._root, pending.step):
             return folder
         fault("begun")
         try:
             path = folder / file_name(world.rank)
-            share_errors(
-                lambda: explained(lambda: retry(lambda: write_file(path, staged, fault), "write", path)), world
-            )
+
+            def write() -> None:
+                lease.check()
+                write_file(path, staged, fault)
+
+            share_errors(lambda: explained(lambda: retry(write, "write", path)), world)
             written = gather_to_first(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
             fault("gathered")
-            committed = tell(lambda: explained(lambda: _finish(folder, pending, plan, written, fault)), world)
+            committed = tell(lambda: explained(lambda: self._finish(folder, pending, plan, written)), world)
         except MeshwrightError:
             if world.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                give_up(root, lease, folder)
             raise
         if world.rank == 0:
-            retain(self._root, self._retention, fault, pending.state.get("best_step"))
+            retain(root, lease, self._retention, fault, pending.state.get("best_step"))
         return committed
+
+    def _finish(self, folder: Path, pending: PendingSave, plan: SavePlan, written: Sequence[FileRecord]) -> Path:
+        """Write the index and commit, on rank 0, when all ranks have written. Returns the checkpoint's folder."""
+        assert plan.index is not None, "only rank 0 commits"
+        index, lease = plan.index, self._lease
+
+        def write() -> Manifest:
+            lease.check()
+            return write_index(folder, pending.step, pending.state, index, written)
+
+        manifest = retry(write, "write", folder / INDEX)
+        self._fault("indexed")
+        return finish(self._root, lease, folder, manifest, self._fault)
 
     def _find_plan(self, entries: Sequence[Entry]) -> SavePlan:
         """The plan of the last save, where no rank's layout has changed since. Collective."""
@@ -421,20 +445,13 @@ def _duties(division: Division) -> list[Duty]:
     return [Duty(flags, division.bytes_needed) for flags in division.duties]
 
 
-def _finish(folder: Path, pending: PendingSave, plan: SavePlan, written: Sequence[FileRecord], fault: Fault) -> Path:
-    """Write the index and commit, on rank 0, when all ranks have written. Returns the checkpoint's folder."""
-    assert plan.index is not None, "only rank 0 commits"
-    index = plan.index
-    manifest = retry(lambda: write_index(folder, pending.step, pending.state, index, written), "write", folder / INDEX)
-    fault("indexed")
-    return finish(folder, manifest, fault)
-
-
-def _explained(root: Path, bytes_needed: int, work: Callable[[], T]) -> T:
+def _explained(root: Path, lease: Lease, bytes_needed: int, work: Callable[[], T]) -> T:
     """The result of `work`, its OSError in words."""
     try:
         return work()
     except OSError as error:
+        if error.errno == errno.ENOENT:
+            lease.check()  # the folder is gone, because another start has taken it away
         raise explain(error, root, bytes_needed) from error
 
 

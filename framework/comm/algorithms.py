@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm.communicator import Communicator
+from framework.comm.communicator import Communicator, Operation, Waits
 
 # torch 2.13 renamed the collectives of a single tensor and warns at the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,6 +51,13 @@ class Pending:
         self._works = works
         self._tensors = tensors
         self._finish = finish
+        self._operation: Operation | None = None
+        self._waits: Waits | None = None
+
+    def named(self, operation: Operation, axis: Communicator) -> "Pending":
+        """This, whose waits are noted from now on as waits for the operation."""
+        self._operation, self._waits = operation, axis.waits
+        return self
 
     @torch.compiler.disable
     def advance(self) -> bool:
@@ -61,8 +68,8 @@ class Pending:
         # Taken out first, so that a second wait finds nothing to do: `finish` gives buffers back, which may be done only once.
         works, finish = self._works, self._finish
         self._works, self._finish = (), None
-        for work in works:
-            work.wait()
+        if works:
+            (self._waits or Waits()).wait(works, self._operation)
         follows = finish() if finish is not None else None
         self._tensors = () if follows is None else follows._tensors
         if follows is not None:

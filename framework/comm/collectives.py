@@ -68,13 +68,14 @@ def start_all_reduce(
     # Checked here, so that all backends and algorithms refuse the same tensors, before anything is recorded or sent.
     _check(x)
     check_agreement(axis, "all_reduce", label, x)
-    axis.traffic.record("all_reduce", 2 * (axis.size - 1) * x.numel() * reduce_dtype.itemsize // axis.size)
+    operation = axis.record("all_reduce", 2 * (axis.size - 1) * x.numel() * reduce_dtype.itemsize // axis.size, label)
     with axis.range("all_reduce", label):
         if reduce_dtype != x.dtype:
             # Of rounded numbers a maximum would be one that no rank has.
             assert op == "sum", f"{op} in {reduce_dtype}"
-            return on_host(lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
-        return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis)
+            started = on_host(lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
+            return started.named(operation, axis)
+        return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis).named(operation, axis)
 
 
 def all_gather(out: Tensor, x: Tensor, axis: Communicator) -> None:
@@ -95,9 +96,10 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Communicator, label: str = ""
         copy(out, x)
         return Pending()
     check_agreement(axis, "all_gather", label, x)
-    axis.traffic.record("all_gather", (axis.size - 1) * x.nbytes)
+    operation = axis.record("all_gather", (axis.size - 1) * x.nbytes, label)
     with axis.range("all_gather", label):
-        return on_host(lambda out, x: ALGORITHMS[x.device.type, "all_gather"].start(out, x, axis), out, x, axis)
+        started = on_host(lambda out, x: ALGORITHMS[x.device.type, "all_gather"].start(out, x, axis), out, x, axis)
+        return started.named(operation, axis)
 
 
 def reduce_scatter(out: Tensor, x: Tensor, axis: Communicator) -> None:
@@ -121,11 +123,13 @@ def start_reduce_scatter(
         return Pending()
     reduce_dtype = reduce_dtype or x.dtype
     check_agreement(axis, "reduce_scatter", label, x)
-    axis.traffic.record("reduce_scatter", (axis.size - 1) * out.numel() * reduce_dtype.itemsize)
+    operation = axis.record("reduce_scatter", (axis.size - 1) * out.numel() * reduce_dtype.itemsize, label)
     with axis.range("reduce_scatter", label):
         if reduce_dtype != x.dtype:
-            return on_host(lambda out, x: scatter_rounded(out, x, axis, reduce_dtype), out, x, axis)
-        return on_host(lambda out, x: ALGORITHMS[x.device.type, "reduce_scatter"].start(out, x, axis), out, x, axis)
+            started = on_host(lambda out, x: scatter_rounded(out, x, axis, reduce_dtype), out, x, axis)
+            return started.named(operation, axis)
+        started = on_host(lambda out, x: ALGORITHMS[x.device.type, "reduce_scatter"].start(out, x, axis), out, x, axis)
+        return started.named(operation, axis)
 
 
 def all_to_all(
@@ -160,7 +164,7 @@ def start_all_to_all(
     # Without x: uneven splits give ranks tensors of different sizes.
     check_agreement(axis, "all_to_all", "", None)
     rows_kept = in_splits[axis.rank] if in_splits is not None else x.shape[0] // axis.size
-    axis.traffic.record("all_to_all", (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize)
+    operation = axis.record("all_to_all", (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize)
     out_list = None if out_splits is None else list(out_splits)
     in_list = None if in_splits is None else list(in_splits)
 
@@ -168,7 +172,7 @@ def start_all_to_all(
         return Pending([dist.all_to_all_single(out, x, out_list, in_list, axis.group, async_op=True)], [out, x])
 
     with axis.range("all_to_all"):
-        return on_host(start, out, x, axis)
+        return on_host(start, out, x, axis).named(operation, axis)
 
 
 @torch.compiler.disable
@@ -179,13 +183,13 @@ def broadcast(x: Tensor, axis: Communicator, source: int = 0) -> None:
     _check(x)
     check_agreement(axis, "broadcast", "", x)
     # A tree's inner ranks forward what they get; whom the backend lets forward is its affair, and the source is charged for all.
-    axis.traffic.record("broadcast", x.nbytes if axis.rank == source else 0)
+    operation = axis.record("broadcast", x.nbytes if axis.rank == source else 0)
 
     def start(x: Tensor, _: Tensor) -> Pending:
         return Pending([dist.broadcast(x, group=axis.group, group_src=source, async_op=True)], [x])
 
     with axis.range("broadcast"):
-        on_host(start, x, x, axis).wait()
+        on_host(start, x, x, axis).named(operation, axis).wait()
 
 
 @torch.compiler.disable
@@ -195,8 +199,9 @@ def barrier(axis: Communicator) -> None:
         return
     check_agreement(axis, "barrier", "", None)
     # No bytes, but a call: ranks wait in it, so it counts among what a step communicates.
-    axis.traffic.record("barrier", 0)
-    dist.barrier(group=axis.group)
+    operation = axis.record("barrier", 0)
+    with axis.waiting(operation):
+        dist.barrier(group=axis.group)
 
 
 def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:
@@ -214,10 +219,11 @@ def gather_objects(obj: Any, axis: Communicator) -> list[Any]:
     if axis.size == 1:
         return [obj]
     check_agreement(axis, "gather_objects", "", None)
-    axis.traffic.record("gather_objects", (axis.size - 1) * len(pickle.dumps(obj)))
+    operation = axis.record("gather_objects", (axis.size - 1) * len(pickle.dumps(obj)))
     # Sizes differ between ranks, and torch pads every object to the largest: hence only for what is small.
     gathered = [None] * axis.size
-    dist.all_gather_object(gathered, obj, group=axis.group)
+    with axis.waiting(operation):
+        dist.all_gather_object(gathered, obj, group=axis.group)
     return gathered
 
 

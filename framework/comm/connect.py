@@ -22,7 +22,7 @@ import torch.distributed as dist
 # Private, because `new_group` lets nobody choose a subgroup's store. Read and run in torch 2.13; 2.11 was not tried.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
-from framework.comm.communicator import Communicator
+from framework.comm.communicator import Communicator, Waits
 from framework.errors import ConnectionFailed, NodeError, RanksDiffer, TopologyError
 from framework.mesh.descriptors import allow_descriptors, count_group_sockets, count_sockets
 from framework.mesh.fingerprint import describe_difference, explain_differences
@@ -63,6 +63,11 @@ class Mesh:
         if name not in self.axes:
             raise TopologyError(f"no axis {name!r}: the axes are {', '.join(AXIS_NAMES)}")
         return self.axes[name]
+
+    @property
+    def waits(self) -> Waits:
+        """What holds up the thread that communicates over the mesh."""
+        return self.axes["world"].waits
 
     def close(self) -> None:
         """Give the process groups back. Collective: every rank of the world calls it.
@@ -176,6 +181,26 @@ def connect_beside(mesh: Mesh, name: str) -> Communicator:
     return Communicator(world.axis, group, timeout=world.timeout)
 
 
+def open_store_beside() -> tuple[dist.Store, str]:
+    """A connection of its own to the store in which the launcher's ranks meet, and who hosts that: for a thread beside training.
+
+    In here and in every later question it waits for the host for as long as it takes, whatever time-outs say (torch 2.13: a
+    TCPStore's `add` waits for ever for a stopped process): only for a thread that nobody waits for. A world of one rank has a
+    store to itself.
+    """
+    if launched_place()[1] == 1:
+        return dist.HashStore(), "this rank"
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, None, False, timedelta(days=1), wait_for_workers=False)
+    return dist.PrefixStore("watch", store), f"the launcher on {address}" if is_agents else f"rank 0 on {address}"
+
+
+def launched_place() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as the launcher says; 0 of 1 without one."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _agree_on_rank(topology: Topology, rendezvous: str | None, rank: int | None) -> int:
     """This process's rank, once the launcher's world is seen to be the topology's."""
     # A rendezvous is for tests, benchmarks and `verify`, which start their ranks themselves: no launcher has numbered these.
@@ -184,8 +209,7 @@ def _agree_on_rank(topology: Topology, rendezvous: str | None, rank: int | None)
             raise TopologyError(f"rendezvous={rendezvous} needs an explicit rank")
         launched_world = topology.world
     else:
-        launched_world = int(os.environ.get("WORLD_SIZE", "1"))
-        rank = int(os.environ.get("RANK", "0"))
+        rank, launched_world = launched_place()
     if launched_world != topology.world or not 0 <= rank < topology.world:
         raise TopologyError(
             f"rank {rank} of {launched_world} launched, but pp x dp x cp x tp = {topology.pp} x {topology.dp} x"
@@ -273,6 +297,7 @@ def join_axes(
         for name in TOKEN_AXES:
             if axes[name].size > 1 and axes[name].ranks not in token_groups:
                 token_groups[axes[name].ranks] = join(f"tokens {name}", axes[name].ranks, backends.scatter)
+    waits = Waits()  # one of all axes: the thread that trains waits over one of them at a time
     return {
         name: Communicator(
             axis,
@@ -281,6 +306,7 @@ def join_axes(
             check_s=check_s,
             staged=backends.is_staged,
             timeout=timeout,
+            waits=waits,
         )
         for name, axis in axes.items()
     }

@@ -70,17 +70,16 @@ def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
     # Sizes first: rank 0 receives into memory of exactly each object's size, of which one may be thousands of times another.
     size = torch.tensor([len(mine)])
     sizes = [torch.zeros_like(size) for _ in range(axis.size)] if axis.rank == 0 else None
-    dist.gather(size, sizes, group=axis.group, group_dst=0)
-    if sizes is None:
-        axis.traffic.record("gather_to_first", size.nbytes + len(mine))
-        axis.send(mine, 0, OBJECTS_TAG).wait()
-        return []
-    axis.traffic.record("gather_to_first", 0)
-    places = [torch.empty(int(each), dtype=torch.uint8) for each in sizes[1:]]
-    # All at once: in turn, one slow rank would hold up the receives of those that are done.
-    arriving = [axis.receive(place, rank, OBJECTS_TAG) for rank, place in enumerate(places, 1)]
-    for work in arriving:
-        work.wait()
+    with axis.waiting(axis.record("gather_to_first", size.nbytes + len(mine) if axis.rank else 0)):
+        dist.gather(size, sizes, group=axis.group, group_dst=0)
+        if sizes is None:
+            axis.send(mine, 0, OBJECTS_TAG).wait()
+            return []
+        places = [torch.empty(int(each), dtype=torch.uint8) for each in sizes[1:]]
+        # All at once: in turn, one slow rank would hold up the receives of those that are done.
+        arriving = [axis.receive(place, rank, OBJECTS_TAG) for rank, place in enumerate(places, 1)]
+        for work in arriving:
+            work.wait()
     return [obj, *(pickle.loads(place.numpy().data) for place in places)]
 
 
@@ -95,8 +94,8 @@ def gather_numbers_to_first(numbers: Sequence[float], axis: Communicator) -> lis
     check_agreement(axis, "gather_numbers_to_first", "", None)
     mine = torch.tensor(list(numbers), dtype=torch.float64)
     places = [torch.empty_like(mine) for _ in range(axis.size)] if axis.rank == 0 else None
-    axis.traffic.record("gather_numbers_to_first", mine.nbytes if axis.rank else 0)
-    dist.gather(mine, places, group=axis.group, group_dst=0)
+    with axis.waiting(axis.record("gather_numbers_to_first", mine.nbytes if axis.rank else 0)):
+        dist.gather(mine, places, group=axis.group, group_dst=0)
     return [place.tolist() for place in places or ()]
 
 
@@ -122,16 +121,16 @@ def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
     check_agreement(axis, "deal", "", None)
     size = torch.zeros(1, dtype=torch.int64)
     if packed is None:
-        axis.traffic.record("deal", 0)
-        dist.scatter(size, None, group=axis.group, group_src=0)
-        mine = torch.empty(int(size), dtype=torch.uint8)
-        axis.receive(mine, 0, OBJECTS_TAG).wait()
+        with axis.waiting(axis.record("deal", 0)):
+            dist.scatter(size, None, group=axis.group, group_src=0)
+            mine = torch.empty(int(size), dtype=torch.uint8)
+            axis.receive(mine, 0, OBJECTS_TAG).wait()
         return pickle.loads(mine.numpy().data)
-    axis.traffic.record("deal", sum(each.nbytes + size.nbytes for each in packed))
-    dist.scatter(size, [size, *(torch.tensor([len(each)]) for each in packed)], group=axis.group, group_src=0)
-    leaving = [axis.send(each, rank, OBJECTS_TAG) for rank, each in enumerate(packed, 1)]
-    for sending in leaving:
-        sending.wait()
+    with axis.waiting(axis.record("deal", sum(each.nbytes + size.nbytes for each in packed))):
+        dist.scatter(size, [size, *(torch.tensor([len(each)]) for each in packed)], group=axis.group, group_src=0)
+        leaving = [axis.send(each, rank, OBJECTS_TAG) for rank, each in enumerate(packed, 1)]
+        for sending in leaving:
+            sending.wait()
     return items[0]
 
 
@@ -145,10 +144,10 @@ def _tell_from(source: int, work: Callable[[], T], axis: Communicator) -> T:
             outcome = error
     if axis.size > 1:
         check_agreement(axis, "tell", "", None)
-        axis.traffic.record("tell", len(pickle.dumps(outcome)) if axis.rank == source else 0)
-        # torch pickles once more; what is counted above is the same bytes.
-        told = [outcome]
-        dist.broadcast_object_list(told, group=axis.group, group_src=source)
+        # torch pickles once more; what is counted here is the same bytes.
+        told, num_bytes = [outcome], len(pickle.dumps(outcome)) if axis.rank == source else 0
+        with axis.waiting(axis.record("tell", num_bytes)):
+            dist.broadcast_object_list(told, group=axis.group, group_src=source)
         outcome = told[0]
     if isinstance(outcome, MeshwrightError):
         raise outcome

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.algorithms import Pending, copy, to_host
-from framework.comm.communicator import Communicator, Message
+from framework.comm.communicator import Communicator, Message, Operation
 
 
 def start_send(x: Tensor, axis: Communicator, to: int) -> Pending:
@@ -39,8 +39,9 @@ def exchange(
     turn, and two ranks that both send first would wait for each other. Raises AssertionError for a tensor that is not contiguous
     and for a peer that the axis does not have.
     """
-    started = _start(sends, receives, axis)
-    return Pending([*started.received, *started.sent], [x for x, _ in (*sends, *receives)], started.finish)
+    started, operation = _start(sends, receives, axis), _name(sends, receives, axis)
+    tensors = [x for x, _ in (*sends, *receives)]
+    return Pending([*started.received, *started.sent], tensors, started.finish).named(operation, axis)
 
 
 @torch.compiler.disable
@@ -51,7 +52,15 @@ def exchange_apart(
     used while the sent is still under way. NCCL tells of a batch as a whole: there either waits for both."""
     started = _start(sends, receives, axis)
     tensors = [x for x, _ in sends], [x for x, _ in receives]
-    return Pending(started.sent, tensors[0]), Pending(started.received, tensors[1], started.finish)
+    sent, received = Pending(started.sent, tensors[0]), Pending(started.received, tensors[1], started.finish)
+    return sent.named(_name(sends, [], axis), axis), received.named(_name([], receives, axis), axis)
+
+
+def _name(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator) -> Operation:
+    """What a wait for the messages is a wait for."""
+    what = "send" if not receives else "send and receive" if sends else "receive"
+    # 0: the two sides of a message count differently, so no number says whether a peer has come to it.
+    return Operation(axis.axis, what, "", 0, tuple({axis.ranks[peer]: None for _, peer in (*receives, *sends)}))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ So the samples of one step are [cursor, cursor + M dp b) for every split into M 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,8 @@ from framework.mesh.context import ContextSlices
 STEPS_READ_AT_ONCE = 32
 TOKENS_READ_AT_ONCE = 1 << 15
 HOST = torch.device("cpu")
+# Hears of each step that is handed out: its samples [n] and their rows, in one order.
+Hear = Callable[[np.ndarray, list[Microbatch]], None]
 
 
 class Loader:
@@ -50,9 +52,10 @@ class Loader:
         slices: ContextSlices | None = None,
         device: torch.device = HOST,
         clock: Callable[[], float] = time.perf_counter,
+        hear: Sequence[Hear] = (),
     ) -> None:
         """num_microbatches: of this rank in one step; slices: the tokens of each sequence that it holds, None: all; device: where
-        they will go, from pinned memory; clock: seconds."""
+        they will go, from pinned memory; clock: seconds; hear: each hears of every batch, and may raise."""
         streams = [source.streams["train"] for source in prepared.sources]
         sizes = [count_samples(stream.num_tokens, context) for stream in streams]
         self._order = Order.of(
@@ -71,7 +74,7 @@ class Loader:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "loader", choose_current, (device,))
         self._ahead: tuple[int, Future[dict[int, list[Microbatch]]]] | None = None
-        self._clock = clock
+        self._clock, self._hear = clock, hear
         self.data_wait_s = 0.0
 
     def batch(self, cursor: int) -> list[Microbatch]:
@@ -87,6 +90,8 @@ class Loader:
             following = cursor + len(self._offsets) * self.sequences_per_step
             self._ahead = following, self._thread.submit(self._read, following)
         self.data_wait_s += self._clock() - start_s
+        for hear in self._hear:
+            hear(cursor + self._offsets[0], self._read_steps[cursor])
         return self._read_steps[cursor]
 
     def _read(self, cursor: int) -> dict[int, list[Microbatch]]:

@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,9 @@ LOST_PEER = (
 
 # The agent kills what has not ended 30 s after the first failure; what dies of itself is noticed within a second.
 LATE_S = 15
+# Once a rank has ended the agent sends the others SIGTERM, of which one that is stopped hears nothing: how often such are
+# looked for.
+LOOK_EVERY_S = 0.5
 _SIGNAL_HINTS = {
     signal.SIGKILL: ": out of memory? `dmesg` knows",
     signal.SIGABRT: ": NCCL ends a rank so when a collective times out, and has then said which one above",
@@ -89,6 +93,48 @@ class Forwarding:
                     os.kill(pid, signal.SIGTERM)
 
 
+class StoppedRanks:
+    """While it is entered, a thread kills ranks that are stopped once another one has ended: SIGTERM does not reach them, and the
+    agent would wait half a minute for their end. killed: their process ids."""
+
+    def __init__(self, agent: LocalElasticAgent) -> None:
+        self.killed: set[int] = set()
+        self._agent = agent
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stopped-ranks", daemon=True)
+
+    def __enter__(self) -> "StoppedRanks":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(LOOK_EVERY_S):
+            pids = [worker.id for worker in self._agent.get_worker_group().workers if worker.id]
+            states = {pid: read_state(pid) for pid in pids}
+            if all(state not in ("Z", "X", "") for state in states.values()):
+                continue
+            for pid in (pid for pid, state in states.items() if state == "T"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                self.killed.add(pid)
+
+
+def read_state(pid: int) -> str:
+    """What /proc says a process is: R runs, S and D sleep, T is stopped, Z has ended and nobody has asked how; empty where it is
+    gone. S where there is no /proc."""
+    if not os.path.isdir("/proc/self"):
+        return "S"
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]  # the name before it may have spaces and brackets
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def run_ranks(
     arguments: tuple[str, ...], num_ranks: int, log: Path, variables: Mapping[str, str] = MappingProxyType({})
 ) -> Outcome:
@@ -112,7 +158,8 @@ def run_ranks(
         local_addr="localhost",
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log)))
-    with _quiet_agent(), _variables_set(variables), Forwarding(agent) as forwarding:
+    stopped = StoppedRanks(agent)
+    with _quiet_agent(), _variables_set(variables), Forwarding(agent) as forwarding, stopped:
         try:
             result = agent.run()
         except KeyboardInterrupt:
@@ -121,25 +168,24 @@ def run_ranks(
             return Outcome(128 + death.sigval, f"the launching process got {death.sigval.name}")
         finally:
             rendezvous.shutdown()
-    outcome = judge(result.failures) if result.is_failed() else Outcome(EXIT_DONE)
+    outcome = judge(result.failures, stopped.killed) if result.is_failed() else Outcome(EXIT_DONE)
     was_cut = outcome.code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
     return Outcome(EXIT_INTERRUPTED) if forwarding.num_interrupts and was_cut else outcome
 
 
-def judge(failures: Mapping[int, ProcessFailure]) -> Outcome:
-    """The run's exit code and the one message that matters, from the failures of its ranks by rank.
+def judge(failures: Mapping[int, ProcessFailure], killed: Collection[int] = ()) -> Outcome:
+    """The run's exit code and the one message that matters, from the failures of its ranks by rank. killed: process ids of those
+    that were stopped and that this launcher has killed.
 
     The first rank that failed of itself is the cause. The others fail because it is gone, or are ended by the agent, first by
     SIGTERM and half a minute later by SIGKILL: a death so long after the first failure says that the rank hung, not why.
     """
     first_s = min(failure.timestamp for failure in failures.values())
-    rank, cause = min(failures.items(), key=lambda item: _precedence(item[1], first_s))
+    rank, cause = min(failures.items(), key=lambda item: (item[1].pid in killed, *_precedence(item[1], first_s)))
     code = cause.exitcode if cause.exitcode > 0 else 128 - cause.exitcode
-    others = "".join(
-        f"\n[rank {other}] {said}"
-        for other, failure in sorted(failures.items())
-        if other != rank and (said := _say_hung(failure, first_s))
-    )
+    said = {other: _say_hung(failure, first_s, killed) for other, failure in sorted(failures.items()) if other != rank}
+    known = _read_error(cause) if _has_error(cause) else ""  # a verdict on a hung run all ranks end with alike
+    others = "".join(f"\n[rank {other}] {text}" for other, text in said.items() if text not in ("", known))
     if cause.exitcode < 0:
         number = signal.Signals(-cause.exitcode)
         hint = _SIGNAL_HINTS.get(number, "")
@@ -156,8 +202,10 @@ def _precedence(failure: ProcessFailure, first_s: float) -> tuple[int, float]:
     return (3 if is_ended else 1), failure.exitcode
 
 
-def _say_hung(failure: ProcessFailure, first_s: float) -> str:
+def _say_hung(failure: ProcessFailure, first_s: float, killed: Collection[int]) -> str:
     """A word on a rank that did not end by itself once another had failed; empty for others."""
+    if failure.pid in killed:
+        return f"process {failure.pid} was stopped (state T), and was killed"
     if _is_killed_late(failure, first_s):
         return f"process {failure.pid} did not end when it was asked to, and was killed: it hung"
     return _read_error(failure) if _has_error(failure) and _is_hung(failure) else ""

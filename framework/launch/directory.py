@@ -4,8 +4,10 @@ runs/quickstart-001/
     recipe.yaml     what every rank, every resume and every requeue reads
     run.json        the run's id, and each launch: when, where, with which overrides, what they changed
     tokenizer/      the one that made the tokens; an export gets a copy
-    lock            held by the launching process; its text names the holder
+    lock            held by the launching process, in a job by rank 0; its text names the holder
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
+    lease           the epoch of the run, which every start raises, and who took it: framework/lease.py
+    .epoch-N/       where the start of epoch N makes files before they get their names; also in checkpoints/
     checkpoints/    step-N folders
     request-save, request-stop  what `meshwright save` and `stop` ask of a run that runs
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
@@ -21,22 +23,48 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
 from framework.checkpoint.storage import LASTING, storage_error
-from framework.errors import RunError, RunInUse
+from framework.errors import LeaseLost, RunError, RunInUse
+from framework.lease import Holder, Lease, read_lease, take
 from framework.train.faults import SAVE_FILE, STOP_FILE
 
 # A file system without file locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+# A holder that is over, by the word of SLURM, may take so long to let go of its lock before it loses the run.
+TAKE_OVER_AFTER_S = 10.0
+# Ranks that end just now have so long before anybody asks who they are.
+PATIENCE_S = 2.0
+
+
+class Verdict(Enum):
+    """What is known of the holder of a run by who wants it next."""
+
+    OVER = "over"
+    LIVES = "lives"
+    UNKNOWN = "unknown"
+
+
+Judge = Callable[[Holder, Holder], Verdict]
+
+
+def describe_self(job: str = "", restart: int = 0, step: int = 0) -> Holder:
+    """This process as the holder of a lease."""
+    return Holder(socket.gethostname(), os.getpid(), _now(), job, restart, step)
 
 
 @dataclass(frozen=True)
@@ -121,49 +149,60 @@ class RunDirectory:
         return run
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the run against every other launcher. Released when the process ends, however it ends. What is asked of the run
-        meanwhile (`request-stop`) is forgotten with it.
+    def lock(self) -> Iterator[Lease]:
+        """Hold the run against every other launcher, and take its lease. Released when the process ends, however it ends. What is
+        asked of the run meanwhile (`request-stop`) is forgotten with it.
 
         Raises RunError while another process holds it, or while ranks of a launcher that died still run.
         """
         with explain_errors(self.path), ExitStack() as stack:
-            file = stack.enter_context(open(self.path / "lock", "a+"))
-            if not _try_lock(file):
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                raise RunError(f"{self.path} is in use by {holder}: wait for it, or stop it")
+            file = self._try_lock(stack)
+            if file is None:
+                raise RunError(
+                    f"{self.path} is in use by {self._read_lock()}: wait for it, or stop it.{self._if_dead()}"
+                )
             with open(self.path / "lock.ranks", "a+") as ranks:
-                if not _try_lock(ranks):
+                if not _flock(ranks):
                     raise RunError(
                         f"{self.path} is in use by ranks whose launching process is gone: they save and end by"
-                        f" themselves; try again in a while"
+                        f" themselves; try again in a while.{self._if_dead()}"
                     )
-            _name_holder(file)
-            self.forget_requests()  # of a launcher that was killed
-            stack.callback(self.forget_requests)
+            lease = self._take(file, stack, describe_self())
+            self.forget_requests(lease)  # of a launcher that was killed
+            stack.callback(self.forget_requests, lease)
             held = stack.pop_all()
         with held:
-            yield
+            yield lease
 
     @contextmanager
-    def hold(self, within_s: float) -> Iterator[None]:
-        """What rank 0 of a job holds: the lock, taken once an earlier start's ranks have let go of it.
+    def hold(self, within_s: float, me: Holder, began_at: int, judge: Judge) -> Iterator[Lease]:
+        """What rank 0 of a job holds: the lock and the lease, taken once an earlier start's ranks have let go of the lock.
 
-        Raises RunInUse when they have not within `within_s` seconds.
+        me: this start. began_at: the epoch that the run had when this process began. judge: of the holder of the lease, while the
+        lock is not free. One that is over loses the run after `TAKE_OVER_AFTER_S`: a frozen process keeps its lock on its own
+        node, and NFSv3 keeps that of a lost node until it boots; the lease keeps it from writing if it wakes up. One that lives
+        is not waited for: RunError. Raises RunInUse when nobody lets go within `within_s` seconds, LeaseLost where another start
+        has taken the run since this process began.
         """
-        deadline = time.monotonic() + within_s
+        asked_s = time.monotonic()
         with explain_errors(self.path), ExitStack() as stack:
-            file = stack.enter_context(open(self.path / "lock", "a+"))
-            while not _try_lock(file):
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    raise RunInUse(f"{self.path} is still in use by {file.read().strip() or 'another process'}")
-                time.sleep(0.2)
-            _name_holder(file)
+            while (file := self._try_lock(stack)) is None:
+                self._refuse_overtaken(me, began_at)
+                waited_s, holder = time.monotonic() - asked_s, read_lease(self.path)[1]
+                verdict = Verdict.UNKNOWN if holder is None or waited_s < PATIENCE_S else judge(holder, me)
+                if holder and verdict is Verdict.OVER and waited_s > TAKE_OVER_AFTER_S:
+                    file = self._replace_lock(stack, holder)
+                    break
+                if verdict is Verdict.LIVES:
+                    raise RunError(f"{self.path} is in use by {self._read_lock()}: this job is one too many, and ends")
+                if waited_s > within_s:
+                    raise RunInUse(f"{self.path} is still in use by {self._read_lock()}.{self._if_dead()}")
+                time.sleep(0.2 if waited_s < PATIENCE_S else 1.0)
+            self._refuse_overtaken(me, began_at)
+            lease = self._take(file, stack, me)
             held = stack.pop_all()
         with held:
-            yield
+            yield lease
 
     @contextmanager
     def attend(self) -> Iterator[None]:
@@ -186,23 +225,79 @@ class RunDirectory:
                 return file.read().strip()
         return None
 
-    def forget_requests(self) -> None:
-        """Take away what was asked of the run: `meshwright stop` waits for that."""
-        for name in (SAVE_FILE, STOP_FILE):
-            (self.path / name).unlink(missing_ok=True)
+    def forget_requests(self, lease: Lease) -> None:
+        """Take away what was asked of the run: `meshwright stop` waits for that. Who has lost the lease leaves it to others."""
+        with suppress(LeaseLost):
+            for name in (SAVE_FILE, STOP_FILE):
+                lease.remove(self.path / name)
 
     def read_record(self) -> dict[str, Any]:
         """The content of run.json."""
         with explain_errors(self.path):
             return json.loads(self.record.read_text())
 
-    def note_launch(self, overrides: list[str], changes: dict[str, Any], **more: Any) -> None:
-        """Add a launch to run.json: the overrides, the keys that they changed, and `more` of it, such as the job's id."""
+    def note_launch(
+        self, overrides: list[str], changes: dict[str, Any], lease: Lease | None = None, **more: Any
+    ) -> None:
+        """Add a launch to run.json: the overrides, the keys that they changed, and `more` of it, such as the job's id.
+        lease: None for a run of a sweep, whose job may have begun: ranks do not write this file."""
         record = self.read_record()
         launch = {"time": _now(), "host": socket.gethostname(), "overrides": overrides, "changes": changes, **more}
         record["launches"].append(launch)
-        with explain_errors(self.path):
-            _write_json(self.record, record)
+        with explain_errors(self.path), lease.replacing(self.record) if lease else nullcontext(self.record) as made:
+            _write_json(made, record)
+
+    def _try_lock(self, stack: ExitStack) -> TextIO | None:
+        """The file `lock`, locked; None while another process has it."""
+        file = open(self.path / "lock", "a+")  # noqa: SIM115
+        # Who takes a run over replaces the file: what was locked meanwhile may be the one that has lost its name.
+        if _flock(file) and _is_at(file, self.path / "lock"):
+            return stack.enter_context(file)
+        file.close()
+        return None
+
+    def _replace_lock(self, stack: ExitStack, holder: Holder) -> TextIO:
+        """A new file `lock`, locked, in the place of that of a holder which is over: its lock is then one of a file without a
+        name. Only one start of a job may do this at a time, and SLURM runs one."""
+        print(
+            f"{self.path}: its holder, {holder.describe()}, has not let go of it though it is over; taken over",
+            file=sys.stderr,
+            flush=True,
+        )
+        made = self.path / f"lock.{os.getpid()}"
+        file = stack.enter_context(open(made, "a+"))  # noqa: SIM115
+        assert _flock(file), f"{made} is new"
+        made.replace(self.path / "lock")
+        return file
+
+    def _take(self, file: TextIO, stack: ExitStack, me: Holder) -> Lease:
+        """The lease for who has the lock; given back on exit."""
+        file.truncate(0)
+        file.write(me.describe())
+        file.flush()
+        lease = take(self.path, me)
+        stack.callback(lease.release)
+        return lease
+
+    def _refuse_overtaken(self, me: Holder, began_at: int) -> None:
+        epoch, holder = read_lease(self.path)
+        if holder is not None and (epoch != began_at or me.is_older_start(holder)):
+            raise LeaseLost(
+                f"{self.path} was taken by {holder.describe()} since this process began, which was frozen or cut off, or is one"
+                " too many. It has written nothing, and ends"
+            )
+
+    def _read_lock(self) -> str:
+        with suppress(OSError):
+            return (self.path / "lock").read_text().strip() or "another process"
+        return "another process"
+
+    def _if_dead(self) -> str:
+        """What to do about the lock of a process that is gone, which a server of locks may keep."""
+        files = " ".join(shlex.quote(str(self.path / name)) for name in ("lock", "lock.ranks"))
+        return (
+            f" Should it be dead and its lock have stayed: rm -f {files}; if it lives after all it writes nothing more"
+        )
 
 
 def refuse_unwritable(root: Path) -> None:
@@ -257,7 +352,7 @@ def _next_number(root: Path, name: str) -> int:
     )
 
 
-def _try_lock(file: TextIO) -> bool:
+def _flock(file: TextIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -265,10 +360,12 @@ def _try_lock(file: TextIO) -> bool:
     return True
 
 
-def _name_holder(file: TextIO) -> None:
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}")
-    file.flush()
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Whether an open file is the one that has this name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _now() -> str:

@@ -27,11 +27,12 @@ from framework.recipe.describe import caution_of_export
 from framework.recipe.schema import Model
 
 
-def export_command(run: Path, to: Path, best: bool = False) -> int:
+def export_command(run: Path, to: Path, best: bool = False, name: Path | None = None) -> int:
     """Write the newest checkpoint of `run`, or the best, to the folder `to`, with its tokenizer. Needs memory for one unit.
 
-    Weights keep the dtype in which the optimizer updated them, so nothing is lost. Raises RunError when the run has no
-    checkpoint, ModelError when `to` has content already, CheckpointError when the checkpoint is damaged.
+    Weights keep the dtype in which the optimizer updated them, so nothing is lost. name: what `to` is called afterwards, if
+    otherwise. Raises RunError when the run has no checkpoint, ModelError when `to` has content already, CheckpointError when the
+    checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
     settings = load_recipe(directory.recipe).model
@@ -40,7 +41,7 @@ def export_command(run: Path, to: Path, best: bool = False) -> int:
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
     write_weights(to, model, _read_units(reader, model, units), dtype)
     shutil.copytree(directory.tokenizer, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("info.json"))
-    print(f"exported step {reader.manifest.step:,} of {run} to {to}")
+    print(f"exported step {reader.manifest.step:,} of {run} to {name or to}")
     if caution := caution_of_export(settings):
         print(f"note: {caution}")
     return EXIT_DONE

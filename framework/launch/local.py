@@ -6,6 +6,7 @@ check -> data -> run directory, lock, recipe.yaml -> ranks -> what to type next
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +17,20 @@ from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, explain_errors, refuse_unwritable
 from framework.launch.epochs import settle_length, settle_steps
+from framework.launch.goodput import find_age_s
 from framework.launch.resume import resume_recipe
 from framework.launch.settle import settle, settle_tokens
 from framework.launch.snapshot import describe_software
+from framework.lease import Lease
 from framework.mesh.placement import place
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import caution_of_export, describe_blend
+from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
+from framework.track.goodput_log import note_gone, note_launch
 
 
 def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
@@ -38,6 +43,8 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
         raise RecipeError(
             f"launch.kind={recipe.launch.kind}: queue it with `meshwright submit`; to train it here: launch.kind=local"
             f" launch.ranks={derive(recipe).world}"
+            + " launch.nodes=null" * has_range(recipe.launch)
+            + " launch.spares=0" * (recipe.launch.spares > 0)
         )
     rank_variables(recipe)
     run = RunDirectory(Path(recipe.run.root) / (recipe.run.id or ""))
@@ -105,22 +112,22 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
-    with run.lock():
+    with run.lock() as lease:
         if run.recipe.exists():
             raise RunError(
                 f"{run.path} was begun by another process meanwhile. To go on with it: {resume_command(run, recipe)}"
             )
         refuse_leftovers(run)
-        keep_tokenizer(run, prepared.tokenizer)
-        with explain_errors(run.path):
-            save_recipe(recipe, run.recipe)
-        run.note_launch(overrides, {}, **describe_software())
-        return _launch(run, recipe, from_step=0)
+        keep_tokenizer(run, lease, prepared.tokenizer)
+        with explain_errors(run.path), lease.replacing(run.recipe) as made:
+            save_recipe(recipe, made)
+        run.note_launch(overrides, {}, lease, **describe_software())
+        return _launch(run, lease, recipe, from_step=0)
 
 
 def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> int:
     """Go on with a run, under the saved recipe and the changes that it allows."""
-    with run.lock():
+    with run.lock() as lease:
         chosen, changes = resume_recipe(run, overrides, recipe_dirs)
         chosen, changes = settle_length(run, chosen, changes)
         step = saved_step(run)
@@ -138,44 +145,47 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
         print(summarize_data(prepared, recipe.data.validation))
         if not run.has_trained:
             recipe = settle_tokens(recipe, prepared.tokenizer)
-            keep_tokenizer(run, prepared.tokenizer)
+            keep_tokenizer(run, lease, prepared.tokenizer)
         if changes or recipe != chosen:
-            with explain_errors(run.path):
-                save_recipe(recipe, run.recipe)
-        run.note_launch(overrides, {change.key: change.now for change in changes}, **describe_software())
-        return _launch(run, recipe, from_step=step)
+            with explain_errors(run.path), lease.replacing(run.recipe) as made:
+                save_recipe(recipe, made)
+        run.note_launch(overrides, {change.key: change.now for change in changes}, lease, **describe_software())
+        return _launch(run, lease, recipe, from_step=step)
 
 
-def keep_tokenizer(run: RunDirectory, tokenizer: Path) -> None:
+def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:
     """The run's own copy of the tokenizer, in the place of that of a recipe which never trained."""
-    with explain_errors(run.path):
-        shutil.rmtree(run.tokenizer, ignore_errors=True)
-        shutil.copytree(tokenizer, run.tokenizer)
+    with explain_errors(run.path), lease.replacing(run.tokenizer) as made:
+        shutil.copytree(tokenizer, made)
 
 
-def _launch(run: RunDirectory, recipe: Recipe, from_step: int) -> int:
+def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:
     print(f"run      {run.path}" + (f", from step {from_step:,}" if from_step else ""), flush=True)
     world, variables = derive(recipe).world, rank_variables(recipe)
+    with suppress(OSError):  # a full disk: goodput begins with the ranks
+        note_launch(run.path, find_age_s())
     if world == 1 and not variables:
-        outcome = Outcome(rank.main(run.path))
+        outcome = Outcome(rank.main(run.path, lease))
     else:  # variables are for a process that starts with them: libraries read theirs when they are loaded
-        outcome = run_ranks(("-m", rank.__name__, str(run.path)), world, run.log, variables)
+        outcome = run_ranks(("-m", rank.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
+    with suppress(OSError):  # a full disk: the next start infers when this one ended
+        note_gone(run.path, outcome.code)
     if outcome.message:
         print(outcome.message, file=sys.stderr)
     print(conclude(run, recipe, outcome.code), flush=True)
     if outcome.code == EXIT_DONE and recipe.train.sample is not None:
-        _show_sample(run, recipe.train.sample)
+        _show_sample(run, lease, recipe.train.sample)
     return outcome.code
 
 
-def _show_sample(run: RunDirectory, prompt: str) -> None:
+def _show_sample(run: RunDirectory, lease: Lease, prompt: str) -> None:
     """Export the run and let it continue a text: what a newcomer wants to see. Imported here, because it needs torch."""
     from framework.launch.export import export_command
     from framework.launch.generate import EXPORT_FOLDER, generate_command
 
     folder = run.path / EXPORT_FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    export_command(run.path, folder)
+    with lease.replacing(folder) as made:
+        export_command(run.path, made, name=folder)
     print("sample   the text of train.sample, and how the model goes on:\n", flush=True)
     generate_command(folder, prompt, max_new_tokens=80, temperature=0.7)
 

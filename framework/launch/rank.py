@@ -1,4 +1,5 @@
-"""One rank of a run: `python -m framework.launch.rank RUN_DIR`, or `main(run_dir)` in the launching process when it is alone.
+"""One rank of a run: `python -m framework.launch.rank RUN_DIR [EPOCH]`, or `main(run_dir, lease)` in the launching process when
+it is alone. EPOCH: of the launcher's lease; in a job rank 0 takes the lease itself.
 
 Torch is imported late: how many threads it may use is read from the environment at that time.
 """
@@ -15,18 +16,23 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, HungError, MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.fingerprint import take_fingerprint
 from framework.launch.phases import START_UP, PhaseBar
-from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, is_task
+from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, describe_start, is_task, judge
+from framework.lease import Lease, read_lease
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
+from framework.recipe.elastic import at_nodes
 from framework.recipe.schema import Launch, Recipe
 from framework.train.faults import StopRequest
 from framework.train.phases import Phases
+
+if TYPE_CHECKING:
+    from framework.launch.fault_door import FaultDoor
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
 RUN_FREE_WITHIN_S = 60.0
@@ -35,10 +41,11 @@ _PACKAGE = Path(__file__).parents[1]
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
 
-def main(run_dir: Path) -> int:
-    """Train as the rank that the environment says, to the exit code; an error is said, not raised."""
+def main(run_dir: Path, lease: Lease | None = None) -> int:
+    """Train as the rank that the environment says, to the exit code; an error is said, not raised. lease: the launcher's, None in
+    a job."""
     try:
-        return _train(run_dir)
+        return _train(run_dir, lease)
     except KeyboardInterrupt:
         # The loop has not taken the signals over yet: there is nothing to save.
         return EXIT_INTERRUPTED
@@ -122,35 +129,49 @@ def run_process(work: Callable[[], int]) -> NoReturn:
     os._exit(code)
 
 
-def _train(run_dir: Path) -> int:
-    run = RunDirectory.open(run_dir)
+def _train(run_dir: Path, lease: Lease | None) -> int:
+    run, began_at = RunDirectory.open(run_dir), read_lease(run_dir)[0]
     recipe = load_recipe(run.recipe)
+    if is_task():
+        recipe = at_nodes(recipe, int(os.environ["SLURM_STEP_NUM_NODES"]))
     threads = count_threads(recipe.launch, derive(recipe).ranks_per_node)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if recipe.launch.device == "cpu":
         let_threads_sleep()
     with run.attend():
         if is_task():
-            return _train_task(run, recipe, threads)
+            return _train_task(run, recipe, threads, began_at)
         bar = PhaseBar(START_UP if os.environ.get("RANK", "0") == "0" else ())
         try:
-            return _train_here(recipe, run_dir, threads, Phases(bar.begin))
+            return _train_here(recipe, lease or Lease(run_dir), threads, bar)
         finally:
             bar.close()
 
 
-def _train_here(recipe: Recipe, run_dir: Path, threads: int, phases: Phases) -> int:
+def _train_here(recipe: Recipe, lease: Lease, threads: int, bar: PhaseBar) -> int:
+    door = _open_door(recipe, lease.run)
+    phases = Phases(bar.begin if door is None else door.hear_phases(bar.begin))
     import torch
 
     from framework.launch.train import train_rank
 
     torch.set_num_threads(threads)
-    return train_rank(recipe, run_dir, None, take_fingerprint(recipe), phases, end_hung)
+    return train_rank(recipe, lease.run, None, take_fingerprint(recipe), phases, end_hung, lease, door)
 
 
-def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
+def _open_door(recipe: Recipe, run_dir: Path) -> "FaultDoor | None":
+    """What `meshwright inject` comes through; None where the recipe does not allow faults."""
+    if not recipe.run.allow_faults:
+        return None
+    from framework.launch.fault_door import FaultDoor
+
+    return FaultDoor(run_dir, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+
+
+def _train_task(run: RunDirectory, recipe: Recipe, threads: int, began_at: int) -> int:
     """A rank inside a job. Requests to stop count from now on: a time limit may be near while the ranks still connect."""
-    phases = Phases()
+    door = _open_door(recipe, run.path)
+    phases = Phases() if door is None else Phases(door.begin_phase)
     with StopRequest() as stop:
         adopt_task()
         check_place(derive(recipe))
@@ -158,10 +179,11 @@ def _train_task(run: RunDirectory, recipe: Recipe, threads: int) -> int:
 
         from framework.launch.train import train_rank
 
-        check_node(run.path, recipe.launch.device)
+        check_node(run.path, recipe.launch.device, began_at)
         torch.set_num_threads(threads)
-        with run.hold(RUN_FREE_WITHIN_S) if os.environ["RANK"] == "0" else nullcontext():
-            return train_rank(recipe, run.path, stop, take_fingerprint(recipe), phases, end_hung)
+        is_first = os.environ["RANK"] == "0"
+        with run.hold(RUN_FREE_WITHIN_S, describe_start(), began_at, judge) if is_first else nullcontext() as lease:
+            return train_rank(recipe, run.path, stop, take_fingerprint(recipe), phases, end_hung, lease, door)
 
 
 def _tell_job(error: Exception, code: int) -> None:
@@ -184,4 +206,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    run_process(partial(main, Path(sys.argv[1])))
+    path, *epoch = sys.argv[1:]
+    run_process(partial(main, Path(path), Lease(Path(path), int(epoch[0])) if epoch else None))

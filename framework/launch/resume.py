@@ -22,6 +22,8 @@ from framework.recipe.schema import Recipe, Run
 from framework.recipe.suggest import nearest
 
 SHOWN_RUNS = 10
+# Where the run lies, which its folder says.
+OWN_KEYS = ("run.root", "run.id", "run.name")
 
 # Patterns of the keys that a resume may change, each with the reason why the run stays the same run.
 MAY_CHANGE = (
@@ -73,7 +75,7 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
         raise RunError(explain_refusal(run, list(refused.values()), saved.launch.kind))
     if refused:  # nothing was trained under the saved recipe, so this one takes its place as a whole
         resumed, changes = composed, find_changes(saved, composed)
-    return resumed, [change for change in changes if not change.key.startswith("run.")]
+    return resumed, [change for change in changes if change.key not in OWN_KEYS]
 
 
 def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base: Path | None = None) -> Recipe:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import jinja2
 
 from framework.errors import RunError
 from framework.recipe.derive import Derived, derive
+from framework.recipe.elastic import can_move, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
 from framework.recipe.overrides import write_resume
 from framework.recipe.problem import Problem
@@ -64,15 +65,20 @@ class JobState:
     start: str = ""
 
 
-def render(recipe: Recipe, run_dir: Path, here: Path, array: int | None = None) -> Script:
+def render(
+    recipe: Recipe, run_dir: Path, here: Path, array: int | None = None, counts: Sequence[int] | None = None
+) -> Script:
     """The script of a run, or of a sweep's runs: `array` of them, whose folders are `run_dir`-0, `run_dir`-1 and so on.
 
-    here: the folder in which the recipe's relative paths hold. Pure: the same arguments give the same bytes.
+    here: the folder in which the recipe's relative paths hold. counts: so many nodes the run can be laid out on, in order; None:
+    all that the recipe allows. Pure: the same arguments give the same bytes.
     """
+    counts = counts or node_counts(recipe)
     launch, derived = recipe.launch, derive(recipe)
     run = shlex.quote(str(run_dir)) + ('-"$SLURM_ARRAY_TASK_ID"' if array else "")
     log = str(run_dir).replace("%", "%%") + f"{'-%a' if array else ''}/job.log"  # sbatch reads %j, %a and others in it
-    srun, program = _srun(launch, derived), _program(launch, derived)
+    moves = can_move(recipe)
+    srun, program = _srun(launch, derived, moves), _program(launch, derived, moves)
     template = TEMPLATES[launch.container.kind]
     text = (
         _templates()
@@ -80,7 +86,11 @@ def render(recipe: Recipe, run_dir: Path, here: Path, array: int | None = None) 
         .render(
             title=run_dir.name,
             template=template,
-            options=_options(recipe, derived, run_dir.name, log, here, array),
+            options=_options(recipe, derived, run_dir.name, log, here, array, counts),
+            moves=moves,
+            counts=counts,
+            spares=launch.spares,
+            ranks_per_node=derived.ranks_per_node,
             run=run,
             go_on=_go_on(recipe, run_dir, array),
             retries=launch.retries,
@@ -186,33 +196,39 @@ def partitions() -> str:
     return "; ".join(line.strip() for line in result.stdout.splitlines())
 
 
-def _srun(launch: Launch, derived: Derived) -> str:
-    """Every rank as one task, nodes filled in order: the numbering of `mesh/placement.py`. A rank that fails ends all."""
+def _srun(launch: Launch, derived: Derived, moves: bool) -> str:
+    """Every rank as one task, nodes filled in order: the numbering of `mesh/placement.py`. A rank that fails ends all.
+
+    moves: the script chooses the nodes. SLURM takes a step for running until all of its nodes have said that it is over, which a
+    lost one never does: the next step overlaps it.
+    """
     is_direct = launch.starter == "srun"
-    tasks = derived.world if is_direct else derived.nodes
+    each = derived.ranks_per_node if is_direct else 1
     words = [
         "srun",
-        f"--nodes={derived.nodes}",
-        f"--ntasks={tasks}",
-        f"--ntasks-per-node={tasks // derived.nodes}",
+        f"--nodes={derived.nodes}" if not moves else '--nodes="${#nodes[@]}"',
+        f"--ntasks={each * derived.nodes}" if not moves else f'--ntasks="$(({each} * ${{#nodes[@]}}))"',
+        f"--ntasks-per-node={each}",
+        *(['--nodelist="$node_list"', "--overlap", "--job-name=ranks"] if moves else []),
         "--distribution=block",
         "--kill-on-bad-exit=1",
         f"--wait={WAIT_S}",
         "--export=ALL",  # else a job that was submitted with --export=NONE would keep from its ranks what its script sets
     ]
-    if launch.cpus_per_rank is not None:  # srun does not take it over from sbatch
-        words.append(f"--cpus-per-task={launch.cpus_per_rank * (1 if is_direct else derived.ranks_per_node)}")
+    if launch.cpus_per_rank is not None or has_range(launch):  # srun does not take it over from sbatch
+        words.append(f"--cpus-per-task={(launch.cpus_per_rank or 1) * derived.ranks_per_node // each}")
     return " ".join(words)
 
 
-def _program(launch: Launch, derived: Derived) -> str:
+def _program(launch: Launch, derived: Derived, moves: bool) -> str:
     in_container = launch.container.kind != "none"
     python = shlex.quote(launch.python or ("python" if in_container else sys.executable))
     if launch.starter == "srun":
         return f'{python} -m {RANK_PROGRAM} "$run"'
     # The static rendezvous numbers ranks by nodes; c10d's does not. Its agents pass signals on and wait for the save.
+    nodes = '"$SLURM_STEP_NUM_NODES"' if moves else derived.nodes
     torchrun = (
-        f"{python} -m torch.distributed.run --nnodes={derived.nodes} --nproc-per-node={derived.ranks_per_node}"
+        f"{python} -m torch.distributed.run --nnodes={nodes} --nproc-per-node={derived.ranks_per_node}"
         ' --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --max-restarts=0'
         f' -m {RANK_PROGRAM} "$0"'
     )
@@ -220,18 +236,31 @@ def _program(launch: Launch, derived: Derived) -> str:
     return f'env {signals} bash -c {shlex.quote(torchrun)} "$run"'
 
 
-def _options(recipe: Recipe, derived: Derived, name: str, log: str, here: Path, array: int | None) -> list[str]:
+def _options(
+    recipe: Recipe,
+    derived: Derived,
+    name: str,
+    log: str,
+    here: Path,
+    array: int | None,
+    counts: Sequence[int],
+) -> list[str]:
     """sbatch's options, in the order of a reader's questions: what, how much, where, how long, and what then."""
     launch = recipe.launch
     is_direct = launch.starter == "srun"
-    tasks = derived.ranks_per_node if is_direct else 1
-    cpus = launch.cpus_per_rank and launch.cpus_per_rank * (derived.ranks_per_node // tasks)
+    tasks: int | None = derived.ranks_per_node if is_direct else 1
+    cpus = launch.cpus_per_rank and launch.cpus_per_rank * (1 if is_direct else derived.ranks_per_node)
+    if has_range(
+        launch
+    ):  # told of tasks, sbatch takes the least nodes that hold them: a node is one task with all its CPUs
+        tasks, cpus = None, (launch.cpus_per_rank or 1) * derived.ranks_per_node
+    nodes = dict.fromkeys((counts[0] + launch.spares, counts[-1] + launch.spares))
     memory = launch.memory_per_rank_gb and round(launch.memory_per_rank_gb * 1024) * derived.ranks_per_node
     at_once = f"%{launch.at_once}" if launch.at_once else ""
     pairs: list[tuple[str, Any]] = [
         ("job-name", name),
         ("array", f"0-{array - 1}{at_once}" if array else None),
-        ("nodes", derived.nodes),
+        ("nodes", "-".join(map(str, nodes))),
         ("ntasks-per-node", tasks),
         ("gres", f"{launch.gres}:{derived.ranks_per_node}" if launch.gres else None),
         ("cpus-per-task", cpus),
@@ -247,6 +276,7 @@ def _options(recipe: Recipe, derived: Derived, name: str, log: str, here: Path, 
     ]
     return [f"--{name}={_sbatch_word(str(value))}" for name, value in pairs if value is not None] + [
         "--requeue",
+        *(["--no-kill"] if can_move(recipe) else []),
         *launch.sbatch,
     ]
 
@@ -291,6 +321,8 @@ def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parents[1] / "shipped" / "slurm"),
         undefined=jinja2.StrictUndefined,
+        comment_start_string="{##",  # "{#" is bash's, of ${#array[@]}
+        comment_end_string="##}",
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

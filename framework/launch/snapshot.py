@@ -14,13 +14,9 @@ import framework
 
 
 def copy_code(to: Path) -> None:
-    """Put the package into the folder `to`, in place of what was there."""
+    """Put the package into the folder `to`, which is not there yet."""
     package = Path(framework.__file__ or "").parent
-    fresh = to.with_name(f"{to.name}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(package, fresh / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(to, ignore_errors=True)
-    fresh.rename(to)
+    shutil.copytree(package, to / package.name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def describe_software() -> dict[str, Any]:

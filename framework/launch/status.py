@@ -23,10 +23,15 @@ from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe
 from framework.track.console import format_duration
+from framework.track.goodput_log import read_account
+from framework.track.goodput_page import summarize_goodput
 from framework.track.jsonl import METRICS_FILE, read_records
 from framework.train.faults import LONG_S, LONG_STEPS
+from framework.train.hang import Line, fold_ranks
+from framework.train.watch import read_ranks
 
 RECENT_STEPS = 50  # whose median is the pace
+RANKS_OLD_S = 30.0  # rank 0 writes what ranks do every few seconds
 _SAID_BY_SCRIPT = re.compile(r"\S+ \S+  job \d+: (?P<text>.*)")
 # Most telling first: what a rank explained, what Python raised, what SLURM says of its own processes.
 _TROUBLE = (
@@ -85,12 +90,15 @@ def describe_run(run: RunDirectory) -> str:
     except MeshwrightError as error:
         trouble = str(error)
     is_done = step >= recipe.train.steps
+    now_s = time.time() if is_running(run, jobs) else None
     lines = [
         ("run", f"{run.path}{', done' if is_done else ''}"),
         *[("job", _describe_job(job, state)) for job, state in jobs],
         ("here", _describe_holder(run) if not jobs else ""),
         ("restarts", _describe_history(history)),
-        ("step", _describe_steps(run, recipe, time.time() if is_running(run, jobs) else None)),
+        ("step", _describe_steps(run, recipe, now_s)),
+        *[("ranks", text) for text in ([] if now_s is None else describe_ranks(*read_ranks(run.path), now_s))],
+        ("goodput", _describe_goodput(run, recipe)),
         ("saved", trouble or (f"step {step:,}" if step else "no checkpoint yet")),
         ("log", f"{run.job_log}: {line}" if (line := telling_line(run.job_log)) else ""),
         ("next", _next_command(run, recipe, jobs, is_done)),
@@ -174,6 +182,33 @@ def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> s
     eta = f", {format_duration(pace_s * left)} of training left" if left else ""
     age = "" if now_s is None else _describe_age(now_s - last["unix_s"], pace_s * recipe.track.every_steps)
     return f"{last['step']:,} of {total:,} ({last['step'] / total:.0%}), loss {last['loss']:.4f}{age}{eta}"
+
+
+def describe_ranks(unix_s: float, lines: Sequence[Line], now_s: float) -> list[str]:
+    """What every rank does, ranks that do the same in one line. unix_s: when rank 0 wrote the lines."""
+    alike: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        alike.setdefault((line.doing, line.wait), []).append(line)
+    found = [_describe_alike(doing, wait, group) for (doing, wait), group in alike.items()]
+    if found and now_s - unix_s > RANKS_OLD_S:
+        found.append(f"as they were {format_duration(now_s - unix_s)} ago: rank 0 has not written since")
+    return found
+
+
+def _describe_alike(doing: str, wait: str, lines: Sequence[Line]) -> str:
+    hosts = list(dict.fromkeys(line.host for line in lines))
+    where = f" on {', '.join(hosts[:3])}{' and others' if len(hosts) > 3 else ''}"
+    who = f"[{lines[0].coordinates}]" if len(lines) == 1 else f"({len(lines)} ranks)"
+    seconds = max(line.seconds for line in lines)
+    return f"{fold_ranks([line.rank for line in lines])} {who}{where}: {doing}, {seconds:.0f} s{f', in {wait}' if wait else ''}"
+
+
+def _describe_goodput(run: RunDirectory, recipe: Recipe) -> str:
+    """Where the time went, up to the newest start's last note."""
+    account = read_account(run.path)
+    if account is None:
+        return ""
+    return summarize_goodput(account, recipe.launch.price_per_gpu_hour, recipe.launch.device == "cuda")
 
 
 def _describe_age(age_s: float, pace_s: float) -> str:

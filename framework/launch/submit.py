@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch.directory import RunDirectory, explain_errors, write_private
+from framework.launch.elastic import NodeCount, describe_counts, legal_counts, plan_counts
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.local import keep_tokenizer, refuse_leftovers, resume_command, saved_step, summarize
 from framework.launch.resume import Change, resume_recipe
@@ -26,6 +28,7 @@ from framework.launch.slurm import (
     submit_script,
 )
 from framework.launch.snapshot import copy_code, describe_software
+from framework.lease import Lease
 from framework.recipe.compose import save_recipe
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
@@ -42,20 +45,22 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     if recipe.run.id is not None and run.recipe.exists():
         return _resume(run, overrides, recipe_dirs, dry_run)
     if dry_run:
-        return _show([recipe], render(recipe, run.path.absolute(), Path.cwd()))
+        return _show_run(run, recipe)
     recipe = settle(recipe)
     model_type, need = _check_layouts([recipe])
+    counts = plan_counts(recipe)
     recipe = settle_steps(recipe)
     print(f"{summarize(recipe, model_type)}\n{need}")
+    _say_counts(recipe, counts, sys.stdout)
     prepared = prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
-    with run.lock():
+    with run.lock() as lease:
         refuse_leftovers(run)
-        _write(run, recipe, prepared.tokenizer)
-        return _queue(run, recipe, overrides, [])
+        _write(run, lease, recipe, prepared.tokenizer, legal_counts(recipe, counts))
+        return _queue(run, lease, recipe, overrides, [])
 
 
 def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], dry_run: bool) -> int:
@@ -67,9 +72,14 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     check_machine(first, dry_run)
     root, name = Path(first.run.root), f"{first.run.name}-sweep"
     path = root / (first.run.id or RunDirectory.next_id(root, name))
-    scripts = [render(recipe, path.absolute(), Path.cwd(), array=len(recipes)) for recipe in recipes]
     if first.launch.chain > 1:
         raise RecipeError("launch.chain: a sweep is one job array, whose runs requeue themselves: set launch.chain=1")
+    counts = [plan_counts(recipe) for recipe in recipes]
+    legal = [legal_counts(*each) for each in zip(recipes, counts, strict=True)]
+    scripts = [
+        render(recipe, path.absolute(), Path.cwd(), len(recipes), each)
+        for recipe, each in zip(recipes, legal, strict=True)
+    ]
     different = next((index for index, script in enumerate(scripts) if script != scripts[0]), None)
     if different is not None:
         raise RecipeError(
@@ -77,11 +87,13 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
             " over other keys than those of launch and parallel, or submit the runs one by one"
         )
     if dry_run:
+        _say_counts(first, counts[0], sys.stderr)
         return _show(recipes, scripts[0])
     recipes = [settle(recipe) for recipe in recipes]
     model_type, need = _check_layouts(recipes)
     recipes = [settle_steps(recipe) for recipe in recipes]
     print(f"{summarize(recipes[0], model_type)}\n{need}")
+    _say_counts(first, counts[0], sys.stdout)
     tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
     recipes = [settle_tokens(recipe, tokenizer) for recipe, tokenizer in zip(recipes, tokenizers, strict=True)]
     sweep = RunDirectory.create(root, first.run.id, name)
@@ -90,11 +102,13 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
         refuse_leftovers(run)
     with explain_errors(sweep.path):
         sweep.script.parent.mkdir(exist_ok=True)
-        write_private(sweep.script, render(first, sweep.path.absolute(), Path.cwd(), array=len(recipes)).text)
+        script = render(first, sweep.path.absolute(), Path.cwd(), len(recipes), legal[0])
+        write_private(sweep.script, script.text)
     for index, (run, recipe) in enumerate(zip(runs, recipes, strict=True)):
         wandb = replace(recipe.track.wandb, group=recipe.track.wandb.group or sweep.id)
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
-        _write(run, recipe, tokenizers[index])
+        with run.lock() as lease:
+            _write(run, lease, recipe, tokenizers[index], legal[index])
     job = submit_script(sweep.script)
     sweep.note_launch([], {}, jobs=[job], runs=[run.id for run in runs], **describe_software())
     for index, run in enumerate(runs):
@@ -150,11 +164,11 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
     """Queue the next part of a run, under the saved recipe and the changes that it allows."""
     recipe, changes = resume_recipe(run, overrides, recipe_dirs)
     if dry_run:
-        return _show([recipe], render(recipe, run.path.absolute(), Path.cwd()))
+        return _show_run(run, recipe)
     busy = active_job(run)
     if busy is not None:
         raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `meshwright stop {run.path}`")
-    with run.lock():
+    with run.lock() as lease:
         recipe, changes = settle_length(run, recipe, changes)
         step = saved_step(run)
         if step >= recipe.train.steps:
@@ -162,31 +176,41 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
             raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
         recipe = settle(recipe)
         model_type, need = _check_layouts([recipe])
+        counts = plan_counts(recipe)
         print(f"{summarize(recipe, model_type)}\n{need}")
+        _say_counts(recipe, counts, sys.stdout)
         for change in changes:
             print(f"changed  {change.key}: {change.was} -> {change.now}")
         prepared = prepare(recipe)
         if not run.has_trained:
             recipe = settle_tokens(recipe, prepared.tokenizer)
-        _write(run, recipe, prepared.tokenizer)
-        return _queue(run, recipe, overrides, changes)
+        _write(run, lease, recipe, prepared.tokenizer, legal_counts(recipe, counts))
+        return _queue(run, lease, recipe, overrides, changes)
 
 
-def _write(run: RunDirectory, recipe: Recipe, tokenizer: Path) -> None:
-    """All that the job reads."""
-    keep_tokenizer(run, tokenizer)
+def _say_counts(recipe: Recipe, counts: Sequence[NodeCount], place: TextIO) -> None:
+    if text := describe_counts(recipe, counts):
+        print(text, file=place)
+
+
+def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path, counts: Sequence[int]) -> None:
+    """All that the job reads. counts: so many nodes the run may start on."""
+    keep_tokenizer(run, lease, tokenizer)
     with explain_errors(run.path):
-        copy_code(run.code)
+        with lease.replacing(run.code) as made:
+            copy_code(made)
         run.script.parent.mkdir(exist_ok=True)
-        write_private(run.script, render(recipe, run.path.absolute(), Path.cwd()).text)
-        save_recipe(recipe, run.recipe)
+        with lease.replacing(run.script) as made:
+            write_private(made, render(recipe, run.path.absolute(), Path.cwd(), counts=counts).text)
+        with lease.replacing(run.recipe) as made:
+            save_recipe(recipe, made)
 
 
-def _queue(run: RunDirectory, recipe: Recipe, overrides: list[str], changes: list[Change]) -> int:
+def _queue(run: RunDirectory, lease: Lease, recipe: Recipe, overrides: list[str], changes: list[Change]) -> int:
     jobs: list[str] = []
     for _ in range(recipe.launch.chain):
         jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
-    run.note_launch(overrides, {change.key: change.now for change in changes}, jobs=jobs, **describe_software())
+    run.note_launch(overrides, {change.key: change.now for change in changes}, lease, jobs=jobs, **describe_software())
     print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, recipe)}"]))
     return EXIT_DONE
 
@@ -202,6 +226,12 @@ def _next_steps(run: RunDirectory, jobs: list[str], more: list[str]) -> str:
             f"cancel   scancel {' '.join(jobs)}",
         ]
     )
+
+
+def _show_run(run: RunDirectory, recipe: Recipe) -> int:
+    counts = plan_counts(recipe)
+    _say_counts(recipe, counts, sys.stderr)
+    return _show([recipe], render(recipe, run.path.absolute(), Path.cwd(), counts=legal_counts(recipe, counts)))
 
 
 def _show(recipes: Sequence[Recipe], script: Script) -> int:

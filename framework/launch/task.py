@@ -1,10 +1,13 @@
 """A rank as a task of SLURM: who it is, whether it is where the plan says, and how it tells the job's script why it ended."""
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from framework.errors import NodeError, TopologyError
+from framework.errors import LeaseLost, NodeError, TopologyError
+from framework.launch.directory import Verdict, describe_self
+from framework.lease import Holder, read_lease
 from framework.mesh.placement import place
 from framework.recipe.derive import Derived
 
@@ -25,6 +28,41 @@ def adopt_task() -> None:
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["SLURM_NTASKS_PER_NODE"]
 
 
+def describe_start() -> Holder:
+    """This start of the ranks as the holder of a lease: SLURM counts restarts of a job, and steps within one."""
+    job, restart = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    return describe_self(job, int(restart), int(os.environ.get("SLURM_STEP_ID", "0")))
+
+
+def judge(holder: Holder, me: Holder) -> Verdict:
+    """Is the holder of a run over, by SLURM's word? It starts a job again only once it holds the former start for ended."""
+    if holder.is_older_start(me):
+        return Verdict.OVER
+    if not holder.job or holder.job == me.job:
+        return Verdict.UNKNOWN
+    from framework.launch.slurm import (
+        WAITING_OR_RUNNING,
+        find_job,
+    )  # takes a while, and is needed for a chain's next job only
+
+    state = find_job(holder.job)
+    if state is None:
+        return Verdict.UNKNOWN
+    return Verdict.LIVES if state.state in WAITING_OR_RUNNING else Verdict.OVER
+
+
+def refuse_stale(run_dir: Path, began_at: int) -> None:
+    """Raises LeaseLost where the run was taken since this process began, though not by its own start."""
+    epoch, holder = read_lease(run_dir)
+    mine = describe_start()
+    if (
+        holder
+        and epoch != began_at
+        and (holder.job, holder.restart, holder.step) != (mine.job, mine.restart, mine.step)
+    ):
+        raise LeaseLost(f"{run_dir} was taken by {holder.describe()} since this process began: it ends")
+
+
 def check_place(derived: Derived) -> None:
     """Raises TopologyError when this rank is not on the node that the plan gives it."""
     placement, rank = place(derived), int(os.environ["RANK"])
@@ -36,7 +74,7 @@ def check_place(derived: Derived) -> None:
         )
 
 
-def check_node(run_dir: Path, device: str) -> None:
+def check_node(run_dir: Path, device: str, began_at: int) -> None:
     """Raises NodeError where this node shows too few GPUs for its ranks, and has it left out from now on. It never trains on
     something else: a CPU rank among GPU ranks would hold up all of them."""
     from framework.comm.connect import choose_device
@@ -44,16 +82,28 @@ def check_node(run_dir: Path, device: str) -> None:
     try:
         choose_device(device)
     except NodeError:
-        with open(run_dir / "slurm" / "bad-nodes", "a") as bad:
-            bad.write(f"{os.environ.get('SLURMD_NODENAME', '')}\n")
+        refuse_stale(run_dir, began_at)
+        leave_out(run_dir, [os.environ.get("SLURMD_NODENAME", "")])
         raise
+
+
+def leave_out(run_dir: Path, nodes: Sequence[str]) -> None:
+    """Have the job's script exclude these nodes when it requeues the job."""
+    with open(run_dir / "slurm" / "bad-nodes", "a") as bad:
+        bad.write("".join(f"{node}\n" for node in nodes))
 
 
 def claim_outcome(code: int) -> bool:
     """Is this the first rank that knows why the ranks end? Then `code` is what the script acts upon. The others end because
-    it has, and srun's own code may be that of a rank it killed."""
+    it has, and srun's own code may be that of a rank it killed. A start that was held for dead says what it has to say: nobody
+    waits for its code."""
+    path = Path(os.environ[OUTCOME])
+    with suppress(OSError):
+        _, holder = read_lease(path.parent.parent)
+        if holder is not None and describe_start().is_older_start(holder):
+            return True
     with suppress(FileExistsError):
-        with open(os.environ[OUTCOME], "x") as file:
+        with open(path, "x") as file:
             file.write(f"{code}\n")
         return True
     return False

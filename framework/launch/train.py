@@ -7,17 +7,31 @@ from functools import partial
 from pathlib import Path
 
 from framework.build import build
-from framework.checkpoint.commit import Retention, find_newest
+from framework.checkpoint.commit import Fault, Retention, find_newest, no_fault
 from framework.checkpoint.save import Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.collectives import gather_objects
-from framework.comm.connect import Mesh, choose_device, connect, connect_beside, num_nodes, ranks_per_node
+from framework.comm.connect import (
+    Mesh,
+    choose_device,
+    connect,
+    connect_beside,
+    launched_place,
+    num_nodes,
+    open_store_beside,
+    ranks_per_node,
+)
 from framework.comm.objects import tell
-from framework.data.loader import Loader, validation_batches
+from framework.data.loader import Hear, Loader, validation_batches
 from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
+from framework.launch.fault_door import FaultDoor
+from framework.launch.goodput import open_goodput
+from framework.launch.probe import probe
+from framework.lease import Lease
+from framework.mesh.topology import Topology
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.optim.disk_file import refuse_folder
@@ -28,16 +42,22 @@ from framework.parallel.zero.replicas import check_replicas
 from framework.plan.host_memory import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.plan.relief import explain_out_of_memory
+from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
+from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.faults import StepWatch, StopRequest, end_process
+from framework.train.goodput import Goodput
+from framework.train.hang import SAVES, TRAINING
 from framework.train.loop import Loop
 from framework.train.phases import Phase, Phases
 from framework.train.profiler import StepProfiler
+from framework.train.progress import Progress, name_coordinates
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.validation import Validation
+from framework.train.watch import Watch
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
@@ -54,32 +74,53 @@ def train_rank(
     fingerprint: Mapping[str, str] | None = None,
     phases: Phases | None = None,
     end_hung: Callable[[HungError], None] = end_process,
+    lease: Lease | None = None,
+    door: FaultDoor | None = None,
 ) -> int:
     """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
     fingerprint: what must be equal on all ranks. phases: of this rank, from its start on.
-    end_hung: ends this process where a step hangs and it is asked to stop.
+    end_hung: ends this process where a step hangs and it is asked to stop. lease: of the run, on rank 0; None where nobody
+    launches it. door: through which faults are injected.
     """
-    phases = phases or Phases()
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
-    check_nodes(recipe)
-    plan = make_plan(recipe, load_config(recipe.model, find_folder))
-    check_host_memory(plan)
-    if recipe.memory.offload.disk_path is not None:
-        refuse_folder(Path(recipe.memory.offload.disk_path))
-    check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
-    phases.begin(Phase.CONNECT)
-    mesh = connect(plan.topology, choose_device(recipe.launch.device), check_s=check_s, fingerprint=fingerprint)
-    phases.begin(Phase.OPEN_DATA)
-    prepared = open_data(recipe, plan.config, mesh.axis("world"))
-    say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
-    folder = run_dir if mesh.rank == 0 else None
-    with nullcontext(stop) if stop else StopRequest() as requests, StepWatch(requests, end_hung, say, folder) as watch:
-        code = _train(plan, prepared, mesh, run_dir, requests, watch, phases)
-    # Not after an error: closing waits for the other ranks, which may be waiting for this one.
-    mesh.close()
+    phases = phases or Phases()
+    goodput = open_goodput(recipe, run_dir, phases)
+    progress, deadlines = Progress(phases), find_deadlines(recipe)
+    place = launched_place(), name_place(recipe)
+    with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir):
+        check_nodes(recipe)
+        plan = make_plan(recipe, load_config(recipe.model, find_folder))
+        check_host_memory(plan)
+        if recipe.memory.offload.disk_path is not None:
+            refuse_folder(Path(recipe.memory.offload.disk_path))
+        check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
+        progress.phases.begin(Phase.CONNECT)
+        device = choose_device(recipe.launch.device)
+        mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
+        progress.communicators[TRAINING] = tuple(mesh.axes.values())
+        lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
+        if recipe.launch.probe:
+            probe(plan, mesh, lease)
+        progress.phases.begin(Phase.OPEN_DATA)
+        prepared = open_data(recipe, plan.config, mesh.axis("world"))
+        say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
+        folder = run_dir if mesh.rank == 0 else None
+        watch = partial(StepWatch, end=end_hung, say=say, folder=folder, lease=lease, progress=progress)
+        with nullcontext(stop) if stop else StopRequest() as requests, watch(requests) as steps:
+            code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, door, goodput)
+        # Not after an error: closing waits for the other ranks, which may be waiting for this one.
+        mesh.close()
+        goodput.end(code)
     return code
+
+
+def name_place(recipe: Recipe) -> str:
+    """This rank's coordinates, as in `pp0 dp1 cp0 tp0`."""
+    derived = derive(recipe)
+    topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp)
+    return name_coordinates(topology, launched_place()[0] % topology.world)  # `connect` refuses one beyond the world
 
 
 def check_nodes(recipe: Recipe) -> None:
@@ -98,13 +139,16 @@ def _train(
     plan: Plan,
     prepared: Prepared,
     mesh: Mesh,
-    run_dir: Path,
+    lease: Lease,
     stop: StopRequest,
     watch: StepWatch,
     phases: Phases,
+    door: FaultDoor | None,
+    goodput: Goodput | None = None,
 ) -> int:
     recipe, derived = plan.recipe, plan.derived
-    world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
+    goodput = goodput or Goodput(phases)
+    world, dp, run_dir, root = mesh.axis("world"), mesh.axis("dp"), lease.run, lease.run / "checkpoints"
     # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
     found = tell(partial(find_newest, root), world)
     resumes = found.newest is not None
@@ -112,7 +156,7 @@ def _train(
     with explain_out_of_memory(plan, mesh.rank):
         run = build(plan, mesh, resumes, run_dir.name)
         phases.begin(Phase.RESTORE)
-        state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
+        state = restore(run, root, found, lease) if resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:
         raise DataError(
             f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
@@ -126,7 +170,7 @@ def _train(
         print(
             "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
         )
-    observers = open_observers(recipe, run_dir, info) if mesh.rank == 0 else Observers()
+    observers = open_observers(recipe, run_dir, info, lease) if mesh.rank == 0 else Observers()
 
     # Draws nothing of what is trained on: every pass begins at the split's first sequence.
     open_validation = partial(
@@ -151,31 +195,36 @@ def _train(
         dp_size=dp.size,
         slices=plan.context_slices(mesh.rank),
         device=mesh.device,
+        hear=_open_hearers(recipe, mesh, run_dir, state, door),
     )
-    saver = _open_saver(recipe, mesh, root, watch)
-    loop = Loop(run, state, recipe, loader, observers, info, saver, phases)
+    saver = _open_saver(recipe, mesh, lease, watch, no_fault if door is None else door.reach)
+    loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
     code = EXIT_FAILED
-    profiler = StepProfiler(run, plan.units, recipe.track, run_dir, print)
+    profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
     observers.contain("profile", partial(profiler.begin_step, state.step + 1))
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
+            if door is not None:
+                door.begin_step(state.step + 1, run)
             for step in loop.steps(stop, watch):
                 if recipe.track.debug_collectives:
                     check_replicas(run.buffers, world, step)
                 if step == recipe.track.timeline_step:
-                    _draw_timeline(loop, plan.title, run_dir, observers)
+                    _draw_timeline(loop, plan.title, lease, observers)
                 if loop.must_validate():
                     loop.begin_validation(Validation(open_validation(), len(sources)))
                     if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                         loop.end_validation()
                 if loop.must_save():
                     with phases.within(Phase.SAVE):
-                        _start_save(loop, saver, watch, phases, is_last=loop.is_done)
+                        _start_save(loop, saver, watch, phases, loop.is_done, door)
                 observers.contain("profile", partial(profiler.begin_step, step + 1))
+                if door is not None and not loop.is_done:
+                    door.begin_step(step + 1, run)
             observers.contain("profile", profiler.close)
             phases.begin(Phase.SAVE)
             if not loop.is_done:
-                _start_save(loop, saver, watch, phases, is_last=True)
+                _start_save(loop, saver, watch, phases, True, door)
             saver.finish()
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
@@ -184,6 +233,7 @@ def _train(
         saver.abandon(SAVE_PATIENCE_S)
         raise
     finally:
+        goodput.end(code)
         observers.close(code)
         run.close()
     return code
@@ -197,22 +247,37 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
 
 
-def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch) -> Saver:
+def _open_hearers(recipe: Recipe, mesh: Mesh, run_dir: Path, state: RunState, door: FaultDoor | None) -> list[Hear]:
+    """Who hears of each batch. Collective where there is a ledger of samples: all of a start's ranks note its number."""
+    hearers: list[Hear] = [] if door is None else [door.hear_batch]
+    if recipe.track.sample_ledger:
+        start = tell(partial(next_start, run_dir), mesh.axis("world"))
+        if all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp")):  # the others read the same samples
+            hearers.append(SampleLedger(run_dir, mesh.axis("dp").rank, start, state.samples).note)
+    return hearers
+
+
+def _open_saver(recipe: Recipe, mesh: Mesh, lease: Lease, watch: StepWatch, fault: Fault) -> Saver:
     """The run's saves. Collective: their threads agree over a group of their own."""
-    rules = recipe.checkpoint
+    rules, world = recipe.checkpoint, connect_beside(mesh, SAVES)
     is_async = rules.mode == "async"
+    watch.progress.communicators[SAVES] = (world,)
     return Saver(
-        root,
-        connect_beside(mesh, "saves"),
+        lease.run / "checkpoints",
+        world,
         Retention(rules.keep, rules.keep_every),
         StagingMemory(mesh.device, None if is_async else 0, ranks_per_node()),
         is_async,
         rules.max_failures,
         watch.end_save,
+        fault,
+        lease=lease,
     )
 
 
-def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_last: bool) -> None:
+def _start_save(
+    loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_last: bool, door: FaultDoor | None
+) -> None:
     """Start to save the step that was taken last; the next update waits until its tensors are staged."""
     loop.begin_save()
     watch.begin_save()
@@ -223,13 +288,15 @@ def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_l
             saver.wait_until_staged()
 
     run.optimizer.hold(wait_until_staged)
+    if door is not None:
+        door.begin_save(state.step)
     saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last)
     loop.end_save()
 
 
-def _draw_timeline(loop: Loop, title: str, run_dir: Path, observers: Observers) -> None:
+def _draw_timeline(loop: Loop, title: str, lease: Lease, observers: Observers) -> None:
     """What the ranks of this rank's pipeline did in the last step; rank 0 draws its own."""
     timeline = Timeline(tuple(gather_objects(loop.timed, loop.run.mesh.axis("pp"))))
     if loop.run.mesh.rank == 0:
         simulated = loop.run.pipeline.simulated(loop.derived.accumulation, timeline)
-        observers.contain("timeline", partial(save_timeline, run_dir, title, simulated, timeline))
+        observers.contain("timeline", partial(save_timeline, lease, title, simulated, timeline))

@@ -40,6 +40,8 @@ RATES = {
     "H200": (450e9, 50e9, 4.8e12),
     "B200": (900e9, 50e9, 7.7e12),
 }
+# Bytes of memory of the largest variant of each, by its maker's data sheet.
+LARGEST_MEMORY = {"A100": 80 * 10**9, "H100": 96 * 10**9, "H200": 141 * 10**9, "B200": 192 * 10**9}
 ASSUMED = "H100"
 # Before a message's first byte arrives, by NCCL's own model (src/graph/tuning.cc: a ring with the simple protocol): 8.4 us, and
 # for a hop 3.4 us over NVLink, 14 us between nodes.

@@ -12,6 +12,7 @@ from framework.recipe.context_rules import (
     find_head_problems,
     find_length_problems,
 )
+from framework.recipe.deadlines import find_deadline_problems
 from framework.recipe.derive import (
     count_ranks,
     count_virtual_stages,
@@ -20,6 +21,7 @@ from framework.recipe.derive import (
     find_node_problems,
     find_world_problems,
 )
+from framework.recipe.elastic import find_range_problems
 from framework.recipe.launch_rules import launch_rules
 from framework.recipe.memory_rules import (
     find_activation_offload_problems,
@@ -71,6 +73,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.cp", "model.attention"), find_attention_problems),
         (("parallel",), _experts),
         (("model.router_bias", "model.router_bias_rate"), _router_bias),
+        (("parallel.dp", "launch.spares", *COUNTED), find_range_problems),
         (("parallel", *COUNTED), find_node_problems),
         (("parallel", *COUNTED), find_world_problems),
         (("parallel", *COUNTED, "batch"), find_batch_problems),
@@ -110,6 +113,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles"), _best),
         (("run",), _run),
         *launch_rules(),
+        (("launch",), find_deadline_problems),
     )
 
 

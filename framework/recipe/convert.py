@@ -102,9 +102,8 @@ def _convert(value: Any, kind: Any, limits: _Limits) -> Any:
     legal = legal_values(kind, limits.low, limits.high)
     if value is None or value == MANDATORY:
         raise _Mistake(f"must be given: {legal}")
-    if is_union(inner):  # of a number and words
-        is_word = isinstance(value, str)
-        inner = next(part for part in typing.get_args(inner) if (typing.get_origin(part) is Literal) == is_word)
+    if is_union(inner):
+        inner = _choose_part(value, typing.get_args(inner))
     origin, parts = typing.get_origin(inner), typing.get_args(inner)
     if origin is Literal:
         return _convert_choice(value, parts, legal)
@@ -113,6 +112,14 @@ def _convert(value: Any, kind: Any, limits: _Limits) -> Any:
     if origin is dict:
         return _convert_mapping(value)
     return _convert_scalar(value, inner, limits, legal)
+
+
+def _choose_part(value: Any, parts: tuple[Any, ...]) -> Any:
+    """The part of a union of words, lists and numbers that a value of this kind can only be meant for; else the first that
+    is not of words."""
+    kinds = (Literal,) if isinstance(value, str) else (list, tuple) if isinstance(value, list | tuple) else (None,)
+    others = [part for part in parts if typing.get_origin(part) is not Literal]
+    return next((part for part in parts if typing.get_origin(part) in kinds), others[0])
 
 
 def _convert_scalar(value: Any, kind: Any, limits: _Limits, legal: str) -> Any:

@@ -116,16 +116,23 @@ def count_ranks(recipe: Recipe) -> int:
     if launch.ranks is not None:
         return launch.ranks
     if launch.kind == "slurm" and launch.nodes is not None:
-        return launch.nodes * launch.ranks_per_node
+        return most_nodes(launch.nodes) * launch.ranks_per_node
     return (parallel.dp or 1) * parallel.tp * parallel.pp * parallel.cp
 
 
 def count_nodes(recipe: Recipe) -> int:
-    """Nodes of the run: launch.nodes; where it is null as few as hold the ranks. One on this machine."""
+    """Nodes of the run: launch.nodes, of a range the most; where it is null as few as hold the ranks. One on this machine."""
     launch = recipe.launch
     if launch.kind == "local":
         return 1
-    return launch.nodes or math.ceil(count_ranks(recipe) / launch.ranks_per_node)
+    if launch.nodes is not None:
+        return most_nodes(launch.nodes)
+    return math.ceil(count_ranks(recipe) / launch.ranks_per_node)
+
+
+def most_nodes(nodes: int | tuple[int, int]) -> int:
+    """launch.nodes, of a range the most: a recipe is planned for as many, and `elastic.at_nodes` makes it one of fewer."""
+    return nodes if isinstance(nodes, int) else nodes[1]
 
 
 def find_node_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -226,10 +233,20 @@ def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Itera
         if sequences % dp == 0:
             ways.append(f"batch.sequences_per_microbatch={_listed(_divisors(sequences // dp, microbatch))}")
         if sequences % microbatch == 0:
-            inner = count_ranks(recipe) // dp
-            ranks = [d * inner for d in _divisors(sequences // microbatch, dp)]
-            ways.append(f"launch.ranks={_listed(ranks)}" + (" with parallel.dp=null" if recipe.parallel.dp else ""))
+            ways += _ways_by_ranks(recipe, sequences // microbatch)
     yield Problem(key, amount, f"not a multiple of {factors} = {unit}", "; or ".join(ways))
+
+
+def _ways_by_ranks(recipe: Recipe, microbatches: int) -> list[str]:
+    """Numbers of ranks, or a range of nodes, among which so many microbatches can be divided."""
+    dp, nodes = _dp(recipe), recipe.launch.nodes
+    inner = count_ranks(recipe) // dp
+    if isinstance(nodes, tuple):
+        degrees = {count: count * recipe.launch.ranks_per_node // inner for count in range(nodes[0], nodes[1])}
+        fewer = [count for count, degree in degrees.items() if degree and microbatches % degree == 0]
+        return [f"launch.nodes=[{nodes[0]},{fewer[-1]}]"] if fewer else []
+    ranks = [d * inner for d in _divisors(microbatches, dp)]
+    return [f"launch.ranks={_listed(ranks)}" + (" with parallel.dp=null" if recipe.parallel.dp else "")]
 
 
 def _dp(recipe: Recipe) -> int:

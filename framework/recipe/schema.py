@@ -377,6 +377,10 @@ class Track:
         low=1,
     )
     profile_ranks: list[int] = key("ranks that record", [0], low=0)
+    sample_ledger: bool = key(
+        "write which samples each step consumed, with a hash of their tokens: RUN/samples; some 30 bytes a sample",
+        False,
+    )
     wandb: Wandb = group(Wandb)
 
 
@@ -399,7 +403,12 @@ class Launch:
         "auto",
     )
     threads_per_rank: int | None = key("CPU threads of a rank; null: the cores divided by the ranks", None, low=1)
-    nodes: int | None = key("slurm: nodes; null: as few as hold the ranks", None, low=1)
+    nodes: int | tuple[int, int] | None = key(
+        "slurm: nodes; [least, most]: as many as there are, with the same batch; null: as few as hold the ranks",
+        None,
+        low=1,
+    )
+    spares: int = key("slurm: nodes of the job that do not train until they take the place of lost ones", 0, low=0)
     ranks_per_node: int = key("slurm: ranks, and so GPUs, of a full node", 8, low=1)
     tp_across_nodes: bool = key("slurm: allow a tensor-parallel group to span nodes; slow", False)
     time: str = key("slurm: time limit of one job, in quotes: '24:00:00', '2-12:00:00'", "24:00:00")
@@ -421,10 +430,38 @@ class Launch:
     starter: Literal["srun", "torchrun"] = key("slurm: srun starts every rank, or one torchrun per node", "srun")
     container: Container = group(Container)
     signal_seconds_before_end: int = key("slurm: so long before the time limit the run is told to save", 180, low=1)
+    probe: bool = key(
+        "look at every node before training: clocks, free space and memory, a file that all must see, a known product on each"
+        " device, all-reduces; a bad node is left out (docs/reliability.md)",
+        True,
+    )
+    price_per_gpu_hour: float | None = key(
+        "what a rank costs in an hour, in any currency: goodput then has costs; null: it has none", None, low=0.0
+    )
     retries: int = key("slurm: failures that are not the user's after which one job starts its ranks again", 10, low=0)
     restarts_without_checkpoint: int = key("slurm: restarts without a newer checkpoint before the run stops", 3, low=0)
     chain: int = key(
         "slurm: jobs queued one after another, until train.steps is reached; 1: the job requeues itself", 1, low=1
+    )
+    step_deadline_s: float | Literal["auto"] = key(
+        "a step that takes longer counts as hung, and the run ends with the name of the rank that is behind; auto: ten times the"
+        " median of the last steps and more, at least 120",
+        "auto",
+        low=1.0,
+    )
+    start_deadline_s: float | None = key(
+        "the same for each phase before the first step: connecting, reading the data's index, building, loading; null: 1800, or"
+        " half of the job's time",
+        None,
+        low=1.0,
+    )
+    save_deadline_s: float | None = key(
+        "the same for a save, behind training or not; null: 1800, or half of the job's time",
+        None,
+        low=1.0,
+    )
+    validate_deadline_s: float | None = key(
+        "the same for a validation; null: 1800, or half of the job's time", None, low=1.0
     )
     at_once: int | None = key("slurm: runs of a sweep (`submit -m`) at the same time; null: all", None, low=1)
 
@@ -434,6 +471,9 @@ class Run:
     root: str = key("folder of the run directories", "runs")
     id: str | None = key("names the run directory and the wandb run; null: the experiment's name and a number", None)
     name: str = key("first part of a made-up id", "run")
+    allow_faults: bool = key(
+        "let `meshwright inject` make ranks fail at a stated step: for tests, each step looks for a file", False
+    )
 
 
 @dataclass(frozen=True)

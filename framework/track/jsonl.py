@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from framework.lease import Lease
 from framework.track.report import RunInfo, StepReport
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,7 +30,8 @@ _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 class Jsonl:
     """Appends a record of each report to a file of the run. Rank 0 only: one writer per file.
 
-    file, record_of: the file's name, and what it has of a report; `unix_s` is added.
+    file, record_of: the file's name, and what it has of a report; `unix_s` is added. lease: of the run. A start replaces the file
+    before it adds to it, so the descriptor of a former start is of a file that nobody reads any more.
     """
 
     def __init__(
@@ -38,14 +40,15 @@ class Jsonl:
         now: Callable[[], float] = time.time,
         file: str = METRICS_FILE,
         record_of: Callable[[StepReport], dict[str, Any]] | None = None,
+        lease: Lease | None = None,
     ):
-        self._path = run_dir / file
+        self._path, self._lease = run_dir / file, lease or Lease(run_dir)
         self._now, self._record_of = now, record_of or metrics_of
         self._file: TextIO | None = None
         self._is_torn = False
 
     def open(self, run: RunInfo) -> None:
-        truncate(self._path, run.start_step)
+        truncate(self._path, run.start_step, self._lease)
         self._file = self._path.open("a", encoding="utf-8")
 
     def report(self, report: StepReport) -> None:
@@ -90,18 +93,15 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def truncate(path: Path, last_step: int) -> None:
+def truncate(path: Path, last_step: int, lease: Lease) -> None:
     """Drop the records of steps beyond `last_step` and lines that a crash tore; atomic, nothing is lost if interrupted."""
-    if not path.exists():
-        return
-    partial = path.with_suffix(".tmp")
-    with partial.open("w", encoding="utf-8") as kept:
-        for record in read_records(path):
+    records = read_records(path) if path.exists() else ()
+    with lease.replacing(path) as made, made.open("w", encoding="utf-8") as kept:
+        for record in records:
             if record["step"] <= last_step:
                 kept.write(json.dumps(encode(record), allow_nan=False) + "\n")
         kept.flush()
         os.fsync(kept.fileno())
-    os.replace(partial, path)
 
 
 def encode(value: Any) -> Any:

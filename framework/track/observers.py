@@ -3,11 +3,15 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from framework.errors import LeaseLost
+from framework.lease import Lease
 from framework.recipe.schema import Recipe
 from framework.track.console import Console
+from framework.track.goodput_page import GoodputTable
 from framework.track.jsonl import LOADS_FILE, Jsonl, loads_of
 from framework.track.report import Observer, RunInfo, StepReport, save_run_info
 from framework.track.summary import Summary
@@ -20,11 +24,17 @@ class Observers:
     """Fans out to each observer in order, closes in reverse order. A rank without observers holds an empty one.
 
     An observer that cannot open is left out. One that raises later is shouted about once and still told of later steps (a
-    full disk may be freed); how often it failed is said at the end.
+    full disk may be freed); how often it failed is said at the end. lease: of the run, checked before each report;
+    LeaseLost is the one error that passes, for it ends this process.
     """
 
-    def __init__(self, observers: Iterable[Observer] = (), shout: Callable[[str], None] = logger.warning):
-        self._observers = list(observers)
+    def __init__(
+        self,
+        observers: Iterable[Observer] = (),
+        shout: Callable[[str], None] = logger.warning,
+        lease: Lease | None = None,
+    ):
+        self._observers, self._lease = list(observers), lease
         self._shout = shout
         self._failures: Counter[str] = Counter()
 
@@ -32,20 +42,26 @@ class Observers:
         self._observers = [each for each in self._observers if self.contain(_name(each), partial(each.open, run))]
 
     def report(self, report: StepReport) -> None:
+        """Raises LeaseLost. Where the lease cannot be read the report is left out: nobody knows whose the files are."""
+        if self._lease is not None and not self.contain("lease", self._lease.check):
+            return
         for each in self._observers:
             self.contain(_name(each), partial(each.report, report))
 
     def close(self, exit_code: int) -> None:
         for each in reversed(self._observers):
-            self.contain(_name(each), partial(each.close, exit_code))
+            with suppress(LeaseLost):  # which the run ends with, and has said
+                self.contain(_name(each), partial(each.close, exit_code))
         for name, count in self._failures.items():
             if count > 1:
                 self._shout(f"{name} failed {count} times in this run")
 
     def contain(self, name: str, call: Callable[[], None]) -> bool:
-        """Whether the call came to its end; what it raises is shouted under the name."""
+        """Whether the call came to its end; what it raises is shouted under the name, but for LeaseLost, which passes."""
         try:
             call()
+        except LeaseLost:
+            raise
         except Exception as error:  # whatever an observer does, training goes on: this is the one place for it
             self._failures[name] += 1
             if self._failures[name] == 1:
@@ -58,16 +74,18 @@ def _name(observer: Observer) -> str:
     return type(observer).__name__.lower()
 
 
-def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo) -> Observers:
-    """The observers that the recipe asks for, opened. For rank 0; other ranks use `Observers()`."""
-    console = Console()
-    observers: list[Observer] = [console, Jsonl(run_dir)]
+def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo, lease: Lease | None = None) -> Observers:
+    """The observers that the recipe asks for, opened. For rank 0; other ranks use `Observers()`. lease: of the run, None where
+    nobody launches it."""
+    console, lease = Console(), lease or Lease(run_dir)
+    # Closed in reverse order: the table stands between the report's files and the console's last word.
+    observers: list[Observer] = [console, GoodputTable(run_dir, console.say), Jsonl(run_dir, lease=lease)]
     if run.has_experts:
-        observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of))
+        observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of, lease=lease))
     if recipe.track.wandb.mode != "disabled":
-        observers.append(WandbObserver(run_dir, console.say))
-    observers.append(Summary(run_dir, console.say))
-    save_run_info(run_dir, run)
-    opened = Observers(observers)
+        observers.append(WandbObserver(run_dir, console.say, lease=lease))
+    observers.append(Summary(run_dir, console.say, lease))
+    save_run_info(run_dir, run, lease)
+    opened = Observers(observers, lease=lease)
     opened.open(run)
     return opened

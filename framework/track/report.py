@@ -2,10 +2,11 @@
 each metric: unit, where it is measured, over which ranks."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from framework.lease import Lease
 
 RUN_INFO_FILE = "run_info.json"
 
@@ -34,8 +35,10 @@ class StepReport:
     loss_scale: float | None = None
     save_stall_s: float = 0.0
     failed_saves: int = 0
+    stragglers: dict[str, float] = field(default_factory=dict)
     exposed_communication_s: float = 0.0
     pipeline_bubble: float = 0.0
+    goodput: dict[str, float] = field(default_factory=dict)
     expert_imbalance: dict[str, float] = field(default_factory=dict)
     expert_imbalance_max: float | None = None
     expert_imbalance_mean: float | None = None
@@ -90,12 +93,10 @@ class Observer(Protocol):
     def close(self, exit_code: int) -> None: ...
 
 
-def save_run_info(run_dir: Path, run: RunInfo) -> None:
+def save_run_info(run_dir: Path, run: RunInfo, lease: Lease | None = None) -> None:
     """Written whole or not at all."""
-    path = run_dir / RUN_INFO_FILE
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(asdict(run), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    text = json.dumps(asdict(run), indent=2) + "\n"
+    (lease or Lease(run_dir)).write(run_dir / RUN_INFO_FILE, text.encode())
 
 
 def load_run_info(run_dir: Path) -> RunInfo:

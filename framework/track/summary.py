@@ -1,16 +1,19 @@
-"""The report that ends every run: report.png (curves) and report.txt (one page), from run_info.json and metrics.jsonl only,
-so that it can be written again at any time: `write_report(run_dir)`."""
+"""The report that ends every run: report.png (curves), goodput.png and report.txt (one page), from run_info.json, metrics.jsonl
+and goodput.jsonl only, so that it can be written again at any time: `write_report(run_dir)`."""
 
 import io
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from framework.lease import Lease
 from framework.track.console import format_count, format_duration
+from framework.track.goodput import Account
+from framework.track.goodput_log import GOODPUT_FILE, read_account
+from framework.track.goodput_page import GOODPUT_PICTURE, describe_goodput, draw_goodput, price_of
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE, read_last_records, read_records
 from framework.track.report import RunInfo, StepReport, load_run_info
 
@@ -38,8 +41,8 @@ _CURVES = (
 class Summary:
     """Writes the report when a run ends, however it ends, and says where it is."""
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None]):
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, say: Callable[[str], None], lease: Lease | None = None):
+        self._run_dir, self._lease = run_dir, lease
         self._say = say
 
     def open(self, run: RunInfo) -> None:
@@ -49,7 +52,7 @@ class Summary:
         """As above."""
 
     def close(self, exit_code: int) -> None:
-        self._say(f"report: {', '.join(str(path) for path in write_report(self._run_dir))}")
+        self._say(f"report: {', '.join(str(path) for path in write_report(self._run_dir, self._lease))}")
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,22 @@ class Curves:
         return self.columns[name]
 
 
-def write_report(run_dir: Path) -> list[Path]:
-    """Write report.txt and, if a step was reported, report.png; returns what was written."""
+def write_report(run_dir: Path, lease: Lease | None = None) -> list[Path]:
+    """Write report.txt and, if a step was reported, report.png; returns what was written. lease: of a run that is launched."""
+    lease = lease or Lease(run_dir)
     run = load_run_info(run_dir)
     load = add_loads(read_last_records(run_dir / LOADS_FILE, LAST_LOADS))
     curves = replace(collect_curves(read_records(run_dir / METRICS_FILE)), load=load)
     written = []
     if curves["step"]:
         written.append(run_dir / REPORT_PICTURE)
-        _replace(written[-1], draw(run, curves))
+        lease.write(written[-1], draw(run, curves))
+    account = read_account(run_dir)
+    if account is not None:
+        written.append(run_dir / GOODPUT_PICTURE)
+        lease.write(written[-1], draw_goodput(account, run.run_id))
     written.append(run_dir / REPORT_TEXT)
-    _replace(written[-1], describe(run, curves, run_dir).encode())
+    lease.write(written[-1], describe(run, curves, run_dir, account).encode())
     return written
 
 
@@ -107,13 +115,15 @@ def add_loads(records: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
     return sums
 
 
-def describe(run: RunInfo, curves: Curves, run_dir: Path) -> str:
+def describe(run: RunInfo, curves: Curves, run_dir: Path, account: Account | None = None) -> str:
     """The page of text."""
     blocks = [_what_was_run(run)]
     if curves["step"]:
         blocks += [_results(run, curves), _experts(curves), _speed(run, curves), _traffic(curves.last["traffic"])]
     else:
         blocks.append(["Results", "  no step was reported"])
+    if account is not None:
+        blocks.append(list(describe_goodput(account, price_of(run), run.device != "cpu")))
     blocks.append(_files(run_dir))
     is_done = bool(curves["step"]) and curves["step"][-1] >= run.total_steps
     commands = run.next_commands(is_done, is_saved=is_done or (run_dir / "checkpoints.json").exists())
@@ -294,6 +304,8 @@ def _files(run_dir: Path) -> list[str]:
         (METRICS_FILE, "every metric, defined in docs/metrics.md"),
         (LOADS_FILE, "tokens of each expert"),
         (REPORT_PICTURE, "curves"),
+        (GOODPUT_FILE, "where the time of each start went"),
+        (GOODPUT_PICTURE, "the same, drawn"),
         ("checkpoints", "states to resume from"),
         ("wandb", "the mirror for wandb"),
     )
@@ -313,10 +325,3 @@ def _join(group: dict[str, Any], *keys: str) -> str:
 def _table(rows: list[tuple[str, str]]) -> list[str]:
     width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:<{width}}  {value}" for name, value in rows if value]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write the file whole or leave what was there."""
-    partial = path.with_suffix(path.suffix + ".tmp")
-    partial.write_bytes(content)
-    os.replace(partial, path)

@@ -2,33 +2,47 @@
 
 The observer in the training process starts `python -m framework.track.wandb RUN_DIR` and never talks to wandb: the mirror
 reads `run_info.json` and follows `metrics.jsonl`. So a slow, hanging or raising wandb costs training nothing, the file is
-the spool for however long the network is away, and a mirror that hangs at the end can be ended. Two pipes join them:
+the spool for however long the network is away, and a mirror that hangs at the end can be ended. Two pipes join them, of which
+the training process neither fills one nor waits for one before its end:
 
     stdin   the training process writes its exit code; closed without one, it was killed
     stdout  lines for the user: where the run is, or why it is not there
 
-One run is one wandb run: its id is the run's id, a resume continues it. Charts are drawn against our `step`.
+Its arguments are the run's folder and the epoch of its lease: a mirror of a start that was held for dead is killed.
+
+One run is one wandb run: its id is the run's id, a resume continues it. Charts are drawn against our `step`, and each step is
+sent once: a start sends what lies behind the newest step that wandb has. What was sent of steps that are trained again after a
+failure stays as it was, and what a former mirror could not send any more comes now. metrics.jsonl has the truth on both.
 """
 
+import json
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from framework.errors import EXIT_DONE, EXIT_RESUME
+from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost
+from framework.lease import Lease
 from framework.track.jsonl import METRICS_FILE, decode
 from framework.track.report import RunInfo, StepReport, load_run_info
 
 LOG_FILE = "wandb.log"
 INIT_TIMEOUT_S = 30.0
 POLL_S = 0.5
+LEAST_ROOM_BYTES = 1 << 20
+# So long the end of a run waits for wandb; a mirror whose training process was killed ends itself after twice that.
+CLOSE_TIMEOUT_S = 60.0
+ALONE_S = 2 * CLOSE_TIMEOUT_S
 # Beyond so many ranks one chart per rank is unreadable: wandb gets the slowest and the fastest, metrics.jsonl has all.
 MAX_RANKS_CHARTED = 64
 # Charts of the imbalance of experts: one of each group of layers.
@@ -41,17 +55,24 @@ _EXIT_KILLED = 1
 class WandbObserver:
     """Starts the mirror, relays what it says, and ends it. Only `close` waits for wandb, and for `close_timeout_s`."""
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None], close_timeout_s: float = 60.0):
-        self._run_dir = run_dir
+    def __init__(
+        self,
+        run_dir: Path,
+        say: Callable[[str], None],
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        lease: Lease | None = None,
+    ):
+        self._run_dir, self._lease = run_dir, lease or Lease(run_dir)
         self._say = say
         self._close_timeout_s = close_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._has_ended = False
 
     def open(self, run: RunInfo) -> None:
+        self._lease.check()
         with (self._run_dir / LOG_FILE).open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "framework.track.wandb", str(self._run_dir)],
+                [sys.executable, "-m", "framework.track.wandb", str(self._run_dir), str(self._lease.epoch)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -102,23 +123,59 @@ class WandbObserver:
                 self._say(f"wandb: the mirror died ({exit_code}), training goes on; see {self._run_dir / LOG_FILE}")
 
 
-def mirror(run_dir: Path, said_by_parent: IO[str]) -> None:
-    """Send every record of metrics.jsonl after the run's `start_step` to wandb until the training process ends."""
+def mirror(run_dir: Path, said_by_parent: IO[str], lease: Lease) -> None:
+    """Send every record of metrics.jsonl that wandb does not have yet until the training process ends. Raises LeaseLost once
+    another start sends its own."""
+    lease.check()
     info = load_run_info(run_dir)
+    segments = sorted(run_dir.glob(f"wandb/*run-*-{info.run_id}/*.wandb"), key=lambda path: path.stat().st_mtime)
     run = _start(info, run_dir)
-    next_step = run.step
+    sent = run.step - 1 if run.url else _find_written(segments, info.start_step)
     exit_code = None
-    with (run_dir / METRICS_FILE).open("rb") as metrics:
-        while exit_code is None:
-            # Asked before reading, so that what was written before the end is read after it.
-            exit_code = _read_exit_code(said_by_parent, POLL_S)
-            for record in _new_records(metrics):
-                if record["step"] > info.start_step:
-                    # wandb drops values for a step before its own newest, which it may have from steps that were lost.
-                    next_step = max(next_step, record["step"])
-                    run.log(chart_values(record), step=next_step, commit=True)
-                    next_step += 1
+    has_room = True
+    records = NewRecords(run_dir / METRICS_FILE)
+    while exit_code is None:
+        # Asked before reading, so that what was written before the end is read after it.
+        exit_code = _read_exit_code(said_by_parent, POLL_S)
+        lease.check()
+        for record in records.read():
+            if record["step"] > sent:
+                sent = record["step"]
+                run.log(chart_values(record), step=sent, commit=True)
+        # What wandb cannot write it drops without a word.
+        if has_room and not _has_room(run_dir / "wandb"):
+            has_room = False
+            _say(f"wandb: no room at {run_dir / 'wandb'}: what it shows may have gaps; {METRICS_FILE} has all")
     run.finish(exit_code=EXIT_DONE if exit_code in (EXIT_DONE, EXIT_RESUME) else exit_code)
+
+
+def _has_room(folder: Path) -> bool:
+    """Whether wandb can write there; it has another folder where it could not make this one."""
+    return not folder.is_dir() or shutil.disk_usage(folder).free >= LEAST_ROOM_BYTES
+
+
+def _find_written(segments: list[Path], otherwise: int) -> int:
+    """The newest step in wandb's files, each of a former start; `otherwise` where wandb cannot read them. What a mirror was given
+    says less: of one that was killed the last of it is in no file."""
+    for segment in reversed(segments):
+        newest = _read_segment(segment)
+        if newest is None:
+            return otherwise
+        if newest:
+            return newest
+    return 0
+
+
+def _read_segment(segment: Path) -> int | None:
+    """The newest step in a file, by wandb's own reader; 0 without any, None where it cannot be read."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(segment.parent)]
+    newest = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        for line in reader.stdout:
+            with suppress(ValueError):  # the line of a record that was torn
+                newest = max(newest, json.loads(line).get("history", {}).get("step", {}).get("num", 0))
+    return None if reader.returncode else newest
 
 
 def write_sync(run_dir: Path) -> str:
@@ -132,6 +189,8 @@ def chart_values(record: dict[str, Any]) -> dict[str, float]:
     values |= {f"validation_loss/{name}": loss for name, loss in (record.get("validation_losses") or {}).items()}
     for axis, counts in record.get("traffic", {}).items():
         values |= {f"traffic/{axis}/{what}": count for what, count in counts.items()}
+    values |= {f"stragglers/{name}": seconds for name, seconds in (record.get("stragglers") or {}).items()}
+    values |= {f"goodput/{part}": share for part, share in (record.get("goodput") or {}).items()}
     values |= _chart_imbalance(record.get("expert_imbalance") or {})
     rates = record.get("tokens_per_s_per_rank", [])
     if 0 < len(rates) <= MAX_RANKS_CHARTED:
@@ -213,17 +272,33 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def _new_records(metrics: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The records written since the last call; a line that is still being written is left for the next."""
-    while True:
-        start = metrics.tell()
-        line = metrics.readline()
-        if not line.endswith(b"\n"):
-            metrics.seek(start)
-            return
-        record = decode(line.decode("utf-8", errors="replace"))
-        if record is not None:
-            yield record
+class NewRecords:
+    """Follows a metrics file, also where another one takes its place: the loop goes back, and records are cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb")
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The records written since the last call; of a file that is new all of them. A line that is still being written is
+        left for the next call."""
+        yield from self._read_lines()
+        with suppress(FileNotFoundError):
+            if self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino:
+                self._file.close()
+                self._file = self._path.open("rb")
+                yield from self._read_lines()
+
+    def _read_lines(self) -> Iterator[dict[str, Any]]:
+        while True:
+            start = self._file.tell()
+            line = self._file.readline()
+            if not line.endswith(b"\n"):
+                self._file.seek(start)
+                return
+            record = decode(line.decode("utf-8", errors="replace"))
+            if record is not None:
+                yield record
 
 
 def _read_exit_code(said_by_parent: IO[str], timeout_s: float) -> int | None:
@@ -234,12 +309,25 @@ def _read_exit_code(said_by_parent: IO[str], timeout_s: float) -> int | None:
     return int(text) if text else _EXIT_KILLED
 
 
-def main(run_dir: Path) -> int:
-    """The mirror's process. Ends when its stdin does, not by signals: a scheduler sends those to every process of a job."""
+def _end_late(said_by_parent: IO[str]) -> None:
+    """In a thread: the training process is gone, or about to go, and has no way to end a mirror that hangs once it is gone."""
+    select.select([said_by_parent], [], [])
+    time.sleep(ALONE_S)
+    print(f"the training process ended {ALONE_S:.0f} s ago: this mirror ends unfinished", file=sys.stderr, flush=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main(run_dir: Path, lease: Lease) -> int:
+    """The mirror's process, which leads a group of its own. Ends when its stdin does, not by signals: a scheduler sends those to
+    every process of a job."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_late, args=(sys.stdin,), daemon=True).start()
     try:
-        mirror(run_dir, sys.stdin)
+        mirror(run_dir, sys.stdin, lease)
+    except LeaseLost:
+        # wandb's service, of this session, would end the run that another mirror goes on with.
+        os.killpg(os.getpid(), signal.SIGKILL)
     except Exception as error:  # wandb may raise anything; the user gets one line, the log file all of it
         traceback.print_exc()
         _say(f"wandb: failed, training goes on: {_in_a_line(error)}")
@@ -248,4 +336,4 @@ def main(run_dir: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), Lease(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -12,22 +12,22 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from framework.errors import HungError
+from framework.errors import HungError, LeaseLost
+from framework.lease import Lease
+from framework.train.progress import Progress, Save
 
 # SIGINT: Ctrl-C. SIGTERM: schedulers, launchers and preemption. SIGUSR1: a job's time limit is near.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # Asked to stop, a step is given so long from then on, or three times the longest of the last ones, before it is taken for hung.
-PATIENCE_S, PATIENCE_STEPS, RECENT_STEPS = 8.0, 3.0, 50
-# The first steps compile, load libraries and connect, and on a GPU the host runs ahead of them: until so many are measured
-# their times say little of the next, which is given this long.
-FIRST_STEPS, FIRST_STEPS_PATIENCE_S = 3, 120.0
+PATIENCE_S, PATIENCE_STEPS = 8.0, 3.0
+# The same while too few steps are measured to say how long one takes.
+FIRST_STEPS_PATIENCE_S = 120.0
 # How often requests are looked for in the run's folder, by rank 0 alone.
 POLL_S = 0.5
 # A step is first said to take long after such times, whichever is longer, then after each doubling.
@@ -99,12 +99,14 @@ def end_process(error: HungError) -> None:
 
 
 class StepWatch:
-    """From enter to exit a thread ends this rank, through `end`, when it is asked to stop and the step under way hangs.
+    """From enter to exit a thread ends this rank, through `end`, when it is asked to stop and the step under way hangs. One that
+    hangs unasked `watch.Watch` finds.
 
     patience_s: how long a step may go on after the request, at least; first_patience_s: the same until three are measured.
+    progress: is told of steps and saves.
 
     say: hears of steps that take long, None on ranks that stay silent. folder: the run's, where the thread looks for requests,
-    None on ranks that do not. What is not in `step`, such as a save, is not judged.
+    None on ranks that do not; lease: of that run. What is not in `step`, such as a save, is not judged.
     """
 
     def __init__(
@@ -115,12 +117,15 @@ class StepWatch:
         folder: Path | None = None,
         patience_s: float = PATIENCE_S,
         first_patience_s: float = FIRST_STEPS_PATIENCE_S,
+        lease: Lease | None = None,
+        progress: Progress | None = None,
     ):
         self._stop, self._end, self._say, self._folder = stop, end, say, folder
+        self._lease = lease or (Lease(folder) if folder is not None else None)
         self._patience_s, self._first_patience_s = patience_s, first_patience_s
         self._main = threading.main_thread().ident
         self._under_way: tuple[int, float] | None = None  # the step and when it began
-        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.progress = progress or Progress()
         self._answers_request = False  # the save that is under way
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="step-watch", daemon=True)
@@ -141,11 +146,13 @@ class StepWatch:
         """Around all that a step may wait in."""
         started = time.monotonic()
         self._under_way = number, started
+        self.progress.is_timed = True
         try:
             yield
         finally:
             self._under_way = None
-        self._recent_s.append(time.monotonic() - started)
+            self.progress.is_timed = False
+        self.progress.pace.add(time.monotonic() - started)
 
     def _watch(self) -> None:
         asked: float | None = None
@@ -153,7 +160,7 @@ class StepWatch:
         while not self._is_closed.is_set():
             if (self._stop.listen(POLL_S) or self._look()) and asked is None:
                 asked = time.monotonic()
-            under_way, longest = self._under_way, max(list(self._recent_s), default=0.0)
+            under_way, longest = self._under_way, self.progress.pace.longest_s
             if under_way is None:
                 said_s = 0.0
                 continue
@@ -165,13 +172,12 @@ class StepWatch:
             # The first step may compile, load libraries and connect: nothing says how long it should take.
             elif self._say and longest and seconds > max(LONG_S, LONG_STEPS * longest, 2 * said_s):
                 said_s = seconds
-                with suppress(OSError):  # the log's file system fails, or nobody reads: the watch goes on
-                    self._say(
-                        f"step {number:,} takes {seconds:.0f} s so far, the longest of the last ones took {longest:.3g} s"
-                    )
+                self.tell(
+                    f"step {number:,} takes {seconds:.0f} s so far, the longest of the last ones took {longest:.3g} s"
+                )
 
     def _find_patience(self, longest: float) -> float:
-        least_s = self._patience_s if len(self._recent_s) >= FIRST_STEPS else self._first_patience_s
+        least_s = self._patience_s if self.progress.pace.is_known else self._first_patience_s
         return max(least_s, PATIENCE_STEPS * longest)
 
     def _look(self) -> bool:
@@ -197,16 +203,25 @@ class StepWatch:
             if under_way is not None:
                 self._under_way = under_way[0], time.monotonic()
 
+    def tell(self, text: str) -> None:
+        """A line for people, from rank 0."""
+        with suppress(OSError):  # the log's file system fails, or nobody reads: neither the watch nor the run ends
+            if self._say is not None:
+                self._say(text)
+
     def begin_save(self) -> None:
         """A save begins, which answers a request that is there. One that comes from now on asks for a later step."""
+        self.progress.saves.append(Save(self.progress.phases.current.step))
         self._answers_request = self._stop.wants_save
         self._stop.wants_save = False
 
     def end_save(self, is_committed: bool) -> None:
         """It has ended. A request stays where it failed, so that the next step saves once more. For any thread."""
-        if self._answers_request and is_committed and self._folder is not None:
-            with suppress(OSError):  # what stays is heard and answered once more; the save was good
-                (self._folder / SAVE_FILE).unlink(missing_ok=True)
+        self.progress.saves.popleft()
+        if self._answers_request and is_committed and self._lease is not None:
+            # What stays is heard and answered once more, here or by who has the lease now; the save was good.
+            with suppress(OSError, LeaseLost):
+                self._lease.remove(self._lease.run / SAVE_FILE)
         self._answers_request = False
 
     def _explain(self, number: int, seconds: float, longest: float) -> str:

@@ -2,12 +2,14 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
+
+import torch
 
 from framework.checkpoint.interval import find_interval_s
 from framework.checkpoint.save import Saver
@@ -27,9 +29,12 @@ from framework.track.memory import peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
 from framework.train.faults import StepWatch, StopRequest
+from framework.train.goodput import Goodput
 from framework.train.phases import Phase, Phases
+from framework.train.progress import name_coordinates
 from framework.train.state import RunState
 from framework.train.step import Run, run_alone, train_step
+from framework.train.stragglers import WINDOW, Stragglers
 from framework.train.sums import Flags, StepValues
 from framework.train.validation import Validation, ValidationLoss
 
@@ -39,12 +44,14 @@ SKIPPED_STEPS_LIMIT = 20
 
 class RankTimes(NamedTuple):
     """One rank's seconds of a step, by its host's clock. busy: without waiting for data. computed: in actions of the pipeline.
-    span: from the first microbatch at hand to the end of the last action."""
+    span: from the first microbatch at hand to the end of the last action. waited: for other ranks. own: for nobody."""
 
     busy_s: float
     data_wait_s: float
     computed_s: float
     span_s: float
+    waited_s: float
+    own_s: float
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Loop:
     """Trains from `state` to `train.steps`. Reading lags one step behind the device, so that nothing waits for it.
 
     On every rank; whatever it does it does on all of them in the same order. `observers` hear of rank 0's reports only.
-    timed: what this rank did in its last step. phases: hears of each step, and of waits for data.
+    timed: what this rank did in its last step. phases: hears of each step, and of waits for data. goodput: of steps that end.
     """
 
     def __init__(
@@ -80,11 +87,14 @@ class Loop:
         info: RunInfo,
         saver: Saver,
         phases: Phases,
+        goodput: Goodput | None = None,
     ):
         self.run, self.state, self.recipe, self.derived = run, state, recipe, derive(recipe)
         self.timed: tuple[Timed, ...] = ()
         self._loader, self._observers, self._info, self._saver = loader, observers, info, saver
         self._phases = phases
+        self._goodput = goodput or Goodput(phases)
+        self._exposed_s = 0.0  # of steps that were concluded since goodput heard of it
         self._reported_stall_s = 0.0
         self._unread: PendingStep | None = None
         self._unreported: tuple[PendingStep, StepValues] | None = None
@@ -93,6 +103,14 @@ class Loop:
         self._is_best = False
         self._last_save_s = time.monotonic()
         self._flags = Flags()
+        topology = run.mesh.topology
+        stages = [topology.index("pp", rank) for rank in range(topology.world)]
+        # Ranks with other stages have other work.
+        self._stragglers = Stragglers(
+            [[rank for rank, stage in enumerate(stages) if stage == number] for number in range(topology.pp)]
+        )
+        self._hosts: Mapping[int, str] = {}
+        self._say: Callable[[str], None] = print
 
     def steps(self, stop: StopRequest, watch: StepWatch) -> Iterator[int]:
         """Send one step after another to the device and yield its number, until `train.steps` or until any rank's `stop` asks.
@@ -100,13 +118,18 @@ class Loop:
 
         NumericsError after too many steps in a row that were not finite.
         """
+        self._hosts, self._say = watch.progress.hosts, watch.tell
+        self._goodput.begin_loop(self.state.step, lambda: self._saver.stalled_s)
         while self.state.step < self.recipe.train.steps and not self._flags.stop:
             # How long a step takes that also validates nobody knows beforehand.
             self._phases.begin(Phase.STEP, self.state.step + 1)
             with watch.step(self.state.step + 1) if self._validation is None else nullcontext():
                 self._take_step(self._own_flags(stop))
+            self._goodput.end_step(self.state.step, self._exposed_s)
+            self._exposed_s = 0.0
             yield self.state.step
         self.end_validation()
+        self._goodput.begin_close()
 
     @property
     def is_done(self) -> bool:
@@ -153,7 +176,7 @@ class Loop:
         before = ledger.snapshot(self.run.mesh)
         with self._phases.within(Phase.DATA):
             microbatches = self._loader.batch(state.samples)
-        loaded = time.perf_counter()
+        loaded, waited_before = time.perf_counter(), self.run.mesh.waits.seconds
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
         is_reported = self._is_reported(state.step + 1)
         result = train_step(self.run, microbatches, state.step, lr, flags, self._validation, is_reported)
@@ -165,11 +188,14 @@ class Loop:
         state.tokens += self.derived.tokens_per_step
         traffic = ledger.totals(ledger.difference(ledger.snapshot(self.run.mesh), before))
         self.timed = result.timed
+        busy_s, waited_s = time.perf_counter() - loaded, self.run.mesh.waits.seconds - waited_before
         times = RankTimes(
-            busy_s=time.perf_counter() - loaded,
+            busy_s=busy_s,
             data_wait_s=loaded - started,
             computed_s=sum(each.end - each.start for each in result.timed),
             span_s=result.timed[-1].end - loaded,
+            waited_s=waited_s,
+            own_s=busy_s - waited_s,
         )
         self._read()
         seconds, waits = time.perf_counter() - started, self.run.exposed_communication.take()
@@ -218,6 +244,7 @@ class Loop:
         if pending is None:
             return
         values = StepValues.unpack(pending.sums.values())
+        self._exposed_s += sum(each.seconds for each in pending.waits)  # the device has passed them, as it has the sums
         self._flags = Flags(self._flags.stop or values.flags.stop, values.flags.save)
         self._skipped_in_a_row = 0 if values.is_finite else self._skipped_in_a_row + 1
         self.state.skipped_steps += not values.is_finite
@@ -241,9 +268,11 @@ class Loop:
         if unreported is None:
             return
         if self._is_reported(unreported[0].step):
-            gathered = gather_numbers_to_first(unreported[0].times, self.run.mesh.axis("world"))
+            own = find_device_times(unreported[0], self.run.mesh.device)
+            gathered = gather_numbers_to_first(own, self.run.mesh.axis("world"))
             times = [RankTimes(*each) for each in gathered]
             if times:  # on rank 0
+                self._find_stragglers(unreported[0], times)
                 self._observers.report(self._describe(*unreported, times, validation_loss, free_fraction))
 
     def _is_reported(self, step: int) -> bool:
@@ -288,8 +317,24 @@ class Loop:
             loss_scale=values.loss_scale if self.recipe.precision.compute == "fp16" else None,
             save_stall_s=self._take_stall(),
             failed_saves=self._saver.failures,
+            stragglers={f"{rank} {phase}": excess_s for (rank, phase), excess_s in self._stragglers.slow.items()},
+            goodput=self._goodput.shares(),
             **self._describe_experts(pending),
         )
+
+    def _find_stragglers(self, pending: PendingStep, times: Sequence[RankTimes]) -> None:
+        """Say which ranks have become slow, or are so no longer."""
+        data, own, waited = ([getattr(each, name) for each in times] for name in ("data_wait_s", "own_s", "waited_s"))
+        for found in self._stragglers.add(pending.seconds, data, own, waited):
+            host = self._hosts.get(found.rank, "")
+            who = f"rank {found.rank} [{name_coordinates(self.run.mesh.topology, found.rank)}]{host and f' on {host}'}"
+            if found.is_slow:
+                self._say(
+                    f"{who} is slow in {found.phase}: {found.excess_s * 1e3:.0f} ms a step longer than ranks with the same work,"
+                    f" {found.fraction:.0%} of a step (median of the last reported steps, at most {WINDOW})"
+                )
+            else:
+                self._say(f"{who} is no longer slow in {found.phase}")
 
     def _take_stall(self) -> float:
         """Seconds that saves have held the loop up since this was last asked."""
@@ -318,6 +363,15 @@ class Loop:
         if found is None or len(names) < 2:
             return {}
         return {name: loss for name, loss in zip(names, found.by_source, strict=True) if loss is not None}
+
+
+def find_device_times(pending: PendingStep, device: torch.device) -> RankTimes:
+    """The rank's times, of which `waited` and `own` are the device's where that is a GPU, as its host only launches. Not run on a
+    GPU. Its events have passed when the step's sums are read."""
+    if device.type != "cuda":
+        return pending.times
+    waited_s = sum(each.seconds for each in pending.waits)
+    return pending.times._replace(waited_s=waited_s, own_s=pending.seconds - pending.times.data_wait_s - waited_s)
 
 
 def find_bubble(times: Sequence[RankTimes]) -> float:

@@ -49,6 +49,11 @@ class Phases:
         """One value, replaced as a whole: no reader sees half a change."""
         return self._current
 
+    def so_far(self) -> dict[Phase, float]:
+        """Seconds of each phase with the one under way: they add up to the time since this object was made."""
+        current = self._current
+        return {**self.seconds, current.phase: self.seconds[current.phase] + time.monotonic() - current.since_s}
+
     def begin(self, phase: Phase, step: int | None = None) -> None:
         """What was under way is over; `phase` begins."""
         now = time.monotonic()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
+from framework.lease import Lease
 from framework.model.units import Unit
 from framework.recipe.schema import Track
 from framework.train.step import Run
@@ -28,11 +29,11 @@ OPERATORS_SHOWN = 60
 class StepProfiler:
     """Records the steps of `track.profile_steps` on a rank of `track.profile_ranks`; on others it does nothing.
 
-    units: the whole model's. say: hears where the trace lies.
+    units: the whole model's. lease: of the run that the trace is written into. say: hears where it lies.
     """
 
-    def __init__(self, run: Run, units: Sequence[Unit], track: Track, run_dir: Path, say: Callable[[str], None]):
-        self._run, self._units, self._folder, self._say = run, units, run_dir / FOLDER, say
+    def __init__(self, run: Run, units: Sequence[Unit], track: Track, lease: Lease, say: Callable[[str], None]):
+        self._run, self._units, self._lease, self._say = run, units, lease, say
         is_chosen = track.profile_steps is not None and run.mesh.rank in track.profile_ranks
         self._steps = track.profile_steps if is_chosen else None
         self._profile: profile | None = None
@@ -56,14 +57,18 @@ class StepProfiler:
             return
         recorded.stop()
         self._name_ranges(False)
-        path = self._folder / f"rank-{self._run.mesh.rank}"
-        self._folder.mkdir(exist_ok=True)
-        recorded.export_chrome_trace(f"{path}.json.gz")
+        self._lease.check()
+        folder = self._lease.run / FOLDER
+        folder.mkdir(exist_ok=True)
+        path = folder / f"rank-{self._run.mesh.rank}"
+        with self._lease.replacing(Path(f"{path}.json.gz")) as made:
+            recorded.export_chrome_trace(str(made))
         by = "self_device_time_total" if self._is_on_gpu else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=by, row_limit=OPERATORS_SHOWN, max_name_column_width=60)
-        Path(f"{path}.txt").write_text(table, encoding="utf-8")
+        self._lease.write(Path(f"{path}.txt"), table.encode())
         if self._is_on_gpu:
-            torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")
+            with self._lease.replacing(Path(f"{path}.memory.pickle")) as made:
+                torch.cuda.memory._dump_snapshot(str(made))
             torch.cuda.memory._record_memory_history(enabled=None)
         self._say(f"profile: {path}.json.gz (ui.perfetto.dev), {path}.txt")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from framework.checkpoint.commit import FoundCheckpoints
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
+from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.materialize import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
@@ -42,9 +43,9 @@ class RunState:
         return cls(**values)
 
 
-def restore(run: Run, checkpoints: Path, found: FoundCheckpoints | None = None) -> RunState:
+def restore(run: Run, checkpoints: Path, found: FoundCheckpoints | None = None, lease: Lease | None = None) -> RunState:
     """Fill a run from the newest whole checkpoint, whatever layout saved it. found: what rank 0 has told of them already."""
-    values = load_newest(checkpoints, read_entries(run), run.mesh.axis("world"), found)
+    values = load_newest(checkpoints, read_entries(run), run.mesh.axis("world"), found, lease)
     assert values is not None, f"no checkpoint in {checkpoints}"
     share_read(run)
     state = RunState.from_json(values)

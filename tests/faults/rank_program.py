@@ -14,7 +14,8 @@ from pathlib import Path
 from framework.errors import EXIT_DONE, EXIT_RESUME, DataError, NumericsError
 from framework.launch.directory import RunDirectory
 from framework.launch.rank import end_hung, run_process, tell
-from framework.train.faults import FIRST_STEPS, StepWatch, StopRequest
+from framework.train.faults import StepWatch, StopRequest
+from framework.train.progress import FIRST_STEPS
 
 RANK = int(os.environ["RANK"])
 
@@ -82,6 +83,55 @@ def hang_until_asked(folder: Path) -> int:
 def hang_until_time_is_up(folder: Path) -> int:
     """The same, with a collective that waits 2 s."""
     reduce_forever(folder, at_work=lambda: _hang(folder), timeout_s=2.0)
+
+
+def hang_watched(folder: Path) -> int:
+    """Rank 1 sleeps in a step, rank 2 is stopped, rank 0 waits for both."""
+    reduce_watched(folder, {1: _sleep_in_a_step, 2: _stop_oneself})
+
+
+def stop_rank_0(folder: Path) -> int:
+    """The rank that hosts the store is stopped."""
+    reduce_watched(folder, {0: _stop_oneself})
+
+
+def reduce_watched(folder, hangs) -> None:
+    """Steps under the watch, of which one may take 2 s; after some, ranks do what `hangs` says."""
+    import torch
+
+    from framework.comm.collectives import all_reduce
+    from framework.comm.connect import connect, launched_place, open_store_beside
+    from framework.mesh.topology import Topology
+    from framework.recipe.deadlines import Deadlines
+    from framework.train.hang import TRAINING
+    from framework.train.phases import Phase
+    from framework.train.progress import Progress
+    from framework.train.watch import Watch
+
+    progress, place = Progress(), launched_place()
+    deadlines = Deadlines(step=2.0, first_steps=60.0, start=60.0, save=60.0, validate=60.0)
+    with Watch(progress, deadlines, place, f"dp{RANK}", open_store_beside, end_hung, folder), StopRequest() as stop:
+        progress.phases.begin(Phase.CONNECT)
+        mesh = connect(Topology(dp=place[1]), torch.device("cpu"))
+        progress.communicators[TRAINING] = tuple(mesh.axes.values())
+        with StepWatch(stop, end_hung, progress=progress) as watch:
+            for step in count(1):
+                progress.phases.begin(Phase.STEP, step)
+                with watch.step(step):
+                    if RANK in hangs and step == 40:
+                        hangs[RANK](folder)
+                    all_reduce(torch.ones(2**19), mesh.axis("world"), label="ones")
+                    time.sleep(0.05)  # so that lines are written before the hang
+
+
+def _sleep_in_a_step(folder: Path) -> None:
+    get_ready(folder)
+    time.sleep(600)
+
+
+def _stop_oneself(folder: Path) -> None:
+    get_ready(folder)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def reduce_forever(folder, at_work, timeout_s=1800.0) -> None:

@@ -28,6 +28,9 @@ from framework.launch.request import save_command, stop_command
 from framework.launch.status import status_command
 from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
 from framework.recipe.compose import compose, load_recipe, save_recipe
+from framework.track.goodput import Part
+from framework.track.goodput_log import read_account
+from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
 
 STEPS = 100
@@ -154,16 +157,37 @@ def test_a_run_that_is_killed_in_a_step_on_the_disk_goes_on_bitwise_as_one_in_me
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
         command = ("train", *RECIPE, "run.id=offloaded", *offload, "checkpoint.every_steps=3")
+        began = time.monotonic()
         killed = subprocess.run(
             [sys.executable, "-m", "framework", *command], check=False, capture_output=True, text=True
         )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(list(disk.glob("offloaded/*/rank-0"))) == 1, "a killed process removes nothing"
     assert 0 < newest("offloaded").manifest.step < STEPS
+    time.sleep(0.5)  # nobody runs it, and nobody has stopped it
     assert resume("offloaded") == EXIT_DONE
+    assert_adds_up("offloaded", time.monotonic() - began)
     assert losses("offloaded") == losses("whole")
     assert_same_weights("offloaded", "whole")
     assert not list(disk.iterdir())
+
+
+def assert_adds_up(run_id, wall_s):
+    """Goodput of a run that was killed and resumed at once, of which the caller has measured the wall time."""
+    account = read_account(Path("runs", run_id))
+    assert account is not None
+    assert account.wall_s == pytest.approx(
+        wall_s, rel=0.02, abs=0.3
+    )  # a process that begins and one that prints its end
+    assert min(account.seconds.values()) >= 0
+    assert len(account.rows) == 2
+    assert account.seconds[Part.RECOVERY] >= 0.5
+    assert account.seconds[Part.STEP] > 0
+    assert account.seconds[Part.OFF] == account.seconds[Part.QUEUE] == 0
+    shares = list(read_records(Path("runs", run_id, METRICS_FILE)))[-1]["goodput"]
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["recovery"] == pytest.approx(account.shares[Part.RECOVERY], rel=0.7)  # the end came later
+    assert Path("runs", run_id, "goodput.png").stat().st_size > 0
 
 
 # The same in the thread that saves, at an fsync of one of the first saves.

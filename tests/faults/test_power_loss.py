@@ -10,6 +10,7 @@ from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import CPU, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.communicator import Communicator
+from framework.lease import Lease
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from tests.faults.power_loss import STATES, Disk, fresh
@@ -17,7 +18,7 @@ from tests.faults.power_loss import STATES, Disk, fresh
 ALONE = Communicator(Axis("world", 1, 0))
 # Without these a run resumes as well: the note beside the checkpoints is only asked where no checkpoint is left, and the folder
 # that they are in is there already, but for the first save of a run.
-NEEDLESS = {"checkpoints.tmp", "run"}
+NEEDLESS = {"checkpoints.json", "run"}
 
 
 class Torn(AssertionError):
@@ -103,12 +104,12 @@ def test_sabotaged_a_checkpoint_that_gets_its_name_before_its_manifest_is_notice
     write, name = commit._write_manifest, commit._commit
 
     def name_first(path, text):
-        final = path.parent.with_name(path.parent.name.partition(".")[0])
-        name(path.parent, final)
+        final = tmp_path / "run" / "checkpoints" / path.parent.name
+        name(Lease(tmp_path / "run"), path.parent, final)
         write(final / path.name, text)
 
     monkeypatch.setattr(commit, "_write_manifest", name_first)
-    monkeypatch.setattr(commit, "_commit", lambda unfinished, final: None)
+    monkeypatch.setattr(commit, "_commit", lambda *args: None)
     with pytest.raises(Torn, match="damaged"):
         lose_power(tmp_path, 1, 2)
 

@@ -16,6 +16,7 @@ Law = Callable[["Source"], Iterator[Breach]]
 # Lowest first; rooms of one floor do not know each other.
 FLOORS = (
     ("errors",),
+    ("lease",),
     ("recipe",),
     ("mesh",),
     ("comm",),

@@ -19,6 +19,7 @@ from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError
 from framework.launch import train
+from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
@@ -179,7 +180,7 @@ def train_body(rank, world, rendezvous, recipe, run_dirs):
         StepWatch(stop) as watch,
         patch.object(train, "open_observers", lambda *words: Observers()),
     ):
-        code = train._train(make_plan(recipe, config), prepared, mesh, run_dirs[rank], stop, watch, Phases())
+        code = train._train(make_plan(recipe, config), prepared, mesh, Lease(run_dirs[rank]), stop, watch, Phases())
     mesh.close()
     return code
 

@@ -27,11 +27,12 @@ from tests.unit.test_track_wandb import steps_in_wandb
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "local_cluster.sh"
 STEPS = 120
-NODES = 5  # n4 is for preemption, n5 is to die; nothing else runs there
+SEQUENCES = 12  # of a step
+NODES = 13  # n4 is for preemption, n5 to n12 are to die, n13 to freeze; nothing else runs there
 RECIPE = (
     *tiny_run.RECIPE,
     f"train.steps={STEPS}",
-    "batch.sequences_per_step=12",  # else one rank is through before a test can stop it in the middle
+    f"batch.sequences_per_step={SEQUENCES}",  # else one rank is through before a test can stop it in the middle
     "batch.sequences_per_microbatch=1",
 )
 SLURM = (
@@ -41,7 +42,7 @@ SLURM = (
     'launch.time="00:10:00"',
     "launch.signal_seconds_before_end=20",
 )
-APART = 'launch.sbatch=["--exclude=n[4-5]"]'
+APART = 'launch.sbatch=["--exclude=n[4-13]"]'
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ class Desk:
         answer = self.meshwright("submit", f"run.id={run}", *overrides)
         assert answer.code == 0, answer
         return re.search(r"^job +(\d+)", answer.out, re.M)[1]
+
+    def ledger(self, *pauses: int) -> str:
+        """The override that has ranks write down what they train on, for `read_starts`, and stop themselves after these steps."""
+        cursors = ",".join(str(step * SEQUENCES) for step in pauses)
+        program = self.place / f"ledger-{cursors}"
+        program.write_text(f'#!/bin/bash\nexec {sys.executable} -m tests.slurm.ledger {cursors} "${{@:2}}"\n')
+        program.chmod(0o755)
+        return f"launch.python={program}"
 
     def train_here(self, run: str, *overrides: str) -> None:
         """The same recipe on this machine, without SLURM, in a process of its own."""
@@ -123,29 +132,55 @@ class Desk:
 
     # --- watching and doing harm
 
-    def pids(self, run: str) -> dict[int, int]:
-        """Rank -> process, of the ranks that live now."""
+    def pids(self, run: str, restart: int | None = None) -> dict[int, int]:
+        """Rank -> process, of the ranks that live now. restart: of the job's, None for any."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (process / "cmdline").read_bytes().split(b"\0")
                 if b"framework.launch.rank" in words and str(self.folder(run)).encode() in words:
                     variables = dict(re.findall(rb"(\w+)=([^\0]*)", (process / "environ").read_bytes()))
-                    if words[0].endswith((b"python", b"python3")) and b"SLURM_PROCID" in variables:
+                    is_meant = restart in (None, int(variables.get(b"SLURM_RESTART_COUNT", b"0")))
+                    if words[0].endswith((b"python", b"python3")) and b"SLURM_PROCID" in variables and is_meant:
                         found[int(variables[b"SLURM_PROCID"])] = int(process.name)
         return found
 
-    def pause(self, run: str, at_step: int, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
+    def launchers(self, run: str) -> list[int]:
+        """The processes of `srun` that start the run's ranks, on the host of its script."""
+        return self._find(lambda words: words[0].endswith(b"srun") and str(self.folder(run)).encode() in words)
+
+    def scripts(self, job: str) -> list[int]:
+        """The batch script of a job."""
+        folder = f"/job{int(job):05d}/slurm_script".encode()
+        return self._find(lambda words: any(word.endswith(folder) for word in words[:2]))
+
+    def _find(self, is_meant: Callable[[list[bytes]], bool]) -> list[int]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if is_meant((process / "cmdline").read_bytes().split(b"\0")) and lives(int(process.name)):
+                    found.append(int(process.name))
+        return found
+
+    def pause(
+        self, run: str, at_step: int, unless: Callable[[], bool] = lambda: False, restart: int | None = None
+    ) -> dict[int, int]:
         """Stop the run's ranks once it has reported `at_step`; returns them."""
 
         def is_there() -> bool:
             return unless() or any(record["step"] >= at_step for record in self.records(run)[-1:])
 
         wait_for(is_there, f"{run} at step {at_step}", tell=lambda: self.log(run))
-        pids = {} if unless() else self.pids(run)
+        pids = {} if unless() else self.pids(run, restart)
         for pid in pids.values():
             os.kill(pid, signal.SIGSTOP)
         return pids
+
+    def wait_for_pause(self, run: str, step: int, ranks: int) -> dict[int, int]:
+        """Until the ranks have stopped themselves after a step of `ledger`; returns them."""
+        names = [self.folder(run) / "ledger" / f"paused-{step * SEQUENCES}-{rank}" for rank in range(ranks)]
+        wait_for(lambda: all(name.exists() for name in names), f"{run} after step {step}", tell=lambda: self.log(run))
+        return self.pids(run)
 
     def let_go(self, pids: dict[int, int]) -> None:
         for pid in pids.values():
@@ -172,7 +207,7 @@ def parse_note(line: str) -> dict:
     values = dict(word.split("=", 1) for word in words if "=" in word)
     note = {"time": time.mktime(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S")), "job": values["job"]}
     note |= {name: int(values[name]) for name in ("restart", "from", "code", "step") if name in values}
-    return note | {"what": "start" if "from" in values else "end", "nodes": values.get("nodes", "")}
+    return note | {"what": words[2], "nodes": values.get("nodes", ""), "node": values.get("node", "")}
 
 
 def job_field(job: str, name: str) -> str:

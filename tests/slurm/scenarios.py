@@ -4,12 +4,14 @@ A scenario only acts and collects. What must be true of the evidence is said in 
 """
 
 import os
+import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,9 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
     itself."""
     pool = ThreadPoolExecutor(4)
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
-        chain, node_loss, local_references, preemption, killed_ranks, cancelled, layouts, crash_for_ever, users_mistake, bad_node,
-        array, torchrun, all_damaged, unreadable,
+        chain, frozen_node, spare_node, fewer_nodes, first_node_lost, node_loss, local_references, preemption, killed_ranks,
+        cancelled, layouts, crash_for_ever, users_mistake, bad_node, array, torchrun, all_damaged, unreadable, second_job,
+        signals, launcher, script,
     )  # fmt: skip
     measured = pool.submit(time_limit, desk)
 
@@ -37,6 +40,19 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
         return scenario(desk)
 
     futures = {"time_limit": measured} | {each.__name__: pool.submit(act, each) for each in scenarios}
+
+    def act_after_loss() -> Evidence:
+        wait([futures["node_loss"]])
+        return node_daemon(desk)
+
+    futures["node_daemon"] = pool.submit(act_after_loss)  # on the same node
+    others = list(futures.values())
+
+    def act_last() -> Evidence:
+        wait(others)
+        return controller(desk)
+
+    futures["controller"] = pool.submit(act_last)  # without it the others' commands fail
     pool.shutdown(wait=False)
     return futures
 
@@ -106,6 +122,42 @@ def node_loss(desk: Desk) -> Evidence:
     return {"status": status, "vanish_s": vanish_s, "starts": desk.starts("power")}
 
 
+def frozen_node(desk: Desk) -> Evidence:
+    """The node of a run, with its script, freezes; the job starts on another node, and trains on. Then the first one thaws."""
+    job = desk.submit("frozen", 'launch.sbatch=["--exclude=n[1-12]"]', "launch.ranks=1", WAITS)
+    [stale] = desk.pause("frozen", 30).values()
+    desk.cluster("freeze", "n13")
+    wait_for(lambda: job_state(job) == "PENDING", f"job {job} requeued by SLURM")
+    call("scontrol", "update", f"JobId={job}", "ExcNodeList=n[4-13]", "StartTime=now")
+    wait_for(lambda: len(desk.starts("frozen")) > 1, "the second start", tell=lambda: desk.log("frozen"))
+    desk.wait_until_said("frozen", "has not let go of it though it is over; taken over")
+    second = desk.pause("frozen", 60, restart=1)
+    before = files_of(desk.folder("frozen"))
+    desk.cluster("thaw", "n13")
+    vanish_s = desk.seconds_to_vanish({0: stale})
+    after = files_of(desk.folder("frozen"))
+    desk.let_go(second)
+    desk.wait_until_gone(job)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    notes = [(note["restart"], note["what"], note.get("from")) for note in desk.history("frozen")]
+    return {
+        "changed": changed,
+        "vanish_s": vanish_s,
+        "notes": notes,
+        "ends": desk.ends("frozen"),
+        "log": desk.log("frozen"),
+    }
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """The bytes of a run's files; not of the log, to which SLURM adds what ranks say, nor of what the job's scripts note."""
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name not in ("job.log", "history")
+    }
+
+
 def preemption(desk: Desk) -> Evidence:
     """A job of a higher partition takes the node."""
     job = desk.submit("yields", 'launch.sbatch=["--nodelist=n4"]', "launch.ranks=1")
@@ -121,17 +173,21 @@ def preemption(desk: Desk) -> Evidence:
 
 
 def killed_ranks(desk: Desk) -> Evidence:
-    """kill -9 of rank 1, then of rank 0."""
+    """kill -9 of rank 1, then of rank 0 through its node, as a user does it."""
     job = desk.submit("killed", "launch.nodes=2", "track=offline", WAITS)
     vanish_s = []
     for number, rank in enumerate((1, 0)):
         pids = desk.pause("killed", 30 + 40 * number)
-        call("kill", "-9", str(pids[rank]))
+        if rank == 1:
+            call("kill", "-9", str(pids[rank]))
+        else:
+            injected = desk.meshwright("inject", "runs/killed", "kill", "rank=0")
         desk.let_go({other: pid for other, pid in pids.items() if other != rank})
         vanish_s.append(desk.seconds_to_vanish(pids))
         wait_for(lambda n=number: len(desk.starts("killed")) > n + 1, "another start", tell=lambda: desk.log("killed"))
     desk.wait_until_gone(job)
-    return {"job": job, "vanish_s": vanish_s, "starts": desk.starts("killed"), "ends": desk.ends("killed")}
+    ends = desk.ends("killed")
+    return {"job": job, "vanish_s": vanish_s, "starts": desk.starts("killed"), "ends": ends, "injected": injected}
 
 
 def cancelled(desk: Desk) -> Evidence:
@@ -222,7 +278,7 @@ def unreadable(desk: Desk) -> Evidence:
 def users_mistake(desk: Desk) -> Evidence:
     """A mistake that only the ranks can see, for `submit` refuses it: while the job is held, somebody edits its recipe, and the
     model has fewer positions than a sequence."""
-    held = 'launch.sbatch=["--exclude=n[4-5]", "--hold"]'
+    held = 'launch.sbatch=["--exclude=n[4-13]", "--hold"]'
     job = desk.submit("mistake", "model.config.max_position_embeddings=16", "launch.nodes=2", held)
     recipe = desk.folder("mistake") / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_position_embeddings: 16", "max_position_embeddings: 8"))
@@ -258,10 +314,144 @@ def array(desk: Desk) -> Evidence:
     return {"at_once": max(at_once), "losses": [desk.losses(run) for run in runs], "recipes": recipes, "status": status}
 
 
+def spare_node(desk: Desk) -> Evidence:
+    """Two nodes and a spare one; one of the two loses its power."""
+    only = 'launch.sbatch=["--exclude=n[1-5,9-12]"]'
+    job = desk.submit("spare", "launch.nodes=2", "launch.spares=1", only, WAITS, desk.ledger(30))
+    lose_node(desk, "spare", "n7")
+    desk.wait_until_gone(job)
+    return {"job": job, "state": job_state(job), "starts": desk.starts("spare"), "ends": desk.ends("spare")}
+
+
+def fewer_nodes(desk: Desk) -> Evidence:
+    """One or two nodes. The second is lost, the run goes on with one, is stopped, and goes on with two when that is back."""
+    only = 'launch.sbatch=["--exclude=n[1-8,11-12]"]'
+    job = desk.submit("fewer", "launch.nodes=[1,2]", only, WAITS, desk.ledger(30, 60))
+    lose_node(desk, "fewer", "n10")
+    pids = desk.wait_for_pause("fewer", 60, ranks=1)
+    (desk.folder("fewer") / "request-stop").touch()  # what `meshwright stop` asks, which waits for an answer
+    desk.let_go(pids)
+    desk.wait_until_gone(job)
+    desk.cluster("boot", "n10")
+    wait_for(lambda: "idle" in call("sinfo", "--noheader", "--nodes=n10", "--format=%T"), "n10")
+    again = desk.resume("fewer")
+    desk.wait_until_gone(again)
+    return {"jobs": [job, again], "starts": desk.starts("fewer"), "ends": desk.ends("fewer")}
+
+
+def first_node_lost(desk: Desk) -> Evidence:
+    """One or two nodes, and the one with the job's script is lost."""
+    only = 'launch.sbatch=["--exclude=n[1-10]"]'
+    job = desk.submit("headless", "launch.nodes=[1,2]", only, WAITS, desk.ledger(30))
+    lose_node(desk, "headless", "n11")
+    wait_for(lambda: len(desk.starts("headless")) > 1, "another start", tell=lambda: desk.log("headless"))
+    desk.wait_until_gone(job)
+    return {"starts": desk.starts("headless"), "log": desk.log("headless")}
+
+
+def lose_node(desk: Desk, run: str, node: str) -> None:
+    """The node loses its power when the run has taken 30 steps, and has saved step 20."""
+    pids = desk.wait_for_pause(run, 30, ranks=2)
+    desk.cluster("kill", node)
+    desk.let_go(pids)
+
+
 def torchrun(desk: Desk) -> Evidence:
     """One torchrun per node instead of one srun task per rank."""
     desk.wait_until_gone(desk.submit("agents", "launch.nodes=2", "launch.starter=torchrun"))
     return {"losses": desk.losses("agents"), "log": desk.log("agents")}
+
+
+def second_job(desk: Desk) -> Evidence:
+    """Somebody queues a running run's script once more, past `submit`, which refuses that; the run waits meanwhile."""
+    # The ranks that are paused are not to be taken for hung.
+    job = desk.submit("doubled", "launch.ranks=1", "launch.retries=0", "launch.step_deadline_s=450")
+    pids = desk.pause("doubled", 30)
+    refusal = desk.meshwright("submit", "run.id=doubled")
+    steps = desk.losses("doubled")
+    second = call("sbatch", "--parsable", str(desk.folder("doubled") / "slurm" / "job.sh")).strip()
+    desk.wait_until_gone(second)
+    evidence = {"second": job_state(second), "refusal": refusal, "is_untouched": desk.losses("doubled") == steps}
+    desk.let_go(pids)
+    desk.wait_until_gone(job)
+    return evidence | {"log": desk.log("doubled"), "first": job_state(job)}
+
+
+def signals(desk: Desk) -> Evidence:
+    """One rank alone is asked to stop: while it builds its model, in a validation, in a save; then the other one, in a save, is
+    killed."""
+    planned = (
+        "term rank=1 phase=build-model",
+        "term rank=0 phase=validate step=30",
+        "term rank=1 point=writing step=60",
+        "kill rank=0 point=manifest step=80",
+    )
+    held = 'launch.sbatch=["--exclude=n[4-13]", "--hold"]'
+    words = (
+        "run.allow_faults=true",
+        "train.validate_every_steps=30",
+        "data.validation=0.2",
+        "track.sample_ledger=true",
+    )
+    desk.train_here("local-validated", "launch.ranks=2", *words)
+    job = desk.submit("signals", "launch.nodes=2", *words, held)
+    for fault in planned:
+        answer = desk.meshwright("inject", "runs/signals", *fault.split())
+        assert answer.code == 0, answer
+    call("scontrol", "release", job)
+    desk.wait_until_gone(job)
+    return {"ends": desk.ends("signals"), "starts": desk.starts("signals"), "log": desk.log("signals")}
+
+
+def launcher(desk: Desk) -> Evidence:
+    """kill -9 of srun, which holds the ranks: what it started is left to itself."""
+    job = desk.submit("launcher", "launch.nodes=2")
+    pids = desk.pause("launcher", 30)
+    for pid in desk.launchers("launcher"):
+        with suppress(ProcessLookupError):  # srun has a child, which ends with it
+            os.kill(pid, signal.SIGKILL)
+    desk.let_go(pids)
+    desk.wait_until_gone(job)
+    return {"starts": desk.starts("launcher"), "ends": desk.ends("launcher"), "log": desk.log("launcher")}
+
+
+def script(desk: Desk) -> Evidence:
+    """kill -9 of the job's script: SLURM ends the job; the run is submitted again."""
+    job = desk.submit("script", "launch.nodes=2")
+    pids = desk.pause("script", 30)
+    [pid] = desk.scripts(job)
+    call("kill", "-9", str(pid))
+    desk.let_go(pids)
+    desk.wait_until_gone(job)
+    vanish_s = desk.seconds_to_vanish(pids)
+    state = job_state(job)
+    desk.wait_until_gone(desk.resume("script"))
+    return {"state": state, "vanish_s": vanish_s, "starts": desk.starts("script"), "log": desk.log("script")}
+
+
+def node_daemon(desk: Desk) -> Evidence:
+    """kill -9 of the slurmd of the run's node, which is started again before SLURM gives the node up."""
+    job = desk.submit("daemon", 'launch.sbatch=["--nodelist=n5"]', "launch.ranks=1")
+    pids = desk.pause("daemon", 30)
+    desk.cluster("daemon", "kill", "n5")
+    desk.let_go(pids)
+    desk.cluster("daemon", "start", "n5")
+    desk.wait_until_gone(job)
+    return {"starts": desk.starts("daemon"), "ends": desk.ends("daemon")}
+
+
+def controller(desk: Desk) -> Evidence:
+    """kill -9 of slurmctld; before it is back a rank dies, whose job asks SLURM how it stands. Then the run goes on."""
+    job = desk.submit("controller", "launch.nodes=2", WAITS)
+    pids = desk.pause("controller", 30)
+    desk.cluster("daemon", "kill", "slurmctld")
+    call("kill", "-9", str(pids[1]))
+    desk.let_go({0: pids[0]})
+    desk.seconds_to_vanish(pids)
+    time.sleep(3)
+    desk.cluster("daemon", "start", "slurmctld")
+    desk.wait_until_gone(job)
+    return {"starts": desk.starts("controller"), "ends": desk.ends("controller"), "log": desk.log("controller")}
 
 
 def delays(desk: Desk, run: str) -> list[float]:

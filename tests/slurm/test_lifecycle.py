@@ -1,13 +1,19 @@
 """Jobs on a real cluster: every run ends where an undisturbed one would, bitwise, or stops as documented."""
 
 import json
+import time
 from concurrent.futures import Future
 
 import pytest
 import torch
 import yaml
 
-from tests.slurm.cluster import STEPS, Desk, wait_for, wandb_segments
+from framework.launch.fault_plan import read_log
+from framework.track.goodput import Part
+from framework.track.goodput_log import read_account
+from framework.track.sample_ledger import find_ledger_problems, read_lineage
+from tests.slurm.cluster import SEQUENCES, STEPS, Desk, wait_for, wandb_segments
+from tests.slurm.ledger import read_starts
 from tests.slurm.scenarios import left_over, run_scenarios
 
 
@@ -56,6 +62,32 @@ def test_time_limits_leave_the_curve_as_it_was(desk, evidence, reference):
     assert [step for steps in segments for step in steps] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.parametrize("run", ["limit", "killed"])
+def test_goodput_adds_up_over_requeues_and_kills(desk, evidence, run):
+    """From the submission to the last end, by the clock of the script."""
+    evidence["time_limit" if run == "limit" else "killed_ranks"].result()
+    account, history = read_account(desk.folder(run)), desk.history(run)
+    launches = json.loads((desk.folder(run) / "run.json").read_text())["launches"]
+    submitted_s = time.mktime(time.strptime(launches[0]["time"][:19], "%Y-%m-%d %H:%M:%S"))
+    wall_s = history[-1]["time"] - submitted_s
+    assert account.wall_s == pytest.approx(wall_s, rel=0.02, abs=3)  # these clocks have whole seconds
+    assert min(account.seconds.values()) >= 0
+    assert len(account.rows) == len(desk.starts(run))
+    assert account.seconds[Part.OFF] == 0
+    if run == "limit":
+        assert account.seconds[Part.QUEUE] > 2  # SLURM has each requeue wait
+        assert account.seconds[Part.RECOVERY] == account.seconds[Part.LOST] == 0
+    else:
+        assert account.seconds[Part.RECOVERY] > 1
+        assert account.seconds[Part.LOST] > 0
+
+
+def test_kills_leave_one_curve_in_wandb(desk, evidence):
+    evidence["killed_ranks"].result()
+    segments = wandb_segments(desk.folder("killed"), "killed")
+    assert [step for steps in segments for step in steps] == list(range(1, STEPS + 1))
+
+
 def test_a_chain_of_three_jobs_is_one_run(desk, evidence, reference):
     found = evidence["chain"].result()
     assert len(found["queued"]) == 3
@@ -72,6 +104,10 @@ def test_killed_ranks_are_started_again_in_the_same_job(desk, evidence, referenc
     assert max(found["vanish_s"]) < 30
     assert [start["restart"] for start in found["starts"]] == [0, 0, 0]
     assert [start["from"] for start in found["starts"]] == [0, 20, 60]
+    assert found["injected"].code == 0, found["injected"]
+    assert "SIGKILL to rank 0" in found["injected"].out
+    [record] = read_log(desk.folder("killed"))
+    assert record["host"] in ("n1", "n2", "n3")  # done there, not where it was asked for
     assert found["ends"][-1] == 0
     assert_equals_undisturbed(desk, "killed", 2, reference)
 
@@ -102,6 +138,66 @@ def test_a_run_survives_the_loss_of_its_node(desk, evidence, reference):
     assert "saved    step 20" in found["status"]
     assert [(start["restart"], start["from"]) for start in found["starts"]] == [(0, 0), (1, 20)]
     assert_equals_undisturbed(desk, "power", 1, reference)
+
+
+def test_a_node_that_thaws_writes_nothing_into_a_run_that_goes_on_elsewhere(desk, evidence, reference):
+    found = evidence["frozen_node"].result()
+    assert found["changed"] == []
+    assert "restart 0 was held for dead, and the run was taken over" in found["log"]
+    assert [note for note in found["notes"] if note[0] == 0] == [(0, "start", 0)], "of the script that thawed"
+    assert found["notes"][1] == (1, "start", 20)
+    # The thawed srun ends the step of its number, 0, which is now one of the new start: SLURM tells them not apart.
+    assert found["ends"] in ([0], [137, 0])
+    assert found["vanish_s"] < 60
+    assert_equals_undisturbed(desk, "frozen", 1, reference)
+
+
+def assert_each_sequence_once(desk: Desk, run: str) -> None:
+    """Each step trains on its own sequences, all of them and none twice, and a step that is taken again on those it had."""
+    starts = desk.starts(run)
+    ledger = read_starts(desk.folder(run), [start["time"] for start in starts])
+    last: dict[int, dict[int, str]] = {}
+    for start, steps in zip(starts, ledger, strict=True):
+        assert min(steps) == start["from"] * SEQUENCES
+        for cursor, sequences in steps.items():
+            assert last.get(cursor, sequences) == sequences
+            last[cursor] = sequences
+    assert sorted(last) == list(range(0, STEPS * SEQUENCES, SEQUENCES))
+    assert [number for cursor in sorted(last) for number in sorted(last[cursor])] == list(range(STEPS * SEQUENCES))
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one_in_the_same_job(desk, evidence, reference):
+    found = evidence["spare_node"].result()
+    assert (found["state"], found["ends"][-1]) == ("COMPLETED", 0)
+    assert [(start["restart"], start["nodes"]) for start in found["starts"]] == [(0, "n[6-7]"), (0, "n[6,8]")]
+    assert found["starts"][1]["from"] == 20
+    assert_equals_undisturbed(desk, "spare", 2, reference)
+    assert_each_sequence_once(desk, "spare")
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_later_with_more(desk, evidence, reference):
+    found = evidence["fewer_nodes"].result()
+    assert [(start["job"], start["nodes"]) for start in found["starts"]] == [
+        (found["jobs"][0], "n[9-10]"),
+        (found["jobs"][0], "n9"),
+        (found["jobs"][1], "n[9-10]"),
+    ]
+    assert [start["restart"] for start in found["starts"]] == [0, 0, 0]
+    assert found["starts"][1]["from"] == 20
+    assert found["ends"][-1] == 0
+    losses = dict(desk.losses("fewer"))
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert losses == pytest.approx(dict(reference[2]), rel=1e-5)
+    assert [losses[step] for step in range(1, 21)] == [loss for _, loss in reference[2][:20]]
+    assert_each_sequence_once(desk, "fewer")
+
+
+def test_a_job_that_keeps_its_nodes_is_requeued_where_its_first_is_lost(desk, evidence, reference):
+    """SLURM leaves such a job to itself: without the guard it would hold its other nodes until the time limit."""
+    found = evidence["first_node_lost"].result()
+    assert [(start["restart"], start["nodes"]) for start in found["starts"]] == [(0, "n[11-12]"), (1, "n12")]
+    assert "the node of this script is lost: n11; requeued" in found["log"]
+    assert dict(desk.losses("headless")) == pytest.approx(dict(reference[2]), rel=1e-5)
 
 
 def test_a_crash_that_returns_is_stopped_and_its_evidence_kept(desk, evidence):
@@ -167,6 +263,53 @@ def test_a_sweep_is_an_array_with_a_limit(evidence):
     assert [[step for step, _ in losses] for losses in found["losses"]] == [list(range(1, 16))] * 4
     assert len({json.dumps(losses) for losses in found["losses"]}) == 4
     assert found["status"].count(", done") == 4
+
+
+def test_a_second_job_of_a_running_run_is_refused_and_harms_nothing(desk, evidence, reference):
+    found = evidence["second_job"].result()
+    assert found["refusal"].code == 86
+    assert "which waits or runs" in found["refusal"].err
+    assert (found["first"], found["second"]) == ("COMPLETED", "FAILED"), found["log"]
+    assert "in use by process" in found["log"]
+    assert found["is_untouched"]
+    assert_equals_undisturbed(desk, "doubled", 1, reference)
+
+
+def test_signals_to_one_rank_in_start_up_validation_and_save_leave_the_curve_as_it_was(desk, evidence):
+    found = evidence["signals"].result()
+    assert found["ends"] == [85, 85, 85, 137, 0], found["log"]
+    assert [start["from"] for start in found["starts"]][:3] == [0, 1, 31]
+    kinds = [record["fault"].split()[0] for record in read_log(desk.folder("signals"))]
+    assert kinds == ["term", "term", "term", "kill"]
+    assert desk.losses("signals") == desk.losses("local-validated")
+    lineages = [read_lineage(desk.folder(run)) for run in ("signals", "local-validated")]
+    assert find_ledger_problems(lineages[0], STEPS * 12, lineages[1]) == []
+
+
+def test_a_run_survives_the_death_of_its_launcher(desk, evidence, reference):
+    found = evidence["launcher"].result()
+    assert found["ends"][-1] == 0, found["log"]
+    assert_equals_undisturbed(desk, "launcher", 2, reference)
+
+
+def test_a_run_whose_script_was_killed_goes_on_when_it_is_submitted_again(desk, evidence, reference):
+    found = evidence["script"].result()
+    assert found["state"] in ("FAILED", "NODE_FAIL", "CANCELLED"), found["log"]
+    assert found["starts"][-1]["from"] >= 20
+    assert_equals_undisturbed(desk, "script", 2, reference)
+
+
+def test_a_run_does_not_notice_that_its_slurmd_dies_and_comes_back(desk, evidence, reference):
+    found = evidence["node_daemon"].result()
+    assert (len(found["starts"]), found["ends"]) == (1, [0])
+    assert_equals_undisturbed(desk, "daemon", 1, reference)
+
+
+def test_a_rank_that_dies_while_the_controller_is_dead_is_started_again(desk, evidence, reference):
+    found = evidence["controller"].result()
+    assert [start["from"] for start in found["starts"]][:2] == [0, 20], found["log"]
+    assert found["ends"][-1] == 0, found["log"]
+    assert_equals_undisturbed(desk, "controller", 2, reference)
 
 
 def test_torchrun_starts_the_same_run(evidence, reference):

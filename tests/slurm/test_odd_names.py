@@ -33,7 +33,7 @@ def test_odd_names_reach_the_rank_and_a_missing_variable_stops_the_job(desk: Des
     python.write_text(PYTHON.format(python=shlex.quote(sys.executable)))
     python.chmod(0o755)
     having = replace(desk, environment=desk.environment | {"HF_TOKEN": SECRET})
-    options = 'launch.sbatch=["--comment=\\"it\'s#a\\" --exclude=n[4-5]", "--export=PATH,SLURM_CONF,OMP_NUM_THREADS,HF_TOKEN"]'
+    options = 'launch.sbatch=["--comment=\\"it\'s#a\\" --exclude=n[4-13]", "--export=PATH,SLURM_CONF,OMP_NUM_THREADS,HF_TOKEN"]'
     odd = submit(having, "odd", write_override("launch.python", str(python)), options, "launch.starter=torchrun")
     poor = submit(having, "poor", 'launch.sbatch=["--export=PATH,SLURM_CONF"]')
     for answer in (odd, poor):

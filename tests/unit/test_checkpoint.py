@@ -32,6 +32,7 @@ from framework.checkpoint.staging import StagedFile, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Moment
 from framework.errors import CheckpointError
+from framework.lease import Lease
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard
 from framework.optim import disk_chunks
@@ -101,7 +102,7 @@ def save_world(root, step, ranks, state, block_bytes, memory=None):
     ranks = [owned_entries(entries) for entries in ranks]
     division = divide([pack_claims(entries) for entries in ranks])
     assert division.disagreement is None
-    folder = begin(root, step, state, 0)
+    folder = begin(root, Lease(root.parent), step, state, 0)
     written = []
     for rank, (entries, flags) in enumerate(zip(ranks, division.duties, strict=True)):
         chosen = [entry for entry, flag in zip(entries, flags, strict=True) if flag & WRITES]
@@ -110,7 +111,12 @@ def save_world(root, step, ranks, state, block_bytes, memory=None):
         write_file(folder / file_name(rank), staged)
         written.append(FileRecord(staged.num_bytes, block_bytes, staged.root))
     files = [plan_file(entries, flags) for entries, flags in zip(ranks, division.duties, strict=True)]
-    return finish(folder, write_index(folder, step, state, plan_index(division, files), written, block_bytes))
+    return finish(
+        root,
+        Lease(root.parent),
+        folder,
+        write_index(folder, step, state, plan_index(division, files), written, block_bytes),
+    )
 
 
 def entries_of_world(placed, tensors):
@@ -339,11 +345,11 @@ def test_piece_that_the_index_lacks_is_an_error_that_counts(tmp_path):
     manifest = read_manifest(path)
     record = manifest.entries["weight/w"]
     holed = replace(manifest, step=2, state={}, entries={"weight/w": replace(record, count=0)})
-    folder = begin(tmp_path, 2, {}, 0)
+    folder = begin(tmp_path, Lease(tmp_path.parent), 2, {}, 0)
     for name in ("rank-00000.bin", "index.bin"):
         (folder / name).write_bytes((path / name).read_bytes())
     with pytest.raises(CheckpointError, match="lacks 15 of the 15 elements of weight/w"):
-        load_checkpoint(finish(folder, holed), blank_entries()[:1], ALONE)
+        load_checkpoint(finish(tmp_path, Lease(tmp_path.parent), folder, holed), blank_entries()[:1], ALONE)
 
 
 def test_newest_keep_checkpoints_stay(tmp_path):
@@ -384,7 +390,7 @@ def test_damaged_checkpoint_of_the_step_makes_way(tmp_path, capsys):
 
 def test_too_small_a_disk_is_an_error_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match=r"needs 1,000,000,000,001,048,576 bytes, [\d,]+ are free"):
-        begin(tmp_path, 1, {}, 10**18)
+        begin(tmp_path, Lease(tmp_path.parent), 1, {}, 10**18)
     assert list(tmp_path.iterdir()) == []
 
 

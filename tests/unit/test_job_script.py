@@ -56,6 +56,27 @@ def test_a_job_that_ran_out_of_memory_is_started_again_only_after_progress(step,
     assert said == ("stop 89" if ends else "")
 
 
+@pytest.mark.parametrize(
+    ("now", "goes_on"),
+    [
+        ('{"epoch": 3, "job": "6", "restart": 0, "step": 0}', True),  # as it was when the script began
+        ('{"epoch": 4, "job": "7", "restart": 1, "step": 0}', True),  # the script's own ranks
+        ('{"epoch": 4, "job": "7", "restart": 2, "step": 0}', False),
+        ('{"epoch": 5, "job": "", "restart": 0, "step": 0}', False),  # a launch by hand
+        ("", False),
+    ],
+)
+def test_a_script_that_was_held_for_dead_does_nothing(tmp_path, now, goes_on):
+    """A requeue would end the start that has the run now."""
+    body = re.search(r"^refuse_if_stale\(\) {.*?^}$", SCRIPT, re.M | re.S)[0]
+    (tmp_path / "lease").write_text(now + "\n")
+    begin = "run=$0 job=7 restart=1 lease_at_begin='" + '{"epoch": 3, "job": "6", "restart": 0, "step": 0}' + "'"
+    words = f'{begin}\nsay() {{ echo "$*"; }}\n{body}\nrefuse_if_stale\necho goes on'
+    done = subprocess.run(["bash", "-uc", words, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.endswith("goes on\n")) == ((0, True) if goes_on else (86, False))
+    assert goes_on or "held for dead" in done.stdout
+
+
 def test_a_run_that_was_asked_to_stop_is_not_requeued(tmp_path):
     """85 says that the run can go on; who asked it to stop does not want that now."""
     (tmp_path / "request-stop").touch()

@@ -1,13 +1,16 @@
 """Agent: which of several failed ranks is the cause, and how it is told."""
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
 
 from framework.errors import ConnectionFailed, HungError, MeshwrightError, RecipeError, StorageError
-from framework.launch.agent import judge
+from framework.launch.agent import judge, read_state
 
 
 def fail(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, error: Exception) -> ProcessFailure:
@@ -56,3 +59,29 @@ def test_a_rank_that_was_killed_first_is_the_cause(tmp_path, monkeypatch):
     killed = ProcessFailure(1, 101, -signal.SIGKILL, "none")
     lost = fail(tmp_path, monkeypatch, 0, RuntimeError("gloo/transport: Connection closed by peer"))
     assert "out of memory?" in judge({0: lost, 1: killed}).message
+
+
+def test_a_stopped_rank_that_the_launcher_killed_is_not_the_cause(tmp_path, monkeypatch):
+    """And the verdict, with which all other ranks end, is said once."""
+    verdict = "step 41 hangs: rank 1 [pp0 dp1 cp0 tp0] on n1, pid 101, does not answer"
+    hung = [fail(tmp_path, monkeypatch, rank, HungError(verdict)) for rank in (0, 2)]
+    killed = ProcessFailure(1, 101, -signal.SIGKILL, "none")
+    outcome = judge({0: hung[0], 1: killed, 2: hung[1]}, killed={101})
+    assert outcome.code == 1
+    assert outcome.message == f"[rank 0] {verdict}\n[rank 1] process 101 was stopped (state T), and was killed"
+    assert "out of memory?" in judge({0: hung[0], 1: killed, 2: hung[1]}).message, "killed by somebody else"
+
+
+def test_the_state_of_a_process_is_read():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert read_state(process.pid) in ("R", "S", "D")
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert read_state(process.pid) == "T"
+    finally:
+        process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert read_state(process.pid) == "Z"
+    process.wait()
+    assert read_state(process.pid) == ""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from framework.errors import EXIT_FAILED, EXIT_USER, RunError, StorageError
-from framework.launch.directory import RunDirectory, refuse_unwritable
+from framework.launch.directory import RunDirectory, Verdict, describe_self, refuse_unwritable
 
 
 def create(root, run_id=None):
@@ -145,6 +145,10 @@ def test_a_root_is_tried_and_not_judged_by_its_permissions(tmp_path, monkeypatch
         refuse_unwritable(root)
 
 
+def hold_at_once(run):
+    return run.hold(0.0, describe_self("4"), 0, lambda holder, me: Verdict.UNKNOWN)
+
+
 @pytest.mark.parametrize(
     ("number", "error"),
     [
@@ -152,7 +156,7 @@ def test_a_root_is_tried_and_not_judged_by_its_permissions(tmp_path, monkeypatch
         *((number, RunError) for number in (errno.EACCES, errno.EROFS, errno.ENOLCK)),
     ],
 )
-@pytest.mark.parametrize("enter", [RunDirectory.attend, RunDirectory.lock, lambda run: run.hold(0.0)])
+@pytest.mark.parametrize("enter", [RunDirectory.attend, RunDirectory.lock, hold_at_once])
 def test_a_file_system_that_fails_for_a_rank_ends_no_run_for_good(tmp_path, monkeypatch, number, error, enter):
     """A job is started again after it, and stops for good only after what the user must mend."""
     run = create(tmp_path)

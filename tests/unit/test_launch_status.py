@@ -8,6 +8,8 @@ import pytest
 from framework.launch.directory import RunDirectory
 from framework.launch.status import describe_run, telling_line
 from framework.recipe.compose import compose, save_recipe
+from framework.train.hang import Line
+from framework.train.watch import RANKS_FILE, write_ranks
 
 
 @pytest.fixture
@@ -66,3 +68,27 @@ def test_the_end_of_a_run_that_was_asked_to_end_is_no_trouble(tmp_path, said, sh
         f"2026-11-22 20:54:12  job 1: {said}\n"
     )
     assert telling_line(log) == said + (f"{shown}: Exited with exit code 85" if shown else "")
+
+
+def test_phase_and_step_of_every_rank_are_shown_alike_ones_together(run):
+    report(run, age_s=1)
+    place = "pp0 dp{} cp0 tp0"
+    lines = [Line(rank, f"n{rank // 512}", 9, place.format(rank), "step", 21, 0.5) for rank in range(1024)]
+    lines[7] = Line(7, "n0", 9, place.format(7), "wait for data", 21, 12.0)
+    lines[9] = Line(9, "n0", 9, place.format(9), "step", 20, 1.0, "all_reduce of sums over world")
+    write_ranks(run.path, lines)
+    with run.lock():
+        described = describe_run(run)
+    assert "ranks    0-6, 8, 10-1023 (1022 ranks) on n0, n1: step 21, 0 s" in described
+    assert "ranks    7 [pp0 dp7 cp0 tp0] on n0: wait for data, step 21, 12 s" in described
+    assert "ranks    9 [pp0 dp9 cp0 tp0] on n0: step 20, 1 s, in all_reduce of sums over world" in described
+    assert "ranks" not in describe_run(run), "a run that has ended has none"
+
+
+def test_what_ranks_did_long_ago_is_said_to_be_old(run):
+    report(run, age_s=1)
+    write_ranks(run.path, [Line(0, "n0", 9, "pp0 dp0 cp0 tp0", "step", 21, 0.5)])
+    written = json.loads((run.path / RANKS_FILE).read_text())
+    (run.path / RANKS_FILE).write_text(json.dumps(written | {"unix_s": time.time() - 90}))
+    with run.lock():
+        assert "as they were 01:30 ago: rank 0 has not written since" in describe_run(run)

@@ -135,7 +135,7 @@ def test_ranks_get_what_was_meant_to_the_byte(tmp_path, container, starter, arra
     meant |= {"PYTHONPATH": f"{run}/code:/my own/it's", "NUMBER": "3"}
     assert {name: environment[name] for name in meant} == meant
     assert environment["MARKER"] == "set up"
-    assert environment["MESHWRIGHT_OUTCOME"] == f"{run}/slurm/outcome.7"
+    assert environment["MESHWRIGHT_OUTCOME"] == f"{run}/slurm/outcome.7.0"
     assert (tmp_path / "notes" / "here").read_text() == f"{here}\n"
     if container == "apptainer":
         assert {name: environment[f"APPTAINERENV_{name}"] for name in meant} == meant
@@ -155,6 +155,9 @@ def test_shellcheck_finds_nothing_in_what_hostile_recipes_render(tmp_path):
         recipe = recipe_of(tmp_path / "py 'th\"on", container, starter)
         files.append(tmp_path / f"{number}.sh")
         files[-1].write_text(render(recipe, runs / "x", here, array).text)
+        moving = replace(recipe, launch=replace(recipe.launch, ranks=None, nodes=(1, 2), spares=1))
+        files.append(tmp_path / f"moving{number}.sh")
+        files[-1].write_text(render(moving, runs / "x", here, array).text)
     found = subprocess.run([SHELLCHECK, "--exclude=SC2016", *files], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from framework.lease import Lease
 from framework.track.jsonl import Jsonl, read_records, truncate
 from framework.track.report import RunInfo, StepReport, load_run_info, save_run_info
 
@@ -74,7 +75,7 @@ def test_truncation_keeps_every_kept_record_as_it_was(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(tmp_path, range(1, 4))
     before = path.read_text().splitlines()[:2]
-    truncate(path, 2)
+    truncate(path, 2, Lease(tmp_path))
     assert path.read_text().splitlines() == before
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 

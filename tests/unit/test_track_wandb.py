@@ -2,12 +2,16 @@
 
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,8 +20,10 @@ import pytest
 from framework.recipe import schema
 from framework.track.jsonl import Jsonl
 from framework.track.report import RunInfo, StepReport, save_run_info
-from framework.track.wandb import MAX_RANKS_CHARTED, WandbObserver, chart_values, write_sync
+from framework.track.wandb import CLOSE_TIMEOUT_S, MAX_RANKS_CHARTED, POLL_S, WandbObserver, chart_values, write_sync
 
+# Of some hundred reports: a page of memory that is not there, a lock of the kernel's.
+SPURIOUS_WAITS = 5
 # A wandb that writes down what it is asked; {slots} are filled per test.
 FAKE = """
 import json, os, time
@@ -35,7 +41,7 @@ def init(mode, **arguments):
     {init}
     return Run()
 class Run:
-    step, url, dir = {step}, "https://wandb.example/run", "x/files"
+    step, url, dir = {step}, {url}, "x/files"
     def define_metric(self, *names, **options): note("define_metric", *names, options)
     def log(self, values, step, commit):
         {log}
@@ -56,22 +62,34 @@ def report(step):
     return StepReport(step, step * 4, step * 64, 9.0 / step, 1.0, 1e-3, 0.1, 640.0, (320.0, 330.0), 0.0, None, 1 << 20)
 
 
-def train(run_dir, steps, info, exit_code=0, close_timeout_s=30.0):
-    """Report each step as training would; returns (what was said, the longest report in seconds, close in seconds)."""
+def num_waits():
+    """How often this thread has left the CPU of its own accord: for a lock, a pipe, a sleep. No load of the machine counts."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def train(run_dir, steps, info, exit_code=0, close_timeout_s=30.0, cuts=None, kind=WandbObserver):
+    """Report each step as training would; returns (what was said, how often a report waited, close in seconds). cuts: before a
+    step, go back to one that was done, and train those between again."""
     said: list[str] = []
     save_run_info(run_dir, info)
-    jsonl, wandb = Jsonl(run_dir), WandbObserver(run_dir, said.append, close_timeout_s)
+    jsonl, wandb = Jsonl(run_dir), kind(run_dir, said.append, close_timeout_s)
     jsonl.open(info)
     wandb.open(info)
-    longest_s = 0.0
+    waits = 0
     for step in steps:
+        if step in (cuts or {}):
+            jsonl.close(0)
+            time.sleep(2 * POLL_S)  # the mirror has read what is cut off now
+            jsonl.open(replace(info, start_step=cuts[step]))
+            for again in range(cuts[step] + 1, step):
+                jsonl.report(report(again))
         jsonl.report(report(step))
-        start = time.perf_counter()
+        before = num_waits()
         wandb.report(report(step))
-        longest_s = max(longest_s, time.perf_counter() - start)
+        waits += num_waits() - before
     start = time.perf_counter()
     wandb.close(exit_code)
-    return said, longest_s, time.perf_counter() - start
+    return said, waits, time.perf_counter() - start
 
 
 @pytest.fixture
@@ -79,11 +97,11 @@ def fake_wandb(tmp_path, monkeypatch):
     """Puts a wandb of the test's making before the real one; returns a reader of what it was asked."""
     log = tmp_path / "asked.jsonl"
 
-    def install(login="return True", init="pass", log_body="pass", step=0):
+    def install(login="return True", init="pass", log_body="pass", step=0, url="'https://wandb.example/run'"):
         package = tmp_path / "fake"
         package.mkdir()
         source = FAKE
-        for slot, body in (("login", login), ("init", init), ("log", log_body), ("step", str(step))):
+        for slot, body in (("login", login), ("init", init), ("log", log_body), ("step", str(step)), ("url", url)):
             source = source.replace("{" + slot + "}", body)
         (package / "wandb.py").write_text(textwrap.dedent(source))
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package), str(Path(__file__).parents[2])]))
@@ -116,8 +134,8 @@ def test_a_run_that_stopped_to_be_resumed_has_not_failed(fake_wandb, exit_code, 
     assert fake_wandb.asked("finish") == [[told]]
 
 
-def test_a_resume_sends_only_its_own_steps_and_never_a_wandb_step_that_would_be_dropped(fake_wandb):
-    fake_wandb(step=13)  # wandb already has steps 1 to 12; the checkpoint is of step 10
+def test_a_resume_sends_what_the_server_has_not_and_no_step_twice(fake_wandb):
+    fake_wandb(step=13)  # it has steps 1 to 12; the checkpoint is of step 10
     train_info = run_info("online")
     save_run_info(fake_wandb.run_dir, train_info)
     jsonl = Jsonl(fake_wandb.run_dir)
@@ -125,7 +143,25 @@ def test_a_resume_sends_only_its_own_steps_and_never_a_wandb_step_that_would_be_
     for step in range(1, 13):
         jsonl.report(report(step))
     train(fake_wandb.run_dir, range(11, 16), run_info("online", start_step=10))
-    assert [values[:2] for values in fake_wandb.asked("log")] == [[13, 11], [14, 12], [15, 13], [16, 14], [17, 15]]
+    assert [values[:2] for values in fake_wandb.asked("log")] == [[step, step] for step in (13, 14, 15)]
+
+
+def test_a_resume_sends_what_a_former_mirror_could_not(fake_wandb):
+    fake_wandb(step=5)  # the server has steps 1 to 4, then the network was away until the run stopped at step 12
+    save_run_info(fake_wandb.run_dir, run_info("online"))
+    jsonl = Jsonl(fake_wandb.run_dir)
+    jsonl.open(run_info("online"))
+    for step in range(1, 13):
+        jsonl.report(report(step))
+    train(fake_wandb.run_dir, range(13, 16), run_info("online", start_step=12))
+    assert [values[:2] for values in fake_wandb.asked("log")] == [[step, step] for step in range(5, 16)]
+
+
+def test_a_loop_that_goes_back_while_the_mirror_follows_leaves_one_curve(fake_wandb):
+    """metrics.jsonl is cut back, and so another file, under the mirror's eyes."""
+    fake_wandb()
+    train(fake_wandb.run_dir, range(1, 9), run_info("online"), cuts={6: 3, 8: 4})
+    assert [values[:2] for values in fake_wandb.asked("log")] == [[step, step] for step in range(1, 9)]
 
 
 @pytest.mark.parametrize(
@@ -158,9 +194,9 @@ def test_a_wandb_that_raises_is_one_line_and_its_log_has_the_rest(fake_wandb, pl
 @pytest.mark.parametrize("place", ["init", "log_body"])
 def test_a_wandb_that_hangs_delays_no_step_and_is_ended_at_the_close(fake_wandb, place):
     fake_wandb(**{place: "time.sleep(3600)"})
-    said, longest_s, close_s = train(fake_wandb.run_dir, range(1, 51), run_info("online"), close_timeout_s=1.0)
-    assert longest_s < 0.2
-    assert 1.0 <= close_s < 3.0
+    said, waits, close_s = train(fake_wandb.run_dir, range(1, 201), run_info("online"), close_timeout_s=1.0)
+    assert waits <= SPURIOUS_WAITS
+    assert 1.0 <= close_s < 10.0
     assert "not finished after 1 s" in said[-1]
     assert "wandb sync" in said[-1]
 
@@ -202,7 +238,7 @@ def test_the_real_wandb_offline_has_the_steps_of_metrics_jsonl(tmp_path, monkeyp
     assert "offline; upload with: wandb sync" in said[0]
     segments = sorted((tmp_path / "wandb").glob("offline-run-*-r-1"))
     assert len(segments) == 2
-    assert steps_in_wandb(segments[1]) == [4, 5, 6, 7]
+    assert [steps_in_wandb(each) for each in segments] == [[1, 2, 3, 4, 5], [6, 7]]
 
 
 def steps_in_wandb(segment):
@@ -220,10 +256,156 @@ def test_the_real_wandb_on_a_server_that_never_answers_delays_no_step(tmp_path, 
     with socket.create_server(("127.0.0.1", 0)) as tarpit:  # accepts connections into its backlog and says nothing
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{tarpit.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        said, longest_s, close_s = train(tmp_path, range(1, 101), run_info("online"), close_timeout_s=3.0)
-    assert longest_s < 0.2
-    assert close_s < 6.0
+        said, waits, close_s = train(tmp_path, range(1, 201), run_info("online"), close_timeout_s=3.0)
+    assert waits <= SPURIOUS_WAITS
+    assert close_s < 20.0
     assert "not finished after 3 s" in said[-1]
+
+
+ANSWERS = {
+    "html": b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>",
+    "json": b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 11\r\n\r\n{"data":[]}',
+    "bytes": b"\x00\xff\xfe garbage" * 50,
+    "error": b"HTTP/1.1 500 no\r\nContent-Length: 0\r\n\r\n",
+    "too many": b"HTTP/1.1 429 no\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n",
+    "cut off": b"",
+}
+
+
+@contextmanager
+def serve(answer):
+    """A server on this machine that gives everybody this answer and hangs up; None: it accepts and never answers; returns its
+    address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def reply():
+            with suppress(OSError):  # it is closed
+                while True:
+                    client, _ = server.accept()
+                    with client, suppress(OSError):
+                        client.recv(1 << 16)
+                        client.sendall(answer)
+
+        if answer is not None:
+            threading.Thread(target=reply, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def free_address():
+    """Where nobody listens: connections are refused."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def train_against(address, run_dir, monkeypatch):
+    """The real wandb, online, on that address, for as long as it takes."""
+    monkeypatch.setenv("WANDB_BASE_URL", address)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    said, waits, close_s = train(run_dir, range(1, 201), run_info("online"), close_timeout_s=CLOSE_TIMEOUT_S)
+    assert waits <= SPURIOUS_WAITS
+    assert close_s < CLOSE_TIMEOUT_S + 20  # on a machine that has other things to do
+    return said
+
+
+@pytest.mark.parametrize(
+    "kind", ["html", *(pytest.param(kind, marks=pytest.mark.grid) for kind in ANSWERS if kind != "html")]
+)
+def test_the_real_wandb_on_a_server_that_answers_garbage_keeps_the_curve_offline(kind, tmp_path, monkeypatch):
+    with serve(ANSWERS[kind]) as address:
+        said = train_against(address, tmp_path, monkeypatch)
+    assert said[0].startswith("wandb: not reachable (")
+    (segment,) = (tmp_path / "wandb").glob("offline-run-*-r-1")
+    assert steps_in_wandb(segment) == list(range(1, 201))
+
+
+@pytest.mark.grid
+def test_the_real_wandb_where_connections_are_refused_keeps_the_curve_offline(tmp_path, monkeypatch):
+    said = train_against(free_address(), tmp_path, monkeypatch)
+    assert said[0].startswith("wandb: not reachable (")
+    (segment,) = (tmp_path / "wandb").glob("offline-run-*-r-1")
+    assert steps_in_wandb(segment) == list(range(1, 201))
+
+
+@pytest.mark.grid
+def test_the_real_wandb_on_a_full_disk_says_that_there_are_gaps(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "wandb").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "none", str(tmp_path / "wandb")]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("a small disk takes root")
+    try:
+        said, waits, _ = train(tmp_path, range(1, 2001), run_info("offline"), close_timeout_s=CLOSE_TIMEOUT_S)
+    finally:
+        subprocess.run(["umount", str(tmp_path / "wandb")], check=True)
+    assert waits <= SPURIOUS_WAITS
+    assert any("no room at" in line for line in said)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2000
+
+
+@pytest.mark.grid
+def test_offline_segments_join_to_one_curve_where_wandb_was_killed(tmp_path, monkeypatch):
+    """What it was given and had not written yet is not there; the steps behind the checkpoint are, and are trained again."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    save_run_info(tmp_path, run_info("offline"))
+    jsonl, wandb = Jsonl(tmp_path), WandbObserver(tmp_path, print)
+    jsonl.open(run_info("offline"))
+    wandb.open(run_info("offline"))
+    for step in range(1, 1501):
+        jsonl.report(report(step))
+    segment = wait_for_file(tmp_path / "wandb", "offline-run-*-r-1/*.wandb", more_than_bytes=1 << 18)
+    mirror = wandb._process.pid
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(mirror)], capture_output=True, text=True, check=False)
+    for pid in (*map(int, children.stdout.split()), mirror):
+        os.kill(pid, signal.SIGKILL)
+    written = steps_in_wandb(segment.parent)
+    assert 0 < written[-1] < 1500
+    train(tmp_path, range(101, 1601), run_info("offline", start_step=100), close_timeout_s=CLOSE_TIMEOUT_S)
+    segments = sorted((tmp_path / "wandb").glob("offline-run-*-r-1"))
+    assert [step for each in segments for step in steps_in_wandb(each)] == list(range(1, 1601))
+
+
+def wait_for_file(folder, pattern, more_than_bytes):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for path in folder.glob(pattern):
+            if path.stat().st_size > more_than_bytes:
+                return path
+        time.sleep(0.02)
+    raise AssertionError(f"{pattern} has not grown in {folder}")
+
+
+class Waiting(WandbObserver):
+    """Sabotage: asks the mirror, if only for a moment, at each report."""
+
+    def report(self, report):
+        select.select([self._process.stdout], [], [], 1e-4)
+        super().report(report)
+
+
+def test_a_report_that_waits_for_the_mirror_shows(fake_wandb):
+    fake_wandb(init="time.sleep(3600)")
+    _, waits, _ = train(fake_wandb.run_dir, range(1, 201), run_info("online"), close_timeout_s=0.1, kind=Waiting)
+    assert waits > 10 * SPURIOUS_WAITS
+
+
+def test_a_mirror_that_hangs_ends_some_time_after_its_training_process_was_killed(fake_wandb, monkeypatch):
+    """It would keep its memory, and the wandb run, for ever: nobody is left to end it."""
+    fake_wandb(init="time.sleep(3600)")
+    body = f"""
+        import sys
+        from pathlib import Path
+        from framework.track import wandb
+        wandb.ALONE_S = 0.5
+        sys.exit(wandb.main(Path({str(fake_wandb.run_dir)!r})))
+    """
+    save_run_info(fake_wandb.run_dir, run_info("online"))
+    mirror = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(body)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    time.sleep(0.5)
+    assert mirror.poll() is None
+    mirror.stdin.close()
+    assert mirror.wait(30) == -signal.SIGKILL
 
 
 def test_charts_have_a_name_per_axis_and_rank_and_nothing_that_was_not_measured():

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from framework.lease import Lease
 from framework.parallel.pipeline.actions import Kind, Schedule
 from framework.parallel.pipeline.simulate import Timeline, simulate, unit_costs
 
@@ -101,11 +102,13 @@ def save_picture(path: Path, title: str, panels: Sequence[Panel], num_ranks: int
     figure.savefig(path)
 
 
-def save_timeline(folder: Path, title: str, simulated: Timeline, measured: Timeline) -> None:
-    """Write timeline.json, a trace of the measured timeline, and timeline.png, both timelines."""
-    save_trace(folder / "timeline.json", measured)
+def save_timeline(lease: Lease, title: str, simulated: Timeline, measured: Timeline) -> None:
+    """Write timeline.json, a trace of the measured timeline, and timeline.png, both timelines, into the run."""
+    with lease.replacing(lease.run / "timeline.json") as made:
+        save_trace(made, measured)
     panels = [Panel("simulated", simulated, SIMULATED_UNIT), Panel("measured", measured, MEASURED_UNIT)]
-    save_picture(folder / "timeline.png", title, panels, len(measured.ranks))
+    with lease.replacing(lease.run / "timeline.png") as made:
+        save_picture(made, title, panels, len(measured.ranks))
 
 
 def save_trace(path: Path, timeline: Timeline) -> None:

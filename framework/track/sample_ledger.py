@@ -1,0 +1,119 @@
+"""The ledger of samples (`track.sample_ledger`): which samples each step consumed, and what their tokens were.
+
+Each data-parallel rank writes RUN/samples/dp-N.jsonl, whatever the layout: at each start of the ranks a line with the number of
+the start and the cursor from which it goes on, then for each step a line with the samples and a hash of each one's tokens. What
+a start has read behind the cursor of a later one was lost with its weights; the rest is the final lineage, in which every sample
+must be once. With parallel.cp a hash is of the tokens that the first rank of `cp` holds.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import xxhash
+
+from framework.data.pack import Microbatch
+
+FOLDER = "samples"
+# So many wrong samples are named, of perhaps millions.
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What the weights have seen. tokens: (sample, hash of its tokens), in the order of the samples, repeated ones too. cursors:
+    that of each start, by its number: a start from a lower one than the one before has read further has rewound the run."""
+
+    tokens: tuple[tuple[int, str], ...]
+    cursors: tuple[int, ...]
+
+
+class SampleLedger:
+    """Writes the samples of one data-parallel rank, flushed for each step: a killed process loses nothing."""
+
+    def __init__(self, run_dir: Path, dp_rank: int, start: int, cursor: int) -> None:
+        """start: the number of this start of the ranks, from `next_start`; cursor: the first sample that it reads."""
+        folder = run_dir / FOLDER
+        folder.mkdir(exist_ok=True)
+        path = folder / f"dp-{dp_rank}.jsonl"
+        is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._file: TextIO = path.open("a")
+        self._start = start
+        # A line that a power loss tore must not spoil the one behind it.
+        self._write({"start": start, "cursor": cursor}, before="\n" if is_torn else "")
+
+    def note(self, samples: np.ndarray, microbatches: Sequence[Microbatch]) -> None:
+        """The step reads samples [n], in the order of the microbatches' rows."""
+        rows = [hash_tokens(each, row) for each in microbatches for row in range(len(each.input_ids))]
+        self._write({"start": self._start, "samples": samples.tolist(), "tokens": rows})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, record: dict[str, Any], before: str = "") -> None:
+        self._file.write(f"{before}{json.dumps(record)}\n")
+        self._file.flush()
+
+
+def hash_tokens(microbatch: Microbatch, row: int) -> str:
+    """16 hex digits of a row's tokens, labels and positions."""
+    digest = xxhash.xxh3_64(microbatch.input_ids[row].numpy().tobytes())
+    digest.update(microbatch.labels[row].numpy().tobytes())
+    if microbatch.position_ids is not None:
+        digest.update(microbatch.position_ids[row].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def next_start(run_dir: Path) -> int:
+    """The number of the next start of the ranks, from 0 on."""
+    return 1 + max((record["start"] for record in _read_records(run_dir)), default=-1)
+
+
+def read_lineage(run_dir: Path) -> Lineage:
+    """The final lineage of a run with a ledger."""
+    records = list(_read_records(run_dir))
+    begun = {record["start"]: record["cursor"] for record in records if "cursor" in record}
+    cursors = tuple(begun[start] for start in sorted(begun))
+    # Of a start counts what lies before the cursor of every later one.
+    ends = {start: min((begun[later] for later in begun if later > start), default=None) for start in begun}
+    tokens = [
+        (sample, tokens)
+        for record in records
+        if "samples" in record
+        for sample, tokens in zip(record["samples"], record["tokens"], strict=True)
+        if (end := ends[record["start"]]) is None or sample < end
+    ]
+    return Lineage(tuple(sorted(tokens)), cursors)
+
+
+def find_ledger_problems(lineage: Lineage, num_samples: int, undisturbed: Lineage | None = None) -> list[str]:
+    """What is wrong: samples that are lost, read more than once or not to be read, of 0 to num_samples - 1; and other tokens
+    than those of an undisturbed run. Nothing is: an empty list."""
+    counts, expected = Counter(sample for sample, _ in lineage.tokens), range(num_samples)
+    found = {
+        "lost": [sample for sample in expected if not counts[sample]],
+        "read more than once": [sample for sample, count in counts.items() if count > 1],
+        "not of these steps": [sample for sample in counts if sample not in expected],
+    }
+    if undisturbed is not None:
+        theirs = dict(undisturbed.tokens)
+        found["of other tokens"] = [sample for sample, tokens in lineage.tokens if theirs.get(sample, tokens) != tokens]
+    return [
+        f"{len(samples):,} samples are {what}: {', '.join(map(str, samples[:SHOWN]))}{' ...' if len(samples) > SHOWN else ''}"
+        for what, samples in found.items()
+        if samples
+    ]
+
+
+def _read_records(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Of all ranks; lines that a crash tore are left out."""
+    for path in sorted((run_dir / FOLDER).glob("dp-*.jsonl")):
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue

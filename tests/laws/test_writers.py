@@ -1,0 +1,115 @@
+"""Who writes into a run's folder: each place is known here, with what keeps a start that was held for dead from harm there.
+
+A new writer goes through `framework/lease.py`: `lease.replacing(path)` or `lease.write` for files that are replaced as a whole,
+`lease.remove`, and for lines that are added `lease.check()` before each.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import framework
+
+PACKAGE = Path(framework.__file__).parent
+ROOMS = ("checkpoint", "track", "train", "launch", "lease.py")
+WRITES = {
+    "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
+    "savefig", "mkstemp", "mkdtemp", "symlink_to",
+}  # fmt: skip
+
+CHECKED = "the lease is checked right before"
+IN_WORKPLACE = "in the workplace, which is gone for a stale process, or renames out of it"
+OUTSIDE = "before there is a run, or outside of it"
+ASKED = "a request of a user's, who holds no lease; rank 0 takes it away by its lease"
+LOCK = "the lock itself; an empty file, or the name of the holder once the lock is had"
+
+KNOWN = {
+    "checkpoint/commit.py retain": IN_WORKPLACE,
+    "checkpoint/commit.py _begin": IN_WORKPLACE,
+    "checkpoint/commit.py _write_manifest": IN_WORKPLACE,
+    "checkpoint/commit.py _commit": IN_WORKPLACE,
+    "checkpoint/commit.py _note": IN_WORKPLACE,
+    "checkpoint/save.py write_file": IN_WORKPLACE,
+    "checkpoint/save.py write_index": IN_WORKPLACE,
+    "launch/directory.py RunDirectory.create": OUTSIDE,
+    "launch/directory.py RunDirectory.lock": LOCK,
+    "launch/directory.py RunDirectory.attend": LOCK,
+    "launch/directory.py RunDirectory._try_lock": LOCK,
+    "launch/directory.py RunDirectory._replace_lock": LOCK,
+    "launch/directory.py refuse_unwritable": OUTSIDE,
+    "launch/directory.py _claim_next": OUTSIDE,
+    "launch/directory.py write_private": "called for files of a workplace, or for a run that is just made",
+    "launch/export.py export_command": "the user's folder; of `train.sample` one of the workplace",
+    "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
+    "launch/local.py keep_tokenizer": IN_WORKPLACE,
+    "launch/probe.py probe": IN_WORKPLACE,
+    "launch/probe.py _leave_note": IN_WORKPLACE,
+    "launch/request.py _wait_until_taken": ASKED,
+    "launch/request.py _ask": ASKED,
+    "launch/snapshot.py copy_code": IN_WORKPLACE,
+    "launch/submit.py submit_sweep": "the folder of a sweep, which no rank writes into",
+    "launch/submit.py check_machine": OUTSIDE,
+    "launch/submit.py _write": "makes RUN/slurm, under the lock and the lease",
+    "launch/task.py leave_out": CHECKED,
+    "launch/task.py claim_outcome": "checked, and the file is of this restart alone",
+    "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
+    "track/jsonl.py truncate": IN_WORKPLACE,
+    "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
+    "track/wandb.py WandbObserver.open": CHECKED,
+    "train/profiler.py StepProfiler.close": CHECKED,
+}
+
+
+def find_writers(path: Path) -> Iterator[str]:
+    """`FUNCTION` of each call in a file that changes a file system."""
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = (*names, node.name)
+        if isinstance(node, ast.Call) and _writes(node):
+            yield ".".join(names)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, names)
+
+    yield from visit(ast.parse(path.read_text()), ())
+
+
+def _writes(call: ast.Call) -> bool:
+    is_method = isinstance(call.func, ast.Attribute)
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name == "open":
+        modes = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        return any(len(mode) < 4 and set(mode) & set("wax+") for mode in modes)
+    if name == "replace":  # of os and of paths; that of texts takes two arguments, that of dataclasses is a function
+        return is_method and (len(call.args) == 1 or ast.unparse(call.func) == "os.replace")
+    return name in WRITES
+
+
+def writers_of(package: Path) -> set[str]:
+    found = set()
+    for path in sorted(package.rglob("*.py")):
+        place = str(path.relative_to(package))
+        if place.startswith(ROOMS) and place != "lease.py":
+            found |= {f"{place} {function.partition('.<')[0]}" for function in find_writers(path)}
+    return found
+
+
+def test_every_writer_into_a_run_is_known() -> None:
+    found = writers_of(PACKAGE)
+    assert found - KNOWN.keys() == set(), "go through framework/lease.py, then say here what keeps a stale process out"
+    assert KNOWN.keys() - found == set(), "no longer there"
+
+
+def test_a_writer_is_seen(tmp_path: Path) -> None:
+    text = """
+import os
+class A:
+    def f(self, path): path.write_text("x".replace("a", "b"))
+    def g(self, path): return open(path), path.open("rb"), path.name.replace("a", "b")
+    def h(self, path): os.replace(path, path)
+    def i(self, path): path.replace(path)
+def j(path): open(path, "a")
+"""
+    (tmp_path / "track").mkdir()
+    (tmp_path / "track" / "a.py").write_text(text)
+    assert writers_of(tmp_path) == {f"track/a.py {name}" for name in ("A.f", "A.h", "A.i", "j")}
