@@ -23,7 +23,7 @@ from typing import Any
 
 from framework.comm.board import Board, dump_flight_record
 from framework.comm.communicator import Operation
-from framework.errors import HungError
+from framework.errors import ConnectionFailed, HungError
 from framework.recipe.deadlines import Deadlines
 from framework.train.hang import (
     SAVES,
@@ -133,7 +133,8 @@ class Watch:
 
     def _talk(self) -> None:
         # Where the host of the store ends, so do the ranks, by other ways than this; where it only stops, nothing is raised.
-        with suppress(RuntimeError):
+        # Where there is none, `connect` says it.
+        with suppress(RuntimeError, ConnectionFailed):
             store, self._host = self._open_store()
             board, read_s = Board(store, self._rank, self._world), -1.0
             while not self._is_closed.is_set():
