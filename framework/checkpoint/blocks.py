@@ -185,6 +185,17 @@ class BlockFile:
             data[low - start : high - start] = self.read(low, high)
         return data
 
+    def read_into(self, start: int, into: np.ndarray) -> None:
+        """Fill `into`, uint8 and contiguous, from byte `start` of the data on: whole blocks land there at once and are verified
+        where they lie, of the others a part is copied. Where this raises, some of `into` is filled."""
+        for low, high in blocks_between(start, start + len(into), self.block_bytes):
+            index, part = low // self.block_bytes, into[low - start : high - start]
+            key = (self.path, 0, index)
+            if len(part) == self._block_size(0, index) and self._cache.find(key) is None:
+                self._fill(key, low, self._expected(0, index), part)
+            else:
+                part[:] = self.read(low, high)
+
     def verify(self) -> None:
         """Read all of it."""
         for index in range(_num_blocks(self.num_bytes, self.block_bytes)):
@@ -197,10 +208,11 @@ class BlockFile:
         if block is not None:
             return block
         expected = self._expected(level, index)
-        start = index * self.block_bytes
-        place = sum(self._sizes[:level]) + start
-        num_bytes = min(self.block_bytes, self._sizes[level] - start)
-        return self._cache.hold(key, num_bytes, partial(self._fill, key, place, expected))
+        place = sum(self._sizes[:level]) + index * self.block_bytes
+        return self._cache.hold(key, self._block_size(level, index), partial(self._fill, key, place, expected))
+
+    def _block_size(self, level: int, index: int) -> int:
+        return min(self.block_bytes, self._sizes[level] - index * self.block_bytes)
 
     def _fill(self, key: Key, place: int, expected: int, block: np.ndarray) -> None:
         # Read twice before it is called damage: what a page cache or a network has spoilt is whole on the disk.

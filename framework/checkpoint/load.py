@@ -42,7 +42,8 @@ from framework.mesh.box import Box
 
 __all__ = ["load_checkpoint", "load_newest", "newest_checkpoint", "read_state"]
 
-BUFFER_BYTES = 64 << 20
+# Blocks that no other is read between are still in the processor's cache when they are copied: 64 MiB cost twice the time.
+BUFFER_BYTES = 8 << 20
 # What is looked up before anything is read, to be read in the files' order: some 1.5 KB each.
 MAX_NEEDS = 1 << 16
 
@@ -208,6 +209,10 @@ class Reader:
     def _read(self, needs: list["_Need"]) -> None:
         for need in sorted(needs, key=lambda need: (need.piece.file, need.piece.offset)):
             file = self._index.data_file(need.piece.file)
+            start = _start_of_run(need)
+            if start is not None:
+                file.read_into(start, need.target.detach().view(-1).view(torch.uint8).numpy())
+                continue
             for part, values in _read_piece(need.piece, need.box, need.target.dtype, file):
                 need.target[part.relative_to(need.box).slices()].copy_(values)
 
@@ -219,6 +224,21 @@ class _Need:
     piece: Piece
     box: Box
     target: torch.Tensor
+
+
+def _start_of_run(need: _Need) -> int | None:
+    """The byte at which the wanted elements begin where they follow one another in the file and in the target, and the file can
+    be read straight into it: nothing is copied, and no other memory touched. Else None."""
+    sizes, place = need.piece.box.sizes, need.box.relative_to(need.piece.box)
+    # One index of each dim before some dim, any of that one, all of those behind it.
+    dim = next((dim for dim, size in enumerate(place.sizes) if size != 1), len(sizes))
+    follow_one_another = place.sizes[dim + 1 :] == sizes[dim + 1 :]
+    if not follow_one_another or not need.target.is_contiguous() or need.target.device.type != "cpu":
+        return None
+    first = 0
+    for size, offset in zip(sizes, place.offsets, strict=True):
+        first = first * size + offset
+    return need.piece.offset + first * need.target.dtype.itemsize
 
 
 def _read_piece(piece: Piece, wanted: Box, dtype: torch.dtype, file: BlockFile) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -205,6 +205,13 @@ class Bench:
 
 def build_run(num_parameters: int, ranks: int, rank: int, rendezvous: Path) -> Run:
     """A rank of a Llama of about so many parameters."""
+    recipe, config = describe_llama(num_parameters, ranks)
+    plan = make_plan(recipe, config)
+    return build(plan, connect(plan.topology, CPU, f"file://{rendezvous}", rank))
+
+
+def describe_llama(num_parameters: int, ranks: int) -> tuple[Recipe, LlamaConfig]:
+    """A recipe (ZeRO stage 3) for a Llama of about so many parameters, and its config."""
     width, of_layer = 3 * WIDTH, 4 * WIDTH**2 + 3 * WIDTH * 3 * WIDTH
     config = LlamaConfig(
         hidden_size=WIDTH,
@@ -223,8 +230,7 @@ def build_run(num_parameters: int, ranks: int, rank: int, rendezvous: Path) -> R
         optim=Optim(),
         launch=Launch(ranks=ranks, device="cpu"),
     )
-    plan = make_plan(recipe, config)
-    return build(plan, connect(plan.topology, CPU, f"file://{rendezvous}", rank))
+    return recipe, config
 
 
 def show(found: dict[str, Any]) -> None:
