@@ -49,6 +49,7 @@ from framework.checkpoint.commit import (
     report,
     retain,
 )
+from framework.checkpoint.direct import DirectFile
 from framework.checkpoint.divide import (
     DESCRIBES,
     WRITES,
@@ -383,12 +384,11 @@ def write_file(path: Path, staged: StagedFile, fault: Fault = no_fault) -> None:
     What a failed attempt has left goes first: after a failed fsync nobody knows which of its pages are on the disk.
     """
     path.unlink(missing_ok=True)
-    with open(path, "xb") as file:
+    with DirectFile(path) as file:
         for view in staged.views():
             file.write(view)
             fault("writing")
-        file.flush()
-        os.fsync(file.fileno())
+        file.sync()
     fault("written")
 
 
