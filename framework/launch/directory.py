@@ -7,6 +7,7 @@ runs/quickstart-001/
     lock            held by the launching process; its text names the holder
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
     checkpoints/    step-N folders
+    exports/        step-N folders that from_pretrained loads, of checkpoint.export_every_steps
     request-save, request-stop  what `meshwright save` and `stop` ask of a run that runs
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
     log/            one error file per failed rank and launch
@@ -56,6 +57,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
 
     @property
     def tokenizer(self) -> Path:

@@ -18,6 +18,8 @@ from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
+from framework.launch.directory import RunDirectory
+from framework.launch.exports import Exports, exports_have_ended
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.optim.disk_file import refuse_folder
@@ -152,7 +154,9 @@ def _train(
         slices=plan.context_slices(mesh.rank),
         device=mesh.device,
     )
-    saver = _open_saver(recipe, mesh, root, watch)
+    # One rank asks for them, each in a process of its own; the others have none to wait for.
+    exports = Exports(RunDirectory(run_dir), recipe.checkpoint.export_every_steps if mesh.rank == 0 else None)
+    saver = _open_saver(recipe, mesh, root, watch, exports)
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, run_dir, print)
@@ -177,6 +181,8 @@ def _train(
             if not loop.is_done:
                 _start_save(loop, saver, watch, phases, is_last=True)
             saver.finish()
+            while not exports_have_ended(exports, world, is_stopped=stop.requested or not loop.is_done):
+                phases.begin(Phase.SAVE)
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:
@@ -184,6 +190,7 @@ def _train(
         saver.abandon(SAVE_PATIENCE_S)
         raise
     finally:
+        exports.end()
         observers.close(code)
         run.close()
     return code
@@ -197,18 +204,23 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
 
 
-def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch) -> Saver:
+def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch, exports: Exports) -> Saver:
     """The run's saves. Collective: their threads agree over a group of their own."""
+
+    def end_save(step: int, is_committed: bool) -> None:
+        watch.end_save(is_committed)
+        exports.end_save(step, is_committed)
+
     rules = recipe.checkpoint
     is_async = rules.mode == "async"
     return Saver(
         root,
         connect_beside(mesh, "saves"),
-        Retention(rules.keep, rules.keep_every),
+        Retention(rules.keep, rules.keep_every, exports.reads),
         StagingMemory(mesh.device, None if is_async else 0, ranks_per_node()),
         is_async,
         rules.max_failures,
-        watch.end_save,
+        end_save,
     )
 
 

@@ -16,7 +16,6 @@ Compare sides of one run only: this machine's load changes by the minute. CPU se
 import argparse
 import json
 import re
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -41,7 +40,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Recipe, Zero
 from framework.train.state import read_entries, saved_entries, share_read
 from framework.train.step import Run
-from scripts.bench.checkpoint import CPU, describe_llama
+from scripts.bench.checkpoint import CPU, cpu_seconds, describe_llama
 
 LAYOUTS: dict[str, tuple[int, Parallel, Zero]] = {
     "1 rank": (1, Parallel(), Zero()),
@@ -183,11 +182,6 @@ def local_tensors(tensors: Iterable[Any]) -> list[torch.Tensor]:
 def bytes_read() -> int:
     found = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
     return int(found[1]) if found else 0
-
-
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def show(case: str, found: dict[str, list[dict[str, float]]]) -> None:

@@ -195,7 +195,7 @@ class FailingSaves:
 
 def test_a_save_that_fails_is_said_and_tried_again_with_the_next(tmp_path, capsys):
     root, ended = tmp_path / "checkpoints", []
-    saver = open_saver(root, fault=FailingSaves(2, 3), max_failures=3, on_end=ended.append)
+    saver = open_saver(root, fault=FailingSaves(2, 3), max_failures=3, on_end=lambda *each: ended.append(each))
     for step in (1, 2, 3, 4):
         saver.start(step, one_entry(step), {"step": step})
         assert [path.name for path in list_checkpoints(root)] in ([], ["step-00000001"])
@@ -203,7 +203,7 @@ def test_a_save_that_fails_is_said_and_tried_again_with_the_next(tmp_path, capsy
     assert "step 2 was not saved (1 in a row, 3 end the run); training goes on, and the next save tries again" in said
     assert "no room for a checkpoint" in said
     saver.finish()
-    assert (saver.failures, saver.failures_in_a_row, ended) == (2, 0, [True, False, False, True])
+    assert (saver.failures, saver.failures_in_a_row, ended) == (2, 0, [(1, True), (2, False), (3, False), (4, True)])
     assert loaded(root) == 4
 
 
