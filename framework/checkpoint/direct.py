@@ -18,6 +18,8 @@ import numpy as np
 # What memory, place and size of a direct write must be multiples of: a page, which no disk's blocks exceed.
 ALIGNMENT = 4096
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
+# Of the flag or of a direct write: by a file system that has none, or for memory that a driver has mapped.
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
 
 
 class DirectFile:
@@ -60,7 +62,7 @@ class DirectFile:
             return os.write(self._descriptor, view)
         except OSError as error:
             # Some file systems take the flag and refuse the write.
-            if error.errno != errno.EINVAL or not self.is_direct:
+            if error.errno not in REFUSALS or not self.is_direct:
                 raise
             self._choose(is_direct=False)
             return 0
@@ -70,7 +72,7 @@ class DirectFile:
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | O_DIRECT if is_direct else flags & ~O_DIRECT)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # that of a file system without direct writes
+            if error.errno not in REFUSALS:
                 raise
             is_direct = False
         self.is_direct = is_direct
