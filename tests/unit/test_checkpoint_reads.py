@@ -190,6 +190,29 @@ def test_a_rank_reads_at_most_a_tenth_more_than_it_asks_for(tmp_path, monkeypatc
         assert sum(read) <= 1.1 * sum(entry.data.nbytes for entry in mine)
 
 
+@pytest.mark.parametrize("case", RESHARDED)
+def test_the_disk_is_asked_ahead_for_what_is_read_and_for_nothing_else(tmp_path, monkeypatch, case):
+    saved, wanted = RESHARDED[case]
+    values = {f"weight/{n}": torch.randn(SHAPE) for n in range(4)}
+    ranks = [[Entry(name, each, owned(tensor, each)) for name, tensor in values.items()] for each in saved]
+    path = save_world(tmp_path, 1, ranks, {}, BLOCK)
+    asked, plain = [], os.posix_fadvise
+    monkeypatch.setattr(blocks, "ADVISED_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(blocks, "AHEAD_BYTES", 8 * BLOCK)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *rest: asked.append(rest) or plain(fd, *rest))
+    for layout in wanted:
+        asked.clear()
+        mine = [Entry(name, layout, torch.zeros(layout.numel_owned)) for name in values]
+        reader = Reader(path)
+        read = sizes_read(reader, monkeypatch)
+        reader.fill(mine)
+        assert all(advice == os.POSIX_FADV_WILLNEED for _, _, advice in asked)
+        assert max(size for _, size, _ in asked) <= 2 * BLOCK
+        # All of it, but for the index and rest of blocks.
+        assert 0.9 * sum(entry.data.nbytes for entry in mine) <= sum(size for _, size, _ in asked) <= sum(read)
+        assert not any(reader.cache.files._expected.values())
+
+
 def test_what_lies_alike_in_file_and_tensor_is_read_in_place(tmp_path):
     """Only what is cut inside a block, as columns are, goes through the cache."""
     ranks = [[Entry("weight/w", Layout(SHAPE), torch.arange(float(SHAPE[0] * SHAPE[1])))]]
