@@ -9,8 +9,8 @@ Ranks on this machine train a Llama with AdamW (fp32, ZeRO stage 3) and save in 
     ours             the loop waits in `Saver.start` and in front of an update whose tensors are not staged yet
 
 While a save is under way the ranks train on, so "steps" says what of the speed is left. The first save of each side takes memory
-and is told apart. "CPU" is what a save costs a rank's process. Then each is loaded into the same layout; for others there is
-checkpoint_load.py.
+and is told apart. "CPU" is what a save costs a rank's process. Then each is loaded into the same layout; from the disk,
+for which the page cache is emptied of both sides' files; for others there is checkpoint_load.py.
 Compare sides of one run only: this machine's load changes by the minute.
 """
 
@@ -157,7 +157,8 @@ class Bench:
         dcp.load(self._tensors(), checkpoint_id=path)
 
     def time_alike(self, work: Callable[[], None]) -> float:
-        """Seconds of the slowest rank."""
+        """Seconds of the slowest rank, from the disk."""
+        forget(self._folder)
         self._meet()
         began = time.perf_counter()
         work()
@@ -238,6 +239,15 @@ def describe_llama(num_parameters: int, ranks: int) -> tuple[Recipe, LlamaConfig
         launch=Launch(ranks=ranks, device="cpu"),
     )
     return recipe, config
+
+
+def forget(folder: Path) -> None:
+    """Have the system read a folder's files from the disk when they are next read."""
+    for path in (each for each in folder.rglob("*") if each.is_file()):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def cpu_seconds() -> float:
