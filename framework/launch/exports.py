@@ -29,6 +29,8 @@ from framework.launch.directory import RunDirectory
 NICE = 19
 # Ranks that wait for the last export tell one another so often that they are there.
 WAIT_S = 5.0
+# A process that is told to end gets so long, and so long again when it is killed.
+END_S = 5.0
 # What of its words is shown of an export that failed: the end of a traceback.
 SHOWN_CHARACTERS = 2000
 
@@ -79,11 +81,15 @@ class Exports:
         """No export begins any more, and one that is under way ends now, without its folder."""
         with self._changed:
             self._has_ended, self._waiting = True, None
-            if self._process is not None:
-                self._process.terminate()
+            process = self._process
             self._changed.notify_all()
+        if process is not None:
+            process.terminate()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(END_S)
+            if self._thread.is_alive() and process is not None:
+                process.kill()
+                self._thread.join(END_S)  # no longer, whatever its file system does: the run has ended
 
     def _is_due(self, step: int) -> bool:
         return self._every_steps is not None and step % self._every_steps == 0

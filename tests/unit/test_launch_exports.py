@@ -159,6 +159,18 @@ def test_the_end_of_a_run_ends_its_export_without_a_folder_and_the_next_start_ma
     assert (asked, made(run)) == ([10, 10], ["step-00000010"])
 
 
+def test_an_export_that_does_not_end_is_killed_with_the_run(run, shell, monkeypatch, capsys):
+    monkeypatch.setattr(exports_module, "END_S", 0.2)
+    shell('trap "" TERM; touch "$2/ready"; while true; do sleep 0.02; done')
+    exports = Exports(run, 10)
+    exports.end_save(10, True)
+    process = wait_for_process(exports)
+    while not (run.path / "ready").exists():
+        time.sleep(0.01)
+    exports.end()
+    assert process.wait(30) == -signal.SIGKILL
+
+
 def test_a_start_makes_what_is_missing_of_the_newest_and_clears_what_was_half_made(run, shell):
     asked = shell(MAKES)
     for step in (10, 20, 25):
