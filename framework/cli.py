@@ -378,13 +378,15 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's id or folder")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to write")
-    parser.add_argument("--best", action="store_true", help="with checkpoint.keep_best: of the lowest validation loss")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: of the lowest validation loss")
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from framework.launch.export import export_command
 
-    return export_command(_find_run(arguments.run), arguments.to, arguments.best)
+    return export_command(_find_run(arguments.run), arguments.to, arguments.best, arguments.step)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,9 @@ is enough for 128 GB; with blocks of 4 KiB each level is 1/512 of the one below.
 import errno
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,11 @@ HASH = np.dtype("<u8")
 Key = tuple[Path, int, int]
 
 GONE_HERE = "the rank that opened the checkpoint has seen the file whole"
+
+# So much of what is to be read is asked of the disk before it is needed, in calls of which the kernel takes each in one piece. A
+# reader of single blocks waits for each one's way to the disk and back.
+AHEAD_BYTES = 16 << 20
+ADVISED_BYTES = 1 << 20
 
 # Open at once, of all files: the index and what is read with its help.
 MAX_DESCRIPTORS = 4
@@ -127,6 +133,11 @@ class OpenFiles:
     def __init__(self, sleep: Callable[[float], None]) -> None:
         self._sleep = sleep
         self._descriptors: OrderedDict[Path, _Descriptor] = OrderedDict()
+        self._expected: dict[Path, deque[tuple[int, int]]] = {}
+
+    def expect(self, path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+        """Bytes [start, stop) of a file will be read soon, in this order: ask the disk for them ahead of the reader."""
+        self._expected[path] = deque(ranges)
 
     def read(self, path: Path, into: np.ndarray, start: int, *, afresh: bool = False) -> None:
         """Fill `into` from byte `start` of a file on. afresh: not from the system's page cache.
@@ -137,13 +148,26 @@ class OpenFiles:
 
     def _read(self, path: Path, into: np.ndarray, start: int, afresh: bool) -> None:
         try:
-            self._open(path).read(into.data, start, afresh)
+            descriptor = self._open(path)
+            self._ask_ahead(path, descriptor, start)
+            descriptor.read(into.data, start, afresh)
         except OSError as error:
             # A stale handle stays stale: the next attempt opens the file again.
             self._descriptors.pop(path, None)
             if isinstance(error, FileNotFoundError):
                 raise OSError(errno.ESTALE, GONE_HERE) from error
             raise
+
+    def _ask_ahead(self, path: Path, descriptor: "_Descriptor", start: int) -> None:
+        expected = self._expected.get(path)
+        # A block of hashes lies behind all data: that it is read says nothing of how far the reader has come.
+        if not expected or start > expected[0][0]:
+            return
+        while expected and expected[0][0] < start + AHEAD_BYTES:
+            low, high = expected.popleft()
+            if high - low > ADVISED_BYTES:
+                expected.appendleft((low + ADVISED_BYTES, high))
+            descriptor.ask(low, min(high - low, ADVISED_BYTES))
 
     def _open(self, path: Path) -> "_Descriptor":
         if path not in self._descriptors:
@@ -185,8 +209,24 @@ class BlockFile:
             data[low - start : high - start] = self.read(low, high)
         return data
 
+    def read_into(self, start: int, into: np.ndarray) -> None:
+        """Fill `into`, uint8 and contiguous, from byte `start` of the data on: whole blocks land there at once and are verified
+        where they lie, of the others a part is copied. Where this raises, some of `into` is filled."""
+        for low, high in blocks_between(start, start + len(into), self.block_bytes):
+            index, part = low // self.block_bytes, into[low - start : high - start]
+            key = (self.path, 0, index)
+            if len(part) == self._block_size(0, index) and self._cache.find(key) is None:
+                self._fill(key, low, self._expected(0, index), part)
+            else:
+                part[:] = self.read(low, high)
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Bytes [start, stop) of the data, in order, will be read soon."""
+        self._cache.files.expect(self.path, ranges)
+
     def verify(self) -> None:
         """Read all of it."""
+        self.expect([(0, self.num_bytes)])
         for index in range(_num_blocks(self.num_bytes, self.block_bytes)):
             self.block(0, index)
 
@@ -197,10 +237,11 @@ class BlockFile:
         if block is not None:
             return block
         expected = self._expected(level, index)
-        start = index * self.block_bytes
-        place = sum(self._sizes[:level]) + start
-        num_bytes = min(self.block_bytes, self._sizes[level] - start)
-        return self._cache.hold(key, num_bytes, partial(self._fill, key, place, expected))
+        place = sum(self._sizes[:level]) + index * self.block_bytes
+        return self._cache.hold(key, self._block_size(level, index), partial(self._fill, key, place, expected))
+
+    def _block_size(self, level: int, index: int) -> int:
+        return min(self.block_bytes, self._sizes[level] - index * self.block_bytes)
 
     def _fill(self, key: Key, place: int, expected: int, block: np.ndarray) -> None:
         # Read twice before it is called damage: what a page cache or a network has spoilt is whole on the disk.
@@ -244,6 +285,13 @@ class _Descriptor:
     def __del__(self) -> None:
         if self._number is not None:
             os.close(self._number)
+
+    def ask(self, start: int, num_bytes: int) -> None:
+        """Have the system read these bytes into its cache, and do not wait. Where it cannot, nothing is lost."""
+        assert self._number is not None
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._number, start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, into: memoryview, start: int, afresh: bool) -> None:
         """Fill `into` from byte `start` on. OSError where the file ends before that."""

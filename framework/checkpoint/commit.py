@@ -74,14 +74,16 @@ NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `keep`, and those of steps that `keep_every` divides."""
+    """Which checkpoints stay: the newest `keep`, those of steps that `keep_every` divides, and those that are read just now, as
+    `is_read` says of a step."""
 
     keep: int
     keep_every: int | None = None
+    is_read: Callable[[int], bool] = lambda step: False
 
     def keeps(self, step: int) -> bool:
         """Whether the checkpoint of a step stays however old it is."""
-        return self.keep_every is not None and step % self.keep_every == 0
+        return (self.keep_every is not None and step % self.keep_every == 0) or self.is_read(step)
 
 
 @dataclass(frozen=True)

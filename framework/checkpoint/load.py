@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ from framework.mesh.box import Box
 
 __all__ = ["load_checkpoint", "load_newest", "newest_checkpoint", "read_state"]
 
-BUFFER_BYTES = 64 << 20
+# Blocks that no other is read between are still in the processor's cache when they are copied: 64 MiB cost twice the time.
+BUFFER_BYTES = 8 << 20
 # What is looked up before anything is read, to be read in the files' order: some 1.5 KB each.
 MAX_NEEDS = 1 << 16
 
@@ -211,8 +212,17 @@ class Reader:
             raise CheckpointError(f"{self.path} lacks {missing} of the {data.numel()} elements of {entry.name}")
 
     def _read(self, needs: list["_Need"]) -> None:
-        for need in sorted(needs, key=lambda need: (need.piece.file, need.piece.offset)):
-            file = self._index.data_file(need.piece.file)
+        needs.sort(key=lambda need: (need.piece.file, need.piece.offset))
+        for number, of_file in groupby(needs, key=lambda need: need.piece.file):
+            self._read_file(self._index.data_file(number), list(of_file))
+
+    def _read_file(self, file: BlockFile, needs: list["_Need"]) -> None:
+        file.expect(need.range() for need in needs)
+        for need in needs:
+            start = _start_of_run(need)
+            if start is not None:
+                file.read_into(start, need.target.detach().view(-1).view(torch.uint8).numpy())
+                continue
             for part, values in _read_piece(need.piece, need.box, need.target.dtype, file):
                 need.target[part.relative_to(need.box).slices()].copy_(values)
 
@@ -224,6 +234,26 @@ class _Need:
     piece: Piece
     box: Box
     target: torch.Tensor
+
+    def range(self) -> tuple[int, int]:
+        """The bytes [start, stop) of the file from the first element to the last; others may lie between."""
+        sizes, place = self.piece.box.sizes, self.box.relative_to(self.piece.box)
+        first = last = 0
+        for size, offset, length in zip(sizes, place.offsets, place.sizes, strict=True):
+            first, last = first * size + offset, last * size + offset + length - 1
+        itemsize = self.target.dtype.itemsize
+        return self.piece.offset + first * itemsize, self.piece.offset + (last + 1) * itemsize
+
+
+def _start_of_run(need: _Need) -> int | None:
+    """The byte at which the wanted elements begin where they follow one another in the file and in the target, and the file can
+    be read straight into it: nothing is copied, and no other memory touched. Else None."""
+    sizes, place = need.piece.box.sizes, need.box.relative_to(need.piece.box)
+    # One index of each dim before some dim, any of that one, all of those behind it.
+    dim = next((dim for dim, size in enumerate(place.sizes) if size != 1), len(sizes))
+    follow_one_another = place.sizes[dim + 1 :] == sizes[dim + 1 :]
+    is_in_place = follow_one_another and need.target.is_contiguous() and need.target.device.type == "cpu"
+    return need.range()[0] if is_in_place else None
 
 
 def _read_piece(piece: Piece, wanted: Box, dtype: torch.dtype, file: BlockFile) -> Iterator[tuple[Box, torch.Tensor]]:

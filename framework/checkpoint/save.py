@@ -50,6 +50,7 @@ from framework.checkpoint.commit import (
     report,
     retain,
 )
+from framework.checkpoint.direct import DirectFile
 from framework.checkpoint.divide import (
     DESCRIBES,
     WRITES,
@@ -146,10 +147,10 @@ class Saver:
 
     world: over which the ranks' threads agree; nobody else uses it meanwhile. retention: which checkpoints stay. memory: what
     bytes are staged in. is_async: whether `start` returns before the save has ended. max_failures: so many saves in a row that
-    fail end the run. on_end: is told in the save's thread that one has ended, and whether it was committed. fault: for tests.
-    lease: of the run, which every rank checks before it writes; None for a folder that nobody launches. stalled_s: how long the
-    loop was held up so far. started: how many saves were; longest_s: how long one took at most. failures: saves that have
-    failed; failures_in_a_row: the last ones.
+    fail end the run. on_end: is told in the save's thread that one has ended: its step, and whether it was committed. fault: for
+    tests. lease: of the run, which every rank checks before it writes; None for a folder that nobody launches. stalled_s: how
+    long the loop was held up so far. started: how many saves were; longest_s: how long one took at most. failures: saves that
+    have failed; failures_in_a_row: the last ones.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Saver:
         memory: StagingMemory | None = None,
         is_async: bool = True,
         max_failures: int = 1,
-        on_end: Callable[[bool], None] = lambda is_committed: None,
+        on_end: Callable[[int, bool], None] = lambda step, is_committed: None,
         fault: Fault = no_fault,
         lease: Lease | None = None,
     ) -> None:
@@ -268,7 +269,7 @@ class Saver:
             pending.release(pending.arrival)
             pending.entries = []
             self.longest_s = max(self.longest_s, time.monotonic() - began)
-            self._on_end(is_committed)
+            self._on_end(pending.step, is_committed)
 
     def _say_failure(self, pending: PendingSave, error: MeshwrightError) -> None:
         in_a_row = self.failures_in_a_row + 1
@@ -407,12 +408,11 @@ def write_file(path: Path, staged: StagedFile, fault: Fault = no_fault) -> None:
     What a failed attempt has left goes first: after a failed fsync nobody knows which of its pages are on the disk.
     """
     path.unlink(missing_ok=True)
-    with open(path, "xb") as file:
+    with DirectFile(path) as file:
         for view in staged.views():
             file.write(view)
             fault("writing")
-        file.flush()
-        os.fsync(file.fileno())
+        file.sync()
     fault("written")
 
 

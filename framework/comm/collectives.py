@@ -175,21 +175,26 @@ def start_all_to_all(
         return on_host(start, out, x, axis).named(operation, axis)
 
 
-@torch.compiler.disable
 def broadcast(x: Tensor, axis: Communicator, source: int = 0) -> None:
     """x becomes the x of the rank at index `source` of the axis, in place. x: one shape and dtype on all ranks."""
+    start_broadcast(x, axis, source).wait()
+
+
+@torch.compiler.disable
+def start_broadcast(x: Tensor, axis: Communicator, source: int = 0, label: str = "") -> Pending:
+    """Start `broadcast`, of a tensor as there."""
     if axis.size == 1:
-        return
+        return Pending()
     _check(x)
-    check_agreement(axis, "broadcast", "", x)
+    check_agreement(axis, "broadcast", label, x)
     # A tree's inner ranks forward what they get; whom the backend lets forward is its affair, and the source is charged for all.
     operation = axis.record("broadcast", x.nbytes if axis.rank == source else 0)
 
     def start(x: Tensor, _: Tensor) -> Pending:
         return Pending([dist.broadcast(x, group=axis.group, group_src=source, async_op=True)], [x])
 
-    with axis.range("broadcast"):
-        on_host(start, x, x, axis).named(operation, axis).wait()
+    with axis.range("broadcast", label):
+        return on_host(start, x, x, axis).named(operation, axis)
 
 
 @torch.compiler.disable

@@ -16,6 +16,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+# Of the host's memory.
+PAGE_BYTES = 4096
+
 
 def choose_current(device: torch.device) -> None:
     """Make the device current in this thread: a new thread's is the first GPU."""
@@ -112,8 +115,12 @@ class Arrival:
 
 
 def segment_on_host(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory of the host, uint8 [num_bytes], that a `Moment` copies to."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    """Memory of the host, uint8 [num_bytes], that a `Moment` copies to; from a multiple of PAGE_BYTES on, so that a file can be
+    written straight from it. What is pinned is whole pages anyway."""
+    if device.type == "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % PAGE_BYTES :][:num_bytes]
 
 
 class Moment:

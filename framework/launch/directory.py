@@ -9,6 +9,7 @@ runs/quickstart-001/
     lease           the epoch of the run, which every start raises, and who took it: framework/lease.py
     .epoch-N/       where the start of epoch N makes files before they get their names; also in checkpoints/
     checkpoints/    step-N folders
+    exports/        step-N folders that from_pretrained loads, of checkpoint.export_every_steps
     request-save, request-stop  what `meshwright save` and `stop` ask of a run that runs
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
     log/            one error file per failed rank and launch
@@ -84,6 +85,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
 
     @property
     def tokenizer(self) -> Path:

@@ -1,6 +1,5 @@
-"""`meshwright export`: a run's newest weights as a folder that Hugging Face's `from_pretrained` loads."""
+"""`meshwright export`: the weights of a run's checkpoint as a folder that Hugging Face's `from_pretrained` loads."""
 
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from framework.checkpoint.commit import committed_name, newest_checkpoint, step_of
+from framework.checkpoint.commit import committed_name, list_checkpoints, newest_checkpoint, step_of
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import Reader
 from framework.data.tokenize import load_tokenizer
@@ -27,20 +26,20 @@ from framework.recipe.describe import caution_of_export
 from framework.recipe.schema import Model
 
 
-def export_command(run: Path, to: Path, best: bool = False, name: Path | None = None) -> int:
-    """Write the newest checkpoint of `run`, or the best, to the folder `to`, with its tokenizer. Needs memory for one unit.
+def export_command(run: Path, to: Path, best: bool = False, name: Path | None = None, step: int | None = None) -> int:
+    """Write the newest checkpoint of `run`, or the best, or that of a step, to the folder `to`, with its tokenizer. Needs memory
+    for one unit.
 
-    Weights keep the dtype in which the optimizer updated them, so nothing is lost. name: what `to` is called afterwards, if
-    otherwise. Raises RunError when the run has no checkpoint, ModelError when `to` has content already, CheckpointError when the
-    checkpoint is damaged.
+    Weights keep the dtype in which the optimizer updated them, so nothing is lost. The folder appears whole or not at all. name:
+    what `to` is called afterwards, if otherwise. Raises RunError when the run has no such checkpoint, ModelError when `to` has
+    content already, CheckpointError when the checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
     settings = load_recipe(directory.recipe).model
-    model, reader = _plan_model(directory, settings, best)
+    model, reader = _plan_model(directory, settings, _choose_checkpoint(directory, best, step))
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
-    write_weights(to, model, _read_units(reader, model, units), dtype)
-    shutil.copytree(directory.tokenizer, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("info.json"))
+    write_weights(to, model, _read_units(reader, model, units), dtype, _tokenizer_files(directory))
     print(f"exported step {reader.manifest.step:,} of {run} to {name or to}")
     if caution := caution_of_export(settings):
         print(f"note: {caution}")
@@ -54,7 +53,7 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     """
     directory = RunDirectory.open(run)
     settings = load_recipe(directory.recipe).model
-    model, reader = _plan_model(directory, settings)
+    model, reader = _plan_model(directory, settings, _choose_checkpoint(directory))
     units, ties = find_units(model), tied_names(model)
     prepare_mixtures(settings, model, units)  # the run's own model chooses experts with the bias that was added
     for unit in units:  # rotary tables and masks, which no checkpoint holds; before any weight that it would overwrite
@@ -69,19 +68,32 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     return model, reader.manifest.step
 
 
-def _plan_model(directory: RunDirectory, settings: Model, best: bool = False) -> tuple[PreTrainedModel, Reader]:
-    """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens, and the newest checkpoint, or the
-    best. settings: the recipe's."""
-    chosen = newest_checkpoint(directory.checkpoints)
-    if chosen is None:
+def _choose_checkpoint(directory: RunDirectory, best: bool = False, step: int | None = None) -> Path:
+    """The newest whole checkpoint, the best, or that of a step."""
+    root = directory.checkpoints
+    if step is not None:
+        if committed_name(root, step).exists():
+            return committed_name(root, step)
+        steps = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(root)) or "none"
+        raise RunError(f"{directory.path} has no checkpoint of step {step:,}; it has those of steps: {steps}")
+    newest = newest_checkpoint(root)
+    if newest is None:
         raise RunError(f"{directory.path} has no whole checkpoint yet: nothing to export")
-    if best:
-        chosen = find_best(directory.checkpoints, chosen)
+    return find_best(root, newest) if best else newest
+
+
+def _tokenizer_files(directory: RunDirectory) -> list[Path]:
+    return [path for path in sorted(directory.tokenizer.iterdir()) if path.name != "info.json"]
+
+
+def _plan_model(directory: RunDirectory, settings: Model, checkpoint: Path) -> tuple[PreTrainedModel, Reader]:
+    """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens, and its checkpoint. settings: the
+    recipe's."""
     model = build_meta(load_config(settings), settings.attention)
     # Runs of older versions have the family's ids in their recipes, not the tokenizer's.
     tokenizer = load_tokenizer(str(directory.tokenizer))
     set_token_ids(model, find_token_ids(model.config, tokenizer, settings.weights is not None))
-    return model, Reader(chosen)
+    return model, Reader(checkpoint)
 
 
 def find_best(root: Path, newest: Path) -> Path:

@@ -27,6 +27,8 @@ from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
+from framework.launch.directory import RunDirectory
+from framework.launch.exports import Exports, exports_have_ended
 from framework.launch.fault_door import FaultDoor
 from framework.launch.goodput import open_goodput
 from framework.launch.probe import probe
@@ -197,7 +199,9 @@ def _train(
         device=mesh.device,
         hear=_open_hearers(recipe, mesh, run_dir, state, door),
     )
-    saver = _open_saver(recipe, mesh, lease, watch, no_fault if door is None else door.reach)
+    # One rank asks for them, each in a process of its own; the others have none to wait for.
+    exports = Exports(RunDirectory(run_dir), recipe.checkpoint.export_every_steps if mesh.rank == 0 else None)
+    saver = _open_saver(recipe, mesh, lease, watch, exports, no_fault if door is None else door.reach)
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
@@ -226,6 +230,8 @@ def _train(
             if not loop.is_done:
                 _start_save(loop, saver, watch, phases, True, door)
             saver.finish()
+            while not exports_have_ended(exports, world, is_stopped=stop.requested or not loop.is_done):
+                phases.begin(Phase.SAVE)
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:
@@ -233,6 +239,7 @@ def _train(
         saver.abandon(SAVE_PATIENCE_S)
         raise
     finally:
+        exports.end()
         goodput.end(code)
         observers.close(code)
         run.close()
@@ -257,19 +264,24 @@ def _open_hearers(recipe: Recipe, mesh: Mesh, run_dir: Path, state: RunState, do
     return hearers
 
 
-def _open_saver(recipe: Recipe, mesh: Mesh, lease: Lease, watch: StepWatch, fault: Fault) -> Saver:
+def _open_saver(recipe: Recipe, mesh: Mesh, lease: Lease, watch: StepWatch, exports: Exports, fault: Fault) -> Saver:
     """The run's saves. Collective: their threads agree over a group of their own."""
+
+    def end_save(step: int, is_committed: bool) -> None:
+        watch.end_save(is_committed)
+        exports.end_save(step, is_committed)
+
     rules, world = recipe.checkpoint, connect_beside(mesh, SAVES)
     is_async = rules.mode == "async"
     watch.progress.communicators[SAVES] = (world,)
     return Saver(
         lease.run / "checkpoints",
         world,
-        Retention(rules.keep, rules.keep_every),
+        Retention(rules.keep, rules.keep_every, exports.reads),
         StagingMemory(mesh.device, None if is_async else 0, ranks_per_node()),
         is_async,
         rules.max_failures,
-        watch.end_save,
+        end_save,
         fault,
         lease=lease,
     )

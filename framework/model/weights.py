@@ -65,6 +65,7 @@ def write_weights(
     model_meta: PreTrainedModel,
     tensors: Iterable[dict[str, Tensor]],
     dtype: torch.dtype,
+    beside: Iterable[Path] = (),
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
     """Write a model as a folder that `from_pretrained` loads, with the keys and values of `save_pretrained`.
@@ -72,6 +73,7 @@ def write_weights(
     tensors: full CPU tensors, in the shapes of the whole model, by entry of the state dict, one dict per unit; together all
     entries, a tied weight under any of its names. Floating-point tensors are stored in `dtype`, or in fp32 where the family
     keeps that.
+    beside: files and folders, as of a tokenizer, that get a copy there.
     Memory: one unit and its converted copy. The folder appears complete or not at all.
     Raises ModelError if the folder has content already or the disk too little room.
     """
@@ -95,6 +97,8 @@ def write_weights(
             del unit  # or it would live on while the iterator gathers the next one
         assert written == set(places), f"no unit holds {sorted(set(places) - written)}"
         _write_configs(partial, model_meta, dtype)
+        for path in beside:
+            shutil.copytree(path, partial / path.name) if path.is_dir() else shutil.copy(path, partial)
         _publish(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -227,8 +231,16 @@ def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> 
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    """Rename the finished folder to its final name, once its bytes are on the disk."""
-    for path in partial.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    """Rename the finished folder to its final name, once all that is in it is on the disk."""
+    for path in (*partial.rglob("*"), partial):
+        _sync(path)
     os.replace(partial, folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

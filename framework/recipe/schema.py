@@ -345,6 +345,12 @@ class Checkpoint:
     )
     keep: int = key("newest checkpoints to keep", 3, low=1)
     keep_every: int | None = key("keep those of steps that are multiples of this as well; null: none", None, low=1)
+    export_every_steps: int | None = key(
+        "after every so many steps save, and write RUN/exports/step-N behind training: a folder that from_pretrained loads, as"
+        " `meshwright export` writes it; all are kept. null: never",
+        None,
+        low=1,
+    )
     keep_best: bool = key(
         "save whenever the validation loss is the lowest so far, and keep that checkpoint beside the newest", False
     )

@@ -141,10 +141,10 @@ class Loop:
         return self._is_validated(self.state.step)
 
     def must_save(self) -> bool:
-        """Whether a checkpoint is due: by steps, by rank 0's clock, asked for, as the best so far, or because the run is
-        done."""
-        every = self.recipe.checkpoint.every_steps
-        is_due = every is not None and self.state.step % every == 0
+        """Whether a checkpoint is due: by steps, for an export, by rank 0's clock, asked for, as the best so far, or because the
+        run is done."""
+        rules = self.recipe.checkpoint
+        is_due = any(every and self.state.step % every == 0 for every in (rules.every_steps, rules.export_every_steps))
         return is_due or self._flags.save or self._is_best or self.is_done
 
     def begin_validation(self, validation: Validation) -> None:

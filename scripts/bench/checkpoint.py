@@ -9,7 +9,8 @@ Ranks on this machine train a Llama with AdamW (fp32, ZeRO stage 3) and save in 
     ours             the loop waits in `Saver.start` and in front of an update whose tensors are not staged yet
 
 While a save is under way the ranks train on, so "steps" says what of the speed is left. The first save of each side takes memory
-and is told apart. Then each is loaded: dcp.load verifies nothing, ours every byte. Files are in the page cache.
+and is told apart. "CPU" is what a save costs a rank's process. Then each is loaded into the same layout; from the disk,
+for which the page cache is emptied of both sides' files; for others there is checkpoint_load.py.
 Compare sides of one run only: this machine's load changes by the minute.
 """
 
@@ -52,11 +53,13 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Measured:
-    """Seconds of one side's saves. blocked: of the loop; durable: until all is on the disk; steps: of those meanwhile."""
+    """Seconds of one side's saves. blocked: of the loop; durable: until all is on the disk; steps: of those meanwhile; cpu: of
+    this rank's process, with all its threads, beyond what as many steps take alone."""
 
     blocked: list[float] = field(default_factory=list)
     durable: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
 
 def main() -> None:
@@ -86,7 +89,9 @@ def measure(rank: int, ranks: int, folder: Path, options: argparse.Namespace) ->
     for _ in range(2):
         bench.take_step()
     shard = sum(entry.data.nbytes for entry in saved_entries(run))
+    before = cpu_seconds()
     alone = [bench.take_step() for _ in range(3)]
+    bench.step_cpu_s = (cpu_seconds() - before) / len(alone)
     for number in range(options.rounds):
         for save in sides.values():
             save(number)
@@ -109,6 +114,7 @@ class Bench:
     def __init__(self, run: Run, folder: Path):
         self.measured: dict[str, Measured] = defaultdict(Measured)
         self.memory = StagingMemory(CPU, num_neighbours=run.mesh.topology.world)
+        self.step_cpu_s = 0.0
         self._run, self._folder, self._step = run, folder, 0
         self._world = run.mesh.axis("world")
         beside = connect_beside(run.mesh, "saves")
@@ -151,7 +157,8 @@ class Bench:
         dcp.load(self._tensors(), checkpoint_id=path)
 
     def time_alike(self, work: Callable[[], None]) -> float:
-        """Seconds of the slowest rank."""
+        """Seconds of the slowest rank, from the disk."""
+        forget(self._folder)
         self._meet()
         began = time.perf_counter()
         work()
@@ -175,7 +182,7 @@ class Bench:
         self._meet()
         os.sync()
         measured = self.measured[name]
-        began = time.perf_counter()
+        began, cpu_s = time.perf_counter(), cpu_seconds()
         start()
         called = time.perf_counter() - began
         # All ranks take equally many steps.
@@ -188,6 +195,7 @@ class Bench:
         measured.durable.append(time.perf_counter() - began if steps else called)
         measured.blocked.append(called if blocked is None else blocked())
         measured.steps += steps
+        measured.cpu.append(cpu_seconds() - cpu_s - len(steps) * self.step_cpu_s)
         if self._world.rank == 0:
             print(
                 f"{name}: blocked {measured.blocked[-1]:.3f} s, {len(steps)} steps, durable {measured.durable[-1]:.1f} s",
@@ -205,6 +213,13 @@ class Bench:
 
 def build_run(num_parameters: int, ranks: int, rank: int, rendezvous: Path) -> Run:
     """A rank of a Llama of about so many parameters."""
+    recipe, config = describe_llama(num_parameters, ranks)
+    plan = make_plan(recipe, config)
+    return build(plan, connect(plan.topology, CPU, f"file://{rendezvous}", rank))
+
+
+def describe_llama(num_parameters: int, ranks: int) -> tuple[Recipe, LlamaConfig]:
+    """A recipe (ZeRO stage 3) for a Llama of about so many parameters, and its config."""
     width, of_layer = 3 * WIDTH, 4 * WIDTH**2 + 3 * WIDTH * 3 * WIDTH
     config = LlamaConfig(
         hidden_size=WIDTH,
@@ -223,8 +238,22 @@ def build_run(num_parameters: int, ranks: int, rank: int, rendezvous: Path) -> R
         optim=Optim(),
         launch=Launch(ranks=ranks, device="cpu"),
     )
-    plan = make_plan(recipe, config)
-    return build(plan, connect(plan.topology, CPU, f"file://{rendezvous}", rank))
+    return recipe, config
+
+
+def forget(folder: Path) -> None:
+    """Have the system read a folder's files from the disk when they are next read."""
+    for path in (each for each in folder.rglob("*") if each.is_file()):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def cpu_seconds() -> float:
+    """Of this process so far, in all threads. What the kernel does for it later (writing pages back) is not in it."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def show(found: dict[str, Any]) -> None:
@@ -236,6 +265,7 @@ def show(found: dict[str, Any]) -> None:
     )
     print(
         f"{'':16} {'blocked: first':>14} {'of dcp.save':>12} {'then':>8} {'of dcp.save':>12} {'durable':>8} {'steps':>8}"
+        f" {'CPU':>8}"
     )
     for name, side in found["sides"].items():
         first, *later = side["blocked"]
@@ -243,7 +273,7 @@ def show(found: dict[str, Any]) -> None:
         speed = f"{alone / median(side['steps']):.0%}" if side["steps"] else ""
         print(
             f"{name:16} {first:12.3f} s {first / whole[0]:12.1%} {then:6.3f} s {then / median(whole[1:] or whole):12.1%}"
-            f" {median(side['durable']):6.2f} s {speed:>8}"
+            f" {median(side['durable']):6.2f} s {speed:>8} {median(side['cpu']):6.2f} s"
         )
     print("loads: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["loads_s"].items()))
 

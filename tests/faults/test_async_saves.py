@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 from framework.checkpoint import save, staging, storage
 from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.commit import COMMITTED_POINTS, RANK_POINTS, SAVE_POINTS, Retention, list_checkpoints, step_of
+from framework.checkpoint.direct import DirectFile
 from framework.checkpoint.index import BLOCK_BYTES, DamagedCheckpoint, Entry
 from framework.checkpoint.load import load_checkpoint, load_newest
 from framework.checkpoint.save import CPU, Saver
@@ -195,7 +195,7 @@ class FailingSaves:
 
 def test_a_save_that_fails_is_said_and_tried_again_with_the_next(tmp_path, capsys):
     root, ended = tmp_path / "checkpoints", []
-    saver = open_saver(root, fault=FailingSaves(2, 3), max_failures=3, on_end=ended.append)
+    saver = open_saver(root, fault=FailingSaves(2, 3), max_failures=3, on_end=lambda *each: ended.append(each))
     for step in (1, 2, 3, 4):
         saver.start(step, one_entry(step), {"step": step})
         assert [path.name for path in list_checkpoints(root)] in ([], ["step-00000001"])
@@ -203,7 +203,7 @@ def test_a_save_that_fails_is_said_and_tried_again_with_the_next(tmp_path, capsy
     assert "step 2 was not saved (1 in a row, 3 end the run); training goes on, and the next save tries again" in said
     assert "no room for a checkpoint" in said
     saver.finish()
-    assert (saver.failures, saver.failures_in_a_row, ended) == (2, 0, [True, False, False, True])
+    assert (saver.failures, saver.failures_in_a_row, ended) == (2, 0, [(1, True), (2, False), (3, False), (4, True)])
     assert loaded(root) == 4
 
 
@@ -281,8 +281,8 @@ class ChangedOnTheWay:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        self._file.close()
+    def __exit__(self, *error):
+        self._file.__exit__(*error)
 
     def write(self, view):
         if len(view) > 100:
@@ -296,29 +296,13 @@ class ChangedOnTheWay:
 def check_changed_memory(root, monkeypatch):
     """Memory that is changed between staging and the disk does not become a checkpoint that looks whole."""
     with monkeypatch.context() as patch:
-        patch.setattr(save, "open", open_changed, raising=False)
-        patch.setattr(save, "write_index", unchanged_index(save.write_index))
+        patch.setattr(save, "DirectFile", lambda path: ChangedOnTheWay(DirectFile(path)))
         saver = open_saver(root)
         saver.start(1, one_entry(1), {"step": 1})
         saver.finish()
     [path] = list_checkpoints(root)
     with pytest.raises(DamagedCheckpoint):
         load_checkpoint(path, one_entry(0), ALONE)
-
-
-def open_changed(path, mode):
-    return ChangedOnTheWay(Path(path).open(mode))
-
-
-def unchanged_index(plain):
-    """The index is written as it is: this is about a rank's file."""
-
-    def write(*args):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(save, "open", open, raising=False)
-            return plain(*args)
-
-    return write
 
 
 def test_bytes_that_change_between_staging_and_the_disk_are_noticed(tmp_path, monkeypatch):

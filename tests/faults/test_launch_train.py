@@ -23,7 +23,7 @@ from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunError
 from framework.launch import local
 from framework.launch.directory import RunDirectory
-from framework.launch.export import _read, export_command
+from framework.launch.export import _read, export_command, load_model
 from framework.launch.request import save_command, stop_command
 from framework.launch.status import status_command
 from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
@@ -456,6 +456,30 @@ def test_export_is_what_from_pretrained_loads(tmp_path, capsys):
     for place in (model.config, model.generation_config):
         assert (place.bos_token_id, place.eos_token_id, place.pad_token_id) == (None, tokenizer.eos_token_id, None)
     assert load_recipe(Path("runs/whole/recipe.yaml")).model.config["eos_token_id"] == tokenizer.eos_token_id
+
+
+def test_exports_while_training_are_what_the_command_writes_byte_for_byte(tmp_path, capfd):
+    keys = ("run.id=exported", "train.steps=4", "checkpoint.export_every_steps=2")
+    assert train(*keys) == EXIT_DONE
+    said = capfd.readouterr().err
+    run = RunDirectory(Path("runs/exported"))
+    assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [4, 2]
+    for step in (2, 4):
+        assert f"exported step {step} to" in said
+        made, plain = run.exports / f"step-{step:08d}", tmp_path / str(step)
+        assert main(["export", "exported", "--step", str(step), "--to", str(plain)]) == EXIT_DONE
+        names = sorted(path.name for path in plain.iterdir())
+        assert names == sorted(path.name for path in made.iterdir())
+        assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
+        assert all((made / name).read_bytes() == (plain / name).read_bytes() for name in names)
+    model, step = load_model(run.path)
+    stock = AutoModelForCausalLM.from_pretrained(run.exports / "step-00000004", dtype=model.dtype)
+    ids = AutoTokenizer.from_pretrained(run.exports / "step-00000004")("mesh axis", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(stock.eval()(ids).logits, model.eval()(ids).logits)
+    assert step == 4
+    with pytest.raises(RunError, match=r"no checkpoint of step 3; it has those of steps: 4, 2"):
+        export_command(run.path, tmp_path / "none", step=3)
 
 
 def test_a_run_generates_with_its_newest_checkpoint_as_its_export_does(tmp_path, capsys):

@@ -9,6 +9,7 @@ import resource
 import tracemalloc
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,16 @@ from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, narrow
 from framework.errors import EXIT_FAILED, StorageError
 from framework.mesh.layout import Layout, Shard, part
-from tests.unit.test_checkpoint import ALONE, assert_loaded, blank_entries, content, make_entries, save, save_world
+from tests.unit.test_checkpoint import (
+    ALONE,
+    assert_loaded,
+    blank_entries,
+    content,
+    make_entries,
+    owned,
+    save,
+    save_world,
+)
 
 # --- memory
 
@@ -125,6 +135,113 @@ def test_a_rank_reads_no_more_of_a_larger_world_than_a_few_blocks_of_the_index(t
     assert few[f"rank-{16:05d}.bin"] == many[f"rank-{256:05d}.bin"]
     # Of 20 entries with 512 pieces of 32 bytes each: mostly one block an entry, at most two, and the hashes above them.
     assert many["index.bin"] <= (20 * 2 + 3) * INDEX_BLOCK_BYTES < 20 * 512 * 32
+
+
+# --- bytes read, and where they land
+
+BLOCK = 4 << 10
+SHAPE = (256, 192)
+ROWS, COLUMNS = (Shard("tp", dim, 0, 2) for dim in (0, 1))
+
+
+def shards(shard=None, divided=False):
+    """The layouts of two ranks: by a shard, or each half of the elements, or all of them."""
+    if shard is not None:
+        return [Layout(SHAPE, (replace(shard, index=rank),)) for rank in range(2)]
+    numel = SHAPE[0] * SHAPE[1]
+    return [Layout(SHAPE, interval=part(numel, rank, 2) if divided else None) for rank in range(2)]
+
+
+def sizes_read(reader, monkeypatch):
+    """Of all that the reader reads from now on, the index included."""
+    sizes, plain = [], reader.cache.files.read
+
+    def read(path, into, start, **how):
+        sizes.append(len(into))
+        plain(path, into, start, **how)
+
+    monkeypatch.setattr(reader.cache.files, "read", read)
+    return sizes
+
+
+WHOLE = [Layout(SHAPE)]
+RESHARDED = {
+    "2 to 1": (shards(divided=True), WHOLE),
+    "1 to 2": (WHOLE, shards(divided=True)),
+    "rows of tp 2 to pp 2": (shards(ROWS), WHOLE),
+    "columns of tp 2 to pp 2": (shards(COLUMNS), WHOLE),
+    "1 to rows of tp 2": (WHOLE, shards(ROWS)),
+    "zero 3 to 0, whose replicas divide the reading": (shards(divided=True), shards(divided=True)),
+}
+
+
+@pytest.mark.parametrize("case", RESHARDED)
+def test_a_rank_reads_at_most_a_tenth_more_than_it_asks_for(tmp_path, monkeypatch, case):
+    saved, wanted = RESHARDED[case]
+    values = {f"weight/{n}": torch.randn(SHAPE, generator=torch.Generator().manual_seed(n)) for n in range(4)}
+    ranks = [[Entry(name, each, owned(tensor, each)) for name, tensor in values.items()] for each in saved]
+    path = save_world(tmp_path, 1, ranks, {}, BLOCK)
+    for layout in wanted:
+        mine = [Entry(name, layout, torch.zeros(layout.numel_owned)) for name in values]
+        reader = Reader(path)
+        read = sizes_read(reader, monkeypatch)
+        reader.fill(mine)
+        assert all(torch.equal(entry.data, owned(values[entry.name], layout)) for entry in mine)
+        assert sum(read) <= 1.1 * sum(entry.data.nbytes for entry in mine)
+
+
+@pytest.mark.parametrize("case", RESHARDED)
+def test_the_disk_is_asked_ahead_for_what_is_read_and_for_nothing_else(tmp_path, monkeypatch, case):
+    saved, wanted = RESHARDED[case]
+    values = {f"weight/{n}": torch.randn(SHAPE) for n in range(4)}
+    ranks = [[Entry(name, each, owned(tensor, each)) for name, tensor in values.items()] for each in saved]
+    path = save_world(tmp_path, 1, ranks, {}, BLOCK)
+    asked, plain = [], os.posix_fadvise
+    monkeypatch.setattr(blocks, "ADVISED_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(blocks, "AHEAD_BYTES", 8 * BLOCK)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *rest: asked.append(rest) or plain(fd, *rest))
+    for layout in wanted:
+        asked.clear()
+        mine = [Entry(name, layout, torch.zeros(layout.numel_owned)) for name in values]
+        reader = Reader(path)
+        read = sizes_read(reader, monkeypatch)
+        reader.fill(mine)
+        assert all(advice == os.POSIX_FADV_WILLNEED for _, _, advice in asked)
+        assert max(size for _, size, _ in asked) <= 2 * BLOCK
+        # All of it, but for the index and rest of blocks.
+        assert 0.9 * sum(entry.data.nbytes for entry in mine) <= sum(size for _, size, _ in asked) <= sum(read)
+        assert not any(reader.cache.files._expected.values())
+
+
+def test_what_lies_alike_in_file_and_tensor_is_read_in_place(tmp_path):
+    """Only what is cut inside a block, as columns are, goes through the cache."""
+    ranks = [[Entry("weight/w", Layout(SHAPE), torch.arange(float(SHAPE[0] * SHAPE[1])))]]
+    path = save_world(tmp_path, 1, ranks, {}, BLOCK)
+    held = []
+    for layout in (*WHOLE, *shards(ROWS), *shards(divided=True), *shards(COLUMNS)):
+        reader = Reader(path)
+        reader.fill([Entry("weight/w", layout, torch.zeros(layout.numel_owned))])
+        blocks = {key: len(block) for key, block in reader.cache._blocks.items()}
+        held.append(sum(size for (file, level, _), size in blocks.items() if file.name != "index.bin" and level == 0))
+    assert held[:5] == [0] * 5
+    assert min(held[5:]) > 10 * BLOCK
+
+
+def test_damage_that_is_met_in_place_names_its_block_and_is_read_twice(tmp_path):
+    ranks = [[Entry("weight/w", Layout(SHAPE), torch.arange(float(SHAPE[0] * SHAPE[1])))]]
+    path = save_world(tmp_path, 1, ranks, {}, BLOCK)
+    file = path / "rank-00000.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: 7 * BLOCK + 5] + b"!" + whole[7 * BLOCK + 6 :])
+    reader = Reader(path)
+    with pytest.raises(DamagedCheckpoint) as met:
+        reader.fill([Entry("weight/w", Layout(SHAPE), torch.zeros(SHAPE[0] * SHAPE[1]))])
+    assert met.value.block == (file, 0, 7)
+    with pytest.raises(DamagedCheckpoint):
+        Reader(path).confirm(met.value)
+    file.write_bytes(whole)
+    with pytest.raises(StorageError, match="rank 0 reads what was saved"):
+        Reader(path).confirm(met.value)
 
 
 @pytest.mark.parametrize("hint", [-5, 0, 3, 49, 50, 51, 99, 1000])

@@ -224,7 +224,9 @@ class TestArguments:
         assert generated.pop() == (tmp_path, "def", 9, 0.0, 3)
         exported = rooms("framework.launch.export", "export_command")
         run("export", "some-run", "--to", str(tmp_path))
-        assert [str(part) for part in exported.pop()] == ["runs/some-run", str(tmp_path), "False"]
+        assert [str(part) for part in exported.pop()] == ["runs/some-run", str(tmp_path), "False", "None"]
+        run("export", "some-run", "--to", str(tmp_path), "--step", "7")
+        assert exported.pop()[2:] == (False, 7)
         inspected = rooms("framework.checkpoint.inspect", "inspect_command")
         run("inspect", str(tmp_path))
         assert inspected.pop() == (tmp_path,)

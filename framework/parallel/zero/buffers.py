@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from framework.comm.collectives import all_reduce
+from framework.comm.collectives import start_broadcast
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Download, HomeTransfers, fetch, write_across, zeros_on_host
 from framework.errors import LayoutError
@@ -308,19 +308,23 @@ class UnitBuffer:
         """Complete a tensor over what is owned, [numel_owned], or a span of it as for `held`, of which each rank of
         `axes.reading` has a share.
 
-        Collective over `axes.reading`: an all-reduce of the tensor's bytes, in place. The others' parts are zero, and a sum of
-        whole numbers keeps every bit, of NaN and of -0.0, too.
+        Collective over `axes.reading`: each rank broadcasts its share, so it sends that, gets the others', and both in place.
         """
+        axis = self.plan.axes.reading
+        if axis.size == 1 or not values.numel():
+            return
+        # Ranks send between devices: what lives on the host goes there and back.
+        here = fetch(values, self.full.device)
         first = self.plan.start if origin is None else origin
-        low, high = (min(max(bound - first, 0), values.numel()) for bound in self.plan.read_bounds)
-        values[:low].zero_()
-        values[high:].zero_()
-        if values.numel():
-            here = fetch(
-                values, self.full.device
-            )  # ranks send between devices: what lives on the host goes there and back
-            all_reduce(here.view(torch.uint8), self.plan.axes.reading, label=f"read {self.unit}")
-            values.copy_(here)
+        arriving = []
+        for reader in range(axis.size):
+            low, high = (min(max(bound - first, 0), len(here)) for bound in self.plan.read_bounds_of(reader))
+            if low < high:
+                share = here[low:high].view(torch.uint8)
+                arriving.append(start_broadcast(share, axis, reader, label=f"read {self.unit}"))
+        for each in arriving:
+            each.wait()
+        values.copy_(here)
 
     def counted_elements(self, values: Tensor) -> list[Tensor]:
         """The elements that this rank counts of a tensor over what it owns, [numel_owned]: views. Padding is nobody's."""

@@ -166,7 +166,11 @@ class BufferPlan:
     @cached_property
     def read_bounds(self) -> Run:
         """Elements of the buffer that this rank reads from a checkpoint for all ranks of `axes.reading`."""
-        low, high = part(self.numel_owned, self.axes.reading.rank, self.axes.reading.size)
+        return self.read_bounds_of(self.axes.reading.rank)
+
+    def read_bounds_of(self, reader: int) -> Run:
+        """`read_bounds` of the rank at index `reader` of `axes.reading`."""
+        low, high = part(self.numel_owned, reader, self.axes.reading.size)
         return self.start + low, self.start + high
 
     @cached_property

@@ -1,0 +1,177 @@
+"""Exports beside training (`checkpoint.export_every_steps`): the checkpoints of a run as folders that `from_pretrained` loads.
+
+    save of step N is committed --> `meshwright export RUN --step N` in a process of its own --> RUN/exports/step-N, by one rename
+
+The process reads the checkpoint's files, unit after unit, so training lends it neither its memory nor its interpreter: it has
+memory for one unit, one thread, and yields the processor to whoever wants it. What it does wrong, or dies of, is said and ends
+nothing. Exports go one after another. The checkpoint that one reads, or is to read next, is kept until then. Where they take
+longer than the time between them, the one that waits is left out, which is said.
+
+An export that a stop or a crash has ended is made at the next start, if its checkpoint is still there.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from framework.checkpoint.commit import committed_name, list_checkpoints, report, step_of
+from framework.comm.collectives import all_reduce
+from framework.comm.communicator import Communicator
+from framework.launch.directory import RunDirectory
+
+# The lowest priority that there is.
+NICE = 19
+# Ranks that wait for the last export tell one another so often that they are there.
+WAIT_S = 5.0
+# A process that is told to end gets so long, and so long again when it is killed.
+END_S = 5.0
+# What of its words is shown of an export that failed: the end of a traceback.
+SHOWN_CHARACTERS = 2000
+
+
+class Exports:
+    """The exports of a run, in one thread that waits for one process at a time. every_steps: None: none are made."""
+
+    def __init__(self, run: RunDirectory, every_steps: int | None) -> None:
+        self._run, self._every_steps = run, every_steps
+        # Guards what follows: the loop's thread, the save's and this one meet here.
+        self._changed = threading.Condition()
+        self._waiting: int | None = None
+        self._reading: int | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        self._has_ended = False
+        self._resume()
+
+    def _resume(self) -> None:
+        """Ask for what an earlier start has left undone, and remove what it has left of it."""
+        if self._every_steps is None:
+            return
+        for path in self._run.exports.glob(".*"):
+            shutil.rmtree(path, ignore_errors=True)
+        undone = [
+            step
+            for step in map(step_of, list_checkpoints(self._run.checkpoints))
+            if self._is_due(step) and not self._folder(step).exists()
+        ]
+        if undone:
+            self._ask_for(undone[0])  # the newest: of a run that is long past the others
+
+    def reads(self, step: int) -> bool:
+        """Whether the checkpoint of a step is still to be read. For retention, in the save's thread."""
+        return step in (self._waiting, self._reading)
+
+    def end_save(self, step: int, is_committed: bool) -> None:
+        """A save has ended. In the save's thread: returns at once."""
+        if is_committed and self._is_due(step):
+            self._ask_for(step)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all exports have ended, after waiting for so long at most."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting is None and self._reading is None, timeout_s)
+
+    def end(self) -> None:
+        """No export begins any more, and one that is under way ends now, without its folder."""
+        with self._changed:
+            self._has_ended, self._waiting = True, None
+            process = self._process
+            self._changed.notify_all()
+        if process is not None:
+            process.terminate()
+        if self._thread is not None:
+            self._thread.join(END_S)
+            if self._thread.is_alive() and process is not None:
+                process.kill()
+                self._thread.join(END_S)  # no longer, whatever its file system does: the run has ended
+
+    def _is_due(self, step: int) -> bool:
+        return self._every_steps is not None and step % self._every_steps == 0
+
+    def _folder(self, step: int) -> Path:
+        return committed_name(self._run.exports, step)
+
+    def _ask_for(self, step: int) -> None:
+        with self._changed:
+            if self._waiting is not None:
+                report(
+                    f"the export of step {self._waiting:,} is left out: exports take longer than the time between them. Raise"
+                    f" checkpoint.export_every_steps, or export it later: meshwright export {self._run.path} --step"
+                    f" {self._waiting} --to DIR, while its checkpoint is kept"
+                )
+            self._waiting = step
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="export", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        """In the thread."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._has_ended)
+                if self._has_ended:
+                    return
+                assert self._waiting is not None
+                self._reading, self._waiting = self._waiting, None
+                step = self._reading
+            try:
+                self._export(step)
+            except OSError as error:
+                report(f"{self._failure(step)}: {error}")
+            finally:
+                with self._changed:
+                    self._reading = self._process = None
+                    self._changed.notify_all()
+
+    def _export(self, step: int) -> None:
+        folder = self._folder(step)
+        if folder.exists():  # of a run that has come to this step once more, by other data perhaps
+            former = folder.with_name(f".{folder.name}.former-{os.getpid()}")
+            folder.rename(former)
+            shutil.rmtree(former)
+        with self._changed:
+            if self._has_ended:
+                return
+            process = self._process = subprocess.Popen(
+                make_command(self._run.path, step, folder),
+                start_new_session=True,  # Ctrl-C is for the rank, which then ends this
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                # It needs no GPU: a context of CUDA would take memory from the ranks.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+            )
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        said, _ = process.communicate()
+        if process.returncode == 0:
+            report(f"exported step {step:,} to {folder}")
+        elif self._has_ended:
+            report(f"the export of step {step:,} was stopped with the run; the next start makes it")
+        else:
+            report(f"{self._failure(step)} (exit code {process.returncode}):\n{said[-SHOWN_CHARACTERS:].rstrip()}")
+
+    def _failure(self, step: int) -> str:
+        return f"step {step:,} was not exported; training goes on, and the next start tries again if the checkpoint is kept"
+
+
+def make_command(run: Path, step: int, folder: Path) -> list[str]:
+    """The words that export one checkpoint."""
+    return [sys.executable, "-m", "framework", "export", str(run), "--step", str(step), "--to", str(folder)]
+
+
+def exports_have_ended(exports: Exports, world: Communicator, *, is_stopped: bool) -> bool:
+    """Whether nobody waits for an export any more, after some seconds at most. Collective over `world`: ranks that waited in one
+    collective for as long as an export may take would run into its timeout. is_stopped: do not wait, the run is to end now."""
+    left = torch.tensor(0.0 if is_stopped or exports.wait(WAIT_S) else 1.0)
+    all_reduce(left, world, "max", label="exports")
+    return not left
