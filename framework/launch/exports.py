@@ -2,7 +2,8 @@
 
     save of step N is committed --> `meshwright export RUN --step N` in a process of its own --> RUN/exports/step-N, by one rename
 
-The process reads the checkpoint's files, unit after unit, so training lends it neither its memory nor its interpreter: it has
+The folder is made in the workplace of this start, so that one which was held for dead publishes none (framework/lease.py). The
+process reads the checkpoint's files, unit after unit, so training lends it neither its memory nor its interpreter: it has
 memory for one unit, one thread, and yields the processor to whoever wants it. What it does wrong, or dies of, is said and ends
 nothing. Exports go one after another. The checkpoint that one reads, or is to read next, is kept until then. Where they take
 longer than the time between them, the one that waits is left out, which is said.
@@ -11,7 +12,6 @@ An export that a stop or a crash has ended is made at the next start, if its che
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -23,7 +23,9 @@ import torch
 from framework.checkpoint.commit import committed_name, list_checkpoints, report, step_of
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
+from framework.errors import MeshwrightError
 from framework.launch.directory import RunDirectory
+from framework.lease import Lease
 
 # The lowest priority that there is.
 NICE = 19
@@ -38,8 +40,8 @@ SHOWN_CHARACTERS = 2000
 class Exports:
     """The exports of a run, in one thread that waits for one process at a time. every_steps: None: none are made."""
 
-    def __init__(self, run: RunDirectory, every_steps: int | None) -> None:
-        self._run, self._every_steps = run, every_steps
+    def __init__(self, lease: Lease, every_steps: int | None) -> None:
+        self._run, self._lease, self._every_steps = RunDirectory(lease.run), lease, every_steps
         # Guards what follows: the loop's thread, the save's and this one meet here.
         self._changed = threading.Condition()
         self._waiting: int | None = None
@@ -50,11 +52,7 @@ class Exports:
         self._resume()
 
     def _resume(self) -> None:
-        """Ask for what an earlier start has left undone, and remove what it has left of it."""
-        if self._every_steps is None:
-            return
-        for path in self._run.exports.glob(".*"):
-            shutil.rmtree(path, ignore_errors=True)
+        """Ask for what an earlier start has left undone."""
         undone = [
             step
             for step in map(step_of, list_checkpoints(self._run.checkpoints))
@@ -123,24 +121,34 @@ class Exports:
                 step = self._reading
             try:
                 self._export(step)
-            except OSError as error:
-                report(f"{self._failure(step)}: {error}")
+                report(f"exported step {step:,} to {self._folder(step)}")
+            except (OSError, MeshwrightError, _NotExported) as error:
+                if self._has_ended:
+                    report(f"the export of step {step:,} was stopped with the run; the next start makes it")
+                else:
+                    report(
+                        f"step {step:,} was not exported; training goes on, and the next start tries again if the checkpoint is"
+                        f" kept: {error}"
+                    )
             finally:
                 with self._changed:
                     self._reading = self._process = None
                     self._changed.notify_all()
 
     def _export(self, step: int) -> None:
+        """Raises what is wrong; a folder of the step's name, of a run that has come to it once more, is then as it was."""
         folder = self._folder(step)
-        if folder.exists():  # of a run that has come to this step once more, by other data perhaps
-            former = folder.with_name(f".{folder.name}.former-{os.getpid()}")
-            folder.rename(former)
-            shutil.rmtree(former)
+        self._lease.check()
+        folder.parent.mkdir(exist_ok=True)
+        with self._lease.replacing(folder) as made:
+            self._run_process(make_command(self._run.path, step, made))
+
+    def _run_process(self, command: list[str]) -> None:
         with self._changed:
             if self._has_ended:
-                return
+                raise _NotExported("the run has ended")
             process = self._process = subprocess.Popen(
-                make_command(self._run.path, step, folder),
+                command,
                 start_new_session=True,  # Ctrl-C is for the rank, which then ends this
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -153,15 +161,12 @@ class Exports:
         with suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         said, _ = process.communicate()
-        if process.returncode == 0:
-            report(f"exported step {step:,} to {folder}")
-        elif self._has_ended:
-            report(f"the export of step {step:,} was stopped with the run; the next start makes it")
-        else:
-            report(f"{self._failure(step)} (exit code {process.returncode}):\n{said[-SHOWN_CHARACTERS:].rstrip()}")
+        if process.returncode:
+            raise _NotExported(f"exit code {process.returncode}\n{said[-SHOWN_CHARACTERS:].rstrip()}")
 
-    def _failure(self, step: int) -> str:
-        return f"step {step:,} was not exported; training goes on, and the next start tries again if the checkpoint is kept"
+
+class _NotExported(Exception):
+    """The process has ended otherwise than well; says how."""
 
 
 def make_command(run: Path, step: int, folder: Path) -> list[str]:

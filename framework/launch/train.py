@@ -27,7 +27,6 @@ from framework.data.open_data import open_data
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
-from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
 from framework.launch.fault_door import FaultDoor
 from framework.launch.goodput import open_goodput
@@ -200,7 +199,7 @@ def _train(
         hear=_open_hearers(recipe, mesh, run_dir, state, door),
     )
     # One rank asks for them, each in a process of its own; the others have none to wait for.
-    exports = Exports(RunDirectory(run_dir), recipe.checkpoint.export_every_steps if mesh.rank == 0 else None)
+    exports = Exports(lease, recipe.checkpoint.export_every_steps if mesh.rank == 0 else None)
     saver = _open_saver(recipe, mesh, lease, watch, exports, no_fault if door is None else door.reach)
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
     code = EXIT_FAILED

@@ -40,6 +40,7 @@ KNOWN = {
     "launch/directory.py _claim_next": OUTSIDE,
     "launch/directory.py write_private": "called for files of a workplace, or for a run that is just made",
     "launch/export.py export_command": "the user's folder; of `train.sample` one of the workplace",
+    "launch/exports.py Exports._export": CHECKED,
     "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/local.py keep_tokenizer": IN_WORKPLACE,
     "launch/probe.py probe": IN_WORKPLACE,

@@ -13,6 +13,7 @@ from framework.checkpoint.commit import Retention, committed_name, list_checkpoi
 from framework.launch import exports as exports_module
 from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
+from framework.lease import Lease
 from tests.unit.test_checkpoint import ALONE, save
 
 MAKES = 'mkdir -p "$1"'
@@ -54,7 +55,7 @@ def wait_for_process(exports):
 
 def test_steps_that_are_due_are_exported_once_they_are_committed(run, shell, capsys):
     asked = shell(MAKES)
-    exports = Exports(run, 10)
+    exports = Exports(Lease(run.path), 10)
     for step, is_committed in ((10, True), (15, True), (20, False)):
         exports.end_save(step, is_committed)
         assert exports.wait(30)
@@ -66,7 +67,7 @@ def test_steps_that_are_due_are_exported_once_they_are_committed(run, shell, cap
 
 def test_without_the_key_nothing_is_exported(run, shell):
     asked = shell(MAKES)
-    exports = Exports(run, None)
+    exports = Exports(Lease(run.path), None)
     exports.end_save(10, True)
     assert exports.wait(0)
     assert asked == []
@@ -74,11 +75,11 @@ def test_without_the_key_nothing_is_exported(run, shell):
 
 
 @pytest.mark.parametrize(
-    ("script", "words"), [("echo no room; exit 3", "(exit code 3):\nno room"), ("kill -9 $$", "(exit code -9)")]
+    ("script", "words"), [("echo no room; exit 3", "exit code 3\nno room"), ("kill -9 $$", "exit code -9")]
 )
 def test_an_export_that_fails_is_said_and_the_next_goes_on(run, shell, capsys, script, words):
     shell(f"test $3 = 20 && {MAKES} || {{ {script}; }}")
-    exports = Exports(run, 10)
+    exports = Exports(Lease(run.path), 10)
     for step in (10, 20):
         exports.end_save(step, True)
         assert exports.wait(30)
@@ -91,7 +92,7 @@ def test_an_export_that_fails_is_said_and_the_next_goes_on(run, shell, capsys, s
 
 def test_a_process_that_cannot_start_is_said(run, monkeypatch, capsys):
     monkeypatch.setattr(exports_module, "make_command", lambda *_: ["/nowhere/python"])
-    exports = Exports(run, 10)
+    exports = Exports(Lease(run.path), 10)
     exports.end_save(10, True)
     assert exports.wait(30)
     assert "step 10 was not exported" in capsys.readouterr().err
@@ -100,7 +101,7 @@ def test_a_process_that_cannot_start_is_said(run, monkeypatch, capsys):
 
 def test_a_save_never_waits_and_of_those_that_wait_the_newest_is_exported(run, shell, capsys):
     asked = shell(WAITS)
-    exports = Exports(run, 10)
+    exports = Exports(Lease(run.path), 10)
     exports.end_save(10, True)
     wait_for_process(exports)
     for step in (20, 30):
@@ -116,19 +117,19 @@ def test_a_save_never_waits_and_of_those_that_wait_the_newest_is_exported(run, s
 def check_retention(run, shell, make_retention):
     """Steps 1 to 3 are saved, of which one is to stay, while step 1 is being exported and step 2 waits."""
     shell(WAITS)
-    exports = Exports(run, 1)
+    exports = Exports(Lease(run.path), 1)
     for step in (1, 2, 3):
         save(run.checkpoints, step, keep=9)
         if step < 3:
             exports.end_save(step, True)
             wait_for_process(exports)
-    retain(run.checkpoints, make_retention(exports))
+    retain(run.checkpoints, Lease(run.path), make_retention(exports))
     kept = [step_of(path) for path in list_checkpoints(run.checkpoints)]
     (run.path / "go").touch()
     assert exports.wait(30)
     exports.end()
     assert kept == [3, 2, 1]
-    retain(run.checkpoints, make_retention(exports))
+    retain(run.checkpoints, Lease(run.path), make_retention(exports))
     assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [3]
 
 
@@ -144,7 +145,7 @@ def test_sabotaged_retention_that_does_not_ask_for_readers_is_noticed(run, shell
 def test_the_end_of_a_run_ends_its_export_without_a_folder_and_the_next_start_makes_it(run, shell, capsys):
     asked = shell(WAITS)
     save(run.checkpoints, 10, keep=9)
-    exports = Exports(run, 10)
+    exports = Exports(Lease(run.path), 10)
     exports.end_save(10, True)
     process = wait_for_process(exports)
     assert exports_have_ended(exports, ALONE, is_stopped=True)
@@ -153,7 +154,7 @@ def test_the_end_of_a_run_ends_its_export_without_a_folder_and_the_next_start_ma
     assert "the export of step 10 was stopped with the run" in capsys.readouterr().err
     assert made(run) == []
     (run.path / "go").touch()
-    again = Exports(run, 10)
+    again = Exports(Lease(run.path), 10)
     assert again.wait(30)
     again.end()
     assert (asked, made(run)) == ([10, 10], ["step-00000010"])
@@ -162,7 +163,7 @@ def test_the_end_of_a_run_ends_its_export_without_a_folder_and_the_next_start_ma
 def test_an_export_that_does_not_end_is_killed_with_the_run(run, shell, monkeypatch, capsys):
     monkeypatch.setattr(exports_module, "END_S", 0.2)
     shell('trap "" TERM; touch "$2/ready"; while true; do sleep 0.02; done')
-    exports = Exports(run, 10)
+    exports = Exports(Lease(run.path), 10)
     exports.end_save(10, True)
     process = wait_for_process(exports)
     while not (run.path / "ready").exists():
@@ -171,13 +172,12 @@ def test_an_export_that_does_not_end_is_killed_with_the_run(run, shell, monkeypa
     assert process.wait(30) == -signal.SIGKILL
 
 
-def test_a_start_makes_what_is_missing_of_the_newest_and_clears_what_was_half_made(run, shell):
+def test_a_start_makes_what_is_missing_of_the_newest(run, shell):
     asked = shell(MAKES)
     for step in (10, 20, 25):
         save(run.checkpoints, step, keep=9)
     committed_name(run.exports, 20).mkdir(parents=True)
-    (run.exports / ".step-00000010.partial-1").mkdir()
-    exports = Exports(run, 10)
+    exports = Exports(Lease(run.path), 10)
     assert exports.wait(30)
     exports.end()
     assert (asked, made(run)) == ([10], ["step-00000010", "step-00000020"])
@@ -188,7 +188,7 @@ def test_a_step_that_is_come_to_once_more_is_exported_anew(run, shell):
     former = committed_name(run.exports, 10)
     former.mkdir(parents=True)
     (former / "old").touch()
-    exports = Exports(run, 10)
+    exports = Exports(Lease(run.path), 10)
     exports.end_save(10, True)
     assert exports.wait(30)
     exports.end()
@@ -200,7 +200,7 @@ def test_the_process_yields_the_processor_and_sees_no_gpu(run, shell):
     shell(
         'mkdir -p "$1"; sleep 0.3; ps -o ni= -p $$ > "$1/nice"; echo "$CUDA_VISIBLE_DEVICES$OMP_NUM_THREADS" > "$1/env"'
     )
-    exports = Exports(run, 10)
+    exports = Exports(Lease(run.path), 10)
     exports.end_save(10, True)
     assert exports.wait(30)
     exports.end()
