@@ -1,17 +1,24 @@
 """One rank of a run, from its saved recipe to its exit code: plan, connect, build, train."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from framework.build import build
-from framework.checkpoint.commit import Retention, find_newest
-from framework.checkpoint.save import Saver
+from framework.checkpoint.commit import Retention, report
+from framework.checkpoint.held import HeldSteps, Start
+from framework.checkpoint.index import Entry
+from framework.checkpoint.lineage import begin_generation
+from framework.checkpoint.neighbors import CopyKeeper, meet_neighbours
+from framework.checkpoint.node_memory import memory_of
+from framework.checkpoint.save import Goal, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.collectives import gather_objects
-from framework.comm.connect import Mesh, choose_device, connect, connect_beside, num_nodes, ranks_per_node
+from framework.comm.communicator import Communicator
+from framework.comm.connect import Mesh, choose_device, connect, connect_beside, node_name, num_nodes, ranks_per_node
 from framework.comm.objects import tell
 from framework.data.loader import Loader, validation_batches
 from framework.data.open_data import open_data
@@ -37,6 +44,7 @@ from framework.train.loop import Loop
 from framework.train.phases import Phase, Phases
 from framework.train.profiler import StepProfiler
 from framework.train.state import RunState, restore, saved_entries
+from framework.train.step import Run
 from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
@@ -105,19 +113,23 @@ def _train(
 ) -> int:
     recipe, derived = plan.recipe, plan.derived
     world, dp, root = mesh.axis("world"), mesh.axis("dp"), run_dir / "checkpoints"
+    neighbours = meet_neighbours(node_name(), recipe.checkpoint.neighbor_copies, world)
+    copies = HeldSteps(memory_of(run_dir, node_name()), neighbours, world)
     # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
-    found = tell(partial(find_newest, root), world)
-    resumes = found.newest is not None
+    start = copies.find_start(run_dir, root)
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
-        run = build(plan, mesh, resumes, run_dir.name)
+        run = build(plan, mesh, start.resumes, run_dir.name)
         phases.begin(Phase.RESTORE)
-        state = restore(run, root, found) if resumes else RunState(run_dir.name, prepared.fingerprint)
+        state = _restore(run, root, start, copies) if start.resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:
         raise DataError(
             f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
             " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
+    generation = tell(partial(begin_generation, run_dir, root, state.step), world)
+    # What is held of other steps, or for a run that keeps no copies any more, only takes memory.
+    copies.clear(keep=start.held.name if start.held is not None and neighbours.copies else None)
     prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
     sources = tuple(source.name for source in prepared.sources)
     info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy, sources, prompt)
@@ -152,7 +164,7 @@ def _train(
         slices=plan.context_slices(mesh.rank),
         device=mesh.device,
     )
-    saver = _open_saver(recipe, mesh, root, watch)
+    saver = _open_saver(recipe, mesh, root, watch, partial(CopyKeeper, copies.memory, neighbours, generation))
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, run_dir, print)
@@ -168,16 +180,17 @@ def _train(
                     loop.begin_validation(Validation(open_validation(), len(sources)))
                     if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                         loop.end_validation()
-                if loop.must_save():
+                if goal := loop.find_goal():
                     with phases.within(Phase.SAVE):
-                        _start_save(loop, saver, watch, phases, is_last=loop.is_done)
+                        _start_save(loop, saver, watch, phases, goal, is_last=loop.is_done)
                 observers.contain("profile", partial(profiler.begin_step, step + 1))
             observers.contain("profile", profiler.close)
             phases.begin(Phase.SAVE)
             if not loop.is_done:
-                _start_save(loop, saver, watch, phases, is_last=True)
+                _start_save(loop, saver, watch, phases, Goal.DISK, is_last=True)
             saver.finish()
             phases.begin(Phase.CLOSE)
+            copies.clear()  # the last step is on the disk
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:
         code = error.exit_code
@@ -197,25 +210,49 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
 
 
-def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch) -> Saver:
-    """The run's saves. Collective: their threads agree over a group of their own."""
+def _restore(run: Run, root: Path, start: Start, copies: HeldSteps) -> RunState:
+    """Fill the run from where it goes on, and say where that is if it is no checkpoint."""
+    held = start.held
+    if held is None:
+        return restore(run, root, start.found)
+
+    def load_held(entries: Sequence[Entry]) -> dict[str, Any] | None:
+        values = copies.load(held, entries)
+        if values is not None and run.mesh.rank == 0:
+            report(f"going on from step {held.name.step:,}, which the memory of the run's nodes holds")
+        return values
+
+    return restore(run, root, load_held=load_held)
+
+
+def _open_saver(
+    recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch, open_keeper: Callable[[Communicator], CopyKeeper]
+) -> Saver:
+    """The run's saves. Collective: their threads agree over a group of their own, over which copies travel as well."""
     rules = recipe.checkpoint
-    is_async = rules.mode == "async"
+    is_async, world = rules.mode == "async", connect_beside(mesh, "saves")
+    keeper = open_keeper(world)
+    if (possible := keeper.neighbours.possible) < rules.neighbor_copies and mesh.rank == 0:
+        report(
+            f"checkpoint.neighbor_copies={rules.neighbor_copies}, but this start has no more nodes than for {possible}"
+        )
     return Saver(
         root,
-        connect_beside(mesh, "saves"),
+        world,
         Retention(rules.keep, rules.keep_every),
         StagingMemory(mesh.device, None if is_async else 0, ranks_per_node()),
         is_async,
         rules.max_failures,
         watch.end_save,
+        hold=keeper.hold,
     )
 
 
-def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_last: bool) -> None:
+def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, goal: Goal, is_last: bool) -> None:
     """Start to save the step that was taken last; the next update waits until its tensors are staged."""
     loop.begin_save()
-    watch.begin_save()
+    if Goal.DISK in goal:  # which is what a request asks for
+        watch.begin_save()
     run, state = loop.run, loop.state
 
     def wait_until_staged() -> None:
@@ -223,8 +260,8 @@ def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_l
             saver.wait_until_staged()
 
     run.optimizer.hold(wait_until_staged)
-    saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last)
-    loop.end_save()
+    saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last, goal)
+    loop.end_save(goal)
 
 
 def _draw_timeline(loop: Loop, title: str, run_dir: Path, observers: Observers) -> None:

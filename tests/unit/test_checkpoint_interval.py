@@ -51,5 +51,5 @@ def test_the_loop_saves_by_the_interval_that_the_recipe_asks_for() -> None:
     assert interval_s(Checkpoint(every_minutes=2.0)) == 120
     by_cost = Checkpoint(every_minutes=2.0, interval="young_daly", mtbf_hours=8.0)
     assert interval_s(by_cost) == daly_interval_s(ASSUMED_COST_S, 8 * 3600.0)
-    loop._saver.started, loop._saver.stalled_s = 2, 8.0
+    loop._saver.started, loop._saver.disk_stalled_s = 2, 8.0
     assert interval_s(by_cost) == daly_interval_s(4.0, 8 * 3600.0)
