@@ -19,7 +19,7 @@ from framework.checkpoint.index import Entry
 from framework.checkpoint.lineage import begin_generation
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.neighbors import COPY_POINTS, CopyKeeper, meet_neighbours
-from framework.checkpoint.node_memory import memory_of
+from framework.checkpoint.node_memory import memory_of, run_memory
 from framework.checkpoint.save import CPU, Goal, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.collectives import all_reduce
@@ -110,8 +110,8 @@ def run(place, ranks):
     """All ranks, each a process of its own: exit codes, and what those have returned that came to the end."""
     context = multiprocessing.get_context("fork")
     found, rendezvous = context.Queue(), place / f"rendezvous-{len(os.listdir(place))}"
-    (place / "run").mkdir(exist_ok=True)
-    (place / "shm").mkdir(exist_ok=True)
+    for name in ("run", "shm"):
+        (place / name).mkdir(exist_ok=True)
 
     def body(rank):
         with pytest.MonkeyPatch.context() as patch:
@@ -133,9 +133,17 @@ def run(place, ranks):
 
 
 def held_on(place, node):
-    """The folders of steps in a node's memory."""
-    folder = memory_of(place / "run", node, place / "shm").path
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    """The folders of whole steps in a node's memory."""
+    memory = memory_of(place / "run", node, place / "shm")
+    return [memory.folder(name) for name in sorted(memory.list())]
+
+
+def copy_place(source, place):
+    """The run's folder and its nodes, which know it by its path, in another place."""
+    shutil.copytree(source / "run", place / "run")
+    memory = run_memory(place / "run", place / "shm")
+    memory.parent.mkdir(mode=0o700, parents=True)
+    shutil.copytree(run_memory(source / "run", source / "shm"), memory)
 
 
 def cut_power(place, *nodes):
