@@ -97,6 +97,7 @@ def was_rewound(lineage: Lineage, checkpoints: Path) -> bool:
 
 
 def _write(path: Path, lineage: Lineage) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     with open(partial, "w") as file:
         json.dump(asdict(lineage), file)

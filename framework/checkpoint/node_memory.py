@@ -8,6 +8,7 @@ HASH tells runs of one name in two places apart. NODE is in the path because the
 memory. All goes when the node loses its power, and when the run has come to its end.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -18,14 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
 from framework.checkpoint.commit import report
 from framework.errors import CheckpointError
-
-# Linux mounts it everywhere, as large as half of the memory where a site does not say otherwise.
-MEMORY = Path("/dev/shm")
+from framework.plan.host_memory import MEMORY
 
 
 @dataclass(frozen=True, order=True)
@@ -105,9 +103,9 @@ def memory_of(run_dir: Path, node: str, memory: Path = MEMORY) -> NodeMemory:
 
 
 def run_memory(run_dir: Path, memory: Path = MEMORY) -> Path:
-    """The folder of a run, on any node. It is a function of the run's path, which all nodes see alike."""
+    """The folder of a run, on any node: a function of the run's path, which all nodes see alike. slurm/job.sh knows it too."""
     place = run_dir.absolute()
-    return memory / f"meshwright-{os.getuid()}" / f"{place.name}-{xxhash.xxh3_64_hexdigest(str(place).encode())[:8]}"
+    return memory / f"meshwright-{os.getuid()}" / f"{place.name}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
 
 
 def map_file(path: Path, num_bytes: int) -> Tensor:

@@ -86,6 +86,7 @@ def render(recipe: Recipe, run_dir: Path, here: Path, array: int | None = None) 
             retries=launch.retries,
             restarts_without_checkpoint=launch.restarts_without_checkpoint,
             chain=launch.chain,
+            copies=recipe.checkpoint.neighbor_copies,
             assignments=_assignments(launch),
             names=sorted(launch.environment),
             references=sorted({name for value in launch.environment.values() for name in names_in(value)}),
