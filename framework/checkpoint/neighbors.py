@@ -113,11 +113,12 @@ class Announced:
     root: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CopyKeeper:
     """Keeps copies of the steps that a saver has staged, in the saver's thread and over its group.
 
-    memory: this node's. generation: of this start. fault: for tests.
+    memory: this node's. generation: whose steps these are (lineage.py); a run that goes back to an older step begins a new one,
+    while no save is under way. fault: for tests.
     """
 
     memory: NodeMemory

@@ -8,6 +8,7 @@ runs/quickstart-001/
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
     checkpoints/    step-N folders
     request-save, request-stop  what `meshwright save` and `stop` ask of a run that runs
+    lineage.json    which starts have trained the steps that the run goes on from; what nodes hold of others is not theirs
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
     log/            one error file per failed rank and launch
     job.log         of a submitted run: what its jobs and ranks say, one after another

@@ -45,6 +45,9 @@ def flip(path):
     path.write_bytes(data)
 
 
+HARM = {"flip": flip, "empty": lambda path: path.write_bytes(b""), "remove": lambda path: path.unlink()}
+
+
 @pytest.mark.parametrize(
     ("rank", "point"),
     few_of(
@@ -76,13 +79,20 @@ def test_a_node_that_loses_its_power_is_replaced_from_its_neighbour(tmp_path, lo
     check_goes_on(tmp_path, 8, Ranks(("a", "d", "c")))
 
 
-@pytest.mark.parametrize("nodes", [("b", "a"), ("a",), ("a", "b", "c"), ("a", "a", "b", "b")], ids="".join)
+@pytest.mark.parametrize(
+    "nodes",
+    few_of(
+        (("".join(nodes),) for nodes in ("ba", "a", "abc", "aabb")),
+        lambda nodes: nodes == "aabb",
+    ),
+)
 def test_any_layout_on_the_nodes_goes_on_from_what_another_has_left_there(tmp_path, nodes, lose):
     lose(tmp_path)
     spoil_disk(tmp_path)
-    check_goes_on(tmp_path, 8, Ranks(nodes))
+    check_goes_on(tmp_path, 8, Ranks(tuple(nodes)))
 
 
+@pytest.mark.grid
 def test_ranks_of_a_node_share_what_it_holds(tmp_path, lose):
     lose(tmp_path, ("a", "a", "b", "b"))
     assert [len(list(folder.glob("rank-*"))) for node in "ab" for folder in held_on(tmp_path, node)] == [4, 4]
@@ -91,6 +101,7 @@ def test_ranks_of_a_node_share_what_it_holds(tmp_path, lose):
     check_goes_on(tmp_path, 8, Ranks(("c", "c", "b", "b")))
 
 
+@pytest.mark.grid
 def test_two_copies_survive_two_nodes(tmp_path, lose):
     lose(tmp_path, ("a", "b", "c"), copies=2)
     cut_power(tmp_path, "a", "b")
@@ -108,6 +119,7 @@ def test_neighbours_that_are_lost_together_leave_the_disk_and_it_is_said(tmp_pat
     )
 
 
+@pytest.mark.grid
 def test_the_index_is_held_by_two_nodes_as_well(tmp_path, capfd, lose):
     lose(tmp_path, ("a", "b", "c", "d"))
     cut_power(tmp_path, "a", "b")
@@ -115,6 +127,7 @@ def test_the_index_is_held_by_two_nodes_as_well(tmp_path, capfd, lose):
     assert "its index is lost with the nodes that held it" in capfd.readouterr().err
 
 
+@pytest.mark.grid
 def test_without_copies_and_without_a_checkpoint_a_run_begins_at_its_beginning(tmp_path):
     codes, _ = run(tmp_path, Ranks(death=(1, "copy begun", 4)))
     assert codes[1] == -signal.SIGKILL
@@ -122,12 +135,14 @@ def test_without_copies_and_without_a_checkpoint_a_run_begins_at_its_beginning(t
     check_goes_on(tmp_path, 0, is_held=False)
 
 
+@pytest.mark.grid
 def test_nodes_alone_are_enough_before_the_first_checkpoint(tmp_path):
     run(tmp_path, Ranks(death=(1, "copy begun", 6)))
     assert not list_checkpoints(tmp_path / "run" / "checkpoints")
     check_goes_on(tmp_path, 4)
 
 
+@pytest.mark.grid
 def test_a_checkpoint_that_is_newer_is_taken(tmp_path):
     run(tmp_path, Ranks(stop=7))
     assert [folder.name[:13] for folder in held_on(tmp_path, "a")] == ["step-00000006"]
@@ -138,6 +153,7 @@ def test_a_checkpoint_that_is_newer_is_taken(tmp_path):
     check_goes_on(tmp_path, 6, is_held=False)
 
 
+@pytest.mark.grid
 def test_a_run_that_ends_leaves_nothing_in_memory(tmp_path):
     codes, _ = run(tmp_path, Ranks(ends=True))
     assert codes == [0, 0]
@@ -156,14 +172,15 @@ def test_a_copy_that_has_changed_in_one_nodes_memory_is_taken_from_another(tmp_p
     assert "a copy in the memory of node a is not used" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("harm", [flip, lambda path: path.write_bytes(b""), lambda path: path.unlink()])
+@pytest.mark.parametrize("harm", few_of(("flip", "empty", "remove"), lambda harm: harm == "flip"))
 def test_a_file_that_is_whole_nowhere_leaves_the_disk(tmp_path, harm, lose):
     lose(tmp_path)
     for node in "ab":
-        harm(held_on(tmp_path, node)[0] / "rank-00001.bin")
+        HARM[harm](held_on(tmp_path, node)[0] / "rank-00001.bin")
     check_goes_on(tmp_path, 6, is_held=False)
 
 
+@pytest.mark.grid
 def test_damage_that_is_met_while_loading_leaves_the_disk_and_no_copy(tmp_path, capfd, lose):
     lose(tmp_path)
     for node in "ab":
@@ -228,6 +245,7 @@ def test_a_node_without_memory_holds_nothing_and_the_run_goes_on(tmp_path, capfd
     assert not [path for path in (tmp_path / "shm").rglob("*") if path.is_file()]
 
 
+@pytest.mark.grid
 def test_memory_that_would_be_taken_from_training_is_not_taken(tmp_path, capfd):
     run(tmp_path, Ranks(stop=3, patches={(neighbors, "free_bytes"): lambda: 40_000}))
     assert "bytes of a node's memory are needed, 40,000 are free" in capfd.readouterr().err
@@ -260,6 +278,7 @@ def test_sabotaged_a_lineage_that_nobody_asks_is_noticed(branched):
         check_goes_on(branched, 6, Ranks(patches={(Lineage, "has_trained"): lambda *_: True}), is_held=False)
 
 
+@pytest.mark.grid
 def test_a_start_that_dies_before_it_holds_anything_leaves_what_is_held(tmp_path, lose):
     lose(tmp_path)
     spoil_disk(tmp_path)
@@ -269,6 +288,7 @@ def test_a_start_that_dies_before_it_holds_anything_leaves_what_is_held(tmp_path
     check_goes_on(tmp_path, 8)
 
 
+@pytest.mark.grid
 def test_a_user_who_takes_a_checkpoint_away_goes_back(tmp_path, capfd):
     run(tmp_path, Ranks(stop=16, death=(1, "copy begun", 16)))
     newest, *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
@@ -277,6 +297,7 @@ def test_a_user_who_takes_a_checkpoint_away_goes_back(tmp_path, capfd):
     assert "a newer checkpoint than those there are was taken away" in capfd.readouterr().err
 
 
+@pytest.mark.grid
 def test_checkpoints_that_are_all_damaged_do_not_matter_to_a_run_that_is_held(tmp_path, lose):
     lose(tmp_path)
     spoil_disk(tmp_path)

@@ -28,7 +28,7 @@ from framework.train.phases import Phases
 from tests import tiny_run
 from tests.faults.copying_ranks import spoil_disk
 
-STEPS, KILLS = 24, 3
+STEPS, KILLS = 48, 3
 WORDS = ("launch=slurm", "launch.gres=null", "launch.device=cpu", "launch.nodes=2", "launch.ranks_per_node=1")
 WORDS += ("batch.sequences_per_step=2", "batch.sequences_per_microbatch=1", f"train.steps={STEPS}")
 
@@ -39,6 +39,7 @@ def train_body(rank, recipe, place, rendezvous, death):
     memories = [memory_of(run_dir, f"n{number}", place / "shm") for number in range(2)]
 
     def find_goal(loop):
+        time.sleep(0.01)  # steps of milliseconds would leave no time between two saves
         if death is not None and rank == death[0] and loop.state.step >= death[1]:
             while loop._saver.is_busy:
                 time.sleep(0.01)
