@@ -151,8 +151,8 @@ def cut_power(place, *nodes):
         shutil.rmtree(memory_of(place / "run", node, place / "shm").path)
 
 
-def spoil_disk(place):
+def spoil_disk(run_dir):
     """Every byte of every checkpoint: who opens one finds damage."""
-    for path in (place / "run" / "checkpoints").rglob("*.*"):
+    for path in (run_dir / "checkpoints").rglob("*.*"):
         if path.is_file():
             path.write_bytes(bytes(path.stat().st_size))

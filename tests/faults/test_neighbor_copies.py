@@ -59,7 +59,7 @@ def test_a_rank_that_is_killed_while_it_copies_loses_one_interval_and_no_disk_is
     codes, _ = run(tmp_path, Ranks(death=(rank, point, 8)))
     assert codes[rank] == -signal.SIGKILL
     assert codes[1 - rank] not in (0, None, -signal.SIGKILL)
-    spoil_disk(tmp_path)
+    spoil_disk(tmp_path / "run")
     codes, found = run(tmp_path, Ranks())
     assert codes == [0, 0]
     [began] = {step for step, _, _ in found}
@@ -75,7 +75,7 @@ def test_a_rank_that_is_killed_while_it_copies_loses_one_interval_and_no_disk_is
 def test_a_node_that_loses_its_power_is_replaced_from_its_neighbour(tmp_path, lose):
     lose(tmp_path, ("a", "b", "c"))
     cut_power(tmp_path, "b")
-    spoil_disk(tmp_path)
+    spoil_disk(tmp_path / "run")
     check_goes_on(tmp_path, 8, Ranks(("a", "d", "c")))
 
 
@@ -88,7 +88,7 @@ def test_a_node_that_loses_its_power_is_replaced_from_its_neighbour(tmp_path, lo
 )
 def test_any_layout_on_the_nodes_goes_on_from_what_another_has_left_there(tmp_path, nodes, lose):
     lose(tmp_path)
-    spoil_disk(tmp_path)
+    spoil_disk(tmp_path / "run")
     check_goes_on(tmp_path, 8, Ranks(tuple(nodes)))
 
 
@@ -97,7 +97,7 @@ def test_ranks_of_a_node_share_what_it_holds(tmp_path, lose):
     lose(tmp_path, ("a", "a", "b", "b"))
     assert [len(list(folder.glob("rank-*"))) for node in "ab" for folder in held_on(tmp_path, node)] == [4, 4]
     cut_power(tmp_path, "a")
-    spoil_disk(tmp_path)
+    spoil_disk(tmp_path / "run")
     check_goes_on(tmp_path, 8, Ranks(("c", "c", "b", "b")))
 
 
@@ -105,7 +105,7 @@ def test_ranks_of_a_node_share_what_it_holds(tmp_path, lose):
 def test_two_copies_survive_two_nodes(tmp_path, lose):
     lose(tmp_path, ("a", "b", "c"), copies=2)
     cut_power(tmp_path, "a", "b")
-    spoil_disk(tmp_path)
+    spoil_disk(tmp_path / "run")
     check_goes_on(tmp_path, 8, Ranks(("d", "e", "c")))
 
 
@@ -167,7 +167,7 @@ def test_a_copy_that_has_changed_in_one_nodes_memory_is_taken_from_another(tmp_p
     lose(tmp_path)
     flip(held_on(tmp_path, "a")[0] / "rank-00000.bin")
     flip(held_on(tmp_path, "a")[0] / INDEX)
-    spoil_disk(tmp_path)
+    spoil_disk(tmp_path / "run")
     check_goes_on(tmp_path, 8)
     assert "a copy in the memory of node a is not used" in capfd.readouterr().err
 
@@ -219,7 +219,7 @@ def check_changed_on_the_way(place, capfd, **patches):
         in capfd.readouterr().err
     )
     cut_power(place, "b")
-    spoil_disk(place)
+    spoil_disk(place / "run")
     check_goes_on(place, 6, Ranks(("a", "c")))
 
 
@@ -281,7 +281,7 @@ def test_sabotaged_a_lineage_that_nobody_asks_is_noticed(branched):
 @pytest.mark.grid
 def test_a_start_that_dies_before_it_holds_anything_leaves_what_is_held(tmp_path, lose):
     lose(tmp_path)
-    spoil_disk(tmp_path)
+    spoil_disk(tmp_path / "run")
     for _ in range(2):
         codes, _ = run(tmp_path, Ranks(death=(0, "copy written", 10)))
         assert codes[0] == -signal.SIGKILL
@@ -300,7 +300,7 @@ def test_a_user_who_takes_a_checkpoint_away_goes_back(tmp_path, capfd):
 @pytest.mark.grid
 def test_checkpoints_that_are_all_damaged_do_not_matter_to_a_run_that_is_held(tmp_path, lose):
     lose(tmp_path)
-    spoil_disk(tmp_path)
+    spoil_disk(tmp_path / "run")
     for node in "ab":  # an older step than the damaged one
         [folder] = held_on(tmp_path, node)
         folder.rename(folder.with_name(folder.name.replace("8", "5", 1)))

@@ -108,7 +108,7 @@ def test_a_run_that_is_killed_again_and_again_ends_in_the_same_bits_and_reads_no
         death = draw.randrange(2), 3 + 6 * number + draw.randrange(4)
         codes = start(recipe, place, death)
         assert codes[death[0]] == -signal.SIGKILL
-        spoil_disk(place)
+        spoil_disk(place / "run")
     assert start(recipe, place) == [EXIT_DONE] * 2
     assert capfd.readouterr().err.count("which the memory of the run's nodes holds") == KILLS
     assert values_of(place) == values_of(tmp_path / "undisturbed")

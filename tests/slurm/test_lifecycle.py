@@ -1,6 +1,7 @@
 """Jobs on a real cluster: every run ends where an undisturbed one would, bitwise, or stops as documented."""
 
 import json
+import re
 from concurrent.futures import Future
 
 import pytest
@@ -74,6 +75,17 @@ def test_killed_ranks_are_started_again_in_the_same_job(desk, evidence, referenc
     assert [start["from"] for start in found["starts"]] == [0, 20, 60]
     assert found["ends"][-1] == 0
     assert_equals_undisturbed(desk, "killed", 2, reference)
+
+
+def test_a_killed_rank_is_started_again_from_what_the_nodes_hold(desk, evidence, reference):
+    found = evidence["copies"].result()
+    steps = [int(step) for step in re.findall(r"going on from step (\d+), which the memory", found["log"])]
+    assert len(steps) == 2
+    assert all(low <= step for low, step in zip((25, 65), steps, strict=True)), "copies of the last steps"
+    assert found["ends"][-1] == 0
+    assert found["starts"][2]["from"] >= steps[0], "what was held is progress"
+    assert not found["left"]
+    assert_equals_undisturbed(desk, "copies", 2, reference)
 
 
 def test_a_preempted_run_resumes_at_its_step(desk, evidence, reference):
