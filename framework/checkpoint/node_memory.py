@@ -84,8 +84,9 @@ class NodeMemory:
                 if (self.path / each).exists():
                     report(f"cannot remove {self.path / each}, which takes this node's memory")
         if keep is None:
-            for folder in (self.path, self.path.parent, self.top):
-                with suppress(OSError):  # not empty: of other nodes, or runs
+            # Not the user's own: another run of the user may be about to make its folder in there.
+            for folder in (self.path, self.path.parent):
+                with suppress(OSError):  # not empty: of other nodes
                     folder.rmdir()
 
     def _is_ours(self) -> bool:

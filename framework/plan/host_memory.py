@@ -62,7 +62,8 @@ def bytes_of_copies(plan: Plan) -> int:
         sum(of_stage[plan.topology.index("pp", rank)] for rank in range(first, min(first + here, plan.derived.world)))
         for first in range(0, plan.derived.world, here)
     ]
-    return 2 * max(sum(nodes[node - distance] for distance in range(1 + copies)) for node in range(len(nodes)))
+    kept = range(min(1 + copies, len(nodes)))
+    return 2 * max(sum(nodes[node - distance] for distance in kept) for node in range(len(nodes)))
 
 
 def check_copies(plan: Plan, node_bytes: int | None = None, tmpfs_bytes: int | None = None) -> None:

@@ -162,8 +162,8 @@ class Loop:
     def _is_saving(self) -> bool:
         """Whether a save may be under way on any rank: the same answer on all."""
         # Flags are of the beginning of the step before, or of this one, so what has begun since is not in them.
-        began_since = self.recipe.checkpoint.mode == "async" and self._last_save_step >= self.state.step - 1
-        return self._flags.is_saving or began_since
+        began_since = self._last_save_step in (self.state.step - 1, self.state.step)
+        return self._flags.is_saving or (began_since and self.recipe.checkpoint.mode == "async")
 
     def _take_step(self, flags: Flags) -> None:
         """Send a step to the device, then read the one before: in the steady state that wait is the device's step time."""

@@ -41,6 +41,7 @@ class Ranks:
     stop: int = STEPS
     death: tuple[int, str, int] | None = None
     ends: bool = False  # whether the run ends in order
+    is_whole: bool = True  # whether there is memory to stage a step at once
     patches: dict = field(default_factory=dict)  # {(module, name): replacement} on every rank
 
 
@@ -70,10 +71,10 @@ def goal_at(step):
     return memory | (Goal.DISK if step % SAVED_EVERY == 0 else Goal(0))
 
 
-def open_saver(mesh, run_dir, copies, generation, fault):
+def open_saver(mesh, run_dir, copies, generation, fault, is_whole):
     beside = connect_beside(mesh, "saves")
     keeper = CopyKeeper(copies.memory, copies.neighbours, generation, beside, fault)
-    memory = StagingMemory(CPU, 1 << 20, segment_bytes=SEGMENT_BYTES)
+    memory = StagingMemory(CPU, 1 << 20 if is_whole else 0, segment_bytes=SEGMENT_BYTES)
     return Saver(run_dir / "checkpoints", beside, Retention(2), memory, hold=keeper.hold)
 
 
@@ -92,7 +93,7 @@ def train(rank, ranks, rendezvous, place):
     tensors = part_at(rank, size, 0)
     began, held, generation = restore(copies, run_dir, entries(rank, size, tensors))
     is_right = all(map(torch.equal, tensors, part_at(rank, size, began)))
-    saver = open_saver(mesh, run_dir, copies, generation, fault)
+    saver = open_saver(mesh, run_dir, copies, generation, fault, ranks.is_whole)
     for step in range(began, ranks.stop):
         all_reduce(torch.ones(1), world)  # a forward and a backward
         saver.wait_until_staged()

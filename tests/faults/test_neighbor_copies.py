@@ -157,7 +157,16 @@ def test_a_checkpoint_that_is_newer_is_taken(tmp_path):
 def test_a_run_that_ends_leaves_nothing_in_memory(tmp_path):
     codes, _ = run(tmp_path, Ranks(ends=True))
     assert codes == [0, 0]
-    assert not list((tmp_path / "shm").iterdir())
+    assert not list((tmp_path / "shm").glob("*/*"))
+
+
+@pytest.mark.grid
+def test_where_memory_is_short_tensors_are_staged_in_turns_for_nodes_and_disk(tmp_path):
+    codes, _ = run(tmp_path, Ranks(is_whole=False, death=KILLED))
+    assert codes[1] == -signal.SIGKILL
+    spoil_disk(tmp_path / "run")
+    check_goes_on(tmp_path, 8, Ranks(is_whole=False))
+    check_goes_on(tmp_path, 12, Ranks(("a", "b", "c")))
 
 
 # --- damage
