@@ -79,6 +79,7 @@ def test_copies_are_put_off_while_a_save_is_under_way_and_never_left_out() -> No
     assert goals(loop, range(1, 17)) == {4: Goal.MEMORY, 8: both, 12: Goal.MEMORY, 16: both}
     assert goals(loop, range(3, 7)) == {4: Goal.MEMORY}, "after going back to an older step"
     # A save that lasts from step 8 to 13.
+    loop._last_save_step = -2
     assert goals(loop, range(1, 17), busy_at=(3, 9, 10, 11, 12, 13)) == {
         5: Goal.MEMORY,
         8: both,
