@@ -15,6 +15,7 @@ lease_at_begin=$(cat "$run/lease" 2>/dev/null)
 retries={{ retries }}
 restarts_without_checkpoint={{ restarts_without_checkpoint }}
 jobs_in_chain={{ chain }}
+copies={{ copies }}                    # checkpoint.neighbor_copies
 go_on="go on with  "{{ go_on }}
 asked=                              # set once the run was asked to stop
 near_end=                           # set once the time limit is near
@@ -36,6 +37,11 @@ newest_step() { # of the checkpoints. Whether one is damaged rank 0 finds out, w
   for path in "$run"/checkpoints/step-*; do    # in the order of their numbers, which have leading zeros
     if [[ ${path##*/} =~ ^step-([0-9]+)$ && -e $path/manifest.json ]]; then newest=$((10#${BASH_REMATCH[1]})); fi
   done
+  # A start from a step that nodes held is progress, too: where the newest start began is in the run's lineage.
+  if [ "${copies:-0}" -gt 0 ]; then
+    path=$(grep -o '"first": [0-9]*' "$run/lineage.json" 2>/dev/null | tail -n 1)
+    if [ "${path##* }" -gt "$newest" ] 2>/dev/null; then newest=${path##* }; fi
+  fi
   echo "$newest"
 }
 
@@ -70,9 +76,16 @@ seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothi
   if [ -n "$moment" ]; then date --date="$moment" +%s 2>/dev/null; fi
 }
 
+forget_copies() { # what this job's nodes hold of the run takes memory that others need
+  local held
+  held=/dev/shm/meshwright-$(id -u)/${run##*/}-$(printf %s "$run" | sha256sum | cut -c 1-8)
+  timeout 60 srun --quiet --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 rm -rf "$held" 2>/dev/null
+}
+
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
   rm -f "$run"/request-*
+  if [ "${copies:-0}" -gt 0 ] && [ "$1" != 0 ]; then forget_copies; fi    # ranks that are done have done so
   if [ "$jobs_in_chain" -gt 1 ]; then scancel --quiet --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; fi
   exit "$1"
 }

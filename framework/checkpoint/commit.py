@@ -172,6 +172,12 @@ def note_of(root: Path) -> Path:
     return root.with_name(f"{root.name}.json")
 
 
+def noted_step(root: Path) -> int | None:
+    """The step that was committed last, as the note says; None where it says nothing."""
+    name = _noted(root)
+    return int(name.removeprefix("step-")) if name and name[-1].isdigit() else None
+
+
 def begin(root: Path, lease: Lease, step: int, state: dict[str, Any], bytes_needed: int) -> Path:
     """The folder that a save of `step` writes into, or the checkpoint itself if it is committed already.
 

@@ -158,6 +158,15 @@ class Reader:
         """The files of all ranks that saved."""
         return self._index.data_files()
 
+    def files_of(self, entries: Iterable[Entry]) -> set[int]:
+        """The ranks whose files have elements of the entries. Reads the index alone."""
+        boxes = ((entry.name, box) for entry in entries for box in entry.layout.boxes())
+        return {piece.file for name, box in boxes for piece in self._index.pieces(name, box)}
+
+    def file(self, rank: int) -> BlockFile:
+        """The file that a rank wrote."""
+        return self._index.data_file(rank)
+
     def check(self, entries: Iterable[Entry]) -> None:
         """Raises CheckpointError for an entry that is not in the checkpoint, or has another shape or dtype there."""
         for entry in entries:

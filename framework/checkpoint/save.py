@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from enum import Flag, auto
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -114,12 +115,25 @@ class SavePlan:
     index: IndexPlan | None
 
 
+class Goal(Flag):
+    """Where a save puts what it has staged: into a checkpoint, into the nodes' memory (neighbors.py), or both."""
+
+    DISK = auto()
+    MEMORY = auto()
+
+
+# Has the nodes hold what is staged, with rank 0's plan of the index, the step and the state; whether they do. Never raises what a
+# save that goes on could ignore.
+Hold = Callable[[StagedFile, IndexPlan | None, int, dict[str, Any]], bool]
+
+
 @dataclass(eq=False)
 class PendingSave:
     """A save that is under way on this rank.
 
     moment: when the entries had the values to be saved. is_staged: set when nobody needs the tensors any more, but for copies
-    before `arrival`, or when the save has ended otherwise. is_last: no other comes after it. ended: its path, or error.
+    before `arrival`, or when the save has ended otherwise. is_last: no other comes after it. ended: the checkpoint's path, None
+    where it was no goal; or its error.
     """
 
     step: int
@@ -128,8 +142,9 @@ class PendingSave:
     moment: Moment
     is_staged: threading.Event = field(default_factory=threading.Event)
     is_last: bool = False
+    goal: Goal = Goal.DISK
     arrival: Arrival = field(default_factory=Arrival)
-    ended: "Future[Path]" = field(default_factory=Future)
+    ended: "Future[Path | None]" = field(default_factory=Future)
 
     def release(self, arrival: Arrival) -> None:
         """The tensors may change behind `arrival`."""
@@ -148,9 +163,10 @@ class Saver:
     world: over which the ranks' threads agree; nobody else uses it meanwhile. retention: which checkpoints stay. memory: what
     bytes are staged in. is_async: whether `start` returns before the save has ended. max_failures: so many saves in a row that
     fail end the run. on_end: is told in the save's thread that one has ended: its step, and whether it was committed. fault: for
-    tests. lease: of the run, which every rank checks before it writes; None for a folder that nobody launches. stalled_s: how
-    long the loop was held up so far. started: how many saves were; longest_s: how long one took at most. failures: saves that
-    have failed; failures_in_a_row: the last ones.
+    tests. lease: of the run, which every rank checks before it writes; None for a folder that nobody launches. hold: keeps copies
+    in the nodes' memory. stalled_s: how long the loop was held up so far, and of it disk_stalled_s by checkpoints. started: how
+    many checkpoints were; longest_s: how long one took at most. failures: those that have failed; failures_in_a_row: the last
+    ones.
     """
 
     def __init__(
@@ -164,14 +180,16 @@ class Saver:
         on_end: Callable[[int, bool], None] = lambda step, is_committed: None,
         fault: Fault = no_fault,
         lease: Lease | None = None,
+        hold: Hold | None = None,
     ) -> None:
-        self.stalled_s = self.longest_s = 0.0
+        self.stalled_s = self.disk_stalled_s = self.longest_s = 0.0
         self.started = 0
         self.failures = self.failures_in_a_row = 0
         self._root, self._world, self._retention, self._fault = root, world, retention, fault
         self._lease = lease or Lease(root.parent)
         self._memory = memory or StagingMemory(CPU, max_bytes=0)
         self._is_async, self._max_failures, self._on_end = is_async, max_failures, on_end
+        self._hold = hold
         self._plan: SavePlan | None = None
         self._pending: PendingSave | None = None
         self._has_said_wait = self._has_said_memory = False
@@ -184,6 +202,7 @@ class Saver:
         state: dict[str, Any],
         device: torch.device = CPU,
         is_last: bool = False,
+        goal: Goal = Goal.DISK,
     ) -> None:
         """Start to save what the entries hold now. Collective in the order of the ranks' calls, but nobody waits for others.
 
@@ -194,27 +213,32 @@ class Saver:
         started = time.monotonic()
         self._say_wait(step)
         self._conclude()
-        self.started += 1
-        pending = PendingSave(step, owned_entries(list(entries)), state, Moment(device), is_last=is_last)
+        self.started += Goal.DISK in goal
+        pending = PendingSave(step, owned_entries(list(entries)), state, Moment(device), is_last=is_last, goal=goal)
         self._pending = pending
         pending.ended = self._thread.submit(self._save, pending)
         if not self._is_async:
             self._conclude()
-        self.stalled_s += time.monotonic() - started
+        self._count_stall(started, goal)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank: others may end theirs sooner or later."""
+        return self._pending is not None and not self._pending.ended.done()
 
     def wait_until_staged(self) -> None:
         """Return when the tensors may change, if a save is under way."""
         started = time.monotonic()
         if self._pending is not None:
             self._pending.wait_until_staged()
-        self.stalled_s += time.monotonic() - started
+            self._count_stall(started, self._pending.goal)
 
     def finish(self) -> None:
         """Wait for the save that is under way. Raises the error of the last, on all ranks."""
         started = time.monotonic()
         self._conclude()
         self._thread.shutdown()
-        self.stalled_s += time.monotonic() - started
+        self._count_stall(started, Goal.DISK)
 
     def abandon(self, patience_s: float) -> None:
         """Let a save that is under way come to its end, but for no longer than this: the run ends with an error of its own."""
@@ -222,9 +246,16 @@ class Saver:
         if self._pending is not None:
             wait([self._pending.ended], patience_s)
 
+    def _count_stall(self, started: float, goal: Goal) -> None:
+        seconds = time.monotonic() - started
+        self.stalled_s += seconds
+        self.disk_stalled_s += seconds if Goal.DISK in goal else 0.0
+
     def _say_wait(self, step: int) -> None:
         pending = self._pending
         if pending is None or pending.ended.done() or self._has_said_wait or self._world.rank:
+            return
+        if Goal.DISK not in pending.goal:
             return
         self._has_said_wait = True
         report(
@@ -247,20 +278,20 @@ class Saver:
             return
         try:
             pending.ended.result()
-            self.failures_in_a_row = 0
+            if Goal.DISK in pending.goal:
+                self.failures_in_a_row = 0
         except MeshwrightError as error:
             self.failures += 1
             self.failures_in_a_row += 1
             if pending.is_last or isinstance(error, LeaseLost) or self.failures_in_a_row >= self._max_failures:
                 raise
 
-    def _save(self, pending: PendingSave) -> Path:
+    def _save(self, pending: PendingSave) -> Path | None:
         """In the thread."""
-        began, is_committed = time.monotonic(), False
+        began, path = time.monotonic(), None
         try:
             with pending.moment.copies():
                 path = self._write(pending)
-            is_committed = True
             return path
         except MeshwrightError as error:
             self._say_failure(pending, error)
@@ -268,8 +299,9 @@ class Saver:
         finally:
             pending.release(pending.arrival)
             pending.entries = []
-            self.longest_s = max(self.longest_s, time.monotonic() - began)
-            self._on_end(pending.step, is_committed)
+            if Goal.DISK in pending.goal:
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+                self._on_end(pending.step, path is not None)
 
     def _say_failure(self, pending: PendingSave, error: MeshwrightError) -> None:
         in_a_row = self.failures_in_a_row + 1
@@ -281,18 +313,25 @@ class Saver:
                 f" training goes on, and the next save tries again: {error}"
             )
 
-    def _write(self, pending: PendingSave) -> Path:
-        world, fault = self._world, self._fault
+    def _write(self, pending: PendingSave) -> Path | None:
         plan = self._find_plan(pending.entries)
-        fault("planned")
+        self._fault("planned")
         chosen = [pending.entries[place] for place in plan.chosen]
-        staged = StagedFile(chosen, self._memory, pending.moment, fault)
+        staged = StagedFile(chosen, self._memory, pending.moment, self._fault)
         arrival = staged.stage()
         if staged.is_whole:
             pending.release(arrival)
-            fault("staged")
+            self._fault("staged")
         else:
             self._say_memory(staged.num_bytes)
+        # Memory first: it takes less time than a disk, and is there should the disk fail.
+        if Goal.MEMORY in pending.goal and self._hold is not None:
+            self._hold(staged, plan.index, pending.step, pending.state)
+        return self._commit(pending, plan, staged) if Goal.DISK in pending.goal else None
+
+    def _commit(self, pending: PendingSave, plan: SavePlan, staged: StagedFile) -> Path:
+        """Write what is staged, and commit the checkpoint."""
+        world, fault = self._world, self._fault
         root, lease = self._root, self._lease
         explained = partial(_explained, root, lease, plan.bytes_needed)
         folder = tell(

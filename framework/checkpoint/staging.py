@@ -172,8 +172,8 @@ def free_bytes() -> int | None:
     with suppress(OSError, ValueError):  # "max" where there is no limit
         folder = Path("/sys/fs/cgroup")
         left = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
-        # What files have in the page cache counts as taken, and goes where memory is asked for.
-        cached = re.search(r"^file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-        left += int(cached[1]) if cached else 0
+        # What files have in the page cache counts as taken, and goes where memory is asked for; but for those of a tmpfs.
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        left += int(counts.get("file", 0)) - int(counts.get("shmem", 0))
         found = left if found is None else min(found, left)
     return found

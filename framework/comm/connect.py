@@ -478,6 +478,11 @@ def num_nodes() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_NODES", alike)))
 
 
+def node_name() -> str:
+    """This machine, by a name that none of the run's others has and that it keeps for the next start."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
 def ranks_per_node() -> int:
     """Ranks on this machine, as the launcher says; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))

@@ -32,7 +32,28 @@ def tell(work: Callable[[], T], axis: Communicator) -> T:
 
     A broadcast: the result must be picklable. Bytes: its pickle, sent by rank 0 to each of the others.
     """
-    return _tell_from(0, work, axis)
+    return tell_from(0, work, axis)
+
+
+def tell_from(source: int, work: Callable[[], T], axis: Communicator) -> T:
+    """`tell` by the rank at index `source`, which alone does the work."""
+    # Errors that are not ours end rank 0 with its own traceback, and the others by their group's timeout or the launcher.
+    outcome: T | MeshwrightError | None = None
+    if axis.rank == source:
+        try:
+            outcome = work()
+        except MeshwrightError as error:
+            outcome = error
+    if axis.size > 1:
+        check_agreement(axis, "tell", "", None)
+        # torch pickles once more; what is counted here is the same bytes.
+        told, num_bytes = [outcome], len(pickle.dumps(outcome)) if axis.rank == source else 0
+        with axis.waiting(axis.record("tell", num_bytes)):
+            dist.broadcast_object_list(told, group=axis.group, group_src=source)
+        outcome = told[0]
+    if isinstance(outcome, MeshwrightError):
+        raise outcome
+    return outcome  # type: ignore[return-value]  # what `work` has returned on the source
 
 
 def share_errors(work: Callable[[], T], axis: Communicator) -> T:
@@ -53,7 +74,7 @@ def share_errors(work: Callable[[], T], axis: Communicator) -> T:
     first = torch.tensor(urgency * axis.size + axis.rank)
     all_reduce(first, axis, "min", label="share_errors")
     if first < 2 * axis.size:
-        _tell_from(int(first) % axis.size, lambda: _raise(failure), axis)
+        tell_from(int(first) % axis.size, lambda: _raise(failure), axis)
     return result  # type: ignore[return-value]  # no rank has failed
 
 
@@ -132,26 +153,6 @@ def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
         for sending in leaving:
             sending.wait()
     return items[0]
-
-
-def _tell_from(source: int, work: Callable[[], T], axis: Communicator) -> T:
-    # Errors that are not ours end rank 0 with its own traceback, and the others by their group's timeout or the launcher.
-    outcome: T | MeshwrightError | None = None
-    if axis.rank == source:
-        try:
-            outcome = work()
-        except MeshwrightError as error:
-            outcome = error
-    if axis.size > 1:
-        check_agreement(axis, "tell", "", None)
-        # torch pickles once more; what is counted here is the same bytes.
-        told, num_bytes = [outcome], len(pickle.dumps(outcome)) if axis.rank == source else 0
-        with axis.waiting(axis.record("tell", num_bytes)):
-            dist.broadcast_object_list(told, group=axis.group, group_src=source)
-        outcome = told[0]
-    if isinstance(outcome, MeshwrightError):
-        raise outcome
-    return outcome  # type: ignore[return-value]  # what `work` has returned on the source
 
 
 def _share_first_error(work: Callable[[], T], axis: Communicator) -> T | None:

@@ -11,6 +11,7 @@ runs/quickstart-001/
     checkpoints/    step-N folders
     exports/        step-N folders that from_pretrained loads, of checkpoint.export_every_steps
     request-save, request-stop  what `meshwright save` and `stop` ask of a run that runs
+    lineage.json    which starts have trained the steps that the run goes on from; what nodes hold of others is not theirs
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
     log/            one error file per failed rank and launch
     job.log         of a submitted run: what its jobs and ranks say, one after another

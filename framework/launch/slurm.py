@@ -96,6 +96,7 @@ def render(
             retries=launch.retries,
             restarts_without_checkpoint=launch.restarts_without_checkpoint,
             chain=launch.chain,
+            copies=recipe.checkpoint.neighbor_copies,
             assignments=_assignments(launch),
             names=sorted(launch.environment),
             references=sorted({name for value in launch.environment.values() for name in names_in(value)}),

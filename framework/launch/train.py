@@ -1,22 +1,30 @@
 """One rank of a run, from its saved recipe to its exit code: plan, connect, build, train."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from framework.build import build
-from framework.checkpoint.commit import Fault, Retention, find_newest, no_fault
-from framework.checkpoint.save import Saver
+from framework.checkpoint.commit import Fault, Retention, no_fault, report
+from framework.checkpoint.held import HeldSteps, Start
+from framework.checkpoint.index import Entry
+from framework.checkpoint.lineage import begin_generation
+from framework.checkpoint.neighbors import CopyKeeper, meet_neighbours
+from framework.checkpoint.node_memory import memory_of
+from framework.checkpoint.save import Goal, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.collectives import gather_objects
+from framework.comm.communicator import Communicator
 from framework.comm.connect import (
     Mesh,
     choose_device,
     connect,
     connect_beside,
     launched_place,
+    node_name,
     num_nodes,
     open_store_beside,
     ranks_per_node,
@@ -57,6 +65,7 @@ from framework.train.phases import Phase, Phases
 from framework.train.profiler import StepProfiler
 from framework.train.progress import Progress, name_coordinates
 from framework.train.state import RunState, restore, saved_entries
+from framework.train.step import Run
 from framework.train.validation import Validation
 from framework.train.watch import Watch
 
@@ -150,19 +159,23 @@ def _train(
     recipe, derived = plan.recipe, plan.derived
     goodput = goodput or Goodput(phases)
     world, dp, run_dir, root = mesh.axis("world"), mesh.axis("dp"), lease.run, lease.run / "checkpoints"
+    neighbours = meet_neighbours(node_name(), recipe.checkpoint.neighbor_copies, world)
+    copies = HeldSteps(memory_of(run_dir, node_name()), neighbours, world)
     # Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start over while others resume.
-    found = tell(partial(find_newest, root), world)
-    resumes = found.newest is not None
+    start = copies.find_start(run_dir, root)
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
-        run = build(plan, mesh, resumes, run_dir.name)
+        run = build(plan, mesh, start.resumes, run_dir.name)
         phases.begin(Phase.RESTORE)
-        state = restore(run, root, found, lease) if resumes else RunState(run_dir.name, prepared.fingerprint)
+        state = _restore(run, lease, start, copies) if start.resumes else RunState(run_dir.name, prepared.fingerprint)
     if state.data != prepared.fingerprint:
         raise DataError(
             f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
             " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
+    generation = tell(partial(begin_generation, lease, state.step), world)
+    # What is held of other steps, or for a run that keeps no copies any more, only takes memory.
+    copies.clear(keep=start.held.name if start.held is not None and neighbours.copies else None)
     prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
     sources = tuple(source.name for source in prepared.sources)
     info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy, sources, prompt)
@@ -200,7 +213,8 @@ def _train(
     )
     # One rank asks for them, each in a process of its own; the others have none to wait for.
     exports = Exports(lease, recipe.checkpoint.export_every_steps if mesh.rank == 0 else None)
-    saver = _open_saver(recipe, mesh, lease, watch, exports, no_fault if door is None else door.reach)
+    open_keeper = partial(CopyKeeper, copies.memory, neighbours, generation)
+    saver = _open_saver(recipe, mesh, lease, watch, exports, open_keeper, no_fault if door is None else door.reach)
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
@@ -218,20 +232,21 @@ def _train(
                     loop.begin_validation(Validation(open_validation(), len(sources)))
                     if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                         loop.end_validation()
-                if loop.must_save():
+                if goal := loop.find_goal():
                     with phases.within(Phase.SAVE):
-                        _start_save(loop, saver, watch, phases, loop.is_done, door)
+                        _start_save(loop, saver, watch, phases, goal, loop.is_done, door)
                 observers.contain("profile", partial(profiler.begin_step, step + 1))
                 if door is not None and not loop.is_done:
                     door.begin_step(step + 1, run)
             observers.contain("profile", profiler.close)
             phases.begin(Phase.SAVE)
             if not loop.is_done:
-                _start_save(loop, saver, watch, phases, True, door)
+                _start_save(loop, saver, watch, phases, Goal.DISK, True, door)
             saver.finish()
             while not exports_have_ended(exports, world, is_stopped=stop.requested or not loop.is_done):
                 phases.begin(Phase.SAVE)
             phases.begin(Phase.CLOSE)
+            copies.clear()  # the last step is on the disk
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:
         code = error.exit_code
@@ -263,8 +278,31 @@ def _open_hearers(recipe: Recipe, mesh: Mesh, run_dir: Path, state: RunState, do
     return hearers
 
 
-def _open_saver(recipe: Recipe, mesh: Mesh, lease: Lease, watch: StepWatch, exports: Exports, fault: Fault) -> Saver:
-    """The run's saves. Collective: their threads agree over a group of their own."""
+def _restore(run: Run, lease: Lease, start: Start, copies: HeldSteps) -> RunState:
+    """Fill the run from where it goes on, and say where that is if it is no checkpoint."""
+    held = start.held
+    if held is None:
+        return restore(run, lease.run / "checkpoints", start.found, lease)
+
+    def load_held(entries: Sequence[Entry]) -> dict[str, Any] | None:
+        values = copies.load(held, entries)
+        if values is not None and run.mesh.rank == 0:
+            report(f"going on from step {held.name.step:,}, which the memory of the run's nodes holds")
+        return values
+
+    return restore(run, lease.run / "checkpoints", lease=lease, load_held=load_held)
+
+
+def _open_saver(
+    recipe: Recipe,
+    mesh: Mesh,
+    lease: Lease,
+    watch: StepWatch,
+    exports: Exports,
+    open_keeper: Callable[[Communicator], CopyKeeper],
+    fault: Fault,
+) -> Saver:
+    """The run's saves. Collective: their threads agree over a group of their own, over which copies travel as well."""
 
     def end_save(step: int, is_committed: bool) -> None:
         watch.end_save(is_committed)
@@ -273,6 +311,11 @@ def _open_saver(recipe: Recipe, mesh: Mesh, lease: Lease, watch: StepWatch, expo
     rules, world = recipe.checkpoint, connect_beside(mesh, SAVES)
     is_async = rules.mode == "async"
     watch.progress.communicators[SAVES] = (world,)
+    keeper = open_keeper(world)
+    if (possible := keeper.neighbours.possible) < rules.neighbor_copies and mesh.rank == 0:
+        report(
+            f"checkpoint.neighbor_copies={rules.neighbor_copies}, but this start has no more nodes than for {possible}"
+        )
     return Saver(
         lease.run / "checkpoints",
         world,
@@ -283,15 +326,23 @@ def _open_saver(recipe: Recipe, mesh: Mesh, lease: Lease, watch: StepWatch, expo
         end_save,
         fault,
         lease=lease,
+        hold=keeper.hold,
     )
 
 
 def _start_save(
-    loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_last: bool, door: FaultDoor | None
+    loop: Loop,
+    saver: Saver,
+    watch: StepWatch,
+    phases: Phases,
+    goal: Goal,
+    is_last: bool,
+    door: FaultDoor | None,
 ) -> None:
     """Start to save the step that was taken last; the next update waits until its tensors are staged."""
     loop.begin_save()
-    watch.begin_save()
+    if Goal.DISK in goal:  # which is what a request asks for
+        watch.begin_save()
     run, state = loop.run, loop.state
 
     def wait_until_staged() -> None:
@@ -301,8 +352,8 @@ def _start_save(
     run.optimizer.hold(wait_until_staged)
     if door is not None:
         door.begin_save(state.step)
-    saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last)
-    loop.end_save()
+    saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last, goal)
+    loop.end_save(goal)
 
 
 def _draw_timeline(loop: Loop, title: str, lease: Lease, observers: Observers) -> None:

@@ -1,10 +1,13 @@
-"""Bytes of the host's memory that offloaded states and activations take: of a rank, of a node, and whether this node has them."""
+"""Bytes of the host's memory that offloaded states and activations, and copies of steps, take: of a rank, of a node, and whether
+this node has them."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from framework.errors import RecipeError
+from framework.optim.optimizers import state_names
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
 from framework.recipe.schema import Recipe
@@ -13,6 +16,9 @@ from framework.recipe.schema import Recipe
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # The share of a node's memory that ranks have for offloaded states: Python, torch, NCCL and page tables need the rest.
 USABLE = 0.9
+# The file system that holds copies of steps. Linux mounts it everywhere, as large as half of the memory where a site does not say
+# otherwise.
+MEMORY = Path("/dev/shm")
 
 
 def bytes_of_fullest_node(plan: Plan) -> int:
@@ -33,8 +39,59 @@ def bytes_saved(plan: Plan, rank: int) -> int:
     return replace(plan, recipe=all_there, _ranks={}).memory(rank).total - plan.memory(rank).total
 
 
+def bytes_checkpointed(plan: Plan, rank: int) -> int:
+    """Bytes that the rank writes of a checkpoint, and has copied: master and states of the elements that it counts."""
+    states, total = len(state_names(plan.recipe.optim)), 0
+    for buffer in plan.of_rank(rank).buffers:
+        counted = sum(stop - start for start, stop in buffer.counted_runs)
+        # Moments of few bits are written in full.
+        moments = states * buffer.dtypes.gradient.itemsize if buffer.is_trained else 0
+        total += counted * (buffer.dtypes.master.itemsize + moments)
+    return total
+
+
+def bytes_of_copies(plan: Plan) -> int:
+    """The most that a node holds with checkpoint.neighbor_copies: what its own ranks write and what those of so many nodes before
+    it do, twice: a step stays until all nodes hold the next one."""
+    copies, here = plan.recipe.checkpoint.neighbor_copies, plan.derived.ranks_per_node
+    if not copies:
+        return 0
+    # Ranks that differ in other coordinates than `pp` write as much.
+    of_stage = [bytes_checkpointed(plan, rank) for rank in plan.topology.ranks("pp", 0)]
+    nodes = [
+        sum(of_stage[plan.topology.index("pp", rank)] for rank in range(first, min(first + here, plan.derived.world)))
+        for first in range(0, plan.derived.world, here)
+    ]
+    kept = range(min(1 + copies, len(nodes)))
+    return 2 * max(sum(nodes[node - distance] for distance in kept) for node in range(len(nodes)))
+
+
+def check_copies(plan: Plan, node_bytes: int | None = None, tmpfs_bytes: int | None = None) -> None:
+    """Raises RecipeError where this node cannot hold the copies beside what is offloaded. tmpfs_bytes: of the file system that
+    holds them. None for this machine's."""
+    copies, key = plan.recipe.checkpoint.neighbor_copies, "checkpoint.neighbor_copies"
+    if not copies:
+        return
+    needed = bytes_of_copies(plan)
+    if tmpfs_bytes is None:
+        tmpfs_bytes = shutil.disk_usage(MEMORY).total if MEMORY.is_dir() else 0
+    there = find_node_bytes(plan.recipe) if node_bytes is None else node_bytes
+    left = int(USABLE * there) - bytes_of_fullest_node(plan)
+    room, where = min(
+        (tmpfs_bytes, f"{MEMORY} has {show_bytes(tmpfs_bytes)}"), (left, f"a node can spare {show_bytes(left)}")
+    )
+    if needed > room:
+        raise RecipeError(
+            f"{key}={copies}: a node would hold {show_bytes(needed)}, two steps of its own ranks and of {copies} other"
+            f" node{'s' * (copies > 1)}, and {where}. Use {key}=0"
+            + (" or fewer copies" if copies > 1 else "")
+            + f", fewer ranks per node, nodes with more memory, or have {MEMORY} made larger (mount -o remount,size=...)"
+        )
+
+
 def check_host_memory(plan: Plan, node_bytes: int | None = None) -> None:
     """Raises RecipeError where the ranks of a node would hold more than its memory. node_bytes: None for this machine's."""
+    check_copies(plan, node_bytes)
     offload = plan.recipe.memory.offload
     if not any((offload.optimizer, offload.parameters, offload.activations)):
         return  # no rank need be laid out to know that

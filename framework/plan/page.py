@@ -18,7 +18,7 @@ from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.check import check_layout
 from framework.plan.context_page import describe_context
 from framework.plan.experts import describe_experts
-from framework.plan.host_memory import bytes_of_fullest_node, bytes_saved
+from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
 from framework.plan.layouts_page import describe_layouts
 from framework.plan.memory import RankMemory
 from framework.plan.plan import Plan
@@ -72,6 +72,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield ""
     yield from _describe_bytes([plan.memory(rank) for rank in ranks], [plan.traffic(rank) for rank in ranks])
     yield from _describe_host(plan, ranks)
+    yield from _describe_copies(plan)
     yield ""
     yield describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
@@ -173,6 +174,17 @@ def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     yield f"  a node of {plan.derived.ranks_per_node} ranks: at most {node}; updates there run on " + (
         f"launch.threads_per_rank={threads} threads" if threads else "the node's cores divided by its ranks"
     )
+
+
+def _describe_copies(plan: Plan) -> Iterator[str]:
+    """What nodes hold for one another, where they do."""
+    copies = plan.recipe.checkpoint.neighbor_copies
+    if copies:
+        yield ""
+        yield (
+            f"a node holds at most {_gib(bytes_of_copies(plan)).strip()} in {MEMORY}: two steps of its own ranks and of {copies}"
+            f" other node{'s' * (copies > 1)} (checkpoint.neighbor_copies)"
+        )
 
 
 def _sizes(num_bytes: Mapping[str, int]) -> dict[str, str]:

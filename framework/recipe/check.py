@@ -14,6 +14,7 @@ from framework.recipe.context_rules import (
 )
 from framework.recipe.deadlines import find_deadline_problems
 from framework.recipe.derive import (
+    count_nodes,
     count_ranks,
     count_virtual_stages,
     derive,
@@ -109,6 +110,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("model.weights", "model.revision"), _revision),
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes", "checkpoint.interval", "checkpoint.mtbf_hours"), _checkpoint),
+        ((*COUNTED, "parallel", "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps"), _neighbors),
         ((*COUNTED, "parallel", "track.profile_steps", "track.profile_ranks"), _profile),
         (("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles"), _best),
         (("run",), _run),
@@ -375,6 +377,27 @@ def _checkpoint(recipe: Recipe) -> Iterator[Problem]:
             "nobody asks for it: checkpoint.interval=null",
             "checkpoint.interval=young_daly; or leave it out",
         )
+
+
+def _neighbors(recipe: Recipe) -> Iterator[Problem]:
+    copies, every, nodes = (
+        recipe.checkpoint.neighbor_copies,
+        recipe.checkpoint.neighbor_every_steps,
+        count_nodes(recipe),
+    )
+    key = "checkpoint.neighbor_copies"
+    if copies >= nodes and copies:
+        message = (
+            f"a copy lies on a node of its own, and beside a rank's there {'is' if nodes == 2 else 'are'} {nodes - 1}"
+        )
+        fix = f"{key}={nodes - 1}" if nodes > 1 else f"{key}=0; or launch=slurm with launch.nodes=2 or more"
+        yield Problem(key, copies, message, fix)
+    elif copies and every is None:
+        message = "nothing says how often: checkpoint.neighbor_every_steps=null"
+        yield Problem(key, copies, message, f"checkpoint.neighbor_every_steps=10, say; or {key}=0")
+    elif every is not None and not copies:
+        message = f"nobody holds a copy: {key}=0"
+        yield Problem("checkpoint.neighbor_every_steps", every, message, f"{key}=1; or leave it out")
 
 
 def _run(recipe: Recipe) -> Iterator[Problem]:

@@ -343,6 +343,13 @@ class Checkpoint:
     max_failures: int = key(
         "so many saves in a row that fail end the run; the last one of a run must not fail", 3, low=1
     )
+    neighbor_copies: int = key(
+        "slurm: on so many other nodes the memory holds what each rank saves, beside its own node's: a restart reads no disk;"
+        " 0: none",
+        0,
+        low=0,
+    )
+    neighbor_every_steps: int | None = key("with neighbor_copies: after every so many steps", None, low=1)
     keep: int = key("newest checkpoints to keep", 3, low=1)
     keep_every: int | None = key("keep those of steps that are multiples of this as well; null: none", None, low=1)
     export_every_steps: int | None = key(

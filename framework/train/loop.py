@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from framework.checkpoint.interval import find_interval_s
-from framework.checkpoint.save import Saver
+from framework.checkpoint.save import Goal, Saver
 from framework.comm import ledger
 from framework.comm.objects import gather_numbers_to_first, tell
 from framework.comm.transfer import AsyncHostCopy
@@ -102,6 +102,7 @@ class Loop:
         self._skipped_in_a_row = 0
         self._is_best = False
         self._last_save_s = time.monotonic()
+        self._last_save_step, self._copy_is_due = -2, False
         self._flags = Flags()
         topology = run.mesh.topology
         stages = [topology.index("pp", rank) for rank in range(topology.world)]
@@ -147,6 +148,14 @@ class Loop:
         is_due = any(every and self.state.step % every == 0 for every in (rules.every_steps, rules.export_every_steps))
         return is_due or self._flags.save or self._is_best or self.is_done
 
+    def find_goal(self) -> Goal:
+        """Where to save the step now: nowhere, into a checkpoint, into the nodes' memory, or both."""
+        every = self.recipe.checkpoint.neighbor_every_steps
+        self._copy_is_due |= every is not None and self.state.step % every == 0
+        disk = Goal.DISK if self.must_save() else Goal(0)
+        # Its end needs no copy, and none waits for a save that is under way: training would wait with it.
+        return disk | Goal.MEMORY if self._copy_is_due and not (self.is_done or self._is_saving()) else disk
+
     def begin_validation(self, validation: Validation) -> None:
         """Validate the weights of this moment: in the bubbles of the next step, or in `end_validation` if that comes first."""
         self._validation = validation
@@ -164,10 +173,20 @@ class Loop:
         self.state.num_updates = self.run.optimizer.num_updates
         self.state.loss_scale, self.state.clean_steps = self.run.loss_scale.read()
 
-    def end_save(self) -> None:
+    def end_save(self, goal: Goal) -> None:
         """The save has begun: start the clock of `checkpoint.every_minutes` anew."""
-        self._last_save_s = time.monotonic()
-        self._flags, self._is_best = Flags(stop=self._flags.stop), False
+        self._last_save_step = self.state.step
+        if Goal.MEMORY in goal:
+            self._copy_is_due = False
+        if Goal.DISK in goal:
+            self._last_save_s = time.monotonic()
+            self._flags, self._is_best = Flags(stop=self._flags.stop), False
+
+    def _is_saving(self) -> bool:
+        """Whether a save may be under way on any rank: the same answer on all."""
+        # Flags are of the beginning of the step before, or of this one, so what has begun since is not in them.
+        began_since = self._last_save_step in (self.state.step - 1, self.state.step)
+        return self._flags.is_saving or (began_since and self.recipe.checkpoint.mode == "async")
 
     def _take_step(self, flags: Flags) -> None:
         """Send a step to the device, then read the one before: in the steady state that wait is the device's step time."""
@@ -205,13 +224,14 @@ class Loop:
 
     def _own_flags(self, stop: StopRequest) -> Flags:
         is_due = time.monotonic() - self._last_save_s > self._find_interval_s()
-        return Flags(stop=stop.requested, save=(is_due and self.run.mesh.rank == 0) or stop.wants_save)
+        save = (is_due and self.run.mesh.rank == 0) or stop.wants_save
+        return Flags(stop.requested, save, self._saver.is_busy)
 
     def _find_interval_s(self) -> float:
         """Seconds between saves by the clock."""
         rules, saver = self.recipe.checkpoint, self._saver
         if rules.mtbf_hours is not None:
-            return find_interval_s(3600 * rules.mtbf_hours, saver.started, saver.stalled_s, saver.longest_s)
+            return find_interval_s(3600 * rules.mtbf_hours, saver.started, saver.disk_stalled_s, saver.longest_s)
         return math.inf if rules.every_minutes is None else 60 * rules.every_minutes
 
     def _report_validation(self) -> None:
@@ -245,7 +265,7 @@ class Loop:
             return
         values = StepValues.unpack(pending.sums.values())
         self._exposed_s += sum(each.seconds for each in pending.waits)  # the device has passed them, as it has the sums
-        self._flags = Flags(self._flags.stop or values.flags.stop, values.flags.save)
+        self._flags = replace(values.flags, stop=self._flags.stop or values.flags.stop)
         self._skipped_in_a_row = 0 if values.is_finite else self._skipped_in_a_row + 1
         self.state.skipped_steps += not values.is_finite
         self._unreported = pending, values

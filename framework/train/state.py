@@ -10,6 +10,7 @@ from torch import Tensor
 from framework.checkpoint.commit import FoundCheckpoints
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
+from framework.errors import StorageError
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.materialize import persistent_buffers
@@ -43,10 +44,21 @@ class RunState:
         return cls(**values)
 
 
-def restore(run: Run, checkpoints: Path, found: FoundCheckpoints | None = None, lease: Lease | None = None) -> RunState:
-    """Fill a run from the newest whole checkpoint, whatever layout saved it. found: what rank 0 has told of them already."""
-    values = load_newest(checkpoints, read_entries(run), run.mesh.axis("world"), found, lease)
-    assert values is not None, f"no checkpoint in {checkpoints}"
+def restore(
+    run: Run,
+    checkpoints: Path,
+    found: FoundCheckpoints | None = None,
+    lease: Lease | None = None,
+    load_held: Callable[[Sequence[Entry]], dict[str, Any] | None] = lambda entries: None,
+) -> RunState:
+    """Fill a run from a step that nodes hold, or from the newest whole checkpoint, whatever layout saved it. found: what rank 0
+    has told of checkpoints already. load_held: fills entries and returns the state, None where a checkpoint must do."""
+    entries = list(read_entries(run))
+    values = load_held(entries) or load_newest(checkpoints, entries, run.mesh.axis("world"), found, lease)
+    if values is None:
+        raise StorageError(
+            f"there is no checkpoint in {checkpoints}, and what nodes held cannot be loaded: the next start begins with step 1"
+        )
     share_read(run)
     state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates

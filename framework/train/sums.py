@@ -11,22 +11,24 @@ from torch import Tensor
 
 from framework.comm.transfer import upload_values
 
-NUM_SCALARS = 5
+NUM_SCALARS = 6
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What one rank asks of all of them: to stop after this step, to save after it. A flag of any rank counts."""
+    """What one rank asks of all of them, to stop after this step, to save after it, and whether a save is under way on it. A flag
+    of any rank counts."""
 
     stop: bool = False
     save: bool = False
+    is_saving: bool = False
 
 
 @dataclass(frozen=True)
 class StepSums:
-    """terms: [5 + P] fp64 on the device: loss, squared norm of the gradient (its norm after `take_norm`), ranks that ask to stop,
-    ranks that ask to save, the loss scale (after `take_norm`); then for each of the model's P trained parameters the ranks whose
-    backward has reached it.
+    """terms: [6 + P] fp64 on the device: loss, squared norm of the gradient (its norm after `take_norm`), ranks that ask to stop,
+    ranks that ask to save, the loss scale (after `take_norm`), ranks that are saving; then for each of the model's P trained
+    parameters the ranks whose backward has reached it.
 
     Why the last in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear in
     this very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait for
@@ -41,7 +43,7 @@ class StepSums:
         cls, loss: Tensor, squared_norm: Tensor, flags: Flags, reached: Tensor, device: torch.device
     ) -> "StepSums":
         """This rank's terms. loss, squared_norm: scalars on the device, in any dtype; reached: [P] fp64, 1 or 0."""
-        scalars = upload_values([0.0, 0.0, flags.stop, flags.save, 0.0], torch.float64, device)
+        scalars = upload_values([0.0, 0.0, flags.stop, flags.save, 0.0, flags.is_saving], torch.float64, device)
         sums = cls(torch.cat([scalars, reached]))
         sums.loss.copy_(loss)
         sums.vector[1].copy_(squared_norm)
@@ -49,7 +51,7 @@ class StepSums:
 
     @property
     def vector(self) -> Tensor:
-        """The scalars, [5]: a view."""
+        """The scalars, [6]: a view."""
         return self.terms[:NUM_SCALARS]
 
     @property
@@ -81,8 +83,8 @@ class StepValues:
     @classmethod
     def unpack(cls, values: Sequence[float]) -> "StepValues":
         """values: those of `StepSums.vector`."""
-        loss, gradient_norm, stop, save, loss_scale = values
-        return cls(loss, gradient_norm, Flags(stop > 0, save > 0), loss_scale)
+        loss, gradient_norm, stop, save, loss_scale, saving = values
+        return cls(loss, gradient_norm, Flags(stop > 0, save > 0, saving > 0), loss_scale)
 
     @property
     def is_finite(self) -> bool:

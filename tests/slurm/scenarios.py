@@ -16,6 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from framework.checkpoint.node_memory import run_memory
+from tests.faults.copying_ranks import spoil_disk
 from tests.slurm.cluster import APART, RECIPE, SLURM, STEPS, Desk, call, job_field, job_state, lives, wait_for
 
 Evidence = dict[str, Any]
@@ -31,7 +33,7 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
         chain, frozen_node, spare_node, fewer_nodes, first_node_lost, node_loss, local_references, preemption, killed_ranks,
         cancelled, layouts, crash_for_ever, users_mistake, bad_node, array, torchrun, all_damaged, unreadable, second_job,
-        signals, launcher, script, hung_rank,
+        signals, launcher, script, hung_rank, copies,
     )  # fmt: skip
     measured = pool.submit(time_limit, desk)
 
@@ -199,6 +201,29 @@ def hung_rank(desk: Desk) -> Evidence:
     wait_for(lambda: len(desk.starts("hung")) > 1, "another start", tell=lambda: desk.log("hung"))
     desk.wait_until_gone(job)
     return {"vanish_s": vanish_s, "starts": desk.starts("hung"), "ends": desk.ends("hung"), "log": desk.log("hung")}
+
+
+def copies(desk: Desk) -> Evidence:
+    """A rank is killed between two checkpoints while its node's neighbour holds a newer step; then all checkpoints are spoilt and
+    another rank is killed."""
+    job = desk.submit(
+        "copies", "launch.nodes=2", "checkpoint.neighbor_copies=1", "checkpoint.neighbor_every_steps=3", WAITS,
+        "checkpoint.every_steps=40",
+    )  # fmt: skip
+    for number, rank in enumerate((1, 0)):
+        pids = desk.pause("copies", 30 + 40 * number)
+        call("kill", "-9", str(pids[rank]))
+        spoil_disk(desk.folder("copies"))
+        desk.let_go({other: pid for other, pid in pids.items() if other != rank})
+        wait_for(lambda n=number: len(desk.starts("copies")) > n + 1, "another start", tell=lambda: desk.log("copies"))
+    held = run_memory(desk.folder("copies"))
+    desk.wait_until_gone(job)
+    return {
+        "log": desk.log("copies"),
+        "ends": desk.ends("copies"),
+        "starts": desk.starts("copies"),
+        "left": held.exists(),
+    }
 
 
 def cancelled(desk: Desk) -> Evidence:

@@ -124,6 +124,17 @@ def test_a_stopped_rank_is_named_and_the_run_starts_again(desk, evidence, refere
     assert_equals_undisturbed(desk, "hung", 2, reference)
 
 
+def test_a_killed_rank_is_started_again_from_what_the_nodes_hold(desk, evidence, reference):
+    found = evidence["copies"].result()
+    steps = [int(step) for step in re.findall(r"going on from step (\d+), which the memory", found["log"])]
+    assert len(steps) == 2
+    assert all(low <= step for low, step in zip((25, 65), steps, strict=True)), "copies of the last steps"
+    assert found["ends"][-1] == 0
+    assert found["starts"][2]["from"] >= steps[0], "what was held is progress"
+    assert not found["left"]
+    assert_equals_undisturbed(desk, "copies", 2, reference)
+
+
 def test_a_preempted_run_resumes_at_its_step(desk, evidence, reference):
     found = evidence["preemption"].result()
     assert found["ends"] == [85, 0]

@@ -10,7 +10,16 @@ from framework.launch.settle import refuse_offload_to_device
 from framework.model.load import load_config
 from framework.parallel.zero.choose_homes import choose_homes, is_shared
 from framework.parallel.zero.lifetimes import Home
-from framework.plan.host_memory import bytes_of_fullest_node, bytes_saved, check_host_memory, find_node_bytes
+from framework.plan.host_memory import (
+    MEMORY,
+    bytes_checkpointed,
+    bytes_of_copies,
+    bytes_of_fullest_node,
+    bytes_saved,
+    check_copies,
+    check_host_memory,
+    find_node_bytes,
+)
 from framework.plan.page import describe_plan
 from framework.plan.plan import Plan, make_plan
 from framework.plan.relief import find_relief
@@ -109,3 +118,53 @@ def test_a_device_that_turns_out_to_be_the_host_is_refused() -> None:
     refuse_offload_to_device(settled)
     with pytest.raises(RecipeError, match=r"memory\.offload\.optimizer"):
         refuse_offload_to_device(replace(recipe, launch=replace(recipe.launch, device="cpu")))
+
+
+COPIES = ("launch.kind=slurm", "launch.ranks=4", "launch.ranks_per_node=2", "checkpoint.neighbor_every_steps=10")
+
+
+@pytest.mark.parametrize(
+    "words", [("zero.stage=0",), ("zero.stage=3",), ("parallel.pp=2", "zero.stage=1")], ids=" ".join
+)
+def test_what_ranks_write_is_what_a_checkpoint_has(words: tuple[str, ...]) -> None:
+    plan = plan_of(*words)
+    written = sum(bytes_checkpointed(plan, rank) for rank in range(4))
+    assert written == 12 * plan.size.total  # fp32: master and two moments
+
+
+def test_nodes_hold_two_steps_of_their_own_and_their_neighbours_ranks() -> None:
+    plan = plan_of(*COPIES, "checkpoint.neighbor_copies=1")
+    assert bytes_of_copies(plan) == pytest.approx(2 * 2 * 12 * plan.size.total / 2, rel=1e-3)
+    assert bytes_of_copies(plan_of("zero.stage=0")) == 0
+    assert f"in {MEMORY}: two steps of its own ranks and of 1 other node (" in "\n".join(describe_plan(plan))
+    assert str(MEMORY) not in "\n".join(describe_plan(plan_of("zero.stage=2")))
+
+
+def test_copies_that_do_not_fit_are_refused_with_the_key_and_what_is_there() -> None:
+    plan = plan_of(*COPIES, "checkpoint.neighbor_copies=1")
+    needed = bytes_of_copies(plan)
+    check_copies(plan, 2 * needed, needed)
+    with pytest.raises(
+        RecipeError, match=r"checkpoint\.neighbor_copies=1: a node would hold .* and /dev/shm has 0 MiB"
+    ):
+        check_copies(plan, 2 * needed, 1000)
+    with pytest.raises(RecipeError, match="a node can spare"):
+        check_copies(plan, needed, 2 * needed)
+    with pytest.raises(RecipeError, match="a node can spare"):
+        check_host_memory(plan, needed)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "fix"),
+    [
+        (("checkpoint.neighbor_copies=1", "launch.kind=local"), "neighbor_copies", "launch=slurm with launch.nodes=2"),
+        (("checkpoint.neighbor_copies=2",), "neighbor_copies", "checkpoint.neighbor_copies=1"),
+        (("checkpoint.neighbor_copies=1", "checkpoint.neighbor_every_steps=null"), "neighbor_copies", "every_steps=10"),
+        ((), "neighbor_every_steps", "checkpoint.neighbor_copies=1"),
+    ],
+)
+def test_copies_that_nobody_can_hold_are_refused(words: tuple[str, ...], key: str, fix: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        compose([*WORDS, *COPIES, *words]).require()
+    assert f"checkpoint.{key}" in str(error.value)
+    assert fix in str(error.value)

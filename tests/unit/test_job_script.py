@@ -1,17 +1,23 @@
 """What a job's script makes of the checkpoints and of its history, without a cluster: its functions, run by bash."""
 
+import json
 import re
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
+from framework.checkpoint.lineage import RECORD, Lineage
+from framework.checkpoint.node_memory import run_memory
 
 SCRIPT = (Path(__file__).parents[2] / "slurm" / "job.sh").read_text()
 
 
 def call(function, run, *arguments):
     """What a function of the script prints, for job 7 of the run in `run`."""
-    body = re.search(rf"^{function}\(\) {{.*?^}}$", SCRIPT, re.M | re.S)[0]
+    name = function.rpartition(" ")[2]
+    body = re.search(rf"^{name}\(\) {{.*?^}}$", SCRIPT, re.M | re.S)[0]
     words = ["bash", "-euc", f"run=$0 history=$0/history job=7\n{body}\n{function} $*", str(run), *arguments]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -45,6 +51,25 @@ def test_what_is_set_aside_unfinished_or_emptied_is_no_checkpoint(tmp_path):
     assert call("newest_step", tmp_path) == "100"
     (tmp_path / "checkpoints" / "step-00000100" / "manifest.json").unlink()
     assert call("newest_step", tmp_path) == "20"
+
+
+def test_a_start_from_what_nodes_held_is_progress_of_a_run_that_keeps_copies(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step-00000020"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    assert call("copies=1; newest_step", tmp_path) == "20"
+    lineage = Lineage().begin(0, "a", 0, 0).begin(50, "b", 20, 20)
+    (tmp_path / RECORD).write_text(json.dumps(asdict(lineage)))
+    assert call("copies=1; newest_step", tmp_path) == "50"
+    assert call("copies=0; newest_step", tmp_path) == "20"
+
+
+def test_the_script_forgets_the_folder_that_nodes_have(tmp_path):
+    run = tmp_path / "a run's"
+    run.mkdir()
+    stubs = 'srun() { echo "${@: -1}"; }; timeout() { "${@:2}"; }; SLURM_JOB_NUM_NODES=2'
+    said = call(f"{stubs}; forget_copies", run)
+    assert said == str(run_memory(run))
 
 
 @pytest.mark.parametrize(("step", "newest", "ends"), [(20, 20, True), (0, 0, True), (20, 40, False)])

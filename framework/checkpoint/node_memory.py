@@ -1,0 +1,143 @@
+"""Files in a node's memory that outlive its ranks: a folder of tmpfs for each run and node, which only its user may enter.
+
+    /dev/shm/meshwright-UID/RUN-HASH/NODE/
+        step-00000070-GENERATION/        files as in a checkpoint's folder: of this node's ranks, and copies
+        step-00000080-GENERATION.tmp/    a step that is being copied
+
+HASH tells runs of one name in two places apart. NODE is in the path because the nodes of a cluster on one machine share its
+memory. All goes when the node loses its power, and when the run has come to its end.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from framework.checkpoint.commit import report
+from framework.errors import CheckpointError
+from framework.plan.host_memory import MEMORY
+
+
+@dataclass(frozen=True, order=True)
+class HeldName:
+    """The files of one step that nodes hold. generation: the start of the run that has trained it (lineage.py)."""
+
+    step: int
+    generation: str
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}-{self.generation}"
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """A run's folder in the memory of this node. Nothing is made before `make`."""
+
+    path: Path
+
+    @property
+    def top(self) -> Path:
+        """The user's folder, which nobody else may have made."""
+        return self.path.parent.parent
+
+    def folder(self, name: HeldName) -> Path:
+        """Where the files of a step lie."""
+        return self.path / str(name)
+
+    def unfinished(self, name: HeldName) -> Path:
+        """Where they lie until all nodes have theirs."""
+        return self.path / f"{name}.tmp"
+
+    def make(self, folder: Path) -> None:
+        """Make a folder in here. Raises CheckpointError where the user's folder is somebody else's, or there is no tmpfs."""
+        try:
+            self.top.mkdir(mode=0o700, exist_ok=True)
+            if not self._is_ours():
+                raise CheckpointError(f"{self.top} was made by another user: nothing is kept there. Have it removed")
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot keep copies in this node's memory: {error.strerror} at {folder}. A tmpfs at {MEMORY} that this user may"
+                " write to holds them; or checkpoint.neighbor_copies=0"
+            ) from error
+
+    def list(self) -> dict[HeldName, frozenset[str]]:
+        """The names of the files of each step that this node holds. What another user has put there is not looked at."""
+        if not self._is_ours():
+            return {}
+        found = {name: self.folder(name) for name in map(_parse, _names(self.path)) if name is not None}
+        return {name: frozenset(_names(folder)) for name, folder in found.items()}
+
+    def clear(self, keep: HeldName | None = None) -> None:
+        """Remove all but one step."""
+        for each in _names(self.path) if self._is_ours() else ():
+            if keep is None or each != str(keep):
+                shutil.rmtree(self.path / each, ignore_errors=True)
+                if (self.path / each).exists():
+                    report(f"cannot remove {self.path / each}, which takes this node's memory")
+        if keep is None:
+            # Not the user's own: another run of the user may be about to make its folder in there.
+            for folder in (self.path, self.path.parent):
+                with suppress(OSError):  # not empty: of other nodes
+                    folder.rmdir()
+
+    def _is_ours(self) -> bool:
+        """Whether the user's folder is there, and nobody else can have written into it."""
+        try:
+            status = self.top.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def memory_of(run_dir: Path, node: str, memory: Path = MEMORY) -> NodeMemory:
+    """The memory of a node for a run. memory: a tmpfs."""
+    return NodeMemory(run_memory(run_dir, memory) / re.sub(r"[^\w.-]", "_", node))
+
+
+def run_memory(run_dir: Path, memory: Path = MEMORY) -> Path:
+    """The folder of a run, on any node: a function of the run's path, which all nodes see alike. slurm/job.sh knows it too."""
+    place = run_dir.absolute()
+    return memory / f"meshwright-{os.getuid()}" / f"{place.name}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
+
+
+def map_file(path: Path, num_bytes: int) -> Tensor:
+    """The bytes of a file that is there in this size, uint8 [num_bytes]: its memory, not a copy."""
+    # An empty file cannot be mapped.
+    return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) if num_bytes else _NO_BYTES
+
+
+def make_file(path: Path, num_bytes: int) -> Tensor:
+    """The memory of a new file, uint8 [num_bytes]. Raises OSError where the node has not so much: a write into a mapped file for
+    which there is no memory would kill the process."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        if num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    finally:
+        os.close(descriptor)
+    return map_file(path, num_bytes)
+
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    try:
+        yield from sorted(os.listdir(folder))
+    except OSError:  # not there
+        return
+
+
+def _parse(name: str) -> HeldName | None:
+    match = re.fullmatch(r"step-(\d+)-(\w+)", name)
+    return HeldName(int(match[1]), match[2]) if match else None
