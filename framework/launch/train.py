@@ -100,7 +100,8 @@ def train_rank(
         device = choose_device(recipe.launch.device)
         mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
         progress.communicators[TRAINING] = tuple(mesh.axes.values())
-        lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
+        lease = progress.lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
+        goodput.hold(lease)
         if recipe.launch.probe:
             probe(plan, mesh, lease)
         progress.phases.begin(Phase.OPEN_DATA)

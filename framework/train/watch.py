@@ -23,7 +23,7 @@ from typing import Any
 
 from framework.comm.board import Board, dump_flight_record
 from framework.comm.communicator import Operation
-from framework.errors import HungError
+from framework.errors import HungError, LeaseLost
 from framework.recipe.deadlines import Deadlines
 from framework.train.hang import (
     SAVES,
@@ -157,7 +157,9 @@ class Watch:
         self._lines = dict(zip(ranks, map(_parse, board.read(ranks)), strict=True))
         self._progress.hosts.update({rank: line.host for rank, line in self._lines.items() if line is not None})
         if self._rank == 0 and self._folder is not None:
-            with suppress(OSError):  # a file system that fails costs a look at the ranks, and nothing else
+            # A file system that fails costs a look at the ranks, and nothing else; a lost lease ends the main thread.
+            with suppress(OSError, LeaseLost):
+                self._check_lease()
                 write_ranks(self._folder, [line for line in self._lines.values() if line is not None])
 
     def _confer(self, board: Board, alarm: Alarm) -> None:
@@ -231,11 +233,16 @@ class Watch:
         found = next((each.waits.current for each in communicators if each.waits.current is not None), None)
         return describe_wait(found) if found is not None else None
 
+    def _check_lease(self) -> None:
+        if self._progress.lease is not None:
+            self._progress.lease.check()
+
     def _keep_flight_record(self) -> None:
         """What NCCL was doing, for those who know how to read it. On CPUs there is none; not run on a GPU."""
         record = dump_flight_record()
         if record is not None and self._folder is not None:
-            with suppress(OSError):
+            with suppress(OSError, LeaseLost):
+                self._check_lease()
                 folder = self._folder / "flight-recorder"
                 folder.mkdir(exist_ok=True)
                 (folder / f"rank-{self._rank}").write_bytes(record)
