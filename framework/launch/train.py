@@ -78,7 +78,7 @@ def train_rank(
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
     progress, deadlines = Progress(phases or Phases()), find_deadlines(recipe)
     place = launched_place(), name_place(recipe)
-    with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir):
+    with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir) as hangs:
         check_nodes(recipe)
         plan = make_plan(recipe, load_config(recipe.model, find_folder))
         check_host_memory(plan)
@@ -96,6 +96,7 @@ def train_rank(
         watch = partial(StepWatch, end=end_hung, say=say, folder=folder, progress=progress)
         with nullcontext(stop) if stop else StopRequest() as requests, watch(requests) as steps:
             code = _train(plan, prepared, mesh, run_dir, requests, steps, progress.phases)
+        hangs.stop_talking()
         # Not after an error: closing waits for the other ranks, which may be waiting for this one.
         mesh.close()
     return code

@@ -27,8 +27,8 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
     itself."""
     pool = ThreadPoolExecutor(4)
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
-        chain, node_loss, local_references, preemption, killed_ranks, hung_rank, cancelled, layouts, crash_for_ever, users_mistake,
-        bad_node, array, torchrun, all_damaged, unreadable,
+        chain, node_loss, local_references, preemption, killed_ranks, hung_rank, cancelled, layouts, crash_for_ever,
+        users_mistake, bad_node, array, torchrun, all_damaged, unreadable,
     )  # fmt: skip
     measured = pool.submit(time_limit, desk)
 
