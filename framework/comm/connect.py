@@ -186,10 +186,12 @@ def open_store_beside() -> tuple[dist.Store, str]:
 
     In here and in every later question it waits for the host for as long as it takes, whatever time-outs say (torch 2.13: a
     TCPStore's `add` waits for ever for a stopped process): only for a thread that nobody waits for. A world of one rank has a
-    store to itself.
+    store to itself. Raises ConnectionFailed where the launcher has not said where that is.
     """
     if launched_place()[1] == 1:
         return dist.HashStore(), "this rank"
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ConnectionFailed("MASTER_ADDR and MASTER_PORT, which launchers set, do not say where ranks meet")
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, None, False, timedelta(days=1), wait_for_workers=False)

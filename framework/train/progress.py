@@ -113,7 +113,8 @@ class Progress:
         if current.phase == Phase.VALIDATE:
             return deadlines.validate, "launch.validate_deadline_s"
         if current.phase == Phase.STEP and not self.is_timed:  # with a validation in it, or none has begun
-            return self.pace.find_deadline(deadlines) + deadlines.validate, "launch.validate_deadline_s"
+            longer_s = self.pace.find_deadline(deadlines) + deadlines.validate
+            return min(longer_s, deadlines.most), "launch.validate_deadline_s"
         if current.phase in (Phase.STEP, Phase.DATA):
             first = "" if self.pace.is_known else f"; the first {FIRST_STEPS} steps may take longer"
             return self.pace.find_deadline(deadlines), f"launch.step_deadline_s{first}"

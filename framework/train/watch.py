@@ -23,7 +23,7 @@ from typing import Any
 
 from framework.comm.board import Board, dump_flight_record
 from framework.comm.communicator import Operation
-from framework.errors import HungError, LeaseLost
+from framework.errors import ConnectionFailed, HungError, LeaseLost
 from framework.recipe.deadlines import Deadlines
 from framework.train.hang import (
     SAVES,
@@ -81,7 +81,7 @@ class Watch:
         ) = -1.0  # when the board answered last, when an alarm was heard; by the monotonic clock
         self._alarm: Alarm | None = None
         self._in_phase, self._in_save = Stopwatch(), Stopwatch()
-        self._is_closed, self._wake = threading.Event(), threading.Event()
+        self._is_closed, self._is_silent, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
             for name, work in (("watch", self._watch), ("watch-talk", self._talk))
@@ -96,9 +96,14 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_closed.set()
+        self._threads[0].join()
+        self.stop_talking()
+
+    def stop_talking(self) -> None:
+        """From here on ranks may end, and the store with one of them. This rank is still watched, and would end by itself."""
+        self._is_silent.set()
         self._wake.set()
-        for thread in self._threads:
-            thread.join(LOOK_EVERY_S)  # no longer: `talk` may wait for a host that is gone
+        self._threads[1].join(LOOK_EVERY_S)  # no longer: it may wait for a host that is gone
 
     def _watch(self) -> None:
         while not self._is_closed.wait(LOOK_EVERY_S):
@@ -133,10 +138,11 @@ class Watch:
 
     def _talk(self) -> None:
         # Where the host of the store ends, so do the ranks, by other ways than this; where it only stops, nothing is raised.
-        with suppress(RuntimeError):
+        # Where there is none, `connect` says it.
+        with suppress(RuntimeError, ConnectionFailed):
             store, self._host = self._open_store()
             board, read_s = Board(store, self._rank, self._world), -1.0
-            while not self._is_closed.is_set():
+            while not self._is_silent.is_set():
                 board.write(self._line().to_json())
                 alarm = board.find_alarm()
                 self._heard_s = time.monotonic()

@@ -30,8 +30,8 @@ def run_scenarios(desk: Desk) -> dict[str, Future]:
     pool = ThreadPoolExecutor(4)
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
         chain, frozen_node, spare_node, fewer_nodes, first_node_lost, node_loss, local_references, preemption, killed_ranks,
-        cancelled, layouts, crash_for_ever, users_mistake, bad_node, array, torchrun, all_damaged, unreadable, second_job,
-        signals, launcher, script,
+        hung_rank, cancelled, layouts, crash_for_ever, users_mistake, bad_node, array, torchrun, all_damaged, unreadable,
+        second_job, signals, launcher, script,
     )  # fmt: skip
     measured = pool.submit(time_limit, desk)
 
@@ -188,6 +188,17 @@ def killed_ranks(desk: Desk) -> Evidence:
     desk.wait_until_gone(job)
     ends = desk.ends("killed")
     return {"job": job, "vanish_s": vanish_s, "starts": desk.starts("killed"), "ends": ends, "injected": injected}
+
+
+def hung_rank(desk: Desk) -> Evidence:
+    """Rank 1 is stopped and stays so."""
+    job = desk.submit("hung", "launch.nodes=2", WAITS, "launch.step_deadline_s=5")
+    pids = desk.pause("hung", 30)
+    desk.let_go({0: pids[0]})
+    vanish_s = desk.seconds_to_vanish(pids)
+    wait_for(lambda: len(desk.starts("hung")) > 1, "another start", tell=lambda: desk.log("hung"))
+    desk.wait_until_gone(job)
+    return {"vanish_s": vanish_s, "starts": desk.starts("hung"), "ends": desk.ends("hung"), "log": desk.log("hung")}
 
 
 def cancelled(desk: Desk) -> Evidence:

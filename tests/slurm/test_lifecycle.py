@@ -1,6 +1,7 @@
 """Jobs on a real cluster: every run ends where an undisturbed one would, bitwise, or stops as documented."""
 
 import json
+import re
 import time
 from concurrent.futures import Future
 
@@ -110,6 +111,17 @@ def test_killed_ranks_are_started_again_in_the_same_job(desk, evidence, referenc
     assert record["host"] in ("n1", "n2", "n3")  # done there, not where it was asked for
     assert found["ends"][-1] == 0
     assert_equals_undisturbed(desk, "killed", 2, reference)
+
+
+def test_a_stopped_rank_is_named_and_the_run_starts_again(desk, evidence, reference):
+    found = evidence["hung_rank"].result()
+    assert re.search(
+        r"\[rank 0\] step \d+ hangs: rank 1 \[pp0 dp1 cp0 tp0\] on \S+, pid \d+, does not answer", found["log"]
+    )
+    assert found["vanish_s"] < 5 + 10 + 10  # its deadline, the report, and what SLURM takes to kill a stopped process
+    assert [start["from"] for start in found["starts"]] == [0, 20]
+    assert found["ends"] == [1, 0]
+    assert_equals_undisturbed(desk, "hung", 2, reference)
 
 
 def test_a_preempted_run_resumes_at_its_step(desk, evidence, reference):

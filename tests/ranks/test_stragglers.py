@@ -1,0 +1,95 @@
+"""A rank that is slow in real steps is named with its phase, by the times that reports gather; the one that waits is not."""
+
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from framework.comm.connect import connect
+from framework.data.loader import Loader
+from framework.data.prepare import prepare
+from framework.errors import EXIT_DONE
+from framework.launch import train
+from framework.mesh.topology import Topology
+from framework.model.load import load_config
+from framework.plan.plan import make_plan
+from framework.recipe.compose import compose
+from framework.train import loop
+from framework.train.faults import StepWatch, StopRequest
+from framework.train.phases import Phases
+from tests import tiny_run
+
+SLOW_S = 0.06
+
+
+class Reports:
+    """An observer that keeps what it is told."""
+
+    def __init__(self):
+        self.stragglers = []
+
+    def report(self, report):
+        self.stragglers.append(report.stragglers)
+
+    def open(self, run): ...
+
+    def close(self, code): ...
+
+    def contain(self, name, call): ...
+
+
+def slowed(plain):
+    def call(*arguments, **named):
+        time.sleep(SLOW_S)
+        return plain(*arguments, **named)
+
+    return call
+
+
+def train_body(rank, world, rendezvous, recipe, folder, phase):
+    """Train; rank 1 is slow in the phase. What rank 0 reports and says of stragglers."""
+    prepared, config = prepare(recipe), load_config(recipe.model)
+    mesh = connect(Topology(dp=world), torch.device("cpu"), rendezvous, rank, timeout_s=30)
+    reports, said = Reports(), []
+    where = {"data": (Loader, "batch"), "compute": (loop, "learning_rate")}.get(
+        phase if rank == 1 else "", (loop, "find_bubble")
+    )
+    plain = getattr(*where)
+    with (
+        StopRequest() as stop,
+        StepWatch(stop, say=said.append) as watch,
+        patch.object(train, "open_observers", lambda *words: reports),
+        patch.object(*where, slowed(plain) if where[1] != "find_bubble" else plain),
+    ):
+        code = train._train(make_plan(recipe, config), prepared, mesh, folder, stop, watch, Phases())
+    mesh.close()
+    return code, said, reports.stragglers
+
+
+@pytest.mark.parametrize("phase", ["data", "compute"])
+def test_a_slow_rank_is_named_with_its_phase(pool, tmp_path: Path, monkeypatch, phase):
+    tiny_run.write_corpus(tmp_path / "corpus")
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *tiny_run.RECIPE,
+        f"data.sources.files.path={tmp_path}/corpus",
+        f"data.root={tmp_path}/data",
+        "launch.ranks=2",
+    ]
+    words += [
+        "batch.sequences_per_step=2",
+        "batch.sequences_per_microbatch=1",
+        "train.steps=30",
+        "checkpoint.every_steps=null",
+    ]
+    recipe = compose(words).require()
+    prepare(recipe)
+    (code, said, stragglers), (other, silent, _) = pool.run(2, train_body, recipe, tmp_path, phase, timeout_s=100)
+    assert (code, other, silent) == (EXIT_DONE, EXIT_DONE, [])
+    (line,) = said
+    assert line.startswith(f"rank 1 [pp0 dp1 cp0 tp0] is slow in {phase}: ")
+    assert list(stragglers[-1]) == [f"1 {phase}"]
+    assert stragglers[-1][f"1 {phase}"] == pytest.approx(SLOW_S, rel=0.5)
+    assert stragglers[0] == {}
