@@ -82,8 +82,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plan says. host_bytes: that the ranks of a node take of its memory at the least. link_s: seconds of an all-reduce by axis, on
-    GPUs that it knows. is_gpu: slow nodes are then bad ones."""
+    """What the plan says. host_bytes: that the ranks of a node take of its memory at the least. link_s: seconds of an all-
+    reduce by axis, on GPUs that it knows. is_gpu: slow nodes are then bad ones."""
 
     host_bytes: int
     link_s: Mapping[str, float]
@@ -122,9 +122,7 @@ def judge(facts: Sequence[Facts], expected: Expected) -> Iterator[Finding]:
             yield Finding(each.node, text, True)
     for node, free in {each.node: each.free for each in facts if each.free is not None}.items():
         if free < expected.host_bytes:
-            text = (
-                f"{node} has {show_bytes(free)} of free memory; its ranks need at least {show_bytes(expected.host_bytes)}"
-            )
+            text = f"{node} has {show_bytes(free)} of free memory; its ranks need at least {show_bytes(expected.host_bytes)}"
             yield Finding(node, text)
     noise_s = NOISE_ON_GPU_S if expected.is_gpu else NOISE_ON_CPU_S
     seconds = {rank: each.device_s for rank, each in enumerate(facts)}
