@@ -82,8 +82,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plan says. host_bytes: that the ranks of a node take of its memory. link_s: seconds of an all-reduce by axis, on
-    GPUs that it knows. is_gpu: slow nodes are then bad ones."""
+    """What the plan says. host_bytes: that the ranks of a node take of its memory at the least. link_s: seconds of an all-
+    reduce by axis, on GPUs that it knows. is_gpu: slow nodes are then bad ones."""
 
     host_bytes: int
     link_s: Mapping[str, float]
@@ -122,9 +122,7 @@ def judge(facts: Sequence[Facts], expected: Expected) -> Iterator[Finding]:
             yield Finding(each.node, text, True)
     for node, free in {each.node: each.free for each in facts if each.free is not None}.items():
         if free < expected.host_bytes:
-            text = (
-                f"{node} has {show_bytes(free)} of free memory; its ranks need about {show_bytes(expected.host_bytes)}"
-            )
+            text = f"{node} has {show_bytes(free)} of free memory; its ranks need at least {show_bytes(expected.host_bytes)}"
             yield Finding(node, text)
     noise_s = NOISE_ON_GPU_S if expected.is_gpu else NOISE_ON_CPU_S
     seconds = {rank: each.device_s for rank, each in enumerate(facts)}
@@ -320,8 +318,8 @@ def _time_axes(mesh: Mesh) -> Iterator[tuple[str, tuple[int, ...], float]]:
 
 def _expect(plan: Plan, mesh: Mesh) -> Expected:
     is_gpu, here = mesh.device.type == "cuda", plan.derived.ranks_per_node
-    of_rank = plan.memory(0)
-    host = sum(of_rank.on_host.values()) if is_gpu else of_rank.total
+    # A save stages there what the node's ranks write; on CPUs they hold as much, and more.
+    host = checkpoint_bytes(plan) // max(1, plan.derived.world // here) * (1 if is_gpu else 2)
     machine = find_machine(plan.recipe.launch)
     links = {}
     if is_gpu and not machine.is_assumed:
@@ -329,7 +327,7 @@ def _expect(plan: Plan, mesh: Mesh) -> Expected:
             ranks = mesh.axis(name).ranks
             link = machine.in_node if len({rank // here for rank in ranks}) == 1 else machine.between_nodes
             links[name] = ring_s(link, len(ranks))
-    return Expected(host * min(here, plan.derived.world), links, is_gpu)
+    return Expected(host, links, is_gpu)
 
 
 def ring_s(link: Link, size: int) -> float:

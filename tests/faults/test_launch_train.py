@@ -371,7 +371,8 @@ def test_ranks_that_find_all_checkpoints_damaged_say_so_and_leave_the_run_as_it_
     recipe = compose([*RECIPE, "run.id=lost", "train.steps=110", "launch.device=cpu"]).require()
     save_recipe(recipe, lost.recipe)
     before, curve = list_checkpoint_files(lost), (lost.path / "metrics.jsonl").read_bytes()
-    assert local._launch(lost, recipe, from_step=100) == EXIT_USER
+    with lost.lock() as lease:
+        assert local._launch(lost, lease, recipe, from_step=100) == EXIT_USER
     assert "all 3 checkpoints in" in capfd.readouterr().err
     assert list_checkpoint_files(lost) == before
     assert (lost.path / "metrics.jsonl").read_bytes() == curve
