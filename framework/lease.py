@@ -153,6 +153,7 @@ class Lease:
         for name in FOLDERS if self.epoch else ():
             with suppress(OSError):  # a process that was killed has left something; the next start clears it
                 self._place(self.run / name).rmdir()
+                (self.run / name).rmdir()  # where there are no checkpoints; a run itself is never empty
 
     def _place(self, folder: Path) -> Path:
         return folder / f"{WORKPLACE}{self.epoch}"

@@ -501,7 +501,9 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
                 )
             )
             # It asks the store three small questions a second, however many ranks there are (tests/unit/test_watch.py).
-            stack.enter_context(patch.object(train, "Watch", lambda *_: nullcontext()))
+            stack.enter_context(
+                patch.object(train, "Watch", lambda *_: nullcontext(SimpleNamespace(stop_talking=list)))
+            )
             stack.enter_context(patch.object(save, "ThreadPoolExecutor", AtOnce))
             stack.enter_context(patch.object(train, "Loop", SaveOnly))
             stack.enter_context(patch.object(rank_program, "take_fingerprint", take_fingerprint_apart))

@@ -85,7 +85,7 @@ guard_job() { # guard_job NODE RESTART: runs there; NODE is the one with the scr
     if [ "$restart" != "$2" ]; then return; fi                    # this node was frozen, and the job has other nodes by now
     if scontrol show hostnames "$names" | grep -qxF "$1"; then continue; fi
     say "the node of this script is lost: $1; requeued" >> "$run/job.log"
-    start_soon
+    soon_after=now+15 start_soon    # the job leaves its nodes later than one whose nodes all answer
     scontrol requeue "$job" || scancel "$job"
     return
   done

@@ -95,6 +95,7 @@ stop() { # stop CODE WHY: the last word on this run; what still waits in its cha
 # one moment asks, for a start some seconds later.
 start_soon() { # start_soon [CHANGE...]: other changes that a job takes only while it waits
   sbatch --quiet --job-name="soon-$job" --output=/dev/null --nodes=1 --ntasks=1 --time=2 --deadline=now+4minutes \
+    ${soon_after:+--begin="$soon_after"} \
     ${SLURM_JOB_PARTITION:+--partition="$SLURM_JOB_PARTITION"} ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
     ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in {1..240}; do
       state=\$(squeue --noheader --states=all --job=$job --format=%T)

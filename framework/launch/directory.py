@@ -119,8 +119,8 @@ class RunDirectory:
     def has_trained(self) -> bool:
         """Whether a rank has left a step or a checkpoint: what has not may be begun anew under another recipe."""
         metrics = self.path / "metrics.jsonl"
-        traces = (self.checkpoints, self.checkpoints.with_name("checkpoints.json"))
-        return any(path.exists() for path in traces) or (metrics.exists() and metrics.stat().st_size > 0)
+        has_saved = any(self.checkpoints.glob("step-*")) or self.checkpoints.with_name("checkpoints.json").exists()
+        return has_saved or (metrics.exists() and metrics.stat().st_size > 0)
 
     @classmethod
     def create(cls, root: Path, run_id: str | None, name: str) -> "RunDirectory":

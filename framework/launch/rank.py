@@ -89,7 +89,7 @@ def _explain_timeout(error: Exception) -> Exception:
     if not isinstance(error, RuntimeError) or found is None:
         return error
     ours = [each for each in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(each.filename).parents]
-    places = "".join(f"\n  {each.filename}:{each.lineno} in {each.name}" for each in reversed(ours[-4:]))
+    places = "".join(f"\n  {each.filename}:{each.lineno} in {each.name}" for each in reversed(ours[-6:]))
     return HungError(
         f"a collective timed out: this rank waited {int(found[1]) / 1000:,.0f} s for ranks that did not come to it, for they hang"
         f" or have taken another path (track.debug_collectives=true finds such). It waited at{places}"

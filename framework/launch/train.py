@@ -99,7 +99,7 @@ def train_rank(
     goodput = open_goodput(recipe, run_dir, phases)
     progress, deadlines = Progress(phases), find_deadlines(recipe)
     place = launched_place(), name_place(recipe)
-    with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir):
+    with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir) as hangs:
         check_nodes(recipe)
         plan = make_plan(recipe, load_config(recipe.model, find_folder))
         check_host_memory(plan)
@@ -110,7 +110,8 @@ def train_rank(
         device = choose_device(recipe.launch.device)
         mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
         progress.communicators[TRAINING] = tuple(mesh.axes.values())
-        lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
+        lease = progress.lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
+        goodput.hold(lease)
         if recipe.launch.probe:
             probe(plan, mesh, lease)
         progress.phases.begin(Phase.OPEN_DATA)
@@ -120,6 +121,7 @@ def train_rank(
         watch = partial(StepWatch, end=end_hung, say=say, folder=folder, lease=lease, progress=progress)
         with nullcontext(stop) if stop else StopRequest() as requests, watch(requests) as steps:
             code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, door, goodput)
+        hangs.stop_talking()
         # Not after an error: closing waits for the other ranks, which may be waiting for this one.
         mesh.close()
         goodput.end(code)

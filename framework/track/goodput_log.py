@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from framework.lease import Lease
 from framework.track.goodput import Account, Accountant, Event, Note, Part, find_shares
 
 GOODPUT_FILE = "goodput.jsonl"
@@ -30,13 +31,15 @@ class Job:
 
 
 class GoodputLog:
-    """The record of a run as its newest start writes it. One writer: rank 0. ranks: of this start."""
+    """The record of a run as its newest start writes it. One writer: rank 0. ranks: of this start. lease: of the run, once that
+    is known: a start that was held for dead adds nothing."""
 
     def __init__(self, run_dir: Path, ranks: int, now: Callable[[], float] = time.time) -> None:
         self._path, self._ranks, self._now = run_dir / GOODPUT_FILE, ranks, now
         self._accountant = Accountant()
         self._file: Lines | None = None
         self._start = 0
+        self.lease: Lease | None = None
         self._noted: tuple[dict[Part, float], dict[Part, float]] = {}, {}  # of the run, of this start
 
     def begin(self, elapsed_s: float, job: Job) -> None:
@@ -68,6 +71,8 @@ class GoodputLog:
 
     def _add(self, note: Note) -> None:
         """Counted also where it cannot be written: a full disk spoils the file, not what this process says of itself."""
+        if self.lease is not None:
+            self.lease.check()
         self._accountant.add(note)
         self._file = self._file or Lines(self._path)
         self._file.append(note)

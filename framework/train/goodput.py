@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 
+from framework.lease import Lease
 from framework.track.goodput import Event, Part
 from framework.track.goodput_log import GoodputLog
 from framework.train.phases import Phase, Phases
@@ -90,6 +91,11 @@ class Goodput:
         self._meter = Meter(phases)
         self._step = 0
         self._began_s = self._noted_s = now()
+
+    def hold(self, lease: Lease) -> None:
+        """From now on write only as long as this start has the run. Raises LeaseLost, then, with the next note."""
+        if self._log is not None:
+            self._log.lease = lease
 
     def begin_loop(self, step: int, stalled_s: Callable[[], float]) -> None:
         """Start-up is over; the loop goes on from `step`. stalled_s: how long saves have held it up so far."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from framework.comm.communicator import Communicator
+from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.recipe.deadlines import FLOOR_S, Deadlines
 from framework.train.phases import Current, Phase, Phases
@@ -87,7 +88,8 @@ class Progress:
     """The state of one rank. The main thread writes, but for `saves`, from which the saves' thread takes; any thread reads.
 
     is_timed: a step is under way whose length the former ones tell. saves: those under way, the oldest first. communicators: over
-    which the thread of that name communicates (`hang.TRAINING`, `SAVES`), once they are connected.
+    which the thread of that name communicates (`hang.TRAINING`, `SAVES`), once they are connected. lease: of the run, once that
+    is known: a start that was held for dead writes no more of where its ranks are.
     """
 
     phases: Phases = field(default_factory=Phases)
@@ -96,6 +98,7 @@ class Progress:
     saves: deque[Save] = field(default_factory=deque)
     communicators: dict[str, tuple[Communicator, ...]] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
+    lease: Lease | None = None
 
     @property
     def save(self) -> Save | None:
@@ -110,7 +113,8 @@ class Progress:
         if current.phase == Phase.VALIDATE:
             return deadlines.validate, "launch.validate_deadline_s"
         if current.phase == Phase.STEP and not self.is_timed:  # with a validation in it, or none has begun
-            return self.pace.find_deadline(deadlines) + deadlines.validate, "launch.validate_deadline_s"
+            longer_s = self.pace.find_deadline(deadlines) + deadlines.validate
+            return min(longer_s, deadlines.most), "launch.validate_deadline_s"
         if current.phase in (Phase.STEP, Phase.DATA):
             first = "" if self.pace.is_known else f"; the first {FIRST_STEPS} steps may take longer"
             return self.pace.find_deadline(deadlines), f"launch.step_deadline_s{first}"

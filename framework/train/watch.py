@@ -23,7 +23,7 @@ from typing import Any
 
 from framework.comm.board import Board, dump_flight_record
 from framework.comm.communicator import Operation
-from framework.errors import ConnectionFailed, HungError
+from framework.errors import ConnectionFailed, HungError, LeaseLost
 from framework.recipe.deadlines import Deadlines
 from framework.train.hang import (
     SAVES,
@@ -81,7 +81,7 @@ class Watch:
         ) = -1.0  # when the board answered last, when an alarm was heard; by the monotonic clock
         self._alarm: Alarm | None = None
         self._in_phase, self._in_save = Stopwatch(), Stopwatch()
-        self._is_closed, self._wake = threading.Event(), threading.Event()
+        self._is_closed, self._is_silent, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
             for name, work in (("watch", self._watch), ("watch-talk", self._talk))
@@ -96,9 +96,14 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_closed.set()
+        self._threads[0].join()
+        self.stop_talking()
+
+    def stop_talking(self) -> None:
+        """From here on ranks may end, and the store with one of them. This rank is still watched, and would end by itself."""
+        self._is_silent.set()
         self._wake.set()
-        for thread in self._threads:
-            thread.join(LOOK_EVERY_S)  # no longer: `talk` may wait for a host that is gone
+        self._threads[1].join(LOOK_EVERY_S)  # no longer: it may wait for a host that is gone
 
     def _watch(self) -> None:
         while not self._is_closed.wait(LOOK_EVERY_S):
@@ -137,7 +142,7 @@ class Watch:
         with suppress(RuntimeError, ConnectionFailed):
             store, self._host = self._open_store()
             board, read_s = Board(store, self._rank, self._world), -1.0
-            while not self._is_closed.is_set():
+            while not self._is_silent.is_set():
                 board.write(self._line().to_json())
                 alarm = board.find_alarm()
                 self._heard_s = time.monotonic()
@@ -158,7 +163,9 @@ class Watch:
         self._lines = dict(zip(ranks, map(_parse, board.read(ranks)), strict=True))
         self._progress.hosts.update({rank: line.host for rank, line in self._lines.items() if line is not None})
         if self._rank == 0 and self._folder is not None:
-            with suppress(OSError):  # a file system that fails costs a look at the ranks, and nothing else
+            # A file system that fails costs a look at the ranks, and nothing else; a lost lease ends the main thread.
+            with suppress(OSError, LeaseLost):
+                self._check_lease()
                 write_ranks(self._folder, [line for line in self._lines.values() if line is not None])
 
     def _confer(self, board: Board, alarm: Alarm) -> None:
@@ -232,11 +239,16 @@ class Watch:
         found = next((each.waits.current for each in communicators if each.waits.current is not None), None)
         return describe_wait(found) if found is not None else None
 
+    def _check_lease(self) -> None:
+        if self._progress.lease is not None:
+            self._progress.lease.check()
+
     def _keep_flight_record(self) -> None:
         """What NCCL was doing, for those who know how to read it. On CPUs there is none; not run on a GPU."""
         record = dump_flight_record()
         if record is not None and self._folder is not None:
-            with suppress(OSError):
+            with suppress(OSError, LeaseLost):
+                self._check_lease()
                 folder = self._folder / "flight-recorder"
                 folder.mkdir(exist_ok=True)
                 (folder / f"rank-{self._rank}").write_bytes(record)

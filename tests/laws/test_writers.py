@@ -53,11 +53,14 @@ KNOWN = {
     "launch/submit.py _write": "makes RUN/slurm, under the lock and the lease",
     "launch/task.py leave_out": CHECKED,
     "launch/task.py claim_outcome": "checked, and the file is of this restart alone",
+    "track/goodput_log.py Lines.__init__": "checked before each note, once the lease is had; lines are added",
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py truncate": IN_WORKPLACE,
     "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
+    "train/watch.py write_ranks": CHECKED,
+    "train/watch.py Watch._keep_flight_record": CHECKED,
 }
 
 

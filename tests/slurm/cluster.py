@@ -83,7 +83,7 @@ class Desk:
     def ledger(self, *pauses: int) -> str:
         """The override that has ranks write down what they train on, for `read_starts`, and stop themselves after these steps."""
         cursors = ",".join(str(step * SEQUENCES) for step in pauses)
-        program = self.place / f"ledger-{cursors}"
+        program = self.place / f"ledger-{len(pauses)}"
         program.write_text(f'#!/bin/bash\nexec {sys.executable} -m tests.slurm.ledger {cursors} "${{@:2}}"\n')
         program.chmod(0o755)
         return f"launch.python={program}"

@@ -300,8 +300,15 @@ def test_a_second_job_of_a_running_run_is_refused_and_harms_nothing(desk, eviden
 
 def test_signals_to_one_rank_in_start_up_validation_and_save_leave_the_curve_as_it_was(desk, evidence):
     found = evidence["signals"].result()
-    assert found["ends"] == [85, 85, 85, 137, 0], found["log"]
-    assert [start["from"] for start in found["starts"]][:3] == [0, 1, 31]
+    *asked, died, last = found["ends"]
+    assert (asked, last) == ([85, 85, 85], 0), found["log"]
+    assert died not in (0, 85)
+    first, built, validated, saved, again = (start["from"] for start in found["starts"])
+    assert first == 0
+    assert 1 <= built < 10  # all ranks stop at the end of a step
+    assert 30 < validated < 40
+    assert 60 < saved < 70
+    assert again == saved  # the save of step 80 was killed before its commit
     kinds = [record["fault"].split()[0] for record in read_log(desk.folder("signals"))]
     assert kinds == ["term", "term", "term", "kill"]
     assert desk.losses("signals") == desk.losses("local-validated")

@@ -11,8 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from framework.errors import EXIT_FAILED, EXIT_USER, RunError, StorageError
+from framework.errors import EXIT_FAILED, EXIT_USER, LeaseLost, RunError, RunInUse, StorageError
+from framework.launch import directory
 from framework.launch.directory import RunDirectory, Verdict, describe_self, refuse_unwritable
+from framework.launch.slurm import JobState
+from framework.launch.task import judge
+from framework.lease import read_lease
 
 
 def create(root, run_id=None):
@@ -183,3 +187,86 @@ def test_full_disk_is_an_error_with_its_path(tmp_path):
             create(disk)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def ask(run, verdict, me=None, within_s=0.5, began_at=None):
+    """What a job's rank 0 gets of a run that another process holds."""
+    began_at = read_lease(run.path)[0] if began_at is None else began_at
+    return run.hold(within_s, me or describe_self("4", 1), began_at, lambda holder, me: verdict)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(directory, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(directory, "TAKE_OVER_AFTER_S", 0.1)
+
+
+def test_a_holder_that_is_over_loses_the_run_and_its_lock(tmp_path, holder, at_once, capsys):
+    """Its lock is still there: a process that is frozen keeps it, on this machine and on an NFSv3 server."""
+    run = create(tmp_path)
+    process = holder(run)
+    os.kill(process.pid, signal.SIGSTOP)
+    with ask(run, Verdict.OVER) as lease:
+        assert lease.epoch == 2
+        assert f"process {process.pid} on" in capsys.readouterr().err
+        with pytest.raises(RunError, match=f"in use by process {os.getpid()} on"), run.lock():
+            pass
+    with run.lock() as lease:
+        assert lease.epoch == 3, "the lock was given back, that of the frozen process counts no more"
+
+
+def test_a_holder_that_lives_is_not_waited_for(tmp_path, holder, at_once):
+    run = create(tmp_path)
+    process = holder(run)
+    with (
+        pytest.raises(RunError, match=f"in use by process {process.pid} .* one too many") as caught,
+        ask(run, Verdict.LIVES, within_s=60),
+    ):
+        pass
+    assert caught.value.exit_code == EXIT_USER
+    assert read_lease(run.path)[0] == 1
+
+
+def test_a_holder_of_whom_nothing_is_known_is_waited_for(tmp_path, holder, at_once):
+    run = create(tmp_path)
+    holder(run)
+    with pytest.raises(RunInUse, match=r"still in use by process \d+ .*rm -f"), ask(run, Verdict.UNKNOWN):
+        pass
+    assert read_lease(run.path)[0] == 1
+
+
+def test_a_start_that_others_have_overtaken_takes_nothing(tmp_path):
+    """Frozen before it came to take the lease: the run is free, and yet no longer its own."""
+    run = create(tmp_path)
+    with ask(run, Verdict.UNKNOWN, describe_self("4", 1)):
+        pass
+    for job, restart, began_at in (("4", 0, 1), ("5", 0, 0)):
+        with (
+            pytest.raises(LeaseLost, match="was taken by process"),
+            ask(run, Verdict.OVER, describe_self(job, restart), began_at=began_at),
+        ):
+            pass
+    with ask(run, Verdict.UNKNOWN, describe_self("4", 1, step=1)) as lease:
+        assert lease.epoch == 2
+
+
+def test_a_launch_that_came_to_nothing_leaves_no_trace_of_training(tmp_path):
+    run = create(tmp_path)
+    with run.lock():
+        assert not run.has_trained
+    assert not run.has_trained
+    assert sorted(path.name for path in run.path.iterdir()) == ["lease", "lock", "lock.ranks", "run.json"]
+
+
+def test_slurms_word_decides_who_is_over(monkeypatch):
+    def start(job, restart, step=0):
+        return describe_self(job, restart, step)
+
+    states = {"7": "RUNNING", "8": "COMPLETED", "9": None}
+    monkeypatch.setattr("framework.launch.slurm.find_job", lambda job: states[job] and JobState(job, states[job]))
+    me = start("4", 1, 1)
+    assert judge(start("4", 0, 5), me) is Verdict.OVER
+    assert judge(start("4", 1, 0), me) is Verdict.OVER
+    assert judge(start("4", 2, 0), me) is Verdict.UNKNOWN
+    assert [judge(start(job, 0), me) for job in "789"] == [Verdict.LIVES, Verdict.OVER, Verdict.UNKNOWN]
+    assert judge(start("", 0), me) is Verdict.UNKNOWN

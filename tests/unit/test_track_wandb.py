@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from framework.lease import Holder, take
 from framework.recipe import schema
 from framework.track.jsonl import Jsonl
 from framework.track.report import RunInfo, StepReport, save_run_info
@@ -447,3 +448,25 @@ def test_imbalance_is_charted_by_groups_of_layers():
     assert len(charts) == 1 + 8
     assert charts["expert_imbalance/layers.3-10"] == 10.0
     assert charts["expert_imbalance/layers.59-60"] == 60.0
+
+
+def test_the_mirror_of_a_start_that_was_held_for_dead_sends_and_finishes_nothing_more(fake_wandb):
+    """The run at wandb is that of the start which goes on."""
+    fake_wandb()
+    run_dir, info = fake_wandb.run_dir, run_info("online")
+    lease = take(run_dir, Holder("n1", 1, "then"))
+    save_run_info(run_dir, info, lease)
+    jsonl, wandb = Jsonl(run_dir, lease=lease), WandbObserver(run_dir, print, lease=lease)
+    jsonl.open(info)
+    wandb.open(info)
+    jsonl.report(report(1))
+    deadline = time.monotonic() + 60
+    while not fake_wandb.asked("log"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    take(run_dir, Holder("n2", 2, "now"))
+    jsonl.report(report(2))
+    wandb.close(86)
+    assert wandb._process.returncode == -signal.SIGKILL
+    assert [values[:1] for values in fake_wandb.asked("log")] == [[1]]
+    assert fake_wandb.asked("finish") == []
