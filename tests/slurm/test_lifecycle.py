@@ -183,7 +183,9 @@ def assert_each_sequence_once(desk: Desk, run: str) -> None:
     for start, steps in zip(starts, ledger, strict=True):
         assert min(steps) == start["from"] * SEQUENCES
         for cursor, sequences in steps.items():
-            assert last.get(cursor, sequences) == sequences
+            # A start that is killed may have begun its last step on some of its ranks only.
+            before = last.get(cursor, {})
+            assert all(before.get(number, digest) == digest for number, digest in sequences.items())
             last[cursor] = sequences
     assert sorted(last) == list(range(0, STEPS * SEQUENCES, SEQUENCES))
     assert [number for cursor in sorted(last) for number in sorted(last[cursor])] == list(range(STEPS * SEQUENCES))
