@@ -47,7 +47,7 @@ field() { scontrol --oneliner show job "$job" | grep -oE " $1=[^ ]*" | cut -d= -
 seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothing where SLURM does not say
   local moment
   moment=$(field "$1")
-  if [ -n "$moment" ]; then date --date="$moment" +%s 2>/dev/null; fi
+  if [ -n "$moment" ]; then date --date="$moment" +%s 2>/dev/null || true; fi
 }
 
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
