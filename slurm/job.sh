@@ -73,7 +73,7 @@ field() { # field NAME: of this job. A controller that is down for a while is as
 seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothing where SLURM does not say
   local moment
   moment=$(field "$1")
-  if [ -n "$moment" ]; then date --date="$moment" +%s 2>/dev/null; fi
+  if [ -n "$moment" ]; then date --date="$moment" +%s 2>/dev/null || true; fi
 }
 
 forget_copies() { # what this job's nodes hold of the run takes memory that others need

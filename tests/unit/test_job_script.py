@@ -14,10 +14,10 @@ from framework.checkpoint.node_memory import run_memory
 SCRIPT = (Path(__file__).parents[2] / "slurm" / "job.sh").read_text()
 
 
-def call(function, run, *arguments):
-    """What a function of the script prints, for job 7 of the run in `run`."""
+def call(function, run, *arguments, before=""):
+    """What a function of the script prints, for job 7 of the run in `run`. before: functions that it calls."""
     name = function.rpartition(" ")[2]
-    body = re.search(rf"^{name}\(\) {{.*?^}}$", SCRIPT, re.M | re.S)[0]
+    body = before + re.search(rf"^{name}\(\) {{.*?^}}$", SCRIPT, re.M | re.S)[0]
     words = ["bash", "-euc", f"run=$0 history=$0/history job=7\n{body}\n{function} $*", str(run), *arguments]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -141,3 +141,12 @@ def test_a_chain_goes_on_from_any_end_near_the_time_limit(tmp_path, code, near_e
     words = ["bash", "-euc", "\n".join([*given, *functions, part, "echo again"]), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == said
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [("2026-11-21T04:54:51", "1795236891"), ("", ""), ("Unknown", ""), ("N/A", "")]
+)
+def test_moments_of_a_job_are_unix_seconds_or_nothing(tmp_path, monkeypatch, said, seconds):
+    """`date` without a date would be midnight."""
+    monkeypatch.setenv("TZ", "UTC")
+    assert call("seconds_of", tmp_path, "SubmitTime", before=f"field() {{ echo {said}; }}\n") == seconds
