@@ -36,6 +36,7 @@ from framework.train.faults import StepWatch, StopRequest, end_process
 from framework.train.loop import Loop
 from framework.train.phases import Phase, Phases
 from framework.train.profiler import StepProfiler
+from framework.train.rewind import rewind
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.validation import Validation
 
@@ -152,6 +153,7 @@ def _train(
         slices=plan.context_slices(mesh.rank),
         device=mesh.device,
     )
+    loader.skip(state.skipped_samples)
     saver = _open_saver(recipe, mesh, root, watch)
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases)
     code = EXIT_FAILED
@@ -164,18 +166,20 @@ def _train(
                     check_replicas(run.buffers, world, step)
                 if step == recipe.track.timeline_step:
                     _draw_timeline(loop, plan.title, run_dir, observers)
-                if loop.must_validate():
+                if loop.must_validate() and loop.rewind_due is None:
                     loop.begin_validation(Validation(open_validation(), len(sources)))
                     if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                         loop.end_validation()
                 if loop.must_save():
                     with phases.within(Phase.SAVE):
                         _start_save(loop, saver, watch, phases, is_last=loop.is_done)
+                _rewind_if_due(loop, saver, root, phases)
                 observers.contain("profile", partial(profiler.begin_step, step + 1))
             observers.contain("profile", profiler.close)
             phases.begin(Phase.SAVE)
             if not loop.is_done:
                 _start_save(loop, saver, watch, phases, is_last=True)
+                _rewind_if_due(loop, saver, root, phases)
             saver.finish()
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
@@ -213,8 +217,11 @@ def _open_saver(recipe: Recipe, mesh: Mesh, root: Path, watch: StepWatch) -> Sav
 
 
 def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_last: bool) -> None:
-    """Start to save the step that was taken last; the next update waits until its tensors are staged."""
+    """Start to save the step that was taken last; the next update waits until its tensors are staged. Weights that spikes have
+    hurt, by the step that was read for this, are not saved."""
     loop.begin_save()
+    if loop.rewind_due is not None:
+        return
     watch.begin_save()
     run, state = loop.run, loop.state
 
@@ -225,6 +232,12 @@ def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_l
     run.optimizer.hold(wait_until_staged)
     saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last)
     loop.end_save()
+
+
+def _rewind_if_due(loop: Loop, saver: Saver, root: Path, phases: Phases) -> None:
+    if loop.rewind_due is not None:
+        with phases.within(Phase.RESTORE):
+            rewind(loop, saver, root)
 
 
 def _draw_timeline(loop: Loop, title: str, run_dir: Path, observers: Observers) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,6 +65,9 @@ class WandbObserver:
         assert self._process is not None, "report before open"
         self._relay(self._process)
 
+    def rewind(self, step: int) -> None:
+        """The mirror notices that metrics.jsonl is another file."""
+
     def close(self, exit_code: int) -> None:
         process = self._process
         if process is None:
@@ -108,11 +111,11 @@ def mirror(run_dir: Path, said_by_parent: IO[str]) -> None:
     run = _start(info, run_dir)
     next_step = run.step
     exit_code = None
-    with (run_dir / METRICS_FILE).open("rb") as metrics:
+    with closing(Follower(run_dir / METRICS_FILE)) as metrics:
         while exit_code is None:
             # Asked before reading, so that what was written before the end is read after it.
             exit_code = _read_exit_code(said_by_parent, POLL_S)
-            for record in _new_records(metrics):
+            for record in metrics.new_records():
                 if record["step"] > info.start_step:
                     # wandb drops values for a step before its own newest, which it may have from steps that were lost.
                     next_step = max(next_step, record["step"])
@@ -133,6 +136,8 @@ def chart_values(record: dict[str, Any]) -> dict[str, float]:
     for axis, counts in record.get("traffic", {}).items():
         values |= {f"traffic/{axis}/{what}": count for what, count in counts.items()}
     values |= _chart_imbalance(record.get("expert_imbalance") or {})
+    if record.get("skipped_samples"):
+        values["skipped_samples"] = sum(stop - first for first, stop in record["skipped_samples"])
     rates = record.get("tokens_per_s_per_rank", [])
     if 0 < len(rates) <= MAX_RANKS_CHARTED:
         values |= {f"tokens_per_s_per_rank/{rank}": rate for rank, rate in enumerate(rates)}
@@ -211,6 +216,32 @@ def _say(line: str) -> None:
 def _in_a_line(error: Exception) -> str:
     first, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first}"
+
+
+class Follower:
+    """Reads metrics.jsonl as it grows, also past a rewind, which puts a shorter file in its place."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = path.open("rb")
+        self._newest_s = 0.0  # of the records so far, by their clock
+
+    def new_records(self) -> Iterator[dict[str, Any]]:
+        """The records written since the last call."""
+        yield from self._read(known_s=0.0)
+        if os.stat(self._path).st_ino != os.fstat(self._file.fileno()).st_ino:
+            self.close()
+            self._file = self._path.open("rb")
+            yield from self._read(known_s=self._newest_s)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self, known_s: float) -> Iterator[dict[str, Any]]:
+        for record in _new_records(self._file):
+            if record["unix_s"] > known_s:
+                self._newest_s = record["unix_s"]
+                yield record
 
 
 def _new_records(metrics: IO[bytes]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
-from framework.comm.transfer import AsyncHostCopy, upload
+from framework.comm.transfer import AsyncHostCopy, upload, upload_values
 from framework.data.pack import Microbatch
 from framework.model.expert_load import ExpertLoad
 from framework.model.loss import count_loss_tokens
@@ -25,6 +25,7 @@ from framework.parallel.zero.plan_buffers import Slot
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.shards import OwnedShard
+from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.stage import RankStage, StepInputs
 from framework.train.sums import Flags, StepSums, StepValues
 from framework.train.update import StepOptimizer
@@ -133,11 +134,13 @@ def train_step(
     flags: Flags = NO_FLAGS,
     validation: Validation | None = None,
     is_reported: bool = False,
+    limits: SpikeLimits = NO_LIMITS,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over the world.
 
     microbatches: this rank's share of the batch, equally many on all ranks. flags: what this rank asks of all of them. The loss
-    is of the whole batch, the norm that of its gradient before clipping. is_reported: the load of experts is asked for.
+    is of the whole batch, the norm that of its gradient before clipping. is_reported: the load of experts is asked for. limits:
+    above which nothing is updated, equal on all ranks.
 
     Nothing of ours here waits for the device, but for `parallel.ep`: once per layer and forward the host must know how many rows
     it receives. The model may wait (transformers asks in every forward whether positions restart).
@@ -173,7 +176,9 @@ def train_step(
             each.start_delivery()  # what has started before is of one stage alone
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
     loads = run.load.sum_over_ranks()
-    return StepResult(_update(run, loss, lr, step, flags, loads), timed, loads)
+    sums = _sum(run, loss, flags)
+    _update(run, sums, lr, step, loads, limits)
+    return StepResult(sums.totals, timed, loads)
 
 
 def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
@@ -188,24 +193,40 @@ def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, .
     return [losses[index] for index in sorted(losses)], tuple(timed)
 
 
-def _update(run: Run, loss: Tensor, lr: float, step: int, flags: Flags, loads: Tensor | None) -> StepSums:
-    """Sum loss, norm and flags over the world, then clip and update, unless loss or norm is not finite. loads: of experts."""
+@dataclass(frozen=True)
+class _Summed:
+    """totals: over the world; norm: of the gradient, a view of them. missed: what this rank's backward has not reached."""
+
+    totals: StepSums
+    norm: Tensor
+    missed: Sequence[TrainedParameter]
+
+
+def _sum(run: Run, loss: Tensor, flags: Flags) -> _Summed:
+    """Sum loss, norm and flags over the world."""
     missed = [each for each in run.trained if not each.view.is_reached]
     # The loss is on all ranks of tp.
     terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted_rows, run.mesh.device)
     sums = StepSums.pack(*terms, flags, _find_reached(run, missed), run.mesh.device)
     all_reduce(sums.terms, run.mesh.axis("world"), label="sums of the step")
-    norm = sums.take_norm(run.loss_scale.value)
+    return _Summed(sums, sums.take_norm(run.loss_scale.value), missed)
+
+
+def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None, limits: SpikeLimits) -> None:
+    """Clip and update, unless loss or norm is not finite or above its limit. loads: of experts."""
+    loss, norm = sums.totals.loss, sums.norm
     divisor = clip_divisor(norm, run.clip_norm) * run.loss_scale.value
     for stage in run.stages.values():
         stage.parameters.update()
-    is_finite = sums.loss.isfinite() & norm.isfinite()
+    is_finite = loss.isfinite() & norm.isfinite()
     run.loss_scale.update(is_finite)
+    # On the device, as for what is not finite: the host hears of this step when the next has been sent.
+    is_within = (sums.totals.vector[:2] <= upload_values(limits, torch.float64, run.mesh.device)).all()
+    is_taken = is_finite & is_within
     run.optimizer.wait_for_readers()  # a bias may be a master that is being saved
     # Before the update, which sends masters to the parameters: no gradient reaches a bias, so it is left as it is then.
-    run.biases.update(loads, is_finite)
-    run.optimizer.step(lr, divisor, ~is_finite, step, _missed_elements(run, missed, sums.reached))
-    return sums
+    run.biases.update(loads, is_taken)
+    run.optimizer.step(lr, divisor, ~is_taken, step, _missed_elements(run, sums.missed, sums.totals.reached))
 
 
 def _find_reached(run: Run, missed: Sequence[TrainedParameter]) -> Tensor:

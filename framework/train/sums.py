@@ -86,5 +86,5 @@ class StepValues:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step has updated anything."""
+        """Whether the step may have updated anything."""
         return abs(self.loss) + self.gradient_norm < float("inf")
