@@ -24,7 +24,6 @@ from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.simulate import Timeline
-from framework.parallel.zero.replicas import check_replicas
 from framework.plan.host_memory import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.plan.relief import explain_out_of_memory
@@ -162,8 +161,7 @@ def _train(
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
             for step in loop.steps(stop, watch):
-                if recipe.track.debug_collectives:
-                    check_replicas(run.buffers, world, step)
+                loop.compare_replicas(is_saved=False)
                 if step == recipe.track.timeline_step:
                     _draw_timeline(loop, plan.title, run_dir, observers)
                 if loop.must_validate() and loop.rewind_due is None:
@@ -222,6 +220,7 @@ def _start_save(loop: Loop, saver: Saver, watch: StepWatch, phases: Phases, is_l
     loop.begin_save()
     if loop.rewind_due is not None:
         return
+    loop.compare_replicas(is_saved=True)
     watch.begin_save()
     run, state = loop.run, loop.state
 

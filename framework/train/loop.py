@@ -21,6 +21,7 @@ from framework.model.expert_load import read_loads
 from framework.optim.schedules import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.exposed_communication import ExposedWait
+from framework.parallel.zero.replicas import Hashed
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.flops import mfu
@@ -29,6 +30,7 @@ from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
 from framework.train.faults import StepWatch, StopRequest
 from framework.train.phases import Phase, Phases
+from framework.train.replicas import check_replicas
 from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.state import RunState
 from framework.train.step import Run, run_alone, train_step
@@ -109,6 +111,8 @@ class Loop:
         self._is_best = False
         self._last_save_s = time.monotonic()
         self._flags = Flags()
+        self._hashed: Sequence[Hashed] = ()
+        self._compared_step = -1
 
     def steps(self, stop: StopRequest, watch: StepWatch) -> Iterator[int]:
         """Send one step after another to the device and yield its number, until `train.steps` or until any rank's `stop` asks.
@@ -161,6 +165,14 @@ class Loop:
                 run_alone(self.run, self._validation)
                 self._report_validation()
 
+    def compare_replicas(self, is_saved: bool) -> None:
+        """Raise DriftError, on all ranks, where they differ in what they hold alike after the last step and a comparison is due:
+        by steps, and before each save, so that what was not equal is not saved. is_saved: the step is saved next."""
+        is_due = is_saved and self.recipe.train.divergence_check_steps is not None
+        if (is_due or self._is_compared(self.state.step)) and self._compared_step != self.state.step:
+            self._compared_step = self.state.step
+            check_replicas(self.run, self.state.step, self._hashed)
+
     def begin_save(self) -> None:
         """Read the step that was sent last, so that `state` is complete."""
         self._read()
@@ -183,7 +195,18 @@ class Loop:
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
         is_reported, limits = self._is_reported(state.step + 1), state.spikes.limits(state.step + 1)
         sent = limits if self._skips_spikes else NO_LIMITS
-        result = train_step(self.run, microbatches, state.step, lr, flags, self._validation, is_reported, sent)
+        result = train_step(
+            self.run,
+            microbatches,
+            state.step,
+            lr,
+            flags,
+            self._validation,
+            is_reported,
+            sent,
+            self._is_compared(state.step + 1),
+        )
+        self._hashed = result.hashed
         sums = result.copy_to_host()
         loads = AsyncHostCopy(result.loads.flatten()) if is_reported and result.loads is not None else None
         self._report_validation()
@@ -301,6 +324,10 @@ class Loop:
         """Whether the step is reported: known before it, so that what only reports need is found in the step itself."""
         every = self.recipe.track.every_steps
         return step % every == 0 or self._is_validated(step) or step == self.recipe.train.steps
+
+    def _is_compared(self, step: int) -> bool:
+        every = self.recipe.train.divergence_check_steps
+        return self.recipe.track.debug_collectives or (every is not None and step % every == 0)
 
     def _is_validated(self, step: int) -> bool:
         """Whether the step's weights are to be validated."""

@@ -19,9 +19,11 @@ from framework.optim.optimizers import Missed
 from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
+from framework.parallel.zero.bit_hash import BitHash
 from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
+from framework.parallel.zero.replicas import Hashed, hash_parameters
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.shards import OwnedShard
@@ -80,6 +82,10 @@ class Run:
             self.disk.close()
 
     @cached_property
+    def hashes(self) -> BitHash:
+        return BitHash(self.mesh.device)
+
+    @cached_property
     def buffers(self) -> list[UnitBuffer]:
         return [buffer for stage in self.stages.values() for buffer in stage.buffers]
 
@@ -111,11 +117,13 @@ class StepResult:
     """What a step has found, equal on all ranks but for `timed`: what this rank did when, by its host's clock.
 
     loads: of experts, until the next step (`ExpertLoad.sum_over_ranks`); None without experts, or where nobody asks for them.
+    hashed: parameters as the step has read them, where that is asked for; this rank's.
     """
 
     sums: StepSums
     timed: tuple[Timed, ...]
     loads: Tensor | None = None
+    hashed: Sequence[Hashed] = ()
 
     def copy_to_host(self) -> AsyncHostCopy:
         """Start to bring the values to the host: `StepValues.unpack` reads them."""
@@ -135,12 +143,13 @@ def train_step(
     validation: Validation | None = None,
     is_reported: bool = False,
     limits: SpikeLimits = NO_LIMITS,
+    is_compared: bool = False,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over the world.
 
     microbatches: this rank's share of the batch, equally many on all ranks. flags: what this rank asks of all of them. The loss
     is of the whole batch, the norm that of its gradient before clipping. is_reported: the load of experts is asked for. limits:
-    above which nothing is updated, equal on all ranks.
+    above which nothing is updated, equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step.
 
     Nothing of ours here waits for the device, but for `parallel.ep`: once per layer and forward the host must know how many rows
     it receives. The model may wait (transformers asks in every forward whether positions restart).
@@ -177,8 +186,11 @@ def train_step(
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
     loads = run.load.sum_over_ranks()
     sums = _sum(run, loss, flags)
+    # Those that forward and backward have read: the update makes them old.
+    stages = run.stages.values() if is_compared else ()
+    hashed = [each for stage in stages for each in hash_parameters(stage.parameters, run.hashes)]
     _update(run, sums, lr, step, loads, limits)
-    return StepResult(sums.totals, timed, loads)
+    return StepResult(sums.totals, timed, loads, hashed)
 
 
 def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
