@@ -9,7 +9,7 @@ from torch import Tensor
 
 from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
-from framework.comm.transfer import AsyncHostCopy, upload, upload_values
+from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
 from framework.model.expert_load import ExpertLoad
 from framework.model.loss import count_loss_tokens
@@ -185,11 +185,11 @@ def train_step(
             each.start_delivery()  # what has started before is of one stage alone
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
     loads = run.load.sum_over_ranks()
-    sums = _sum(run, loss, flags)
+    sums = _sum(run, loss, flags, limits)
     # Those that forward and backward have read: the update makes them old.
     stages = run.stages.values() if is_compared else ()
     hashed = [each for stage in stages for each in hash_parameters(stage.parameters, run.hashes)]
-    _update(run, sums, lr, step, loads, limits)
+    _update(run, sums, lr, step, loads)
     return StepResult(sums.totals, timed, loads, hashed)
 
 
@@ -214,17 +214,17 @@ class _Summed:
     missed: Sequence[TrainedParameter]
 
 
-def _sum(run: Run, loss: Tensor, flags: Flags) -> _Summed:
+def _sum(run: Run, loss: Tensor, flags: Flags, limits: SpikeLimits) -> _Summed:
     """Sum loss, norm and flags over the world."""
     missed = [each for each in run.trained if not each.view.is_reached]
     # The loss is on all ranks of tp.
     terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted_rows, run.mesh.device)
-    sums = StepSums.pack(*terms, flags, _find_reached(run, missed), run.mesh.device)
+    sums = StepSums.pack(*terms, flags, _find_reached(run, missed), limits, run.mesh.device)
     all_reduce(sums.terms, run.mesh.axis("world"), label="sums of the step")
     return _Summed(sums, sums.take_norm(run.loss_scale.value), missed)
 
 
-def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None, limits: SpikeLimits) -> None:
+def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None) -> None:
     """Clip and update, unless loss or norm is not finite or above its limit. loads: of experts."""
     loss, norm = sums.totals.loss, sums.norm
     divisor = clip_divisor(norm, run.clip_norm) * run.loss_scale.value
@@ -232,9 +232,8 @@ def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None,
         stage.parameters.update()
     is_finite = loss.isfinite() & norm.isfinite()
     run.loss_scale.update(is_finite)
-    # On the device, as for what is not finite: the host hears of this step when the next has been sent.
-    is_within = (sums.totals.vector[:2] <= upload_values(limits, torch.float64, run.mesh.device)).all()
-    is_taken = is_finite & is_within
+    # On the device: the host hears of this step when it has sent the next.
+    is_taken = is_finite & sums.totals.are_within_limits
     run.optimizer.wait_for_readers()  # a bias may be a master that is being saved
     # Before the update, which sends masters to the parameters: no gradient reaches a bias, so it is left as it is then.
     run.biases.update(loads, is_taken)
