@@ -71,8 +71,8 @@ def _retire(root: Path, due: RewindDue, done: int, most: int) -> None:
 def _record(root: Path, state: RunState, due: RewindDue) -> None:
     """On rank 0."""
     amend(committed_name(root, state.step), state.to_json())
-    first, stop = state.skipped_samples[-1]
     report(
         f"spikes persist since step {due.first_spike:,}: after step {due.step:,} the run goes back to step {state.step:,} and"
-        f" leaves out samples {first:,} to {stop - 1:,} (rewind {state.rewinds})"
+        f" leaves out the samples since, {due.samples - state.samples:,} (rewind {state.rewinds}; all that were left out:"
+        f" {state.skipped_samples})"
     )

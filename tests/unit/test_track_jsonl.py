@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from framework.track.jsonl import Jsonl, read_records, truncate
+from framework.track.jsonl import METRICS_FILE, Jsonl, read_records, truncate
 from framework.track.report import RunInfo, StepReport, load_run_info, save_run_info
+from framework.track.wandb import Follower
 
 RUN = RunInfo("r", {}, total_steps=10)
 
@@ -120,3 +121,23 @@ def test_run_info_comes_back_as_it_was_saved(tmp_path):
     )
     save_run_info(tmp_path, run)
     assert load_run_info(tmp_path) == run
+
+
+def test_a_rewind_drops_what_comes_again_and_a_follower_misses_nothing_and_hears_nothing_twice(tmp_path):
+    now = iter(range(1, 100))
+    metrics = Jsonl(tmp_path, now=lambda: float(next(now)))
+    metrics.open(RunInfo("r", {}, 9))
+    for step in (1, 2, 3):
+        metrics.report(report(step))
+    follower = Follower(tmp_path / METRICS_FILE)
+    assert [each["step"] for each in follower.new_records()] == [1, 2, 3]
+    metrics.report(report(4))
+    metrics.rewind(2)
+    for step in (3, 4, 5):
+        metrics.report(report(step))
+    assert [each["step"] for each in follower.new_records()] == [4, 3, 4, 5]
+    metrics.report(report(6))
+    assert [each["step"] for each in follower.new_records()] == [6]
+    follower.close()
+    metrics.close(0)
+    assert [each["step"] for each in read_records(tmp_path / METRICS_FILE)] == [1, 2, 3, 4, 5, 6]
