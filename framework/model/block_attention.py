@@ -21,7 +21,7 @@ from framework.model.attention_kernels import CpuFlash, CudaFlash, Heads, Kernel
 from framework.model.precision import sums_dtype
 from framework.model.visible_rows import Kind, Piece, Scores, find_pieces, visible_pairs
 
-__all__ = ["BlockAttention", "Scores", "visible_pairs"]
+__all__ = ["BlockAttention", "Scores", "merge_softmax", "visible_pairs"]
 
 log = logging.getLogger(__name__)
 
@@ -209,9 +209,17 @@ class _Merged:
 
     def add(self, piece: Piece, out: Tensor, log_sum: Tensor) -> None:
         merged_out, merged_sum = self.block.queries_of(self.out, piece), self.block.queries_of(self.log_sum, piece)
-        weight = torch.sigmoid(log_sum - merged_sum)
-        merged_out.lerp_(out.to(merged_out.dtype), weight[..., None])
-        torch.logaddexp(merged_sum, log_sum, out=merged_sum)
+        merge_softmax(merged_out, merged_sum, out.to(merged_out.dtype), log_sum.to(merged_sum.dtype))
+
+
+def merge_softmax(out: Tensor, log_sum: Tensor, more: Tensor, log_sum_of_more: Tensor) -> None:
+    """In place: then out and log_sum are of the keys of both. All of one dtype.
+
+    out: [..., n, Dv], sum over keys of probability and value; log_sum: [..., n], log of the sum of exp(score), -inf where no key
+    was seen.
+    """
+    out.lerp_(more, torch.sigmoid(log_sum_of_more - log_sum).unsqueeze(-1))
+    torch.logaddexp(log_sum, log_sum_of_more, out=log_sum)
 
 
 class _Parts:

@@ -12,7 +12,7 @@ Our own wrapper around the layer's forward rather than Hugging Face's flag, whos
 again in the recomputation. The layer's random state is restored, so dropout is the same both times, and so is a router's choice.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,20 +48,24 @@ def checkpoint_layers(
     policies: Mapping[str, Policy],
     operations: Sequence[str],
     matmuls: Mapping[nn.Module, Sequence[LayerWeight]],
+    compiled: Container[nn.Module],
     unshard: Callable[[str], AbstractContextManager[None]],
     is_random: bool,
 ) -> None:
     """Make layers recompute in backward, each by its policy.
 
     layers: of a stage, by the names of their units, in order. operations: `memory.kept_operations`. matmuls: of modules inside.
-    unshard: makes a unit's parameters readable meanwhile, for `sqrt`. is_random: layers take random numbers.
+    compiled: has the layers that are. unshard: makes a unit's parameters readable meanwhile, for `sqrt`. is_random: layers take
+    random numbers.
     """
     grouped = [name for name in layers if policies[name] == "sqrt"]
     chain = _Chain(group_size(len(grouped)))
     for name, layer in layers.items():
         if policies[name] == "none":
             continue
-        kept = _keep_outputs(layer, operations if policies[name] == "selective" else (), matmuls)
+        chosen = operations if policies[name] == "selective" else ()
+        # torch compiles nothing while a dispatch mode is there: a compiled layer finds its choices again, in the same graph.
+        kept = KeptOutputs() if layer in compiled else _keep_outputs(layer, chosen, matmuls)
         forward = CheckpointedForward(layer.forward, kept, is_random)
         layer.forward = GroupedForward(forward, partial(unshard, name), chain) if name in grouped else forward
 

@@ -64,6 +64,7 @@ def attach(
         plan.policies,
         plan.recipe.memory.kept_operations,
         matmuls,
+        compiled,
         hooks.unsharded_for,
         uses_rng_in_training(model),
     )

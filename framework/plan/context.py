@@ -30,6 +30,7 @@ from framework.parallel.context.key_values import KeyValues, count_portions, gro
 from framework.parallel.context.ulysses import share_heads
 from framework.parallel.tensor import count_kv_heads
 from framework.plan.machine import Link, Machine
+from framework.recipe.context_rules import ulysses_degrees
 
 # Of a first row, which travels with Ulysses where documents are packed.
 ROW_BYTES = 8
@@ -94,8 +95,7 @@ class Method:
 
 def find_methods(cp: int, heads: int) -> list[Method]:
     """Those that divide the heads of a rank of tp."""
-    degrees = [each for each in range(1, cp + 1) if cp % each == 0 and heads % each == 0]
-    return [*(Method(each, cp // each) for each in degrees), Method(1, cp, gathers=True)]
+    return [*(Method(each, cp // each) for each in ulysses_degrees(cp, heads)), Method(1, cp, gathers=True)]
 
 
 @dataclass(frozen=True)

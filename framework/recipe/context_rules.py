@@ -29,16 +29,24 @@ def find_degree_problems(recipe: Recipe) -> Iterator[Problem]:
 def find_head_problems(recipe: Recipe) -> Iterator[Problem]:
     """Ulysses gives each rank some of the heads, where the recipe says how many there are; a plan knows it for all models."""
     parallel, heads = recipe.parallel, recipe.model.config.get("num_attention_heads")
-    if not isinstance(heads, int) or heads % parallel.tp:
-        return
+    if isinstance(heads, int) and heads % parallel.tp == 0:
+        yield from find_uneven_heads(parallel, heads)
+
+
+def find_uneven_heads(parallel: Parallel, heads: int) -> Iterator[Problem]:
+    """The heads of a layer, divided over `tp`, do not divide over Ulysses' ranks."""
     ulysses, own = context_degrees(parallel)[0], heads // parallel.tp
     if own % ulysses == 0:
         return
-    fitting = [degree for degree in _divisors(parallel.cp) if own % degree == 0]
-    pairs = " or ".join(f"[{degree},{parallel.cp // degree}]" for degree in fitting)
+    pairs = " or ".join(f"[{degree},{parallel.cp // degree}]" for degree in ulysses_degrees(parallel.cp, own))
     held = f"num_attention_heads={heads}" + (f" / parallel.tp={parallel.tp}" if parallel.tp > 1 else "")
     message = f"a Ulysses degree of {ulysses} does not divide the {own} heads of a rank ({held})"
     yield Problem("parallel.context", parallel.context, message, f"parallel.context={pairs}; or ring")
+
+
+def ulysses_degrees(cp: int, heads: int) -> list[int]:
+    """Those that divide cp ranks, and the heads of a rank of tp."""
+    return [degree for degree in _divisors(cp) if heads % degree == 0]
 
 
 def find_attention_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from framework.model.load import build_meta, layer_configs, load_config, load_co
 from framework.model.shrink import MIN_LAYERS, shrink
 from framework.parallel.context.split import refuse_uneven_heads
 from framework.plan.logits import keep_chunked_loss
-from framework.recipe.derive import context_degrees, count_virtual_stages, derive
+from framework.recipe.derive import count_virtual_stages, derive
 from framework.recipe.describe import describe_derived
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Model, Precision, Recipe
@@ -107,9 +107,8 @@ def _choose_sides(recipe: Recipe, options: Options) -> Verification:
     model = build_meta(config)
     names = [name for name, _ in model.named_parameters()]
     experts = math.gcd(*(count_experts(each) for _, each, _ in find_experts(model)))
-    ulysses, tp = context_degrees(recipe.parallel)[0], recipe.parallel.tp
-    if ulysses > 1:  # of the model as it is: that a small one has fewer heads is no fault of the recipe's
-        refuse_uneven_heads(layer_configs(original), tp, ulysses, recipe.parallel.cp)
+    # Of the model as it is: that a small one has fewer heads is no fault of the recipe's.
+    refuse_uneven_heads(layer_configs(original), recipe.parallel)
     small = shrink_recipe(recipe, names, _count_positions(config), options, experts, _count_heads(config))
     changes += find_config_changes(original, config) + find_changes(recipe, small.recipe, small.reasons)
     return Verification(Sides(small.recipe, config, options.steps), changes, _count(model))

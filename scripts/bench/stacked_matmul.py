@@ -30,10 +30,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
-from framework.mesh.token_layout import TokenLayout
 from framework.model.experts import form_of
 from framework.model.matmul import RowGroups, accumulate_stacked_matmul, matmul_into
-from framework.parallel.experts.dispatch import ExpertDispatch, GivenRows, LocalExperts
+from framework.model.routed_tokens import RoutedTokens
+from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
 from framework.parallel.experts.passage import Route
 
 # Experts, rows of all of them, features in, features out.
@@ -157,11 +157,10 @@ def module_ways(dtype: torch.dtype, experts: int, top_k: int, tokens: int, hidde
     form = form_of(modules["ours"])
     assert form is not None
     alone = Communicator(Axis("ep", 1, 0))
-    layout = TokenLayout(1, tokens, alone, is_sharded=False)
     local = LocalExperts(modules["ours"], form, keeps_tokens=False)
     for matmul in local.matmuls:
         matmul.write_gradient_to(MainGradient(modules["ours"].get_parameter(matmul.name)))
-    modules["ours"].forward = ExpertDispatch(local, experts, Route([alone]), GivenRows(alone, layout))  # type: ignore[assignment]
+    modules["ours"].forward = ExpertDispatch(local, experts, Route([alone]), RoutedTokens.of_one_rank())  # type: ignore[assignment]
 
     def both(module: torch.nn.Module) -> None:
         module(hidden_states, scores.indices, weights).backward(dout)

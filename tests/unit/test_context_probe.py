@@ -15,6 +15,7 @@ from framework.parallel.context import hook, refuse_undivided_context
 from framework.parallel.context.family_rules import QUERY_RULES
 from framework.parallel.context.hook import IMPLEMENTATION, Hook
 from framework.parallel.context.split import find_attentions, hook_attentions, refuse_uneven_heads
+from framework.recipe.schema import Parallel
 from tests.families import build_config, family
 from tests.grid import few_of
 
@@ -182,8 +183,8 @@ def test_sparse_layers_are_refused_however_long_their_blocks_are() -> None:
 
 def test_ulysses_beyond_the_heads_of_a_rank_is_refused_with_the_degrees_that_fit() -> None:
     config = build_config(family("llama"), num_attention_heads=6, hidden_size=48)
-    refuse_uneven_heads(layer_configs(config), tp=1, ulysses=2, cp=4)
+    refuse_uneven_heads(layer_configs(config), Parallel(cp=4, context=[2, 2]))
     with pytest.raises(TopologyError) as raised:
-        refuse_uneven_heads(layer_configs(config), tp=2, ulysses=2, cp=4)
+        refuse_uneven_heads(layer_configs(config), Parallel(tp=2, cp=4, context=[2, 2]))
     for part in ("Ulysses degree of 2", "3 heads", "num_attention_heads=6 / parallel.tp=2", "parallel.context=[1,4]"):
         assert part in str(raised.value)

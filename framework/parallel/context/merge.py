@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from framework.mesh.context import Interval
+from framework.model.block_attention import merge_softmax
 from framework.model.precision import sums_dtype
 
 
@@ -74,9 +75,8 @@ class MergedOutput(ChunkSums):
             mine, sum_mine = out[:, :, rows].to(self.dtype), log_sum[:, :, rows].to(self.dtype)
             if part is None or sum_part is None:
                 self.parts[number], self.log_sums[number] = mine, sum_mine
-                continue
-            part.lerp_(mine, torch.sigmoid(sum_mine - sum_part).unsqueeze(-1))
-            self.log_sums[number] = torch.logaddexp(sum_part, sum_mine)
+            else:
+                merge_softmax(part, sum_part, mine, sum_mine)
 
     def add_sinks(self, sinks: Tensor) -> None:
         """One more key for every query. sinks: [H], scores."""

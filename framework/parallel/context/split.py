@@ -22,6 +22,8 @@ from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.family_forwards import METHODS, give_mask, replace_method
 from framework.parallel.context.hook import IMPLEMENTATION, Hook
 from framework.parallel.stage_plan import StagePlan
+from framework.recipe.context_rules import find_uneven_heads
+from framework.recipe.schema import Parallel
 
 
 def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
@@ -33,7 +35,7 @@ def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
         return layouts
     ulysses, ring, slices = plan.axes["ulysses"], plan.axes["ring"], plan.tokens.slices
     assert slices is not None, "tokens of a rank of cp without their rows"
-    refuse_uneven_heads(layer_configs(model.config), plan.axes["tp"].size, ulysses.size, plan.axes["cp"].size)
+    refuse_uneven_heads(layer_configs(model.config), plan.recipe.parallel)
     method: Literal["ring", "gather"] = "gather" if plan.recipe.parallel.context == "gather" else "ring"
     attention = ContextAttention(slices, ulysses, ring, method, BlockAttention())
     hook_attentions(model, Hook(attention, lambda device: rows_of(slices, device)))
@@ -76,17 +78,9 @@ def _asks_registry(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("transformers.") and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(forward)
 
 
-def refuse_uneven_heads(layers: Iterable[PretrainedConfig], tp: int, ulysses: int, cp: int) -> None:
-    """Raises TopologyError where the heads of a layer, divided over `tp`, do not divide over `ulysses`, with the degrees that do.
-    layers: the config of each kind of layer."""
+def refuse_uneven_heads(layers: Iterable[PretrainedConfig], parallel: Parallel) -> None:
+    """Raises TopologyError where the heads of a layer do not divide over Ulysses' ranks. layers: the config of each kind of
+    layer."""
     for config in layers:
-        heads = config.get_text_config().num_attention_heads
-        own = heads // tp
-        if own % ulysses:
-            fitting = [degree for degree in range(1, cp + 1) if cp % degree == 0 and own % degree == 0]
-            pairs = " or ".join(f"[{degree},{cp // degree}]" for degree in fitting)
-            held = f"num_attention_heads={heads}" + (f" / parallel.tp={tp}" if tp > 1 else "")
-            raise TopologyError(
-                f"parallel.context: a Ulysses degree of {ulysses} does not divide the {own} heads ({held}) that a rank of a"
-                f" {config.model_type} model has: use parallel.context={pairs}, or ring"
-            )
+        for problem in find_uneven_heads(parallel, config.get_text_config().num_attention_heads):
+            raise TopologyError(f"{problem.key}: {problem.message}, of a {config.model_type} model: use {problem.fix}")
