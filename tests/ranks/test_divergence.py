@@ -20,6 +20,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Parallel, Pipeline, Recipe, Zero
 from framework.train import step as step_module
 from framework.train.replicas import check_replicas
+from framework.train.stage import RankStage, StepInputs
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import family
@@ -220,3 +221,42 @@ def test_one_flipped_bit_is_seen_by_all_with_rank_and_unit(pool: RankPool, name:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_50_clean_steps_differ_nowhere(pool: RankPool, name: str) -> None:
     check(pool, name, STEPS)
+
+
+# --- NaN on one rank
+
+
+def nan_here(stage: RankStage, inputs: StepInputs) -> None:
+    """This rank's backward, and no other's, begins from NaN."""
+    START(stage, replace(inputs, loss_scale=torch.full_like(inputs.loss_scale, torch.nan)))
+
+
+START = RankStage.start_step
+
+
+def train_with_a_nan(rank: int, world: int, rendezvous: str, name: str) -> list[tuple[bool, bool]]:
+    """Body: of each step whether it was finite, and whether this rank's masters have moved. The second has the NaN."""
+    model, recipe, _ = LAYOUTS[name]
+    case = Case(name, family(model), {"": recipe})
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
+    run = build(make_plan(recipe, case.config), mesh)
+    found = []
+    for step, batch in enumerate(case.batches()):
+        is_faulty = step == 1 and rank == world - 1
+        before = [buffer.master.clone() for buffer in run.buffers]
+        with patch.object(RankStage, "start_step", nan_here if is_faulty else START):
+            microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
+            values = train_step(run, microbatches, step, 1e-2).read()
+        moved = any(not torch.equal(old, each.master) for old, each in zip(before, run.buffers, strict=True))
+        found.append((values.is_finite, moved))
+    check_replicas(run, len(found))
+    mesh.close()
+    return found
+
+
+NAN_LAYOUTS = ("zero 0", "hsdp, zero 3", "tp", "pp, tied", "ep, router bias")
+
+
+@pytest.mark.parametrize("name", few_of(NAN_LAYOUTS, lambda name: name in ("hsdp, zero 3", "pp, tied")))
+def test_a_nan_on_one_rank_skips_the_step_on_all(pool: RankPool, name: str) -> None:
+    assert pool.run(WORLD, train_with_a_nan, name) == [[(True, True), (False, False), (True, True)]] * WORLD
