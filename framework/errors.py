@@ -99,9 +99,9 @@ class LeaseLost(RunError):
 
 
 class DriftError(MeshwrightError):
-    """Ranks hold different values of what they should hold alike."""
+    """Ranks hold different values of what they should hold alike. The run goes on from a checkpoint from before that."""
 
-    exit_code = EXIT_NUMERICS
+    exit_code = EXIT_FAILED
 
 
 class NumericsError(MeshwrightError):

@@ -94,6 +94,16 @@ def encode_manifest(manifest: Manifest) -> str:
     return _head(xxhash.xxh3_64_hexdigest(text.encode())) + text + "}"
 
 
+def replace_state(path: Path, state: dict[str, Any]) -> str:
+    """The manifest of the checkpoint folder `path` with another state. Raises DamagedCheckpoint as `read_manifest`."""
+    read_manifest(path)
+    body = _verified_body((path / MANIFEST).read_bytes())
+    if body is None:
+        raise DamagedCheckpoint(f"{path / MANIFEST} was changed while it was read")
+    text = json.dumps({**json.loads(body), "state": state})
+    return _head(xxhash.xxh3_64_hexdigest(text.encode())) + text + "}"
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint folder `path`. Raises DamagedCheckpoint when it is missing or changed, StorageError when the
     file system does not let it be read."""

@@ -7,7 +7,7 @@ that it needs, through one small cache.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
@@ -84,12 +84,14 @@ def load_newest(
     world: Communicator,
     found: FoundCheckpoints | None = None,
     lease: Lease | None = None,
+    finite: Collection[str] = (),
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint under `root` that is whole; its state, or None for a run that has never saved. Collective.
 
-    Rank 0 looks and tells: others may see an older state of the folder. When one is damaged the next older one is tried, and
-    only once that is loaded are the damaged set aside as `step-N.bad`, with a line on stderr. Raises what `find_newest` raises.
-    found: what rank 0 has found and told already. lease: of the run, None for a folder that nobody launches.
+    Rank 0 looks and tells: others may see an older state of the folder. When one is damaged, or has other than finite values
+    whatever its hashes say, the next older one is tried, and only once that is loaded are the damaged set aside as `step-N.bad`,
+    with a line on stderr. Raises what `find_newest` raises. found: what rank 0 has found and told already. lease: of the run,
+    None for a folder that nobody launches. finite: names of entries whose values are.
     """
     entries = list(entries)
     damaged: dict[Path, DamagedCheckpoint] = {}
@@ -99,6 +101,8 @@ def load_newest(
             return None
         try:
             state = load_checkpoint(found.newest, entries, world, manifest=found.manifest)
+            judged = [entry for entry in entries if entry.name in finite]
+            share_errors(partial(refuse_poisoned, found.newest, judged), world)
         except DamagedCheckpoint as error:
             # In words alone: the error itself keeps the stack it came from, and with that the reader's cache.
             damaged |= {**found.damaged, found.newest: DamagedCheckpoint(str(error))}
@@ -107,6 +111,20 @@ def load_newest(
         if world.rank == 0:
             set_aside_newer(found, lease or Lease(root.parent))
         return state
+
+
+def refuse_poisoned(path: Path, entries: Iterable[Entry]) -> None:
+    """Raises DamagedCheckpoint where an entry that was loaded from `path` has values that are not finite."""
+    for entry in entries:
+        if not all(_is_finite(piece) for piece in entry.pieces()):
+            raise DamagedCheckpoint(
+                f"{path}: {entry.name} has values that are not finite, and the bytes are those that were saved"
+            )
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    # Smallest and largest are NaN where any value is, and need no memory.
+    return not values.numel() or all(bool(each.isfinite()) for each in torch.aminmax(values.detach()))
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -233,12 +233,16 @@ class Saver:
             self._pending.wait_until_staged()
             self._count_stall(started, self._pending.goal)
 
-    def finish(self) -> None:
-        """Wait for the save that is under way. Raises the error of the last, on all ranks."""
+    def settle(self) -> None:
+        """Wait for the save that is under way. Raises, on all ranks, its error if that ends the run."""
         started = time.monotonic()
         self._conclude()
-        self._thread.shutdown()
         self._count_stall(started, Goal.DISK)
+
+    def finish(self) -> None:
+        """Wait for the last save. Raises its error, on all ranks."""
+        self.settle()
+        self._thread.shutdown()
 
     def abandon(self, patience_s: float) -> None:
         """Let a save that is under way come to its end, but for no longer than this: the run ends with an error of its own."""

@@ -2,7 +2,8 @@
 
 Identity: sample j of microbatch m on dp rank r is the global sample cursor + (m dp + r) b + j, b = sequences_per_microbatch.
 So the samples of one step are [cursor, cursor + M dp b) for every split into M microbatches, dp ranks and b sequences. Ranks of
-`cp` read the same samples, and each keeps its slices of them.
+`cp` read the same samples, and each keeps its slices of them. Of a run that leaves samples out (`skip`) they are the same places
+among the samples that are left.
 """
 
 import time
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from framework.comm.transfer import choose_current, pin
-from framework.data.order import Order, permute
+from framework.data.order import Order, Skipped, index_samples, permute
 from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, count_samples
 from framework.data.prepared import Prepared
 from framework.data.slices import cut_context
@@ -74,8 +75,15 @@ class Loader:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "loader", choose_current, (device,))
         self._ahead: tuple[int, Future[dict[int, list[Microbatch]]]] | None = None
+        self._skipped: Skipped = ()
         self._clock, self._hear = clock, hear
         self.data_wait_s = 0.0
+
+    def skip(self, skipped: Skipped) -> None:
+        """Leave out samples [first, stop), each, from now on; those that were left out before count no more."""
+        if self._ahead is not None:
+            self._ahead[1].result()  # it reads what `_skipped` says
+        self._skipped, self._read_steps, self._ahead = skipped, {}, None
 
     def batch(self, cursor: int) -> list[Microbatch]:
         """This rank's microbatches of the step whose first global sample is `cursor`; the steps after it are read meanwhile.
@@ -96,7 +104,7 @@ class Loader:
 
     def _read(self, cursor: int) -> dict[int, list[Microbatch]]:
         """The step at `cursor` and, if steps are small, those after it."""
-        source, sample = self._order.locate(cursor + self._offsets.reshape(-1))
+        source, sample = self._order.locate(index_samples(cursor + self._offsets.reshape(-1), self._skipped))
         rows = cut_context(self._packer.pack(source, sample), self._slices)
         # Pinned here, in the background, rather than when the step is about to begin. Views of pinned rows are pinned.
         microbatches = split_rows(rows.map(partial(pin, device=self._device)), self._b)

@@ -111,6 +111,32 @@ def interleave(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return source, rank
 
 
+# Samples [first, stop) that a run leaves out, apart from one another and in order.
+Skipped = Sequence[Sequence[int]]
+
+
+def index_samples(cursor: np.ndarray, skipped: Skipped) -> np.ndarray:
+    """The global index of the sample at each place of a run that leaves `skipped` out: the cursor-th of those that are left.
+
+    cursor: [n] int64 >= 0.
+    """
+    index = np.array(cursor, dtype=np.int64)
+    for first, stop in skipped:
+        index[index >= first] += stop - first
+    return index
+
+
+def add_skipped(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
+    """`skipped` with [first, stop), what overlaps or touches in one."""
+    joined: list[list[int]] = []
+    for low, high in sorted([*map(list, skipped), [first, stop]]):
+        if joined and low <= joined[-1][1]:
+            joined[-1][1] = max(joined[-1][1], high)
+        elif low < high:
+            joined.append([low, high])
+    return joined
+
+
 @dataclass(frozen=True)
 class Order:
     """The order of all samples of all epochs. Build it with `Order.of`; ask it with `locate`.

@@ -111,6 +111,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes", "checkpoint.interval", "checkpoint.mtbf_hours"), _checkpoint),
         ((*COUNTED, "parallel", "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps"), _neighbors),
+        (("train.on_spike", "checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.interval"), _rewinds),
         ((*COUNTED, "parallel", "track.profile_steps", "track.profile_ranks"), _profile),
         (("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles"), _best),
         (("run",), _run),
@@ -355,6 +356,13 @@ def _best(recipe: Recipe) -> Iterator[Problem]:
     elif recipe.checkpoint.keep_best and recipe.pipeline.fill_bubbles != "none":
         message = "a validation in bubbles ends a step late, when its weights are no more"
         yield Problem(key, True, message, f"{key}=false; or pipeline.fill_bubbles=none")
+
+
+def _rewinds(recipe: Recipe) -> Iterator[Problem]:
+    rules = recipe.checkpoint
+    if recipe.train.on_spike == "rewind" and not (rules.every_steps or rules.every_minutes or rules.interval):
+        message = "a rewind goes back to a checkpoint, and none is saved before the end"
+        yield Problem("train.on_spike", "rewind", message, "checkpoint.every_steps=100; or train.on_spike=skip")
 
 
 def _checkpoint(recipe: Recipe) -> Iterator[Problem]:

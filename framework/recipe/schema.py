@@ -36,6 +36,17 @@ class Train:
         "validate after every so many steps and after the last; null: never", None, low=1
     )
     sample: str | None = key("after the run, export it to RUN/export and continue this text", None)
+    on_spike: Literal["log", "skip", "rewind"] = key(
+        "where loss or gradient norm lies far above those of the last steps; log: say it; skip: make no update of that step;"
+        " rewind: skip, and where spikes persist go back to a checkpoint from before them and leave out the data since",
+        "log",
+    )
+    max_rewinds: int = key("with on_spike=rewind: so many rewinds in a run, then it ends with 88", 5, low=0)
+    divergence_check_steps: int | None = key(
+        "after every so many steps, and before every save, compare by hashes what ranks hold alike; null: never",
+        None,
+        low=1,
+    )
     validation_sequences: int | None = key("sequences of one validation; null: the whole validation split", None, low=1)
 
 

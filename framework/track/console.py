@@ -61,6 +61,10 @@ class Console:
         tqdm.write(line, file=self._stream)
         self._stream.flush()
 
+    def rewind(self, step: int) -> None:
+        """The pace is measured anew: what is left has become more."""
+        self._first = None
+
     def close(self, exit_code: int) -> None:
         if self._bar is not None:
             self._bar.close()

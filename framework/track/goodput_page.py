@@ -36,6 +36,9 @@ class GoodputTable:
     def report(self, report: StepReport) -> None:
         """The rank notes its time itself."""
 
+    def rewind(self, step: int) -> None:
+        """Nothing: time that was spent stays spent."""
+
     def close(self, exit_code: int) -> None:
         account = read_account(self._run_dir)
         if account is not None and self._run is not None:

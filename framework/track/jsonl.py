@@ -60,6 +60,14 @@ class Jsonl:
         self._file.flush()
         self._is_torn = False
 
+    def rewind(self, step: int) -> None:
+        """As a resume at that step."""
+        assert self._file is not None, "rewind before open"
+        self._file.close()
+        truncate(self._path, step, self._lease)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._is_torn = False
+
     def close(self, exit_code: int) -> None:
         if self._file is not None:
             os.fsync(self._file.fileno())

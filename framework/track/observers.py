@@ -48,6 +48,10 @@ class Observers:
         for each in self._observers:
             self.contain(_name(each), partial(each.report, report))
 
+    def rewind(self, step: int) -> None:
+        for each in self._observers:
+            self.contain(_name(each), partial(each.rewind, step))
+
     def close(self, exit_code: int) -> None:
         for each in reversed(self._observers):
             with suppress(LeaseLost):  # which the run ends with, and has said

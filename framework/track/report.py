@@ -32,6 +32,11 @@ class StepReport:
     validation_losses: dict[str, float] = field(default_factory=dict)
     validation_free_fraction: float | None = None
     skipped_steps: int = 0
+    spikes: int = 0
+    loss_limit: float | None = None
+    gradient_norm_limit: float | None = None
+    rewinds: int = 0
+    skipped_samples: tuple[tuple[int, int], ...] = ()
     loss_scale: float | None = None
     save_stall_s: float = 0.0
     failed_saves: int = 0
@@ -89,6 +94,9 @@ class Observer(Protocol):
     def open(self, run: RunInfo) -> None: ...
 
     def report(self, report: StepReport) -> None: ...
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to the end of `step`: reports of later ones come again."""
 
     def close(self, exit_code: int) -> None: ...
 

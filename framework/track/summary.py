@@ -51,6 +51,9 @@ class Summary:
     def report(self, report: StepReport) -> None:
         """As above."""
 
+    def rewind(self, step: int) -> None:
+        """As above."""
+
     def close(self, exit_code: int) -> None:
         self._say(f"report: {', '.join(str(path) for path in write_report(self._run_dir, self._lease))}")
 
@@ -250,7 +253,12 @@ def _results(run: RunInfo, curves: Curves) -> list[str]:
     if run.unigram_entropy is not None:
         rows.append(("unigram entropy", f"{run.unigram_entropy:.4f}, the loss of knowing token frequencies only"))
     if curves.last["skipped_steps"]:
-        rows.append(("skipped steps", f"{curves.last['skipped_steps']}, for gradients that were not finite"))
+        rows.append(("skipped steps", f"{curves.last['skipped_steps']}, for values that were not finite, or spikes"))
+    if curves.last.get("spikes"):
+        rows.append(("spikes", f"{curves.last['spikes']}"))
+    if curves.last.get("rewinds"):
+        ranges = ", ".join(f"{first:,} to {stop:,}" for first, stop in curves.last["skipped_samples"])
+        rows.append(("rewinds", f"{curves.last['rewinds']}; samples left out: {ranges}"))
     return ["Results (nats per token)", *_table(rows)]
 
 

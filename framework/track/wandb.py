@@ -86,6 +86,9 @@ class WandbObserver:
         assert self._process is not None, "report before open"
         self._relay(self._process)
 
+    def rewind(self, step: int) -> None:
+        """The mirror notices that metrics.jsonl is another file."""
+
     def close(self, exit_code: int) -> None:
         process = self._process
         if process is None:
@@ -192,6 +195,8 @@ def chart_values(record: dict[str, Any]) -> dict[str, float]:
     values |= {f"stragglers/{name}": seconds for name, seconds in (record.get("stragglers") or {}).items()}
     values |= {f"goodput/{part}": share for part, share in (record.get("goodput") or {}).items()}
     values |= _chart_imbalance(record.get("expert_imbalance") or {})
+    if record.get("skipped_samples"):
+        values["skipped_samples"] = sum(stop - first for first, stop in record["skipped_samples"])
     rates = record.get("tokens_per_s_per_rank", [])
     if 0 < len(rates) <= MAX_RANKS_CHARTED:
         values |= {f"tokens_per_s_per_rank/{rank}": rate for rank, rate in enumerate(rates)}

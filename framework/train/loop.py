@@ -1,6 +1,7 @@
 """The loop: batch, step, report. All ranks decide alike, because they read the same sums."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from framework.model.expert_load import read_loads
 from framework.optim.schedules import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.exposed_communication import ExposedWait
+from framework.parallel.zero.replicas import Hashed
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.flops import mfu
@@ -32,13 +34,15 @@ from framework.train.faults import StepWatch, StopRequest
 from framework.train.goodput import Goodput
 from framework.train.phases import Phase, Phases
 from framework.train.progress import name_coordinates
+from framework.train.replicas import check_replicas
+from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.state import RunState
 from framework.train.step import Run, run_alone, train_step
 from framework.train.stragglers import WINDOW, Stragglers
 from framework.train.sums import Flags, StepValues
 from framework.train.validation import Validation, ValidationLoss
 
-# A run that has skipped so many steps in a row has left the finite numbers for good.
+# A run that has skipped so many steps in a row comes back by itself no more.
 SKIPPED_STEPS_LIMIT = 20
 
 
@@ -56,13 +60,15 @@ class RankTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that has been sent to the device and not yet read. seconds, times: this rank's. loads: of experts, flat."""
+    """A step that has been sent to the device and not yet read. samples, tokens: after it. limits: above which it is a spike.
+    seconds, times: this rank's. loads: of experts, flat."""
 
     sums: AsyncHostCopy
     step: int
     samples: int
     tokens: int
     lr: float
+    limits: SpikeLimits
     seconds: float
     times: RankTimes
     waits: list[ExposedWait]
@@ -70,11 +76,22 @@ class PendingStep:
     loads: AsyncHostCopy | None
 
 
+@dataclass(frozen=True)
+class RewindDue:
+    """Spikes have persisted. first_spike: the step of the first of them; step: that which completed them; samples: the cursor
+    after it, from which the run goes on."""
+
+    first_spike: int
+    step: int
+    samples: int
+
+
 class Loop:
     """Trains from `state` to `train.steps`. Reading lags one step behind the device, so that nothing waits for it.
 
     On every rank; whatever it does it does on all of them in the same order. `observers` hear of rank 0's reports only.
     timed: what this rank did in its last step. phases: hears of each step, and of waits for data. goodput: of steps that end.
+    rewind_due: whether the run is to go back (`rewind.py`), which is known once the step is read that completes the spikes.
     """
 
     def __init__(
@@ -91,6 +108,7 @@ class Loop:
     ):
         self.run, self.state, self.recipe, self.derived = run, state, recipe, derive(recipe)
         self.timed: tuple[Timed, ...] = ()
+        self.rewind_due: RewindDue | None = None
         self._loader, self._observers, self._info, self._saver = loader, observers, info, saver
         self._phases = phases
         self._goodput = goodput or Goodput(phases)
@@ -112,6 +130,8 @@ class Loop:
         )
         self._hosts: Mapping[int, str] = {}
         self._say: Callable[[str], None] = print
+        self._hashed: Sequence[Hashed] = ()
+        self._compared_step = -1
 
     def steps(self, stop: StopRequest, watch: StepWatch) -> Iterator[int]:
         """Send one step after another to the device and yield its number, until `train.steps` or until any rank's `stop` asks.
@@ -156,6 +176,16 @@ class Loop:
         # Its end needs no copy, and none waits for a save that is under way: training would wait with it.
         return disk | Goal.MEMORY if self._copy_is_due and not (self.is_done or self._is_saving()) else disk
 
+    def go_back_to(self, state: RunState) -> None:
+        """Go on from an older state, which the run has been filled with: of what came after it nothing counts any more."""
+        self.state, self.rewind_due = state, None
+        self._unread = self._unreported = self._validation = None
+        self._skipped_in_a_row, self._is_best = 0, False
+        self._flags = Flags(stop=self._flags.stop)
+        self._loader.skip(state.skipped_samples)
+        self.run.exposed_communication.take()
+        self._observers.rewind(state.step)
+
     def begin_validation(self, validation: Validation) -> None:
         """Validate the weights of this moment: in the bubbles of the next step, or in `end_validation` if that comes first."""
         self._validation = validation
@@ -166,6 +196,14 @@ class Loop:
             with self._phases.within(Phase.VALIDATE):
                 run_alone(self.run, self._validation)
                 self._report_validation()
+
+    def compare_replicas(self, is_saved: bool) -> None:
+        """Raise DriftError, on all ranks, where they differ in what they hold alike after the last step and a comparison is due:
+        by steps, and before each save, so that what was not equal is not saved. is_saved: the step is saved next."""
+        is_due = is_saved and self.recipe.train.divergence_check_steps is not None
+        if (is_due or self._is_compared(self.state.step)) and self._compared_step != self.state.step:
+            self._compared_step = self.state.step
+            check_replicas(self.run, self.state.step, self._hashed)
 
     def begin_save(self) -> None:
         """Read the step that was sent last, so that `state` is complete."""
@@ -197,8 +235,20 @@ class Loop:
             microbatches = self._loader.batch(state.samples)
         loaded, waited_before = time.perf_counter(), self.run.mesh.waits.seconds
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
-        is_reported = self._is_reported(state.step + 1)
-        result = train_step(self.run, microbatches, state.step, lr, flags, self._validation, is_reported)
+        is_reported, limits = self._is_reported(state.step + 1), state.spikes.limits(state.step + 1)
+        sent = limits if self._skips_spikes else NO_LIMITS
+        result = train_step(
+            self.run,
+            microbatches,
+            state.step,
+            lr,
+            flags,
+            self._validation,
+            is_reported,
+            sent,
+            self._is_compared(state.step + 1),
+        )
+        self._hashed = result.hashed
         sums = result.copy_to_host()
         loads = AsyncHostCopy(result.loads.flatten()) if is_reported and result.loads is not None else None
         self._report_validation()
@@ -219,7 +269,7 @@ class Loop:
         self._read()
         seconds, waits = time.perf_counter() - started, self.run.exposed_communication.take()
         self._unread = PendingStep(
-            sums, state.step, state.samples, state.tokens, lr, seconds, times, waits, traffic, loads
+            sums, state.step, state.samples, state.tokens, lr, limits, seconds, times, waits, traffic, loads
         )
 
     def _own_flags(self, stop: StopRequest) -> Flags:
@@ -266,16 +316,40 @@ class Loop:
         values = StepValues.unpack(pending.sums.values())
         self._exposed_s += sum(each.seconds for each in pending.waits)  # the device has passed them, as it has the sums
         self._flags = replace(values.flags, stop=self._flags.stop or values.flags.stop)
-        self._skipped_in_a_row = 0 if values.is_finite else self._skipped_in_a_row + 1
-        self.state.skipped_steps += not values.is_finite
+        is_skipped = self._note_spike(pending, values) or not values.is_finite
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
+        self.state.skipped_steps += is_skipped
         self._unreported = pending, values
         if self._skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
             self._report()
+            spiked = ", or far above the steps before (train.on_spike)," if self._skips_spikes else ""
             raise NumericsError(
-                f"loss or gradient was not finite in {SKIPPED_STEPS_LIMIT} steps in a row, the last one step {pending.step}:"
-                " no update was made from them. Resume from an older checkpoint with a lower optim.lr or a longer"
-                " optim.schedule.warmup_steps, or look at the data of these steps"
+                f"loss or gradient was not finite{spiked} in {SKIPPED_STEPS_LIMIT} steps in a row, the last one step"
+                f" {pending.step}: no update was made from them. Resume from an older checkpoint with a lower optim.lr or a"
+                " longer optim.schedule.warmup_steps, or look at the data of these steps"
             )
+
+    @property
+    def _skips_spikes(self) -> bool:
+        return self.recipe.train.on_spike != "log"
+
+    def _note_spike(self, pending: PendingStep, values: StepValues) -> bool:
+        """Add a step to what the detector knows. Whether it was a spike, and was skipped for that: the device has compared the
+        same numbers."""
+        spikes = self.state.spikes
+        is_spike = spikes.add(pending.step, values.loss, values.gradient_norm, pending.limits)
+        if is_spike and self.run.mesh.rank == 0:
+            made = "no update was made" if self._skips_spikes else "train.on_spike=log: the update was made"
+            print(
+                f"step {pending.step:,} is a spike: loss {values.loss:.4g} (limit {pending.limits.loss:.4g}), gradient norm"
+                f" {values.gradient_norm:.4g} (limit {pending.limits.gradient_norm:.4g}); {made}",
+                file=sys.stderr,
+                flush=True,
+            )
+        # The first time counts: whether the step behind it is read as well before the run goes back depends on when it saves.
+        if self.recipe.train.on_spike == "rewind" and spikes.first_persistent and self.rewind_due is None:
+            self.rewind_due = RewindDue(spikes.first_persistent, pending.step, pending.samples)
+        return is_spike and self._skips_spikes
 
     def _report(self, validation_loss: ValidationLoss | None = None, free_fraction: float | None = None) -> None:
         """Report the step that was concluded last, if that is due and still to be done.
@@ -299,6 +373,10 @@ class Loop:
         """Whether the step is reported: known before it, so that what only reports need is found in the step itself."""
         every = self.recipe.track.every_steps
         return step % every == 0 or self._is_validated(step) or step == self.recipe.train.steps
+
+    def _is_compared(self, step: int) -> bool:
+        every = self.recipe.train.divergence_check_steps
+        return self.recipe.track.debug_collectives or (every is not None and step % every == 0)
 
     def _is_validated(self, step: int) -> bool:
         """Whether the step's weights are to be validated."""
@@ -334,6 +412,11 @@ class Loop:
             validation_losses=self._name_losses(validation_loss),
             validation_free_fraction=free_fraction,
             skipped_steps=self.state.skipped_steps,
+            spikes=self.state.spikes.count,
+            loss_limit=pending.limits.loss if pending.limits.are_known else None,
+            gradient_norm_limit=pending.limits.gradient_norm if pending.limits.are_known else None,
+            rewinds=self.state.rewinds,
+            skipped_samples=tuple((first, stop) for first, stop in self.state.skipped_samples),
             loss_scale=values.loss_scale if self.recipe.precision.compute == "fp16" else None,
             save_stall_s=self._take_stall(),
             failed_saves=self._saver.failures,

@@ -1,7 +1,7 @@
 """RunState: with the tensors it is all that a resume needs, and it is JSON."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ from framework.mesh.layout import Layout
 from framework.model.materialize import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.stored import StoredTensor
+from framework.train.spikes import SpikeState
 from framework.train.step import Run
 
 
 @dataclass
 class RunState:
     """How far a run has come. `samples` is the data cursor: order belongs to the data, so this one integer continues it on
-    any number of ranks. There is no random state to keep: every seed is a function of (seed, step, microbatch)."""
+    any number of ranks. There is no random state to keep: every seed is a function of (seed, step, microbatch).
+
+    samples, tokens: that the weights have been trained on. skipped_samples: global samples [first, stop) that rewinds have left
+    out; the cursor counts those that are left (`index_samples`)."""
 
     run_id: str
     data: str  # fingerprint of the prepared data that `samples` counts
@@ -35,13 +39,16 @@ class RunState:
     clean_steps: int = 0  # since it last did
     best_step: int | None = None  # with checkpoint.keep_best, where the validation loss was the lowest
     best_validation_loss: float | None = None
+    spikes: SpikeState = field(default_factory=SpikeState)
+    rewinds: int = 0
+    skipped_samples: list[list[int]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "RunState":
-        return cls(**values)
+        return cls(**{**values, "spikes": SpikeState(**values.get("spikes", {}))})
 
 
 def restore(
@@ -54,12 +61,16 @@ def restore(
     """Fill a run from a step that nodes hold, or from the newest whole checkpoint, whatever layout saved it. found: what rank 0
     has told of checkpoints already. load_held: fills entries and returns the state, None where a checkpoint must do."""
     entries = list(read_entries(run))
-    values = load_held(entries) or load_newest(checkpoints, entries, run.mesh.axis("world"), found, lease)
+    values = load_held(entries) or load_newest(
+        checkpoints, entries, run.mesh.axis("world"), found, lease, updated_names(run)
+    )
     if values is None:
         raise StorageError(
             f"there is no checkpoint in {checkpoints}, and what nodes held cannot be loaded: the next start begins with step 1"
         )
     share_read(run)
+    for stage in run.stages.values():
+        stage.parameters.update()  # what is unsharded is of former weights, where a run goes back
     state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates
     if state.loss_scale is not None:
@@ -91,6 +102,13 @@ def read_entries(run: Run) -> Iterator[Entry]:
     for stage in run.stages.values():
         for name, tensor in persistent_buffers(stage.model.model).items():
             yield _buffer_entry(name, tensor)
+
+
+def updated_names(run: Run) -> set[str]:
+    """The entries that updates make, of finite gradients only: their values are finite, or every step from there on would be
+    skipped. What is frozen, and buffers, may hold what they like."""
+    trained = [slot.name for buffer in run.buffers if buffer.is_trained for slot in buffer.slots]
+    return {f"{kind}/{name}" for kind in ("weight", *run.optimizer.state_names) for name in trained}
 
 
 def share_read(run: Run) -> None:

@@ -19,12 +19,15 @@ from framework.optim.optimizers import Missed
 from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
+from framework.parallel.zero.bit_hash import BitHash
 from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
+from framework.parallel.zero.replicas import Hashed, hash_parameters
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.shards import OwnedShard
+from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.stage import RankStage, StepInputs
 from framework.train.sums import Flags, StepSums, StepValues
 from framework.train.update import StepOptimizer
@@ -79,6 +82,10 @@ class Run:
             self.disk.close()
 
     @cached_property
+    def hashes(self) -> BitHash:
+        return BitHash(self.mesh.device)
+
+    @cached_property
     def buffers(self) -> list[UnitBuffer]:
         return [buffer for stage in self.stages.values() for buffer in stage.buffers]
 
@@ -110,11 +117,13 @@ class StepResult:
     """What a step has found, equal on all ranks but for `timed`: what this rank did when, by its host's clock.
 
     loads: of experts, until the next step (`ExpertLoad.sum_over_ranks`); None without experts, or where nobody asks for them.
+    hashed: parameters as the step has read them, where that is asked for; this rank's.
     """
 
     sums: StepSums
     timed: tuple[Timed, ...]
     loads: Tensor | None = None
+    hashed: Sequence[Hashed] = ()
 
     def copy_to_host(self) -> AsyncHostCopy:
         """Start to bring the values to the host: `StepValues.unpack` reads them."""
@@ -133,11 +142,14 @@ def train_step(
     flags: Flags = NO_FLAGS,
     validation: Validation | None = None,
     is_reported: bool = False,
+    limits: SpikeLimits = NO_LIMITS,
+    is_compared: bool = False,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over the world.
 
     microbatches: this rank's share of the batch, equally many on all ranks. flags: what this rank asks of all of them. The loss
-    is of the whole batch, the norm that of its gradient before clipping. is_reported: the load of experts is asked for.
+    is of the whole batch, the norm that of its gradient before clipping. is_reported: the load of experts is asked for. limits:
+    above which nothing is updated, equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step.
 
     Nothing of ours here waits for the device, but for `parallel.ep`: once per layer and forward the host must know how many rows
     it receives. The model may wait (transformers asks in every forward whether positions restart).
@@ -173,7 +185,12 @@ def train_step(
             each.start_delivery()  # what has started before is of one stage alone
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
     loads = run.load.sum_over_ranks()
-    return StepResult(_update(run, loss, lr, step, flags, loads), timed, loads)
+    sums = _sum(run, loss, flags, limits)
+    # Those that forward and backward have read: the update makes them old.
+    stages = run.stages.values() if is_compared else ()
+    hashed = [each for stage in stages for each in hash_parameters(stage.parameters, run.hashes)]
+    _update(run, sums, lr, step, loads)
+    return StepResult(sums.totals, timed, loads, hashed)
 
 
 def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
@@ -188,24 +205,39 @@ def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, .
     return [losses[index] for index in sorted(losses)], tuple(timed)
 
 
-def _update(run: Run, loss: Tensor, lr: float, step: int, flags: Flags, loads: Tensor | None) -> StepSums:
-    """Sum loss, norm and flags over the world, then clip and update, unless loss or norm is not finite. loads: of experts."""
+@dataclass(frozen=True)
+class _Summed:
+    """totals: over the world; norm: of the gradient, a view of them. missed: what this rank's backward has not reached."""
+
+    totals: StepSums
+    norm: Tensor
+    missed: Sequence[TrainedParameter]
+
+
+def _sum(run: Run, loss: Tensor, flags: Flags, limits: SpikeLimits) -> _Summed:
+    """Sum loss, norm and flags over the world."""
     missed = [each for each in run.trained if not each.view.is_reached]
     # The loss is on all ranks of tp.
     terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted_rows, run.mesh.device)
-    sums = StepSums.pack(*terms, flags, _find_reached(run, missed), run.mesh.device)
+    sums = StepSums.pack(*terms, flags, _find_reached(run, missed), limits, run.mesh.device)
     all_reduce(sums.terms, run.mesh.axis("world"), label="sums of the step")
-    norm = sums.take_norm(run.loss_scale.value)
+    return _Summed(sums, sums.take_norm(run.loss_scale.value), missed)
+
+
+def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None) -> None:
+    """Clip and update, unless loss or norm is not finite or above its limit. loads: of experts."""
+    loss, norm = sums.totals.loss, sums.norm
     divisor = clip_divisor(norm, run.clip_norm) * run.loss_scale.value
     for stage in run.stages.values():
         stage.parameters.update()
-    is_finite = sums.loss.isfinite() & norm.isfinite()
+    is_finite = loss.isfinite() & norm.isfinite()
     run.loss_scale.update(is_finite)
+    # On the device: the host hears of this step when it has sent the next.
+    is_taken = is_finite & sums.totals.are_within_limits
     run.optimizer.wait_for_readers()  # a bias may be a master that is being saved
     # Before the update, which sends masters to the parameters: no gradient reaches a bias, so it is left as it is then.
-    run.biases.update(loads, is_finite)
-    run.optimizer.step(lr, divisor, ~is_finite, step, _missed_elements(run, missed, sums.reached))
-    return sums
+    run.biases.update(loads, is_taken)
+    run.optimizer.step(lr, divisor, ~is_taken, step, _missed_elements(run, sums.missed, sums.totals.reached))
 
 
 def _find_reached(run: Run, missed: Sequence[TrainedParameter]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.transfer import upload_values
+from framework.train.spikes import SpikeLimits
 
 NUM_SCALARS = 6
 
@@ -34,17 +35,27 @@ class StepSums:
     this very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait for
     one another, or for the device. No fixed number of scalars holds an exact answer. Beside the scalars, because a message costs
     the host far more than its bytes: 8 for each parameter tensor, 7 KiB of a model of 671B.
+
+    limits: [2] fp64 on the device, of loss and norm, equal on all ranks and not summed: they come with the scalars' copy.
     """
 
     terms: Tensor
+    limits: Tensor
 
     @classmethod
     def pack(
-        cls, loss: Tensor, squared_norm: Tensor, flags: Flags, reached: Tensor, device: torch.device
+        cls,
+        loss: Tensor,
+        squared_norm: Tensor,
+        flags: Flags,
+        reached: Tensor,
+        limits: SpikeLimits,
+        device: torch.device,
     ) -> "StepSums":
         """This rank's terms. loss, squared_norm: scalars on the device, in any dtype; reached: [P] fp64, 1 or 0."""
-        scalars = upload_values([0.0, 0.0, flags.stop, flags.save, 0.0, flags.is_saving], torch.float64, device)
-        sums = cls(torch.cat([scalars, reached]))
+        mine = [0.0, 0.0, flags.stop, flags.save, 0.0, flags.is_saving]
+        sent = upload_values([*mine, *limits], torch.float64, device)
+        sums = cls(torch.cat([sent[:NUM_SCALARS], reached]), sent[NUM_SCALARS:])
         sums.loss.copy_(loss)
         sums.vector[1].copy_(squared_norm)
         return sums
@@ -58,6 +69,11 @@ class StepSums:
     def reached(self) -> Tensor:
         """[P], above 0 for parameters that some rank has reached, once it is summed over the world: a view."""
         return self.terms[NUM_SCALARS:]
+
+    @property
+    def are_within_limits(self) -> Tensor:
+        """Whether neither loss nor norm, once `take_norm` was called, is above its limit: a bool scalar on the device."""
+        return (self.vector[:2] <= self.limits).all()
 
     @property
     def loss(self) -> Tensor:
@@ -88,5 +104,5 @@ class StepValues:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step has updated anything."""
+        """Whether the step may have updated anything."""
         return abs(self.loss) + self.gradient_norm < float("inf")

@@ -17,6 +17,7 @@ from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
 from framework.launch import train
+from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
@@ -56,7 +57,7 @@ def train_body(rank, recipe, place, rendezvous, death):
         mesh = connect(Topology(dp=2), torch.device("cpu"), f"file://{rendezvous}", rank, timeout_s=30)
         with StopRequest() as stop, StepWatch(stop) as watch:
             plan = make_plan(recipe, load_config(recipe.model))
-            code = train._train(plan, prepare(recipe), mesh, run_dir, stop, watch, Phases())
+            code = train._train(plan, prepare(recipe), mesh, Lease(run_dir), stop, watch, Phases())
         mesh.close()
     return code
 

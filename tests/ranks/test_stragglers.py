@@ -12,6 +12,7 @@ from framework.data.loader import Loader
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
 from framework.launch import train
+from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
@@ -63,7 +64,7 @@ def train_body(rank, world, rendezvous, recipe, folder, phase):
         patch.object(train, "open_observers", lambda *words: reports),
         patch.object(*where, slowed(plain) if where[1] != "find_bubble" else plain),
     ):
-        code = train._train(make_plan(recipe, config), prepared, mesh, folder, stop, watch, Phases())
+        code = train._train(make_plan(recipe, config), prepared, mesh, Lease(folder), stop, watch, Phases())
     mesh.close()
     return code, said, reports.stragglers
 

@@ -15,10 +15,12 @@ from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, DriftError
 from framework.parallel.zero.gradients import Bucket, GradientSync
-from framework.parallel.zero.replicas import check_replicas, find_drift
+from framework.parallel.zero.replicas import find_drift
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Parallel, Zero
+from framework.train import loop
+from framework.train.replicas import check_replicas
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests import tiny_run
@@ -63,7 +65,7 @@ def train(
         flip_a_bit(run.buffers)
     drifted, message = find_drift(run.buffers), ""
     try:
-        check_replicas(run.buffers, mesh.axis("world"), num_steps)
+        check_replicas(run, num_steps)
     except DriftError as error:
         message = str(error)
     mesh.close()
@@ -112,6 +114,6 @@ def test_the_debug_mode_checks_after_each_step(tmp_path: Path, debug: bool) -> N
     (tmp_path / "run").mkdir()
     recipe = compose([*tiny_run.RECIPE, *words, f"track.debug_collectives={str(debug).lower()}"]).require()
     prepare(recipe)
-    with patch.object(framework.launch.train, "check_replicas", lambda buffers, world, step: checks.append(step)):
+    with patch.object(loop, "check_replicas", lambda run, step, hashed: checks.append(step)):
         assert framework.launch.train.train_rank(recipe, tmp_path / "run") == EXIT_DONE
     assert checks == ([1, 2, 3] if debug else [])

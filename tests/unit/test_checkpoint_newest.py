@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from framework.checkpoint import commit, storage
 from framework.checkpoint.commit import explain, find_newest, list_checkpoints, newest_checkpoint, note_of
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
+from framework.checkpoint.retire import amend, retire_newer
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, StorageError
+from framework.lease import Lease
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 
@@ -320,3 +323,74 @@ def test_a_damaged_checkpoint_that_cannot_be_renamed_ends_no_run(root, monkeypat
     assert load(root) == 1
     assert "cannot be set aside" in capsys.readouterr().err
     assert save(root, 3).is_dir()
+
+
+def save_poisoned(root, step, value):
+    """Whole by all its hashes: whoever saved it had it so."""
+    poisoned = entry(step)
+    poisoned.data[17] = value
+    save_checkpoint(root, step, [poisoned], {"step": step}, ALONE, keep=9)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_poisoned_checkpoint_is_set_aside_and_the_one_before_is_taken(root, capsys, value):
+    save(root, 1)
+    for step in (2, 3):
+        save_poisoned(root, step, value)
+    filled = entry(0)
+    assert load_newest(root, [filled], ALONE, finite={"weight/w"}) == {"step": 1}
+    assert (filled.data == 1).all()
+    assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002.bad", "step-00000003.bad"]
+    assert "weight/w has values that are not finite" in capsys.readouterr().err
+
+
+def test_poisoned_checkpoints_alone_end_a_run_with_the_list_and_stay(root):
+    for step in (1, 2):
+        save_poisoned(root, step, float("nan"))
+    with pytest.raises(CheckpointError, match=r"(?s)all 2 checkpoints.*not finite.*not finite") as caught:
+        load_newest(root, [entry(0)], ALONE, finite={"weight/w"})
+    assert caught.value.exit_code == EXIT_USER
+    assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002"]
+
+
+def test_what_no_update_makes_may_be_infinite(root):
+    save_poisoned(root, 1, -float("inf"))
+    assert load_newest(root, [entry(0)], ALONE, finite={"weight/other"}) == {"step": 1}
+
+
+# --- going back
+
+
+def test_going_back_takes_newer_names_and_gives_the_older_one_a_state_and_nothing_else(root):
+    for step in (1, 2, 3):
+        save(root, step)
+    before = tree(root / "step-00000001")
+    retired = retire_newer(root, Lease(root.parent), 1)
+    assert sorted(path.name for path in retired) == ["step-00000002.rewound", "step-00000003.rewound"]
+    amend(root / "step-00000001", Lease(root.parent), {"step": 1, "skipped_samples": [[4, 8]]})
+    assert load_newest(root, [entry(0)], ALONE) == {"step": 1, "skipped_samples": [[4, 8]]}
+    after = tree(root / "step-00000001")
+    assert {path for path in after if after[path] != before.get(path)} == {Path("manifest.json")}
+    save(root, 2)  # the name is free
+    assert retire_newer(root, Lease(root.parent), 1) == [root / "step-00000002.rewound"]
+    assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002.rewound"]
+
+
+@pytest.mark.parametrize("point", ["retired", "amending", "amended"])
+def test_going_back_may_be_cut_anywhere(root, point):
+    for step in (1, 2, 3):
+        save(root, step)
+
+    def cut(reached):
+        if reached == point:
+            raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        retire_newer(root, Lease(root.parent), 1, cut)
+        amend(root / "step-00000001", Lease(root.parent), {"step": 1, "new": True}, cut)
+    newest = newest_checkpoint(root)
+    state = load_newest(root, [entry(0)], ALONE)
+    if point == "retired":  # the newest has lost its name, the others have theirs
+        assert (newest.name, state) == ("step-00000002", {"step": 2})
+    else:
+        assert state == ({"step": 1, "new": True} if point == "amended" else {"step": 1})

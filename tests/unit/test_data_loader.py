@@ -208,3 +208,24 @@ def test_a_microbatch_of_validation_is_of_one_source_the_same_on_all_ranks() -> 
             assert all(source == each.source or source == 9 for source, _ in identify(each))  # 9999 fills up
         ranks.append([each.source for each in batches])
     assert ranks[0] == ranks[1] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("split", [(1, 1, 12), (2, 3, 2), (12, 1, 1)])
+def test_a_loader_that_skips_reads_what_is_left_whatever_it_had_read_ahead(split: tuple[int, int, int]) -> None:
+    prepared, skipped = make_prepared([200, 90], [0.8, 0.2]), [[5, 17], [40, 41]]
+    b, microbatches, dp = split
+    left = [g for g in range(100) if not (5 <= g < 17 or g == 40)]
+    order = Order.of(7, {"s0": (0.8, 200), "s1": (0.2, 90)})
+    found: dict[int, tuple[int, int]] = {}
+    for rank in range(dp):
+        with make_loader(prepared, b, microbatches, rank, dp) as loader:
+            before = loader.batch(0)
+            loader.skip(skipped)
+            for cursor in (0, 12, 24):
+                for m, microbatch in enumerate(loader.batch(cursor)):
+                    for j, sample in enumerate(identify(microbatch)):
+                        found[cursor + (m * dp + rank) * b + j] = sample
+            loader.skip(())
+            assert [identify(each) for each in loader.batch(0)] == [identify(each) for each in before]
+    source, sample = order.locate(np.array(left[:36]))
+    assert [found[place] for place in range(36)] == list(zip(source.tolist(), sample.tolist(), strict=True))

@@ -1,12 +1,13 @@
 """The sample order: a permutation per epoch, a blend that is never a whole sample off, and nothing but the index."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from framework.data.order import MAX_PERIOD, Order, count_shares, interleave, permute
+from framework.data.order import MAX_PERIOD, Order, add_skipped, count_shares, index_samples, interleave, permute
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -103,3 +104,14 @@ def test_order_is_random_access(index: list[int]) -> None:
     together = np.stack(order.locate(np.array(index)), axis=1).tolist()
     one_by_one = [[int(part[0]) for part in order.locate(np.array([one]))] for one in index]
     assert together == one_by_one
+
+
+@given(bounds=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=5))
+def test_a_run_that_leaves_samples_out_meets_all_others_in_order(bounds: list[tuple[int, int]]) -> None:
+    skipped: list[list[int]] = []
+    for low, high in bounds:
+        skipped = add_skipped(skipped, min(low, high), max(low, high))
+    left_out = {index for low, high in bounds for index in range(min(low, high), max(low, high))}
+    assert index_samples(np.arange(80), skipped).tolist() == [g for g in range(160) if g not in left_out][:80]
+    assert all(first < stop for first, stop in skipped)
+    assert all(stop < first for (_, stop), (first, _) in pairwise(skipped))

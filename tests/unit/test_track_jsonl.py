@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from framework.lease import Lease
-from framework.track.jsonl import Jsonl, read_records, truncate
+from framework.track.jsonl import METRICS_FILE, Jsonl, read_records, truncate
 from framework.track.report import RunInfo, StepReport, load_run_info, save_run_info
+from framework.track.wandb import NewRecords
 
 RUN = RunInfo("r", {}, total_steps=10)
 
@@ -121,3 +122,22 @@ def test_run_info_comes_back_as_it_was_saved(tmp_path):
     )
     save_run_info(tmp_path, run)
     assert load_run_info(tmp_path) == run
+
+
+def test_a_rewind_drops_what_comes_again_and_a_follower_begins_anew(tmp_path):
+    now = iter(range(1, 100))
+    metrics = Jsonl(tmp_path, now=lambda: float(next(now)))
+    metrics.open(RunInfo("r", {}, 9))
+    for step in (1, 2, 3):
+        metrics.report(report(step))
+    follower = NewRecords(tmp_path / METRICS_FILE)
+    assert [each["step"] for each in follower.read()] == [1, 2, 3]
+    metrics.report(report(4))
+    metrics.rewind(2)
+    for step in (3, 4, 5):
+        metrics.report(report(step))
+    assert [each["step"] for each in follower.read()] == [4, 1, 2, 3, 4, 5]
+    metrics.report(report(6))
+    assert [each["step"] for each in follower.read()] == [6]
+    metrics.close(0)
+    assert [each["step"] for each in read_records(tmp_path / METRICS_FILE)] == [1, 2, 3, 4, 5, 6]

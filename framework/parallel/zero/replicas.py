@@ -1,10 +1,12 @@
-"""Replicas: ranks that own the same elements hold the same bits, in every step.
+"""Replicas: ranks that hold the same elements hold the same bits, in every step.
 
-Nothing sends updated replicas around: each rank computes its own from gradients that a sum has made equal, bit by bit. A sum
-that was left out, a kernel that is not deterministic or a faulty device lets them drift apart, and no loss shows it soon.
+Nothing sends updated replicas around: each rank computes its own from gradients that a sum has made equal, bit by bit. A flipped
+bit, a sum that was left out, a kernel that is not deterministic let them drift apart, and no loss shows it soon.
+`train/replicas.py` compares hashes; `find_drift` says which parameters they are of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,11 +14,43 @@ from torch import Tensor
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import upload
-from framework.errors import DriftError
+from framework.parallel.zero.bit_hash import BitHash
 from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.parameters import ParameterSync
 
 # Whole numbers of a value's size: bits compare where numbers would not, NaN with NaN and 0.0 with -0.0.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class Hashed:
+    """The hash of what is equal over `axes`, an int64 scalar. state, unit: what a user hears; key: the same on all replicas, and
+    no other's on this rank."""
+
+    state: str
+    unit: str
+    key: str
+    axes: tuple[Communicator, ...]
+    hash: Tensor
+
+
+def hash_parameters(parameters: ParameterSync, hashes: BitHash) -> Iterator[Hashed]:
+    """Of a stage's parameters that are there for the whole step. To be called before the update: behind it they are old until
+    the next gather."""
+    for index in sorted(parameters.unsharded):
+        parameters.unshard(index)  # one that was prefetched may still be on its way
+        for buffer in parameters.units[index]:
+            plan = buffer.plan
+            # What travels in fewer bits differs from what its owner has; what is the master's own memory is hashed as that.
+            is_alike = plan.lifetimes.resident_parameters and plan.dtypes.gathered is None
+            if is_alike and (plan.has_master or not plan.is_whole):
+                axes = (plan.axes.shard, plan.axes.update, *plan.axes.replicas)
+                yield hash_buffer(buffer, "parameters", axes, hashes.hash([buffer.full[: plan.numel]]))
+
+
+def hash_buffer(buffer: UnitBuffer, state: str, axes: Iterable[Communicator], value: Tensor) -> Hashed:
+    """A hash of a state of a unit's buffer."""
+    return Hashed(state, buffer.unit, buffer.slots[0].name, tuple(axes), value)
 
 
 def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
@@ -45,19 +79,3 @@ def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
         differs = (largest[: len(mine)] != -largest[len(mine) :]).tolist()
         found += [f"{name} over {axis.name}" for name, drifts in zip(by_name, differs, strict=True) if drifts]
     return found
-
-
-def check_replicas(buffers: Sequence[UnitBuffer], world: Communicator, step: int) -> None:
-    """Raise DriftError on all ranks if some of them hold different values of one parameter that they own alike. Collective over
-    `world`: one number, so that ranks that saw nothing stop with the others instead of waiting for them in the next step."""
-    drifted = find_drift(buffers)
-    count = torch.full((), len(drifted), device=buffers[0].full.device)
-    all_reduce(count, world)
-    if count:
-        names = ", ".join(drifted[:3]) + (f" and {len(drifted) - 3} more" if len(drifted) > 3 else "")
-        raise DriftError(
-            f"after step {step} ranks hold different values of what they should hold alike"
-            f" ({names or 'seen by other ranks'}): a device or a network is faulty, or ranks computed the same with different"
-            " kernels. Resume from the last checkpoint, on other nodes; if it comes again, `meshwright verify` tells whether the"
-            " layout is at fault"
-        )

@@ -1,0 +1,181 @@
+"""The steps that a run can go back to, for one rank: where a start goes on from, what is saved behind training, exported, held in
+the memory of nodes, and what a rewind leaves.
+
+    find       Saves(...)               from the nodes' memory, else from a checkpoint, else from the beginning
+    restore    saves.restore(run)       fill the run with it
+    open       saves.open(step)         a new generation (lineage.py), the saver's thread, exports
+    save       saves.save(loop, ...)    at the end of a step; the next update waits until its tensors are staged
+    rewind     saves.rewind_if_due(loop)
+    end        saves.finish(loop, ...), then saves.end()
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from framework.checkpoint.commit import Retention, no_fault, report
+from framework.checkpoint.held import HeldSteps, Start
+from framework.checkpoint.index import Entry
+from framework.checkpoint.lineage import begin_generation
+from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
+from framework.checkpoint.node_memory import memory_of
+from framework.checkpoint.save import Goal, Saver
+from framework.checkpoint.staging import StagingMemory
+from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_node
+from framework.comm.objects import tell
+from framework.launch.exports import Exports, exports_have_ended
+from framework.launch.fault_door import FaultDoor
+from framework.lease import Lease
+from framework.recipe.schema import Checkpoint
+from framework.train.faults import StepWatch
+from framework.train.hang import SAVES
+from framework.train.loop import Loop
+from framework.train.phases import Phase, Phases
+from framework.train.rewind import rewind
+from framework.train.state import RunState, restore, saved_entries
+from framework.train.step import Run
+
+# An error that ends the run gives a save that is under way so long to come to its end.
+PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Saves:
+    """What a rank needs for all this. watch, phases: hear of saves. door: through which faults are injected, None without any.
+
+    Its methods are collective, but for `abandon` and `end`.
+    """
+
+    rules: Checkpoint
+    mesh: Mesh
+    lease: Lease
+    watch: StepWatch
+    phases: Phases
+    door: FaultDoor | None = None
+
+    @property
+    def root(self) -> Path:
+        return self.lease.run / "checkpoints"
+
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        return meet_neighbours(node_name(), self.rules.neighbor_copies, self.mesh.axis("world"))
+
+    @cached_property
+    def copies(self) -> HeldSteps:
+        return HeldSteps(memory_of(self.lease.run, node_name()), self.neighbours, self.mesh.axis("world"))
+
+    @cached_property
+    def start(self) -> Start:
+        """Where this start goes on from. Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start
+        over while others resume."""
+        return self.copies.find_start(self.lease.run, self.root)
+
+    @cached_property
+    def exports(self) -> Exports:
+        # One rank asks for them, each in a process of its own; the others have none to wait for.
+        return Exports(self.lease, self.rules.export_every_steps if self.mesh.rank == 0 else None)
+
+    @cached_property
+    def keeper(self) -> CopyKeeper:
+        """Copies travel over the group over which the ranks' saves agree."""
+        world = connect_beside(self.mesh, SAVES)
+        self.watch.progress.communicators[SAVES] = (world,)
+        return CopyKeeper(self.copies.memory, self.neighbours, "", world)
+
+    @cached_property
+    def saver(self) -> Saver:
+        rules, is_async = self.rules, self.rules.mode == "async"
+        return Saver(
+            self.root,
+            self.keeper.world,
+            Retention(rules.keep, rules.keep_every, self.exports.reads),
+            StagingMemory(self.mesh.device, None if is_async else 0, ranks_per_node()),
+            is_async,
+            rules.max_failures,
+            self._end_save,
+            no_fault if self.door is None else self.door.reach,
+            lease=self.lease,
+            hold=self.keeper.hold,
+        )
+
+    def restore(self, run: Run) -> RunState:
+        """Fill the run from where it goes on, and say where that is if it is no checkpoint."""
+        held = self.start.held
+        if held is None:
+            return restore(run, self.root, self.start.found, self.lease)
+
+        def load_held(entries: Sequence[Entry]) -> dict[str, Any] | None:
+            values = self.copies.load(held, entries)
+            if values is not None and run.mesh.rank == 0:
+                report(f"going on from step {held.name.step:,}, which the memory of the run's nodes holds")
+            return values
+
+        return restore(run, self.root, lease=self.lease, load_held=load_held)
+
+    def open(self, step: int) -> Saver:
+        """The saver of a start that goes on from `step`."""
+        self._begin_generation(step)
+        held, possible, wanted = self.start.held, self.neighbours.possible, self.rules.neighbor_copies
+        # What is held of other steps, or for a run that keeps no copies any more, only takes memory.
+        self.copies.clear(keep=held.name if held is not None and self.neighbours.copies else None)
+        if possible < wanted and self.mesh.rank == 0:
+            report(f"checkpoint.neighbor_copies={wanted}, but this start has no more nodes than for {possible}")
+        return self.saver
+
+    def save(self, loop: Loop, goal: Goal, is_last: bool = False) -> None:
+        """Start to save the step that was taken last; the next update waits until its tensors are staged. Weights that spikes
+        have hurt, by the step that was read for this, are not saved."""
+        loop.begin_save()
+        if loop.rewind_due is not None:
+            return
+        loop.compare_replicas(is_saved=True)
+        if Goal.DISK in goal:  # which is what a request asks for
+            self.watch.begin_save()
+        run, state = loop.run, loop.state
+        run.optimizer.hold(self._wait_until_staged)
+        if self.door is not None:
+            self.door.begin_save(state.step)
+        self.saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last, goal)
+        loop.end_save(goal)
+
+    def rewind_if_due(self, loop: Loop) -> None:
+        """Go back to an older checkpoint, if the last steps ask for it. What nodes hold is of steps that are left."""
+        if loop.rewind_due is not None:
+            with self.phases.within(Phase.RESTORE):
+                rewind(loop, self.saver, self.lease)
+                self._begin_generation(loop.state.step)
+                self.copies.clear()
+
+    def finish(self, loop: Loop, is_stopped: bool) -> None:
+        """Save the last step, unless that is done, and wait for saves and exports. is_stopped: do not wait for exports."""
+        if not loop.is_done:
+            self.save(loop, Goal.DISK, is_last=True)
+            self.rewind_if_due(loop)
+        self.saver.finish()
+        world = self.mesh.axis("world")
+        while not exports_have_ended(self.exports, world, is_stopped=is_stopped or not loop.is_done):
+            self.phases.begin(Phase.SAVE)  # each wait has the deadline of a save
+        self.copies.clear()  # the last step is on the disk
+
+    def abandon(self) -> None:
+        """The run ends by an error of its own: give a save that is under way a while."""
+        self.saver.abandon(PATIENCE_S)
+
+    def end(self) -> None:
+        """End the export that is under way, if there is one."""
+        self.exports.end()
+
+    def _begin_generation(self, step: int) -> None:
+        self.keeper.generation = tell(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
+
+    def _wait_until_staged(self) -> None:
+        with self.watch.waiting(), self.phases.within(Phase.SAVE):
+            self.saver.wait_until_staged()
+
+    def _end_save(self, step: int, is_committed: bool) -> None:
+        """In the saver's thread."""
+        self.watch.end_save(is_committed)
+        self.exports.end_save(step, is_committed)

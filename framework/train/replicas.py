@@ -1,0 +1,202 @@
+"""Replicas: ranks that hold the same elements hold the same bits, in every step. Here is who finds out when they do not.
+
+Nothing sends updated replicas around: each rank computes its own from gradients that a sum has made equal, bit by bit. A flipped
+bit, a sum that was left out, a kernel that is not deterministic let them drift apart, and no loss shows it soon.
+
+    state        compared over                                     when
+    parameters   who gathers the same: shard, update, replicas     in the step, as forward and backward have read them
+    master       the buffer's replicas                             behind the update
+    moments      the same                                          behind the update
+    buffers      the ranks of a stage                              behind the update
+
+A rank hashes its bits (`bit_hash.py`), one number for each unit's buffer and state, and ranks compare the largest with the
+smallest: an all-reduce of 16 bytes a number over each axis of replicas, and one number over the world. Only where they differ do
+all ranks tell which hashes they have, and the majority names who is wrong.
+
+What one rank alone holds nobody can compare: masters and moments that ZeRO shards over all ranks, and a unit's parameters at
+stage 3, which are there for one use at a time.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from socket import gethostname
+
+import torch
+from torch import Tensor
+
+from framework.comm.collectives import all_reduce, gather_objects
+from framework.comm.communicator import Communicator
+from framework.comm.transfer import upload
+from framework.errors import DriftError
+from framework.model.materialize import persistent_buffers
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.replicas import Hashed, find_drift, hash_buffer
+from framework.train.step import Run
+
+BUFFER_AXES = ("batch", "tp")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a rank says of something that differs: over which ranks, and the hash that it has."""
+
+    state: str
+    unit: str
+    key: str
+    ranks: tuple[int, ...]
+    hash: int
+
+
+def hash_states(run: Run) -> list[Hashed]:
+    """Of masters, moments and the model's buffers, between steps."""
+    hashed = []
+    for buffer in run.buffers:
+        # Where nobody has the same there is nothing to read.
+        if any(axis.size > 1 for axis in buffer.plan.axes.replicas) or _is_tied_here(run, buffer):
+            for state, pieces in (("master", _master(buffer)), ("moments", _moments(run, buffer))):
+                hashed.append(hash_buffer(buffer, state, buffer.plan.axes.replicas, run.hashes.hash(pieces)))
+    axes = tuple(run.mesh.axis(name) for name in BUFFER_AXES)
+    for stage in run.stages.values():
+        for name, tensor in persistent_buffers(stage.model.model).items():
+            value = run.hashes.hash([tensor.reshape(-1)])
+            hashed.append(Hashed("buffer", name, name, axes, value))
+    return hashed
+
+
+def find_differences(run: Run, hashed: Sequence[Hashed]) -> list[Difference]:
+    """What differs on some rank of an axis from what others have there, as this rank sees it. Collective over all axes: an
+    all-reduce of 16 bytes a hash over each."""
+    by_axis: dict[Communicator, list[Hashed]] = {}
+    for each in hashed:
+        for axis in (axis for axis in each.axes if axis.size > 1):
+            by_axis.setdefault(axis, []).append(each)
+    found = list(_compare_tied(run, hashed))
+    # In one order on all ranks: stages of a pipeline may meet the axes in different ones.
+    for axis, on_axis in sorted(by_axis.items(), key=lambda each: each[0].name):
+        mine = torch.stack([each.hash for each in on_axis])
+        # The largest and the smallest in one message: ~x falls where x rises, and unlike -x it has no overflow.
+        largest = torch.cat([mine, ~mine])
+        all_reduce(largest, axis, "max", "hashes of replicas")
+        differs = (largest[: len(mine)] != ~largest[len(mine) :]).tolist()
+        values = mine.tolist()
+        found += [
+            Difference(each.state, each.unit, each.key, axis.ranks, value)
+            for each, value, is_different in zip(on_axis, values, differs, strict=True)
+            if is_different
+        ]
+    return found
+
+
+def check_replicas(run: Run, step: int, parameters: Sequence[Hashed] = ()) -> None:
+    """Raise DriftError on all ranks if some of them hold different values of what they hold alike. Collective over the world:
+    one number, so that ranks that saw nothing stop with the others instead of waiting for them in the next step.
+
+    step: that was taken last. parameters: of `hash_parameters` in it.
+    """
+    world = run.mesh.axis("world")
+    found = find_differences(run, [*parameters, *hash_states(run)])
+    count = upload(torch.tensor(len(found)), run.mesh.device)
+    all_reduce(count, world, label="do replicas differ?")
+    if not count:
+        return
+    mine = Witness(_place_of(run), tuple(found), tuple(find_drift(run.buffers)))
+    witnesses = gather_objects(mine, world)
+    named = list(dict.fromkeys(name for each in witnesses for name in each.parameters))
+    shown = f" ({', '.join(named[:3])}{f' and {len(named) - 3} more' if len(named) > 3 else ''})" if named else ""
+    raise DriftError(
+        f"after step {step:,} ranks hold different values of what they should hold alike{shown}:"
+        + "".join(f"\n  {line}" for line in describe(witnesses))
+        + "\nA device or its memory is faulty, or ranks computed the same with different kernels. Nothing of it was saved since"
+        " replicas were compared last: the run goes on from the newest checkpoint. If it comes again on one node, leave that"
+        " node out; if on others, `meshwright verify` tells whether the layout is at fault"
+    )
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What one rank says: who it is, what differs, and the parameters that do."""
+
+    place: str
+    differences: tuple[Difference, ...]
+    parameters: tuple[str, ...] = ()
+
+
+def describe(witnesses: Sequence[Witness]) -> list[str]:
+    """A line for each state of a unit that differs. witnesses: of all ranks, in their order.
+
+    Ranks are joined over the axes on which they differ, and the hash that most of them have is taken for the right one; where
+    none has a majority all are named.
+    """
+    lines = []
+    names = {(each.key, each.state): each.unit for witness in witnesses for each in witness.differences}
+    for (key, state), unit in names.items():
+        told = {
+            rank: each
+            for rank, witness in enumerate(witnesses)
+            for each in witness.differences
+            if (each.key, each.state) == (key, state)
+        }
+        for group in _join(told):
+            lines.append(f"{state} of {unit}: {_accuse({rank: told[rank].hash for rank in group}, witnesses)}")
+    return lines
+
+
+def _accuse(hashes: Mapping[int, int], witnesses: Sequence[Witness]) -> str:
+    if len(hashes) == 1:  # two stages of it
+        return f"{witnesses[next(iter(hashes))].place} has it twice, and the two differ"
+    usual, votes = Counter(hashes.values()).most_common(1)[0]
+    named = [rank for rank, value in hashes.items() if value != usual]
+    if 2 * votes <= len(hashes):
+        all_of_them = " and ".join(witnesses[rank].place for rank in hashes)
+        return f"{all_of_them} differ, and no majority says who is wrong"
+    wrong = " and ".join(witnesses[rank].place for rank in named)
+    return f"{wrong} differ{'s' * (len(named) == 1)} from {votes} others, that are equal"
+
+
+def _join(told: Mapping[int, Difference]) -> list[list[int]]:
+    """The ranks that differ, those together that some axis joins."""
+    groups: list[set[int]] = []
+    for rank, each in told.items():
+        joined = {rank, *(other for other in each.ranks if other in told)}
+        apart = [group for group in groups if not group & joined]
+        groups = [*apart, joined.union(*(group for group in groups if group & joined))]
+    return [sorted(group) for group in groups]
+
+
+def _master(buffer: UnitBuffer) -> Iterator[Tensor]:
+    if buffer.stored is not None:
+        yield from buffer.stored.pieces()
+    else:
+        # Without padding, which no update touches.
+        yield buffer.master[: max(0, buffer.plan.numel - buffer.plan.start)]
+
+
+def _moments(run: Run, buffer: UnitBuffer) -> Iterator[Tensor]:
+    for shard in (each.shard for each in run.shards if each.buffer is buffer):
+        if buffer.stored is None:
+            yield from run.optimizer.states_of(shard).memory(shard, 0, shard.value.numel())
+        else:
+            for name in run.optimizer.state_names:
+                state = run.optimizer.state(shard, name)
+                yield from (state,) if isinstance(state, Tensor) else state.pieces()
+
+
+def _is_tied_here(run: Run, buffer: UnitBuffer) -> bool:
+    return any(buffer in pair for pair in run.tied_copies)
+
+
+def _compare_tied(run: Run, hashed: Sequence[Hashed]) -> Iterator[Difference]:
+    """Parameters that two stages of this rank have."""
+    tied = {buffer.slots[0].name for pair in run.tied_copies for buffer in pair}
+    for state in ("master", "moments"):
+        for name in tied:
+            values = [int(each.hash) for each in hashed if (each.state, each.key) == (state, name)]
+            if len(set(values)) > 1:
+                unit = f"{name}, in two stages"
+                yield Difference(state, unit, f"{name} here", (run.mesh.rank,), values[0])
+
+
+def _place_of(run: Run) -> str:
+    where = " ".join(f"{name}{run.mesh.axis(name).rank}" for name in ("pp", "dp", "cp", "tp"))
+    return f"rank {run.mesh.rank} [{where}] on {gethostname()}"

@@ -1,0 +1,80 @@
+"""Rewind: where spikes persist, all ranks go back to a checkpoint from before them and train on newer data.
+
+    settle      the save that is under way comes to its end
+    retire      rank 0 takes their names from the checkpoints that are newer than `first spike - MARGIN`      retire.py
+    restore     all ranks load the newest that is left, as a resume does
+    record      the samples from there to the step that completed the spikes join RunState.skipped_samples, in that checkpoint
+    go on       at the step and the cursor of the checkpoint; the cursor's samples are now those behind the ones left out
+
+What was decided follows from sums that all ranks have read, and what it leads to is in the checkpoint before a step is trained
+from it: a resume, on whatever layout, is the run that went on.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from framework.checkpoint.commit import committed_name, report
+from framework.checkpoint.retire import amend, has_whole, retire_newer
+from framework.checkpoint.save import Saver
+from framework.comm.objects import tell
+from framework.data.order import Skipped, add_skipped, index_samples
+from framework.errors import NumericsError
+from framework.lease import Lease
+from framework.train.loop import Loop, RewindDue
+from framework.train.state import RunState, restore
+
+# Steps between the checkpoint and the first spike, at least: what a spike shows may have been done to the weights steps ago. As
+# long as this, a run that spikes right behind a rewind goes back further.
+MARGIN = 10
+
+
+def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
+    """Go back, as `loop.rewind_due` says. Collective. Raises NumericsError, on all ranks, after `train.max_rewinds`, and where no
+    checkpoint is old enough."""
+    due, spiked, world = loop.rewind_due, loop.state, loop.run.mesh.axis("world")
+    root = lease.run / "checkpoints"
+    assert due is not None, "nothing to go back for"
+    saver.settle()
+    loop.run.optimizer.wait_for_readers()
+    tell(partial(_retire, lease, root, due, spiked.rewinds, loop.recipe.train.max_rewinds), world)
+    state = restore(loop.run, root, lease=lease)
+    state.rewinds = spiked.rewinds + 1
+    state.skipped_samples = leave_out(spiked.skipped_samples, state.samples, due.samples)
+    tell(partial(_record, lease, root, state, due), world)
+    loop.go_back_to(state)
+
+
+def leave_out(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
+    """`skipped` and the samples at places [first, stop) of the run that has skipped them: of the whole order, as `skipped`."""
+    low, high = index_samples(np.array([first, stop]), skipped)
+    return add_skipped(skipped, int(low), int(high))
+
+
+def _retire(lease: Lease, root: Path, due: RewindDue, done: int, most: int) -> None:
+    """On rank 0."""
+    what = f"spikes persist since step {due.first_spike:,}, as seen at step {due.step:,}, and the run does not go back"
+    way_out = (
+        "Look at the losses and norms above and at the data of these steps. To go on: lower optim.lr in a new run,"
+        " train.on_spike=log or skip, or"
+    )
+    if done >= most:
+        raise NumericsError(f"{what} a further time: train.max_rewinds={most}. {way_out} more train.max_rewinds")
+    if not has_whole(root, due.first_spike - MARGIN):
+        raise NumericsError(
+            f"{what}: {root} has no checkpoint of step {due.first_spike - MARGIN:,} or before, {MARGIN} steps before the first of"
+            f" them. {way_out} a larger checkpoint.keep"
+        )
+    for path in retire_newer(root, lease, due.first_spike - MARGIN):
+        report(f"checkpoint of a step behind a rewind is now called {path}")
+
+
+def _record(lease: Lease, root: Path, state: RunState, due: RewindDue) -> None:
+    """On rank 0."""
+    amend(committed_name(root, state.step), lease, state.to_json())
+    report(
+        f"spikes persist since step {due.first_spike:,}: after step {due.step:,} the run goes back to step {state.step:,} and"
+        f" leaves out the samples since, {due.samples - state.samples:,} (rewind {state.rewinds}; all that were left out:"
+        f" {state.skipped_samples})"
+    )

@@ -1,0 +1,170 @@
+"""Spikes from end to end: a spike is said, skipped or rewound alike on all ranks, and a resume changes no bit of it."""
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from framework.checkpoint.commit import list_checkpoints, step_of
+from framework.checkpoint.load import read_state
+from framework.errors import EXIT_DONE, EXIT_NUMERICS
+from framework.launch import train
+from framework.train import rewind
+from framework.train.state import RunState
+from tests import tiny_run
+from tests.grid import few_of
+from tests.ranks.pool import RankPool
+from tests.ranks.spiking_run import (
+    BAD,
+    FIRST_BAD,
+    SEQUENCES,
+    STEPS,
+    Ended,
+    compose_run,
+    killing,
+    losses_of,
+    train_body,
+    trained_samples,
+)
+
+NOTHING = (0, 0)
+TARGET = 50  # the newest checkpoint that is MARGIN steps older than the first spike
+LEFT_OUT = [[TARGET * SEQUENCES, BAD[1]]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("spikes")
+    tiny_run.write_corpus(place / "corpus")
+    return place
+
+
+def folder(place: Path, name: str) -> Path:
+    (place / name).mkdir(exist_ok=True)
+    return place / name
+
+
+def in_two(pool: RankPool, place: Path, name: str, words: tuple[str, ...], at: int, world: int = 1) -> dict[int, float]:
+    """The losses of a run that is stopped behind step `at` and goes on."""
+    run_dir = folder(place, name)
+    recipe = compose_run(place, *words)
+    short = replace(recipe, train=replace(recipe.train, steps=at))
+    for part in (short, recipe):
+        ended = pool.run(world, train_body, part, run_dir)
+        assert [each.code for each in ended] == [EXIT_DONE] * world
+    return losses_of(run_dir)
+
+
+def never_saw(left_out: list[list[int]]) -> AbstractContextManager[Any]:
+    """The run leaves samples out from its beginning."""
+    return patch.object(train, "RunState", partial(RunState, skipped_samples=left_out))
+
+
+def forget_the_range() -> AbstractContextManager[Any]:
+    """Sabotage: the run goes back, and trains on the same data again."""
+    return patch.object(rewind, "leave_out", lambda skipped, first, stop: [list(each) for each in skipped])
+
+
+@pytest.fixture(scope="module")
+def spared(pool: RankPool, place: Path) -> dict[int, float]:
+    """The losses of a run that never saw what a rewind leaves out."""
+    recipe = compose_run(place, "train.on_spike=rewind")
+    (ended,) = pool.run(1, train_body, recipe, folder(place, "spared"), BAD, partial(never_saw, LEFT_OUT))
+    assert ended.code == EXIT_DONE
+    return losses_of(place / "spared")
+
+
+def test_a_spike_is_said_and_counted_and_changes_nothing_by_default(pool: RankPool, place: Path) -> None:
+    run_dir = folder(place, "log")
+    (ended,) = pool.run(1, train_body, compose_run(place), run_dir)
+    assert ended.code == EXIT_DONE
+    state = read_state(list_checkpoints(run_dir / "checkpoints")[0])
+    assert (state["spikes"]["count"], state["skipped_steps"], state["num_updates"]) == (3, 0, STEPS)
+
+
+def test_the_update_of_a_spike_is_not_made_and_saves_and_resumes_do_not_matter(pool: RankPool, place: Path) -> None:
+    words = ("train.on_spike=skip", "zero.stage=2", "launch.ranks=2")
+    whole = folder(place, "skip")
+    ended = pool.run(2, train_body, compose_run(place, *words), whole)
+    assert [each.code for each in ended] == [EXIT_DONE] * 2
+    state = read_state(list_checkpoints(whole / "checkpoints")[0])
+    assert (state["spikes"]["count"], state["skipped_steps"], state["num_updates"]) == (3, 3, STEPS - 3)
+    # Between the spikes: their own values are in the checkpoint, and in a window of the uninterrupted run one step later.
+    assert in_two(pool, place, "skip-in-two", words, FIRST_BAD + 1, world=2) == losses_of(whole)
+
+
+def check_rewound(run_dir: Path, ended: list[Ended], spared: dict[int, float]) -> None:
+    state = read_state(list_checkpoints(run_dir / "checkpoints")[0])
+    assert (state["skipped_samples"], state["samples"]) == (LEFT_OUT, STEPS * SEQUENCES)
+    assert losses_of(run_dir) == spared
+    trained = [index for _, indices in sorted(trained_samples(ended).items()) for index in indices]
+    first, stop = LEFT_OUT[0]
+    assert trained == [g for g in range(STEPS * SEQUENCES + stop - first) if not first <= g < stop]
+
+
+def test_a_rewound_run_is_bitwise_the_run_that_never_saw_the_data(
+    pool: RankPool, place: Path, spared: dict[int, float]
+) -> None:
+    """Its ledger has every sample but those once; the checkpoints behind the rewind have lost their names."""
+    run_dir = folder(place, "rewound")
+    ended = pool.run(1, train_body, compose_run(place, "train.on_spike=rewind"), run_dir)
+    assert [each.code for each in ended] == [EXIT_DONE]
+    check_rewound(run_dir, ended, spared)
+    assert (run_dir / "checkpoints" / f"step-{FIRST_BAD - 1:08d}.rewound").is_dir()
+    assert read_state(run_dir / "checkpoints" / f"step-{TARGET:08d}")["rewinds"] == 1
+
+
+POINTS = ("framework.train.rewind._retire", "framework.train.rewind._record", "framework.checkpoint.retire.os.replace")
+
+
+@pytest.mark.parametrize("point", few_of(POINTS, lambda point: point.endswith("replace")))
+def test_a_rewind_that_is_killed_on_its_way_ends_in_the_same_bits(
+    pool: RankPool, place: Path, spared: dict[int, float], point: str
+) -> None:
+    run_dir, recipe = folder(place, point), compose_run(place, "train.on_spike=rewind")
+    (first,) = pool.run(1, train_body, recipe, run_dir, BAD, killing(point))
+    assert first.message == point
+    (second,) = pool.run(1, train_body, recipe, run_dir)
+    assert second.code == EXIT_DONE
+    check_rewound(run_dir, [replace(second, ledger=first.ledger + second.ledger)], spared)
+
+
+def test_a_rewound_run_goes_on_on_another_layout_with_the_samples_that_are_left(
+    pool: RankPool, place: Path, spared: dict[int, float]
+) -> None:
+    run_dir, words = folder(place, "two"), ("train.on_spike=rewind", "launch.ranks=2", "zero.stage=3")
+    begun = compose_run(place, *words)
+    pool.run(2, train_body, replace(begun, train=replace(begun.train, steps=FIRST_BAD + 3)), run_dir)
+    ended = pool.run(1, train_body, compose_run(place, "train.on_spike=rewind"), run_dir)
+    assert [each.code for each in ended] == [EXIT_DONE]
+    assert losses_of(run_dir) == pytest.approx(spared, rel=1e-5)
+    state = read_state(list_checkpoints(run_dir / "checkpoints")[0])
+    assert state["skipped_samples"] == LEFT_OUT
+
+
+def test_sabotaged_a_rewind_that_forgets_the_data_range_is_noticed(pool: RankPool, place: Path) -> None:
+    """It meets the same spikes until nothing is old enough to go back to."""
+    run_dir = folder(place, "forgetful")
+    recipe = compose_run(place, "train.on_spike=rewind", "train.max_rewinds=2")
+    (ended,) = pool.run(1, train_body, recipe, run_dir, BAD, forget_the_range)
+    assert ended.code == EXIT_NUMERICS
+    assert "train.max_rewinds=2" in ended.message
+    assert read_state(list_checkpoints(run_dir / "checkpoints")[-1])["skipped_samples"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(("train.max_rewinds=0",), "train.max_rewinds=0"), (("checkpoint.keep=1",), "no checkpoint of step 51 or before")],
+)
+def test_a_run_that_cannot_go_back_ends_with_88_and_says_why(
+    pool: RankPool, place: Path, words: tuple[str, ...], why: str
+) -> None:
+    run_dir = folder(place, words[0])
+    (ended,) = pool.run(1, train_body, compose_run(place, "train.on_spike=rewind", *words), run_dir)
+    assert ended.code == EXIT_NUMERICS
+    assert why in ended.message
+    assert step_of(list_checkpoints(run_dir / "checkpoints")[0]) == FIRST_BAD - 1
