@@ -77,9 +77,12 @@ seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothi
 }
 
 forget_copies() { # what this job's nodes hold of the run takes memory that others need
-  local held
+  local held node
   held=/dev/shm/meshwright-$(id -u)/${run##*/}-$(printf %s "$run" | sha256sum | cut -c 1-8)
-  timeout 60 srun --quiet --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 rm -rf "$held" 2>/dev/null
+  for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do    # each by itself: one may be lost
+    timeout 60 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" rm -rf "$held" 2>/dev/null &
+  done
+  wait
 }
 
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with

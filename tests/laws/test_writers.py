@@ -21,6 +21,7 @@ CHECKED = "the lease is checked right before"
 IN_WORKPLACE = "in the workplace, which is gone for a stale process, or renames out of it"
 OUTSIDE = "before there is a run, or outside of it"
 ASKED = "a request of a user's, who holds no lease; rank 0 takes it away by its lease"
+MEMORY = "this node's memory, of a generation whose name no other start has"
 LOCK = "the lock itself; an empty file, or the name of the holder once the lock is had"
 
 KNOWN = {
@@ -29,6 +30,16 @@ KNOWN = {
     "checkpoint/commit.py _write_manifest": IN_WORKPLACE,
     "checkpoint/commit.py _commit": IN_WORKPLACE,
     "checkpoint/commit.py _note": IN_WORKPLACE,
+    "checkpoint/held.py HeldSteps._load": MEMORY,
+    "checkpoint/held.py _keep_head": MEMORY,
+    "checkpoint/lineage.py _write": IN_WORKPLACE,
+    "checkpoint/neighbors.py CopyKeeper._commit": MEMORY,
+    "checkpoint/neighbors.py CopyKeeper._forget": MEMORY,
+    "checkpoint/neighbors.py _write_head": MEMORY,
+    "checkpoint/node_memory.py NodeMemory.clear": MEMORY,
+    "checkpoint/node_memory.py NodeMemory.make": MEMORY,
+    "checkpoint/node_memory.py make_file": MEMORY,
+    "checkpoint/retire.py _amend": IN_WORKPLACE,
     "checkpoint/save.py write_file": IN_WORKPLACE,
     "checkpoint/save.py write_index": IN_WORKPLACE,
     "launch/directory.py RunDirectory.create": OUTSIDE,
@@ -39,7 +50,6 @@ KNOWN = {
     "launch/directory.py refuse_unwritable": OUTSIDE,
     "launch/directory.py _claim_next": OUTSIDE,
     "launch/directory.py write_private": "called for files of a workplace, or for a run that is just made",
-    "launch/export.py export_command": "the user's folder; of `train.sample` one of the workplace",
     "launch/exports.py Exports._export": CHECKED,
     "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/local.py keep_tokenizer": IN_WORKPLACE,
@@ -55,6 +65,7 @@ KNOWN = {
     "launch/task.py claim_outcome": "checked, and the file is of this restart alone",
     "track/goodput_log.py Lines.__init__": "checked before each note, once the lease is had; lines are added",
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
+    "track/jsonl.py Jsonl.rewind": "as `Jsonl.open`",
     "track/jsonl.py truncate": IN_WORKPLACE,
     "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,

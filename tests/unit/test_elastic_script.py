@@ -171,7 +171,7 @@ def test_sabotage_of_the_script_is_seen(tmp_path, job, line, instead, starts):
 
 def test_a_run_of_fixed_nodes_has_none_of_it(tmp_path):
     text = script(tmp_path, 2, 0)
-    assert not re.search("no-kill|overlap|left_out|guard", text)
+    assert not re.search("no-kill|left_out|guard", text)
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in text
 
 

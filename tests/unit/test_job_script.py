@@ -67,7 +67,7 @@ def test_a_start_from_what_nodes_held_is_progress_of_a_run_that_keeps_copies(tmp
 def test_the_script_forgets_the_folder_that_nodes_have(tmp_path):
     run = tmp_path / "a run's"
     run.mkdir()
-    stubs = 'srun() { echo "${@: -1}"; }; timeout() { "${@:2}"; }; SLURM_JOB_NUM_NODES=2'
+    stubs = 'srun() { echo "${@: -1}"; }; timeout() { "${@:2}"; }; scontrol() { echo n1; }; SLURM_JOB_NODELIST=n1'
     said = call(f"{stubs}; forget_copies", run)
     assert said == str(run_memory(run))
 

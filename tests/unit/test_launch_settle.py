@@ -115,11 +115,11 @@ def test_a_node_with_too_few_gpus_is_left_out_and_none_of_its_ranks_trains_on_a_
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     if index is not None:
-        check_node(tmp_path, "cuda")
+        check_node(tmp_path, "cuda", 0)
         assert choose_device("cuda") == torch.device("cuda", index)
         return
     with pytest.raises(NodeError, match="torch sees") as caught:
-        check_node(tmp_path, "cuda")
+        check_node(tmp_path, "cuda", 0)
     assert caught.value.exit_code == EXIT_NODE
     assert (tmp_path / "slurm" / "bad-nodes").read_text() == "n7\n"
 

@@ -395,9 +395,11 @@ def test_a_mirror_that_hangs_ends_some_time_after_its_training_process_was_kille
     body = f"""
         import sys
         from pathlib import Path
+        from framework.lease import Lease
         from framework.track import wandb
         wandb.ALONE_S = 0.5
-        sys.exit(wandb.main(Path({str(fake_wandb.run_dir)!r})))
+        run = Path({str(fake_wandb.run_dir)!r})
+        sys.exit(wandb.main(run, Lease(run)))
     """
     save_run_info(fake_wandb.run_dir, run_info("online"))
     mirror = subprocess.Popen(
