@@ -77,12 +77,13 @@ seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothi
 }
 
 forget_copies() { # what this job's nodes hold of the run takes memory that others need
-  local held node
+  local held node removing=()
   held=/dev/shm/meshwright-$(id -u)/${run##*/}-$(printf %s "$run" | sha256sum | cut -c 1-8)
   for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do    # each by itself: one may be lost
     timeout 60 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" rm -rf "$held" 2>/dev/null &
+    removing+=($!)
   done
-  wait
+  wait "${removing[@]}"
 }
 
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
