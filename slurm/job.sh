@@ -25,8 +25,16 @@ say() { printf '%(%F %T)T  job %s: %s\n' -1 "$job" "$*"; }
 # A node that was frozen, or cut off, may go on after SLURM has held it for dead and started the job elsewhere. What this script
 # then did, such as a requeue, would be done to that start. RUN/lease says who has the run: framework/lease.py.
 refuse_if_stale() {
-  local now
-  now=$(cat "$run/lease" 2>/dev/null)
+  local now try
+  for try in {1..10}; do
+    if now=$(cat "$run/lease" 2>/dev/null); then break; fi
+    if [ "$try" = 10 ]; then    # only a lease that was read tells: ranks and files have fences of their own
+      say "cannot read $run/lease: goes on without knowing who has the run"
+      return
+    fi
+    sleep 1
+  done
+  lease_at_begin=${lease_at_begin:-$now}    # which could not be read when this script began
   if [ "$now" = "$lease_at_begin" ] || [[ $now == *"\"job\": \"$job\", \"restart\": $restart,"* ]]; then return; fi
   say "restart $restart was held for dead, and the run was taken over: $now. Nothing is done"
   exit 86

@@ -52,6 +52,7 @@ def job(tmp_path):
     for name, body in PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
+    (run / "lease").write_text('{"epoch": 1, "job": "", "restart": 0, "step": 0}\n')
 
     def start(text, nodes, ends, *, signalled=""):
         for name, lines in (("nodes", nodes), ("ends", "\n".join(ends)), ("dead", ""), ("signalled", signalled)):

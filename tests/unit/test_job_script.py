@@ -102,6 +102,21 @@ def test_a_script_that_was_held_for_dead_does_nothing(tmp_path, now, goes_on):
     assert goes_on or "held for dead" in done.stdout
 
 
+@pytest.mark.parametrize(("at_begin", "is_back"), [("x", False), ("", False), ("", True)])
+def test_a_lease_that_cannot_be_read_is_no_reason_to_end(tmp_path, at_begin, is_back):
+    """EIO, as for /proc/self/mem: who has the run is not known, now or when the script began."""
+    body = re.search(r"^refuse_if_stale\(\) {.*?^}$", SCRIPT, re.M | re.S)[0]
+    (tmp_path / "lease").symlink_to("/proc/self/mem")
+    (tmp_path / "whole").write_text('{"epoch": 3, "job": "6", "restart": 0, "step": 0}\n')
+    back = 'mv "$run/whole" "$run/lease"' if is_back else ":"
+    given = f"run=$0 job=7 restart=1 lease_at_begin={at_begin}\nsay() {{ echo $*; }}; sleep() {{ echo waits; {back}; }}"
+    words = ["bash", "-uc", f"{given}\n{body}\nrefuse_if_stale\necho goes on", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("goes on\n")
+    assert done.stdout.count("waits") == (1 if is_back else 9)
+    assert ("cannot read" in done.stdout) != is_back
+
+
 def test_a_run_that_was_asked_to_stop_is_not_requeued(tmp_path):
     """85 says that the run can go on; who asked it to stop does not want that now."""
     (tmp_path / "request-stop").touch()

@@ -123,6 +123,7 @@ def test_ranks_get_what_was_meant_to_the_byte(tmp_path, container, starter, arra
     python.chmod(0o755)
     run = runs / ("x-2" if array else "x")
     (run / "slurm").mkdir(parents=True)
+    (run / "lease").touch()
     script = render(recipe_of(python, container, starter), runs / "x", here, array)
     done = run_script(script.text, tmp_path, here, HF_TOKEN="hf_s$ecret", OUTER=OUTER, SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 0, done.stdout + done.stderr
