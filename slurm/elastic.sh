@@ -71,7 +71,7 @@ end_where_nodes_are_lost() { # end_where_nodes_are_lost SRUN: of a lost node sru
   while leave_out_lost_nodes; ! printf '%s\n' "${nodes[@]}" | grep -qxFf "$left_out"; do sleep 10; done
   while read -r step name; do
     if [ "$name" = ranks ]; then scancel --quiet --signal=KILL "$step"; fi
-  done < <(squeue --noheader --steps --job="$job" --format="%i %j")
+  done < <(squeue --noheader --steps --job="$slurm_job" --format="%i %j")
   kill -KILL "$1" 2> /dev/null
 }
 
@@ -86,7 +86,7 @@ guard_job() { # guard_job NODE RESTART: runs there; NODE is the one with the scr
     if scontrol show hostnames "$names" | grep -qxF "$1"; then continue; fi
     say "the node of this script is lost: $1; requeued" >> "$run/job.log"
     soon_after=now+15 start_soon    # the job leaves its nodes later than one whose nodes all answer
-    scontrol requeue "$job" || scancel "$job"
+    scontrol requeue "$slurm_job" || scancel "$slurm_job"
     return
   done
 }
@@ -99,7 +99,7 @@ keep_guard() { # one, on a node that is not left out
   guard_node=$(job_nodes | grep -vxF "$SLURMD_NODENAME" | tail -n 1)
   if [ -z "$guard_node" ]; then return; fi    # of a job of one node SLURM takes care
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$guard_node" --job-name=guard --quiet bash -c \
-    "$(declare -f say field start_soon guard_job); run=\$0 job=$job; guard_job $SLURMD_NODENAME ${SLURM_RESTART_COUNT:-0}" "$run" < /dev/null &> /dev/null &
+    "$(declare -f say field start_soon guard_job); run=\$0 job=$job slurm_job=$slurm_job; guard_job $SLURMD_NODENAME ${SLURM_RESTART_COUNT:-0}" "$run" < /dev/null &> /dev/null &
   guard=$!
 }
 

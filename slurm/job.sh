@@ -8,6 +8,9 @@
 
 run={{ run }}
 job=$SLURM_JOB_ID
+# Towards SLURM: the last task of an array has the array's number, by which SLURM means all of its tasks.
+slurm_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+slurm_job=${slurm_job:-$job}
 history=$run/slurm/history          # one line per start and per end of the ranks, for people, `status` and the breaker
 restart=${SLURM_RESTART_COUNT:-0}
 outcome=$run/slurm/outcome.$job.$restart    # the exit code of the first rank that knew why it ended
@@ -71,11 +74,11 @@ starts_without_progress() { # starts_without_progress STEP
 field() { # field NAME: of this job. A controller that is down for a while is asked again: without an answer the job would end
   local try said
   for try in {1..150}; do
-    if said=$(scontrol --oneliner show job "$job"); then break; fi
+    if said=$(scontrol --oneliner show job "$slurm_job"); then break; fi
     if [ "$try" = 1 ]; then say "SLURM's controller does not answer: asking again for five minutes" >&2; fi
     sleep 2
   done
-  grep -oE " $1=[^ ]*" <<< "$said" | cut -d= -f2
+  grep -oE " $1=[^ ]*" <<< "${said%%$'\n'*}" | cut -d= -f2
 }
 
 seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothing where SLURM does not say
@@ -110,9 +113,9 @@ start_soon() { # start_soon [CHANGE...]: other changes that a job takes only whi
     ${soon_after:+--begin="$soon_after"} \
     ${SLURM_JOB_PARTITION:+--partition="$SLURM_JOB_PARTITION"} ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
     ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in {1..240}; do
-      state=\$(squeue --noheader --states=all --job=$job --format=%T)
+      state=\$(squeue --noheader --states=all --job=$slurm_job --format=%T)
       case \$state in
-        PENDING) scontrol update JobId=$job StartTime=now+3 $*; exit ;;
+        PENDING) scontrol update JobId=$slurm_job StartTime=now+3 $*; exit ;;
         CANCELLED) exit ;;
       esac
       sleep 0.5
@@ -124,7 +127,7 @@ requeue() { # requeue WHY [CHANGE...]: this allocation ends, the job waits for a
   say "$1; requeued"
   trap '' TERM                      # which the requeue sends to this script
   start_soon "${@:2}" || say "cannot ask for an early start: the job waits two minutes"
-  if ! scontrol requeue "$job"; then
+  if ! scontrol requeue "$slurm_job"; then
     stop 85 "this cluster does not requeue: $go_on"
   fi
   exit 0
@@ -142,7 +145,7 @@ time_is_near() {
   near_end=yes
   say "the time limit is near: the ranks save"
   # More than once: a rank that is just starting may not be listening yet.
-  while :; do scancel --quiet --signal=USR1 "$job"; sleep 5; done &
+  while :; do scancel --quiet --signal=USR1 "$slurm_job"; sleep 5; done &
   asking=$!
 }
 limit_s=$(date --date="$(field EndTime)" +%s)

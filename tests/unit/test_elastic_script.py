@@ -32,7 +32,8 @@ esac""",
   "show hostnames "*) tr , '\\n' <<< "$3" ;;
   "show hostlist "*) echo "$3" ;;
   requeue*) echo "$*" >> "$NOTES/requeues" ;;
-  *) echo "JobId=7 JobState=RUNNING EndTime=2099-01-01T00:00:00 PreemptTime=None NodeList=$(cat "$NOTES/nodes")" ;;
+  *) echo "$*" >> "$NOTES/asked"
+     echo "JobId=7 JobState=RUNNING EndTime=2099-01-01T00:00:00 PreemptTime=None NodeList=$(cat "$NOTES/nodes")" ;;
 esac""",
     "squeue": "echo '7.0 ranks'",
     "scancel": 'echo "$*" >> "$NOTES/cancelled"',
@@ -54,7 +55,7 @@ def job(tmp_path):
         (programs / name).chmod(0o755)
     (run / "lease").write_text('{"epoch": 1, "job": "", "restart": 0, "step": 0}\n')
 
-    def start(text, nodes, ends, *, signalled=""):
+    def start(text, nodes, ends, *, signalled="", **variables):
         for name, lines in (("nodes", nodes), ("ends", "\n".join(ends)), ("dead", ""), ("signalled", signalled)):
             (notes / name).write_text(lines + "\n" * bool(lines))
         around = {
@@ -62,7 +63,7 @@ def job(tmp_path):
             "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NAME": "x", "SLURMD_NODENAME": "n1",
         }  # fmt: skip
         done = subprocess.run(
-            ["bash", "-c", text], env=around, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            ["bash", "-c", text], env=around | variables, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
         )
         starts = (notes / "starts").read_text().split()
         assert len(starts) == len(ends), done
@@ -109,6 +110,17 @@ def test_with_too_few_nodes_the_job_is_requeued_without_the_bad_ones(tmp_path, j
     assert "too few nodes are left, the run needs 2; requeued" in done.stdout
 
 
+def test_the_last_task_of_an_array_means_itself_alone(tmp_path, job):
+    """Its job has the array's number, by which SLURM means all tasks: a requeue would restart each of them."""
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    _, _, notes = job(script(tmp_path, 2, 1), "n1,n2,n3", ["87 n1 -", "87 n2 -"], **task)
+    assert (notes / "requeues").read_text() == "requeue 7_3\n"
+    assert "--job=7_3 " in (notes / "soon").read_text()
+    assert "update JobId=7_3 " in (notes / "soon").read_text()
+    assert set((notes / "asked").read_text().splitlines()) == {"--oneliner show job 7_3"}
+    assert not re.search(r"(?:scontrol|squeue|scancel).*\$job\b", script(tmp_path, 2, 1))
+
+
 def test_a_node_that_a_signal_reached_is_not_lost(tmp_path, job):
     """What asks the ranks to save and end reaches all steps of a job, and may end the one that tries a node."""
     found, _, _ = job(script(tmp_path, (1, 2), 0), "n1,n2", ["1 - -", "0 - -"], signalled="n2")
@@ -147,7 +159,7 @@ def test_the_guard_requeues_a_job_without_its_first_node(tmp_path, nodes, restar
         "*) echo $* ;; esac; }\n"
         "sbatch() { :; }; scancel() { echo cancel; }"
     )
-    words = "\n".join([*functions, mocks, f"run={tmp_path}/run job=7", "guard_job n1 0"])
+    words = "\n".join([*functions, mocks, f"run={tmp_path}/run job=7 slurm_job=7", "guard_job n1 0"])
     words = words.replace("scontrol --oneliner show job", "scontrol show job")
     done = subprocess.run(["bash", "-uc", words], capture_output=True, text=True, timeout=30, check=False)
     assert (done.stdout.strip() == "requeue 7") == requeues, done

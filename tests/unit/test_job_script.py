@@ -158,6 +158,12 @@ def test_a_chain_goes_on_from_any_end_near_the_time_limit(tmp_path, code, near_e
     assert (done.returncode, done.stdout.strip()) == said
 
 
+def test_a_field_is_of_the_first_job_that_slurm_shows(tmp_path):
+    """An older SLURM shows all tasks of an array."""
+    stub = "scontrol() { echo ' JobState=RUNNING A=1'; echo ' JobState=PENDING A=2'; }; slurm_job=7_0"
+    assert call(f"{stub}; field", tmp_path, "JobState") == "RUNNING"
+
+
 @pytest.mark.parametrize(
     ("said", "seconds"), [("2026-11-21T04:54:51", "1795236891"), ("", ""), ("Unknown", ""), ("N/A", "")]
 )
