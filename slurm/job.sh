@@ -97,8 +97,17 @@ forget_copies() { # what this job's nodes hold of the run takes memory that othe
   wait "${removing[@]}"
 }
 
+# A job that is one too many ends with 86 as well. What is asked of the run, its chain and its copies are the other job's.
+is_of_another_job() {
+  local holder
+  holder=$(grep -o '"job": "[0-9]*"' "$run/lease" 2>/dev/null | tr -dc 0-9)
+  if [ -z "$holder" ] || [ "$holder" = "$job" ]; then return 1; fi
+  squeue --noheader --states=RUNNING,SUSPENDED,COMPLETING --job="$holder" --format=%i 2>/dev/null | grep -q .
+}
+
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
+  if [ "$1" = 86 ] && is_of_another_job; then exit 86; fi
   rm -f "$run"/request-*
   if [ "${copies:-0}" -gt 0 ] && [ "$1" != 0 ]; then forget_copies; fi    # ranks that are done have done so
   if [ "$jobs_in_chain" -gt 1 ]; then scancel --quiet --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; fi

@@ -22,6 +22,11 @@ def call(function, run, *arguments, before=""):
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def function_of(name):
+    """The words that define a function of the script."""
+    return re.search(rf"^{name}\(\) \{{.*?^\}}$", SCRIPT, re.M | re.S)[0]
+
+
 @pytest.mark.parametrize(
     ("starts", "step", "count"),
     [
@@ -70,6 +75,31 @@ def test_the_script_forgets_the_folder_that_nodes_have(tmp_path):
     stubs = 'srun() { echo "${@: -1}"; }; timeout() { "${@:2}"; }; scontrol() { echo n1; }; SLURM_JOB_NODELIST=n1'
     said = call(f"{stubs}; forget_copies", run)
     assert said == str(run_memory(run))
+
+
+@pytest.mark.parametrize(
+    ("code", "holder", "waits", "done"),
+    [
+        (86, "6", "6", ""),  # one too many: all of it is that job's
+        (86, "6", "", "forgets cancels"),  # that job is over
+        (86, "7", "7", "forgets cancels"),
+        (86, "", "", "forgets cancels"),  # `submit` had it last
+        (88, "7", "7", "forgets cancels"),
+    ],
+)
+def test_a_job_that_is_one_too_many_takes_nothing_from_the_one_that_runs(tmp_path, code, holder, waits, done):
+    (tmp_path / "request-save").touch()
+    (tmp_path / "lease").write_text(json.dumps({"epoch": 4, "host": "n1", "job": holder, "restart": 0}) + "\n")
+    given = (
+        f"run=$0 job=7 jobs_in_chain=3 copies=1 SLURM_JOB_NAME=x; squeue() {{ echo {waits}; }}; say() {{ :; }}\n"
+        "forget_copies() { echo forgets; }; scancel() { echo cancels; }"
+    )
+    words = [given, function_of("is_of_another_job"), function_of("stop"), f"stop {code} why"]
+    ended = subprocess.run(
+        ["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout.split()) == (code, done.split()), ended
+    assert (tmp_path / "request-save").exists() == (not done)
 
 
 @pytest.mark.parametrize(("step", "newest", "ends"), [(20, 20, True), (0, 0, True), (20, 40, False)])
@@ -121,7 +151,7 @@ def test_a_run_that_was_asked_to_stop_is_not_requeued(tmp_path):
     """85 says that the run can go on; who asked it to stop does not want that now."""
     (tmp_path / "request-stop").touch()
     part = re.search(r"^  if \[ -e \"\$run/request-stop\".*?^  if \[ -n \"\$asked\" \][^\n]*$", SCRIPT, re.M | re.S)[0]
-    stop = re.search(r"^stop\(\) \{.*?^\}$", SCRIPT, re.M | re.S)[0]
+    stop = function_of("stop")
     given = "run=$0 code=85 asked= go_on=submit jobs_in_chain=1\nsay() { echo $*; }\nnewest_step() { echo 20; }"
     done = subprocess.run(
         ["bash", "-euc", f"{given}\n{stop}\n{part}", str(tmp_path)], capture_output=True, text=True, check=False
