@@ -115,5 +115,5 @@ requeue_without_lost_nodes() { # requeue_without_lost_nodes WHY
   done
   local bad
   bad=$(sort -u "$run/slurm/bad-nodes" | paste -sd,)
-  requeue "$1" ${bad:+"ExcNodeList=$bad"}
+  requeue "$1" ${bad:+"ExcNodeList=$(and_excluded "$bad")"}
 }

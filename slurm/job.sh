@@ -87,6 +87,13 @@ seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothi
   if [ -n "$moment" ]; then date --date="$moment" +%s 2>/dev/null || true; fi
 }
 
+and_excluded() { # and_excluded NODES: with those that the job leaves out already, by its user's wish or for an earlier fault
+  local had
+  had=$(field ExcNodeList)
+  if [ "$had" = "(null)" ]; then had=; fi
+  echo "${had:+$had,}$1"
+}
+
 forget_copies() { # what this job's nodes hold of the run takes memory that others need
   local held node removing=()
   held=/dev/shm/meshwright-$(id -u)/${run##*/}-$(printf %s "$run" | sha256sum | cut -c 1-8)
@@ -124,7 +131,7 @@ start_soon() { # start_soon [CHANGE...]: other changes that a job takes only whi
     ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in {1..240}; do
       state=\$(squeue --noheader --states=all --job=$slurm_job --format=%T)
       case \$state in
-        PENDING) scontrol update JobId=$slurm_job StartTime=now+3 $*; exit ;;
+        PENDING) scontrol update JobId=$slurm_job StartTime=now+3 ${*@Q}; exit ;;
         CANCELLED) exit ;;
       esac
       sleep 0.5
@@ -280,7 +287,7 @@ while :; do
   case $code in
     85) requeue "saved at step $(newest_step)" ;;
     87) bad=$(sort -u "$run/slurm/bad-nodes" | paste -sd,)
-        requeue "bad nodes are left out from now on: $bad" "ExcNodeList=$bad" ;;
+        requeue "bad nodes are left out from now on: $bad" "ExcNodeList=$(and_excluded "$bad")" ;;
   esac
   if [ -n "$near_end" ]; then requeue "ended with $code while saving"; fi
   failures=$(($(count ' end code=') - $(count ' end code=8[57] ')))

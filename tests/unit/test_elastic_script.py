@@ -33,7 +33,7 @@ esac""",
   "show hostlist "*) echo "$3" ;;
   requeue*) echo "$*" >> "$NOTES/requeues" ;;
   *) echo "$*" >> "$NOTES/asked"
-     echo "JobId=7 JobState=RUNNING EndTime=2099-01-01T00:00:00 PreemptTime=None NodeList=$(cat "$NOTES/nodes")" ;;
+     echo "JobId=7 JobState=RUNNING EndTime=2099-01-01T00:00:00 PreemptTime=None NodeList=$(cat "$NOTES/nodes") ExcNodeList=$EXCLUDED" ;;
 esac""",
     "squeue": "echo '7.0 ranks'",
     "scancel": 'echo "$*" >> "$NOTES/cancelled"',
@@ -60,7 +60,7 @@ def job(tmp_path):
             (notes / name).write_text(lines + "\n" * bool(lines))
         around = {
             "PATH": f"{programs}:/usr/bin:/bin", "NOTES": str(notes), "RUN": str(run), "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NAME": "x", "SLURMD_NODENAME": "n1",
+            "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NAME": "x", "SLURMD_NODENAME": "n1", "EXCLUDED": "(null)",
         }  # fmt: skip
         done = subprocess.run(
             ["bash", "-c", text], env=around | variables, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
@@ -103,10 +103,12 @@ def test_a_number_of_nodes_without_a_layout_is_not_used(tmp_path, job):
     assert found == ["n1,n2,n3,n4", "n1,n3,n4,n5", "n1,n4"], done.stdout
 
 
-def test_with_too_few_nodes_the_job_is_requeued_without_the_bad_ones(tmp_path, job):
-    _, done, notes = job(script(tmp_path, 2, 1), "n1,n2,n3", ["87 n1 -", "87 n2 -"])
+@pytest.mark.parametrize(("excluded", "in_front"), [("(null)", ""), ("n[7-9]", "n[7-9],")])
+def test_with_too_few_nodes_the_job_is_requeued_without_the_bad_ones(tmp_path, job, excluded, in_front):
+    """Nor on those that its user has left out: the new list takes the place of the old one."""
+    _, done, notes = job(script(tmp_path, 2, 1), "n1,n2,n3", ["87 n1 -", "87 n2 -"], EXCLUDED=excluded)
     assert (notes / "requeues").read_text() == "requeue 7\n"
-    assert "ExcNodeList=n1,n2" in (notes / "soon").read_text()
+    assert f" 'ExcNodeList={in_front}n1,n2'; exit" in (notes / "soon").read_text()
     assert "too few nodes are left, the run needs 2; requeued" in done.stdout
 
 

@@ -194,6 +194,11 @@ def test_a_field_is_of_the_first_job_that_slurm_shows(tmp_path):
     assert call(f"{stub}; field", tmp_path, "JobState") == "RUNNING"
 
 
+@pytest.mark.parametrize(("had", "all_of_them"), [("'(null)'", "n1,n2"), ("", "n1,n2"), ("'n[4-6]'", "n[4-6],n1,n2")])
+def test_bad_nodes_join_those_that_the_user_excluded(tmp_path, had, all_of_them):
+    assert call("and_excluded", tmp_path, "n1,n2", before=f"field() {{ echo {had}; }}\n") == all_of_them
+
+
 @pytest.mark.parametrize(
     ("said", "seconds"), [("2026-11-21T04:54:51", "1795236891"), ("", ""), ("Unknown", ""), ("N/A", "")]
 )
