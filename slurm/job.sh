@@ -150,6 +150,7 @@ requeue() { # requeue WHY [CHANGE...]: this allocation ends, the job waits for a
 }
 
 go_on_in_chain() { # go_on_in_chain WHY: the next job of the chain has what this one saved
+  refuse_if_stale
   if [ -n "$(squeue --noheader --states=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)")" ]; then
     say "$1; the next job of the chain goes on"
     exit "$code"
@@ -265,7 +266,9 @@ while :; do
         fi ;;
   esac
   if [ -n "$asked" ]; then stop "$code" "ended with $code at step $(newest_step), as it was asked to: $go_on"; fi
-  if [ "$(field JobState)" != RUNNING ]; then    # somebody else ends this job
+  state=$(field JobState)
+  refuse_if_stale                     # the controller may have been away for minutes
+  if [ "$state" != RUNNING ]; then    # somebody else ends this job
     if [ -n "$near_end" ] && [ "$(date +%s)" -ge "$limit_s" ]; then
       if [ "$jobs_in_chain" -gt 1 ]; then go_on_in_chain "cut by the time limit before it had saved"; fi
       requeue "cut by the time limit before it had saved"

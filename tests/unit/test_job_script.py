@@ -147,6 +147,24 @@ def test_a_lease_that_cannot_be_read_is_no_reason_to_end(tmp_path, at_begin, is_
     assert ("cannot read" in done.stdout) != is_back
 
 
+@pytest.mark.parametrize("ends", ["requeue it", "go_on_in_chain it", "while_slurm_was_asked"])
+def test_a_script_that_froze_before_it_acts_does_nothing(tmp_path, ends):
+    """Each of these would be done to the job's new start, or to the chain of it."""
+    part = re.search(r"^  state=\$\(field JobState\)$.*?^  fi$", SCRIPT, re.M | re.S)[0]
+    (tmp_path / "lease").write_text('{"epoch": 5, "job": "7", "restart": 2, "step": 0}\n')
+    given = (
+        "run=$0 job=7 restart=1 code=85 lease_at_begin=older near_end= jobs_in_chain=1 SLURM_JOB_NAME=x\n"
+        "say() { echo $*; }; newest_step() { echo 20; }; field() { echo COMPLETING; }\n"
+        "for name in squeue scancel scontrol start_soon stop; do eval \"$name() { echo acts; }\"; done"
+    )
+    functions = [function_of(name) for name in ("refuse_if_stale", "requeue", "go_on_in_chain")]
+    words = [given, *functions, f"while_slurm_was_asked() {{\n{part}\n}}", ends]
+    done = subprocess.run(
+        ["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "acts" in done.stdout) == (86, False), done
+
+
 def test_a_run_that_was_asked_to_stop_is_not_requeued(tmp_path):
     """85 says that the run can go on; who asked it to stop does not want that now."""
     (tmp_path / "request-stop").touch()
@@ -179,7 +197,7 @@ def test_a_chain_goes_on_from_any_end_near_the_time_limit(tmp_path, code, near_e
     functions = re.findall(r"^(?:stop|go_on_in_chain)\(\) \{.*?^\}$", SCRIPT, re.M | re.S)
     given = [
         f"run=$0 code={code} near_end={near_end} go_on=submit jobs_in_chain=3 SLURM_JOB_NAME=mine",
-        "say() { echo $*; }; newest_step() { echo 20; }; scancel() { :; }",
+        "say() { echo $*; }; newest_step() { echo 20; }; scancel() { :; }; refuse_if_stale() { :; }",
         f"squeue() {{ echo {waiting}; }}",
         "requeue() { echo requeue $1; exit 0; }",
     ]
