@@ -95,9 +95,11 @@ and_excluded() { # and_excluded NODES: with those that the job leaves out alread
 }
 
 forget_copies() { # what this job's nodes hold of the run takes memory that others need
-  local held node removing=()
+  if [ "${copies:-0}" -eq 0 ]; then return; fi
+  local held names node removing=()
+  names=$(field NodeList)                      # no longer those that SLURM holds for lost
   held=/dev/shm/meshwright-$(id -u)/${run##*/}-$(printf %s "$run" | sha256sum | cut -c 1-8)
-  for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do    # each by itself: one may be lost
+  for node in $(scontrol show hostnames "${names:-$SLURM_JOB_NODELIST}"); do    # each by itself: one may be lost
     timeout 60 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" rm -rf "$held" 2>/dev/null &
     removing+=($!)
   done
@@ -116,7 +118,7 @@ stop() { # stop CODE WHY: the last word on this run; what still waits in its cha
   say "$2"
   if [ "$1" = 86 ] && is_of_another_job; then exit 86; fi
   rm -f "$run"/request-*
-  if [ "${copies:-0}" -gt 0 ] && [ "$1" != 0 ]; then forget_copies; fi    # ranks that are done have done so
+  if [ "$1" != 0 ]; then forget_copies; fi    # ranks that are done have done so
   if [ "$jobs_in_chain" -gt 1 ]; then scancel --quiet --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; fi
   exit "$1"
 }
@@ -142,6 +144,7 @@ requeue() { # requeue WHY [CHANGE...]: this allocation ends, the job waits for a
   refuse_if_stale
   say "$1; requeued"
   trap '' TERM                      # which the requeue sends to this script
+  forget_copies                     # SLURM gives these nodes to others, and the job mostly gets other ones
   start_soon "${@:2}" || say "cannot ask for an early start: the job waits two minutes"
   if ! scontrol requeue "$slurm_job"; then
     stop 85 "this cluster does not requeue: $go_on"
@@ -153,6 +156,7 @@ go_on_in_chain() { # go_on_in_chain WHY: the next job of the chain has what this
   refuse_if_stale
   if [ -n "$(squeue --noheader --states=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)")" ]; then
     say "$1; the next job of the chain goes on"
+    forget_copies
     exit "$code"
   fi
   stop "$code" "$1, and the chain is at its end: $go_on"
