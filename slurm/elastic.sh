@@ -78,8 +78,9 @@ end_where_nodes_are_lost() { # end_where_nodes_are_lost SRUN: of a lost node sru
 # A job that keeps its nodes keeps them as well when the one with this script is lost, and would hold the others until its time
 # limit. A task on another node looks whether it is still there, and requeues the job where it is not.
 guard_job() { # guard_job NODE RESTART: runs there; NODE is the one with the script
+  trap : USR1                           # what asks the ranks to save reaches all steps of the job
   local names restart
-  while sleep 5; do
+  while sleep 5 || :; do                # which the signal ends, too
     names=$(field NodeList) restart=$(field Restarts)
     if [ -z "$names" ] || [ -z "$restart" ]; then continue; fi    # nobody answers
     if [ "$restart" != "$2" ]; then return; fi                    # this node was frozen, and the job has other nodes by now

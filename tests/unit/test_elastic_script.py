@@ -156,7 +156,7 @@ def test_the_guard_requeues_a_job_without_its_first_node(tmp_path, nodes, restar
     )
     (tmp_path / "run").mkdir()
     mocks = (
-        f"sleep() {{ if [ -e {tmp_path}/slept ]; then return 1; fi; touch {tmp_path}/slept; }}\n"
+        f"sleep() {{ if [ -e {tmp_path}/slept ]; then exit; fi; touch {tmp_path}/slept; kill -USR1 $$; return 138; }}\n"
         f"scontrol() {{ case $2 in hostnames) tr , '\\n' <<< $3 ;; job) echo ' NodeList={nodes} Restarts={restarts}' ;;\n"
         "*) echo $* ;; esac; }\n"
         "sbatch() { :; }; scancel() { echo cancel; }"
