@@ -233,6 +233,9 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
 MESHWRIGHT_QUEUED="$(seconds_of SubmitTime) $(seconds_of StartTime)"    # for goodput: how long the job waited
 export MESHWRIGHT_QUEUED
+# `python -m` looks into its folder first, which may be a clone of this package: the run's code is RUN/code. By its other name
+# apptainer lets it in with --cleanenv as well.
+export PYTHONSAFEPATH=1 APPTAINERENV_PYTHONSAFEPATH=1
 
 # --- life
 mkdir -p "$run/slurm"

@@ -155,14 +155,21 @@ class Exports:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                # It needs no GPU: a context of CUDA would take memory from the ranks.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+                env=_variables(),
             )
         with suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         said, _ = process.communicate()
         if process.returncode:
             raise _NotExported(f"exit code {process.returncode}\n{said[-SHOWN_CHARACTERS:].rstrip()}")
+
+
+def _variables() -> dict[str, str]:
+    """Of the process. It needs no GPU: a context of CUDA would take memory from the ranks. It imports what this rank has imported,
+    and no clone of the package in the folder in which both run."""
+    code = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **own, "PYTHONPATH": code, "PYTHONSAFEPATH": "1"}
 
 
 class _NotExported(Exception):

@@ -4,11 +4,13 @@ process that exports; tests/faults/test_launch_train.py has the real one."""
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import framework
 from framework.checkpoint.commit import Retention, committed_name, list_checkpoints, retain, step_of
 from framework.launch import exports as exports_module
 from framework.launch.directory import RunDirectory
@@ -62,6 +64,19 @@ def test_steps_that_are_due_are_exported_once_they_are_committed(run, shell, cap
     assert asked == [10]
     assert made(run) == ["step-00000010"]
     assert "exported step 10 to" in capsys.readouterr().err
+    exports.end()
+
+
+def test_an_export_imports_the_code_of_its_rank_and_no_clone_around_it(run, shell, tmp_path, monkeypatch):
+    (tmp_path / "clone" / "framework").mkdir(parents=True)
+    (tmp_path / "clone" / "framework" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path / "clone")
+    asks = "import framework; print(framework.__file__)"  # `python -c` looks where `python -m` does
+    shell(f'{sys.executable} -c "{asks}" > "$2/said"; mkdir -p "$1"')
+    exports = Exports(Lease(run.path), 10)
+    exports.end_save(10, True)
+    assert exports.wait(30)
+    assert (run.path / "said").read_text().strip() == framework.__file__
     exports.end()
 
 

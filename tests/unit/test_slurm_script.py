@@ -136,6 +136,7 @@ def test_ranks_get_what_was_meant_to_the_byte(tmp_path, container, starter, arra
     meant |= {"PYTHONPATH": f"{run}/code:/my own/it's", "NUMBER": "3"}
     assert {name: environment[name] for name in meant} == meant
     assert environment["MARKER"] == "set up"
+    assert environment["PYTHONSAFEPATH"] == environment["APPTAINERENV_PYTHONSAFEPATH"] == "1"
     assert environment["MESHWRIGHT_OUTCOME"] == f"{run}/slurm/outcome.7.0"
     assert (tmp_path / "notes" / "here").read_text() == f"{here}\n"
     if container == "apptainer":
@@ -144,6 +145,22 @@ def test_ranks_get_what_was_meant_to_the_byte(tmp_path, container, starter, arra
         assert words[: words.index(IMAGE)][:4] == ["exec", "--nv", "--pwd", str(here)]
         assert f"{runs}:{runs}" in words
     assert "hf_s$ecret" not in script.text + done.stdout
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_ranks_import_the_code_of_the_run_and_not_a_clone_around_them(tmp_path, is_whole):
+    """`python -m` looks into its folder before PYTHONPATH: a submission from a clone would train what is edited there later."""
+    run, clone = tmp_path / "runs" / "x", tmp_path / "clone"
+    for place in (run / "code", clone):
+        (place / "framework" / "launch").mkdir(parents=True)
+        (place / "framework" / "launch" / "rank.py").write_text(f"print({place.name!r})\n")
+    (run / "lease").touch()
+    recipe = replace(ONE_STEP, launch=Launch(kind="slurm", ranks=1, ranks_per_node=1, python=sys.executable, retries=0))
+    text = render(recipe, run, clone).text
+    line = next(line for line in text.splitlines() if line.startswith("export PYTHONSAFEPATH=1"))
+    done = run_script(text if is_whole else text.replace(line, ""), tmp_path, clone)
+    assert ("code" in done.stdout.splitlines()) == is_whole, done
+    assert ("clone" in done.stdout.splitlines()) != is_whole
 
 
 def test_shellcheck_finds_nothing_in_what_hostile_recipes_render(tmp_path):
