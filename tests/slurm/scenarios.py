@@ -352,7 +352,7 @@ def array(desk: Desk) -> Evidence:
 
 def spare_node(desk: Desk) -> Evidence:
     """Two nodes and a spare one; one of the two loses its power."""
-    only = 'launch.sbatch=["--exclude=n[1-5,9-12]"]'
+    only = 'launch.sbatch=["--exclude=n[1-5,9-13]"]'
     job = desk.submit("spare", "launch.nodes=2", "launch.spares=1", only, WAITS, desk.ledger(30))
     lose_node(desk, "spare", "n7")
     desk.wait_until_gone(job)
@@ -361,7 +361,7 @@ def spare_node(desk: Desk) -> Evidence:
 
 def fewer_nodes(desk: Desk) -> Evidence:
     """One or two nodes. The second is lost, the run goes on with one, is stopped, and goes on with two when that is back."""
-    only = 'launch.sbatch=["--exclude=n[1-8,11-12]"]'
+    only = 'launch.sbatch=["--exclude=n[1-8,11-13]"]'
     job = desk.submit("fewer", "launch.nodes=[1,2]", only, WAITS, desk.ledger(30, 60))
     lose_node(desk, "fewer", "n10")
     pids = desk.wait_for_pause("fewer", 60, ranks=1)
@@ -377,7 +377,7 @@ def fewer_nodes(desk: Desk) -> Evidence:
 
 def first_node_lost(desk: Desk) -> Evidence:
     """One or two nodes, and the one with the job's script is lost."""
-    only = 'launch.sbatch=["--exclude=n[1-10]"]'
+    only = 'launch.sbatch=["--exclude=n[1-10,13]"]'
     job = desk.submit("headless", "launch.nodes=[1,2]", only, WAITS, desk.ledger(30))
     lose_node(desk, "headless", "n11")
     wait_for(lambda: len(desk.starts("headless")) > 1, "another start", tell=lambda: desk.log("headless"))
