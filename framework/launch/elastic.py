@@ -8,6 +8,10 @@ from framework.recipe.check import check_recipe
 from framework.recipe.elastic import at_nodes, has_range, node_counts
 from framework.recipe.schema import Recipe
 
+# Keys that ask for nodes or ranks which a start on fewer lacks: it keeps as many copies as it can and says so, and profiles the
+# ranks that there are.
+MADE_SMALLER = ("checkpoint.neighbor_copies", "track.profile_ranks")
+
 
 @dataclass(frozen=True)
 class NodeCount:
@@ -55,7 +59,7 @@ def _plan_count(recipe: Recipe, nodes: int, is_most: bool) -> NodeCount:
     from framework.plan.memory import show_bytes
 
     narrowed = at_nodes(recipe, nodes)
-    problems = check_recipe(narrowed, {})
+    problems = [each for each in check_recipe(narrowed, {}) if is_most or each.key not in MADE_SMALLER]
     if problems:
         return NodeCount(nodes, "", f"{problems[0].key}: {problems[0].message}")
     try:

@@ -80,10 +80,11 @@ def check_copies(plan: Plan, node_bytes: int | None = None, tmpfs_bytes: int | N
     room, where = min(
         (tmpfs_bytes, f"{MEMORY} has {show_bytes(tmpfs_bytes)}"), (left, f"a node can spare {show_bytes(left)}")
     )
+    others = min(copies, plan.derived.nodes - 1)  # a start on fewer nodes keeps fewer copies
     if needed > room:
         raise RecipeError(
-            f"{key}={copies}: a node would hold {show_bytes(needed)}, two steps of its own ranks and of {copies} other"
-            f" node{'s' * (copies > 1)}, and {where}. Use {key}=0"
+            f"{key}={copies}: a node would hold {show_bytes(needed)}, two steps of its own ranks and of {others} other"
+            f" node{'s' * (others != 1)}, and {where}. Use {key}=0"
             + (" or fewer copies" if copies > 1 else "")
             + f", fewer ranks per node, nodes with more memory, or have {MEMORY} made larger (mount -o remount,size=...)"
         )

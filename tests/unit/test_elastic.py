@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.cli import main
-from framework.errors import EXIT_DONE, EXIT_USER, TopologyError
+from framework.errors import EXIT_DONE, EXIT_USER, RecipeError, TopologyError
 from framework.launch.elastic import describe_counts, legal_counts, plan_counts
 from framework.launch.task import check_place
+from framework.plan.check import check_layout
+from framework.plan.host_memory import bytes_checkpointed, bytes_of_copies, check_copies
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.elastic import at_nodes, can_move, node_counts
@@ -114,6 +116,41 @@ def test_experts_that_do_not_divide_make_a_number_illegal():
     refusals = {each.nodes: each.refusal for each in plan_counts(recipe)}
     assert [nodes for nodes, refusal in refusals.items() if not refusal] == [2, 4]
     assert refusals[1].startswith("parallel.ep: ep divides")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["checkpoint.neighbor_copies=2", "checkpoint.neighbor_every_steps=10"],
+        ["track.profile_ranks=[0,7]", "track.profile_steps=[2,3]"],
+    ],
+)
+def test_what_fewer_nodes_do_less_of_makes_no_number_illegal(words):
+    """Two copies need three nodes, and rank 7 the fourth: a start on fewer keeps what copies it can, and has no rank 7."""
+    recipe = of("launch.nodes=[1,4]", "batch.sequences_per_step=48", *words)
+    assert legal_counts(recipe, plan_counts(recipe)) == (1, 2, 3, 4)
+
+
+def test_on_the_most_nodes_copies_and_profiled_ranks_must_fit():
+    """`check` says so; a recipe that comes here unchecked is refused as well."""
+    recipe = of("launch.nodes=[1,2]", "batch.sequences_per_step=32")
+    recipe = replace(recipe, track=replace(recipe.track, profile_steps=(2, 3)))
+    for group, key, value in (("checkpoint", "neighbor_copies", 2), ("track", "profile_ranks", [4])):
+        changed = replace(recipe, **{group: replace(getattr(recipe, group), **{key: value})})
+        refusals = [each.refusal for each in plan_counts(changed)]
+        assert refusals[0] == ""
+        assert refusals[1].startswith(f"{group}.{key}: ")
+
+
+def test_a_node_holds_no_more_copies_than_there_are_nodes():
+    words = ["checkpoint.neighbor_copies=2", "checkpoint.neighbor_every_steps=10", "batch.sequences_per_step=48"]
+    recipe = of("launch.nodes=[1,3]", *words)
+    held = {nodes: bytes_of_copies(check_layout(at_nodes(recipe, nodes))) for nodes in (1, 2, 3)}
+    assert held[1] > 0
+    plan = check_layout(at_nodes(recipe, 1))
+    assert held[1] == 2 * sum(bytes_checkpointed(plan, rank) for rank in (0, 1))
+    with pytest.raises(RecipeError, match="of 0 other nodes"):
+        check_copies(plan, node_bytes=1, tmpfs_bytes=1)
 
 
 def test_too_few_nodes_for_the_memory_are_not_asked_for():
