@@ -18,6 +18,8 @@ _START = re.compile(r"\S+ job=\d+ restart=\d+ start from=.*")
 QUEUED = "MESHWRIGHT_QUEUED"
 _END = re.compile(r"(\S+) job=\d+ restart=\d+ end code=(\d+) .*")
 
+_LEFT_OUT = re.compile(r"\S+ job=\d+ restart=\d+ left out .*")
+
 
 def open_goodput(recipe: Recipe, run_dir: Path, phases: Phases) -> Goodput:
     """The goodput of a rank, of which rank 0 keeps the record. Before ranks are connected: one that never is has spent time."""
@@ -46,7 +48,8 @@ def find_age_s() -> float:
 def read_job(history: Path, queued: str) -> Job:
     """What a job's script knows. queued: when the job was submitted and began, nothing where SLURM does not say. history: what it
     noted of the end before the newest start: nothing of a node that was lost."""
-    lines = history.read_text().splitlines() if history.is_file() else []
+    noted = history.read_text().splitlines() if history.is_file() else []
+    lines = [line for line in noted if not _LEFT_OUT.fullmatch(line)]  # between an end and the start that follows it
     starts = [index for index, line in enumerate(lines) if _START.fullmatch(line)]
     end = _END.fullmatch(lines[starts[-1] - 1]) if starts and starts[-1] else None
     gone = (_unix_s(end[1]), int(end[2])) if end else (None, None)

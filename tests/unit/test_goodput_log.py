@@ -169,7 +169,10 @@ def test_the_job_says_how_long_it_waited_and_how_the_former_start_ended(tmp_path
     assert read_job(history, "") == Job()
     history.write_text(HISTORY)
     assert read_job(history, "1795236892 1795236897") == Job(1795236892.0, 1795236897.0, 1795236891.0, 85)
-    first, _, last = HISTORY.splitlines()
+    first, end, last = HISTORY.splitlines()
+    left_out = "2026-11-21T04:54:53+0000 job=4 restart=0 left out node=n2"
+    history.write_text("\n".join([first, end, left_out, left_out, last]) + "\n")
+    assert read_job(history, "") == Job(None, None, 1795236891.0, 85)
     history.write_text(f"{first}\n")
     assert read_job(history, "1795230800 1795230830") == Job(1795230800.0, 1795230830.0)
     history.write_text(f"{first}\n{last}\n")  # of a node that was lost nobody noted the end
