@@ -132,9 +132,7 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     expand = ["scontrol", "show", "hostnames", _find_nodes(run) or job.nodes]
     nodes = subprocess.run(expand, capture_output=True, text=True, check=False)
     names = nodes.stdout.split()
-    node = fault.node or names[place(derive(recipe)).node(fault.rank)]
-    if node not in names:
-        raise RunError(f"node={node}: job {job.job_id} runs on {', '.join(names)}")
+    node = _choose_node(recipe, fault, names, job.job_id)
     step = ["srun", f"--jobid={job.job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--quiet"]
     words = [f"{name}={value}" for name in ("rank", "seconds", "node") if (value := getattr(fault, name)) is not None]
     code = f"PYTHONPATH={Path(__file__).parents[2]}"
@@ -143,6 +141,20 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     if done.returncode:
         raise RunError(f"srun could not reach rank {fault.rank} on {node}: it ended with {done.returncode}")
     return EXIT_DONE
+
+
+def _choose_node(recipe: Recipe, fault: Fault, names: Sequence[str], job_id: str) -> str:
+    """Where the fault is to come, of the nodes that the run has now; on fewer than the recipe's most it has fewer ranks, too."""
+    if fault.node is None:
+        number = place(derive(recipe)).node(fault.rank)
+        if number >= len(names):
+            raise RunError(
+                f"rank={fault.rank}: it would be on node {number} of the run, which has {len(names)} now: {', '.join(names)}"
+            )
+        return names[number]
+    if fault.node not in names:
+        raise RunError(f"node={fault.node}: job {job_id} runs on {', '.join(names)}")
+    return fault.node
 
 
 def _find_nodes(run: RunDirectory) -> str:
