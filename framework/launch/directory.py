@@ -155,10 +155,11 @@ class RunDirectory:
         return run
 
     @contextmanager
-    def lock(self) -> Iterator[Lease]:
+    def lock(self, refuse: Callable[[], None] = lambda: None) -> Iterator[Lease]:
         """Hold the run against every other launcher, and take its lease. Released when the process ends, however it ends. What is
         asked of the run meanwhile (`request-stop`) is forgotten with it.
 
+        refuse: raises what speaks against that, under the lock and before the epoch is raised: that would end a start which runs.
         Raises RunError while another process holds it, or while ranks of a launcher that died still run.
         """
         with explain_errors(self.path), ExitStack() as stack:
@@ -173,6 +174,7 @@ class RunDirectory:
                         f"{self.path} is in use by ranks whose launching process is gone: they save and end by"
                         f" themselves; try again in a while.{self._if_dead()}"
                     )
+            refuse()
             lease = self._take(file, stack, describe_self())
             self.forget_requests(lease)  # of a launcher that was killed
             stack.callback(self.forget_requests, lease)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -57,8 +58,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
-    with run.lock() as lease:
-        refuse_leftovers(run)
+    with run.lock(partial(refuse_leftovers, run)) as lease:
         _write(run, lease, recipe, prepared.tokenizer, legal_counts(recipe, counts))
         return _queue(run, lease, recipe, overrides, [])
 
@@ -160,15 +160,19 @@ def active_job(run: RunDirectory) -> str | None:
     return None
 
 
+def _refuse_busy(run: RunDirectory) -> None:
+    busy = active_job(run)
+    if busy is not None:
+        raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `meshwright stop {run.path}`")
+
+
 def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dry_run: bool) -> int:
     """Queue the next part of a run, under the saved recipe and the changes that it allows."""
     recipe, changes = resume_recipe(run, overrides, recipe_dirs)
     if dry_run:
         return _show_run(run, recipe)
-    busy = active_job(run)
-    if busy is not None:
-        raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `meshwright stop {run.path}`")
-    with run.lock() as lease:
+    _refuse_busy(run)
+    with run.lock(partial(_refuse_busy, run)) as lease:  # another `submit` may have queued a job since
         recipe, changes = settle_length(run, recipe, changes)
         step = saved_step(run)
         if step >= recipe.train.steps:

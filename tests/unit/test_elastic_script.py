@@ -63,7 +63,13 @@ def job(tmp_path):
             "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NAME": "x", "SLURMD_NODENAME": "n1", "EXCLUDED": "(null)",
         }  # fmt: skip
         done = subprocess.run(
-            ["bash", "-c", text], env=around | variables, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            ["bash", "-c", text],
+            env=around | variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         starts = (notes / "starts").read_text().split()
         assert len(starts) == len(ends), done

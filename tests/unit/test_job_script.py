@@ -72,7 +72,9 @@ def test_a_start_from_what_nodes_held_is_progress_of_a_run_that_keeps_copies(tmp
 def test_the_script_forgets_the_folder_that_nodes_have(tmp_path):
     run = tmp_path / "a run's"
     run.mkdir()
-    stubs = 'srun() { echo "${@: -1}"; }; timeout() { "${@:2}"; }; scontrol() { echo $3; }; SLURM_JOB_NODELIST=n1; copies=1'
+    stubs = (
+        'srun() { echo "${@: -1}"; }; timeout() { "${@:2}"; }; scontrol() { echo $3; }; SLURM_JOB_NODELIST=n1; copies=1'
+    )
     said = call("forget_copies", run, before=f"field() {{ echo n1; }}; {stubs}\n")
     assert said == str(run_memory(run))
 
@@ -84,13 +86,11 @@ def test_nodes_that_are_given_away_hold_nothing(tmp_path, way, copies, node):
     given = (
         f"run=$0 job=7 slurm_job=7 code=0 copies={copies} SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NAME=x\n"
         "say() { :; }; refuse_if_stale() { :; }; start_soon() { :; }; squeue() { echo 8; }\n"
-        "field() { echo n2; }; scontrol() { if [ $2 = hostnames ]; then echo $3; fi; }; timeout() { \"${@:2}\"; }\n"
+        'field() { echo n2; }; scontrol() { if [ $2 = hostnames ]; then echo $3; fi; }; timeout() { "${@:2}"; }\n'
         'srun() { while [[ $1 == --* ]]; do case $1 in --nodelist=*) echo "${1#*=}" ;; esac; shift; done; }'
     )
     words = [given, *(function_of(name) for name in ("forget_copies", "requeue", "go_on_in_chain")), way]
-    done = subprocess.run(
-        ["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, node), done
 
 
@@ -172,13 +172,11 @@ def test_a_script_that_froze_before_it_acts_does_nothing(tmp_path, ends):
     given = (
         "run=$0 job=7 restart=1 code=85 lease_at_begin=older near_end= jobs_in_chain=1 SLURM_JOB_NAME=x\n"
         "say() { echo $*; }; newest_step() { echo 20; }; field() { echo COMPLETING; }\n"
-        "for name in squeue scancel scontrol start_soon stop forget_copies; do eval \"$name() { echo acts; }\"; done"
+        'for name in squeue scancel scontrol start_soon stop forget_copies; do eval "$name() { echo acts; }"; done'
     )
     functions = [function_of(name) for name in ("refuse_if_stale", "requeue", "go_on_in_chain")]
     words = [given, *functions, f"while_slurm_was_asked() {{\n{part}\n}}", ends]
-    done = subprocess.run(
-        ["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, "acts" in done.stdout) == (86, False), done
 
 

@@ -8,11 +8,12 @@ import os
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from framework.errors import EXIT_FAILED, EXIT_USER, LeaseLost, RunError, RunInUse, StorageError
-from framework.launch import directory
+from framework.launch import directory, submit
 from framework.launch.directory import RunDirectory, Verdict, describe_self, refuse_unwritable
 from framework.launch.slurm import JobState
 from framework.launch.task import judge
@@ -35,6 +36,45 @@ def test_runs_that_are_created_at_once_get_different_directories(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         runs = list(threads.map(lambda _: create(tmp_path), range(32)))
     assert len({run.path for run in runs}) == 32
+
+
+def test_what_speaks_against_a_launch_is_asked_under_the_lock_and_leaves_the_epoch(tmp_path, monkeypatch):
+    """A job that was queued since `submit` looked first: a new epoch would end it."""
+    run = create(tmp_path)
+    run.note_launch([], {}, jobs=["7"])
+    with run.lock():
+        pass
+    before = read_lease(run.path)
+    (run.path / "request-save").touch()  # of the job
+    is_held = []
+
+    def find_job(job):
+        is_held.append(run.find_holder() is not None)
+        return JobState(job, "PENDING")
+
+    monkeypatch.setattr(submit, "find_job", find_job)
+    with pytest.raises(RunError, match="has job 7, which waits or runs"), run.lock(partial(submit._refuse_busy, run)):
+        pytest.fail("locked")
+    assert is_held == [True]
+    assert read_lease(run.path) == before
+    assert (run.path / "request-save").exists()
+    with run.lock():  # which was given back
+        assert read_lease(run.path)[0] == before[0] + 1
+
+
+def test_a_resume_asks_for_a_job_before_and_under_the_lock(tmp_path, monkeypatch):
+    run, asked = create(tmp_path), []
+
+    def active_job(run):
+        asked.append(run.find_holder() is not None)
+        return "7" if asked[-1] else None
+
+    monkeypatch.setattr(submit, "resume_recipe", lambda *_: (None, []))
+    monkeypatch.setattr(submit, "active_job", active_job)
+    with pytest.raises(RunError, match="has job 7"):
+        submit._resume(run, [], [], dry_run=False)
+    assert asked == [False, True]
+    assert read_lease(run.path)[0] == 0
 
 
 def test_run_has_the_id_that_is_asked_for(tmp_path):
