@@ -165,8 +165,8 @@ class Exports:
 
 
 def _variables() -> dict[str, str]:
-    """Of the process. It needs no GPU: a context of CUDA would take memory from the ranks. It imports what this rank has imported,
-    and no clone of the package in the folder in which both run."""
+    """Of the process. It needs no GPU: a context of CUDA would take memory from the ranks. It imports the code that this rank has
+    imported, and no clone of the package in the folder in which both run."""
     code = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **own, "PYTHONPATH": code, "PYTHONSAFEPATH": "1"}

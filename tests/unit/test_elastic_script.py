@@ -33,7 +33,8 @@ esac""",
   "show hostlist "*) echo "$3" ;;
   requeue*) echo "$*" >> "$NOTES/requeues" ;;
   *) echo "$*" >> "$NOTES/asked"
-     echo "JobId=7 JobState=RUNNING EndTime=2099-01-01T00:00:00 PreemptTime=None NodeList=$(cat "$NOTES/nodes") ExcNodeList=$EXCLUDED" ;;
+     moments="EndTime=2099-01-01T00:00:00 PreemptTime=None"
+     echo "JobId=7 JobState=RUNNING $moments NodeList=$(cat "$NOTES/nodes") ExcNodeList=$EXCLUDED" ;;
 esac""",
     "squeue": "echo '7.0 ranks'",
     "scancel": 'echo "$*" >> "$NOTES/cancelled"',

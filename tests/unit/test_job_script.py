@@ -185,7 +185,8 @@ def test_a_run_that_was_asked_to_stop_is_not_requeued(tmp_path):
     (tmp_path / "request-stop").touch()
     part = re.search(r"^  if \[ -e \"\$run/request-stop\".*?^  if \[ -n \"\$asked\" \][^\n]*$", SCRIPT, re.M | re.S)[0]
     stop = function_of("stop")
-    given = "run=$0 code=85 asked= go_on=submit jobs_in_chain=1\nforget_copies() { :; }; say() { echo $*; }\nnewest_step() { echo 20; }"
+    given = "run=$0 code=85 asked= go_on=submit jobs_in_chain=1\nsay() { echo $*; }\nnewest_step() { echo 20; }"
+    given += "\nforget_copies() { :; }"
     done = subprocess.run(
         ["bash", "-euc", f"{given}\n{stop}\n{part}", str(tmp_path)], capture_output=True, text=True, check=False
     )
