@@ -17,7 +17,7 @@ is taken from another.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from framework.checkpoint.blocks import BlockCache, DamagedCheckpoint
 from framework.checkpoint.commit import FoundCheckpoints, find_newest, report, step_of
 from framework.checkpoint.index import Entry, Manifest, open_index, read_manifest
 from framework.checkpoint.lineage import newest_listed, read_lineage, was_rewound
-from framework.checkpoint.load import BUFFER_BYTES, Reader
+from framework.checkpoint.load import BUFFER_BYTES, Reader, refuse_poisoned
 from framework.checkpoint.neighbors import HEAD, Neighbours, verify_file, verify_head
 from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, map_file
 from framework.checkpoint.pieces import file_name
@@ -116,14 +116,18 @@ class HeldSteps:
             raise look.error
         return Start(None, look.found or tell(partial(find_newest, checkpoints), self.world))
 
-    def load(self, held: Held, entries: Sequence[Entry]) -> dict[str, Any] | None:
+    def load(self, held: Held, entries: Sequence[Entry], finite: Collection[str] = ()) -> dict[str, Any] | None:
         """Fill every entry's data; returns the step's state. None where it cannot be loaded, which is said: data may then be
         partly filled, and nobody holds the step any more.
 
-        A node needs memory for the files that its ranks ask for and it does not hold, until all are loaded.
+        A node needs memory for the files that its ranks ask for and it does not hold, until all are loaded. finite: names of
+        entries whose values are; else the step is passed over.
         """
         try:
-            return self._load(held, entries)
+            state = self._load(held, entries)
+            updated = [entry for entry in entries if entry.name in finite]
+            share_errors(partial(refuse_poisoned, self.memory.folder(held.name), updated), self.world)
+            return state
         except (CheckpointError, StorageError) as error:
             self._pass_over(held.name, str(error))
             if self.acts:

@@ -30,7 +30,7 @@ STEPS_READ_AT_ONCE = 32
 TOKENS_READ_AT_ONCE = 1 << 15
 HOST = torch.device("cpu")
 # Hears of each step that is handed out: its samples [n] and their rows, in one order.
-Hear = Callable[[np.ndarray, list[Microbatch]], None]
+Hear = Callable[[int, np.ndarray, list[Microbatch]], None]
 
 
 class Loader:
@@ -99,7 +99,7 @@ class Loader:
             self._ahead = following, self._thread.submit(self._read, following)
         self.data_wait_s += self._clock() - start_s
         for hear in self._hear:
-            hear(cursor + self._offsets[0], self._read_steps[cursor])
+            hear(cursor, index_samples(cursor + self._offsets[0], self._skipped), self._read_steps[cursor])
         return self._read_steps[cursor]
 
     def _read(self, cursor: int) -> dict[int, list[Microbatch]]:

@@ -70,6 +70,18 @@ class Exports:
         if is_committed and self._is_due(step):
             self._ask_for(step)
 
+    def go_back_to(self, step: int) -> None:
+        """The run has gone back to `step`: exports of later ones are none of its own any more."""
+        with self._changed:
+            if self._waiting is not None and self._waiting > step:
+                self._waiting = None
+            if self._reading is not None and self._reading > step and self._process is not None:
+                self._process.kill()
+                self._changed.wait_for(lambda: self._reading is None, END_S)
+        for folder in self._run.exports.glob("step-*") if self._every_steps is not None else ():
+            if step_of(folder) > step:
+                self._lease.remove(folder)
+
     def wait(self, timeout_s: float) -> bool:
         """Whether all exports have ended, after waiting for so long at most."""
         with self._changed:

@@ -90,7 +90,7 @@ class FaultDoor:
         if time.monotonic() < self._fails_until_s.get("eio", 0.0):
             raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (injected)")
 
-    def hear_batch(self, samples: "np.ndarray", microbatches: "Sequence[Microbatch]") -> None:
+    def hear_batch(self, cursor: int, samples: "np.ndarray", microbatches: "Sequence[Microbatch]") -> None:
         """The loader hands a step's samples out. Raises OSError where they are to be unreadable."""
         if self._data_fails:
             self._data_fails = False

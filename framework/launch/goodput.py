@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from framework.launch.task import is_task
+from framework.lease import Lease
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.goodput_log import GoodputLog, Job
@@ -21,12 +22,14 @@ _END = re.compile(r"(\S+) job=\d+ restart=\d+ end code=(\d+) .*")
 _LEFT_OUT = re.compile(r"\S+ job=\d+ restart=\d+ left out .*")
 
 
-def open_goodput(recipe: Recipe, run_dir: Path, phases: Phases) -> Goodput:
-    """The goodput of a rank, of which rank 0 keeps the record. Before ranks are connected: one that never is has spent time."""
+def open_goodput(recipe: Recipe, run_dir: Path, phases: Phases, lease: Lease | None) -> Goodput:
+    """The goodput of a rank, of which rank 0 keeps the record. Before ranks are connected: one that never is has spent time.
+    lease: of the run, on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return Goodput(phases)
     world = int(os.environ.get("WORLD_SIZE", derive(recipe).world))
     log, contain = GoodputLog(run_dir, world), Observers().contain
+    log.lease = lease
     contain("goodput", partial(_begin, log, run_dir, phases))
     return Goodput(phases, log, contain)
 

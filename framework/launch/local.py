@@ -12,7 +12,7 @@ from pathlib import Path
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
 from framework.data.prepare import prepare, summarize_data
-from framework.errors import EXIT_DONE, EXIT_RESUME, MeshwrightError, RecipeError, RunError
+from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError, RunError
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, explain_errors, refuse_unwritable
@@ -162,13 +162,15 @@ def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:
 def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:
     print(f"run      {run.path}" + (f", from step {from_step:,}" if from_step else ""), flush=True)
     world, variables = derive(recipe).world, rank_variables(recipe)
-    with suppress(OSError):  # a full disk: goodput begins with the ranks
+    with suppress(OSError, LeaseLost):  # a full disk, or another start's run: goodput begins with the ranks
+        lease.check()
         note_launch(run.path, find_age_s())
     if world == 1 and not variables:
         outcome = Outcome(rank.main(run.path, lease))
     else:  # variables are for a process that starts with them: libraries read theirs when they are loaded
         outcome = run_ranks(("-m", rank.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
-    with suppress(OSError):  # a full disk: the next start infers when this one ended
+    with suppress(OSError, LeaseLost):  # the next start infers when this one ended
+        lease.check()
         note_gone(run.path, outcome.code)
     if outcome.message:
         print(outcome.message, file=sys.stderr)

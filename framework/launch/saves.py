@@ -9,7 +9,7 @@ the memory of nodes, and what a rewind leaves.
     end        saves.finish(loop, ...), then saves.end()
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from framework.train.hang import SAVES
 from framework.train.loop import Loop
 from framework.train.phases import Phase, Phases
 from framework.train.rewind import rewind
-from framework.train.state import RunState, restore, saved_entries
+from framework.train.state import RunState, restore, saved_entries, updated_names
 from framework.train.step import Run
 
 # An error that ends the run gives a save that is under way so long to come to its end.
@@ -108,7 +108,7 @@ class Saves:
             return restore(run, self.root, self.start.found, self.lease)
 
         def load_held(entries: Sequence[Entry]) -> dict[str, Any] | None:
-            values = self.copies.load(held, entries)
+            values = self.copies.load(held, entries, updated_names(run))
             if values is not None and run.mesh.rank == 0:
                 report(f"going on from step {held.name.step:,}, which the memory of the run's nodes holds")
             return values
@@ -141,22 +141,31 @@ class Saves:
         self.saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last, goal)
         loop.end_save(goal)
 
-    def rewind_if_due(self, loop: Loop) -> None:
-        """Go back to an older checkpoint, if the last steps ask for it. What nodes hold is of steps that are left."""
-        if loop.rewind_due is not None:
-            with self.phases.within(Phase.RESTORE):
-                rewind(loop, self.saver, self.lease)
-                self._begin_generation(loop.state.step)
-                self.copies.clear()
+    def rewind_if_due(self, loop: Loop) -> bool:
+        """Go back to an older checkpoint, if the last steps ask for it; whether they did. What nodes hold and what was exported
+        of later steps goes as well."""
+        if loop.rewind_due is None:
+            return False
+        with self.phases.within(Phase.SAVE):
+            self.saver.settle()
+        with self.phases.within(Phase.RESTORE):
+            rewind(loop, self.saver, self.lease)
+            self._begin_generation(loop.state.step)
+            self.copies.clear()
+            self.exports.go_back_to(loop.state.step)
+        return True
 
-    def finish(self, loop: Loop, is_stopped: bool) -> None:
-        """Save the last step, unless that is done, and wait for saves and exports. is_stopped: do not wait for exports."""
+    def finish(self, loop: Loop, is_stopped: Callable[[], bool]) -> None:
+        """Save the last step, unless that is done, and wait for saves and exports. is_stopped: whether not to wait for exports
+        any longer."""
         if not loop.is_done:
+            self.saver.settle()
+            self.phases.begin(Phase.SAVE)  # each save has a deadline of its own
             self.save(loop, Goal.DISK, is_last=True)
             self.rewind_if_due(loop)
         self.saver.finish()
         world = self.mesh.axis("world")
-        while not exports_have_ended(self.exports, world, is_stopped=is_stopped or not loop.is_done):
+        while not exports_have_ended(self.exports, world, is_stopped=is_stopped() or not loop.is_done):
             self.phases.begin(Phase.SAVE)  # each wait has the deadline of a save
         self.copies.clear()  # the last step is on the disk
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,16 @@ from framework.data.open_data import open_data
 from framework.data.pack import Microbatch
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
-from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, DataError, HungError, MeshwrightError, TopologyError
+from framework.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_RESUME,
+    DataError,
+    HungError,
+    LeaseLost,
+    MeshwrightError,
+    TopologyError,
+)
 from framework.launch.fault_door import FaultDoor
 from framework.launch.goodput import open_goodput
 from framework.launch.probe import probe
@@ -44,7 +53,7 @@ from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
-from framework.track.sample_ledger import SampleLedger, next_start
+from framework.track.sample_ledger import LedgerOfRank
 from framework.train.faults import StepWatch, StopRequest, end_process
 from framework.train.goodput import Goodput
 from framework.train.hang import TRAINING
@@ -58,8 +67,6 @@ from framework.train.watch import Watch
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
-# An error that ends the run gives a save that is under way so long to come to its end.
-SAVE_PATIENCE_S = 30.0
 # Of the data's beginning, from which the prompt of a suggested command is taken.
 PROMPT_TOKENS = 24
 
@@ -83,7 +90,7 @@ def train_rank(
     """
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
     phases = phases or Phases()
-    goodput = open_goodput(recipe, run_dir, phases)
+    goodput = open_goodput(recipe, run_dir, phases, lease)
     progress, deadlines = Progress(phases), find_deadlines(recipe)
     place = launched_place(), name_place(recipe)
     with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir) as hangs:
@@ -169,7 +176,10 @@ def _train(
             "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
         )
     observers = open_observers(recipe, run_dir, info, lease) if mesh.rank == 0 else Observers()
-    loader = _open_loader(plan, prepared, mesh, state, _open_hearers(recipe, mesh, run_dir, state, door))
+    samples = LedgerOfRank(recipe.track.sample_ledger, mesh, run_dir)
+    samples.begin(state.samples)
+    hearers = [samples.note] if door is None else [door.hear_batch, samples.note]
+    loader = _open_loader(plan, prepared, mesh, state, hearers)
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
@@ -189,14 +199,15 @@ def _train(
                 if goal := loop.find_goal():
                     with phases.within(Phase.SAVE):
                         saves.save(loop, goal, is_last=loop.is_done)
-                saves.rewind_if_due(loop)
+                if saves.rewind_if_due(loop):
+                    samples.begin(loop.state.samples)
                 following = loop.state.step + 1  # of an older step, if the run has gone back
                 observers.contain("profile", partial(profiler.begin_step, following))
                 if door is not None and not loop.is_done:
                     door.begin_step(following, run)
             observers.contain("profile", profiler.close)
             phases.begin(Phase.SAVE)
-            saves.finish(loop, is_stopped=stop.requested)
+            saves.finish(loop, is_stopped=lambda: stop.requested)
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:
@@ -205,7 +216,8 @@ def _train(
         raise
     finally:
         saves.end()
-        goodput.end(code)
+        with suppress(LeaseLost):  # which the run ends with already
+            goodput.end(code)
         observers.close(code)
         run.close()
     return code
@@ -252,16 +264,6 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
         return next(iter(recipe.train.sample.splitlines()), "")
     stream = max(prepared.sources, key=lambda source: source.weight).streams["train"]
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
-
-
-def _open_hearers(recipe: Recipe, mesh: Mesh, run_dir: Path, state: RunState, door: FaultDoor | None) -> list[Hear]:
-    """Who hears of each batch. Collective where there is a ledger of samples: all of a start's ranks note its number."""
-    hearers: list[Hear] = [] if door is None else [door.hear_batch]
-    if recipe.track.sample_ledger:
-        start = tell(partial(next_start, run_dir), mesh.axis("world"))
-        if all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp")):  # the others read the same samples
-            hearers.append(SampleLedger(run_dir, mesh.axis("dp").rank, start, state.samples).note)
-    return hearers
 
 
 def _draw_timeline(loop: Loop, title: str, lease: Lease, observers: Observers) -> None:

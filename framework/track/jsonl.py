@@ -63,9 +63,9 @@ class Jsonl:
     def rewind(self, step: int) -> None:
         """As a resume at that step."""
         assert self._file is not None, "rewind before open"
-        self._file.close()
         truncate(self._path, step, self._lease)
-        self._file = self._path.open("a", encoding="utf-8")
+        former, self._file = self._file, self._path.open("a", encoding="utf-8")
+        former.close()
         self._is_torn = False
 
     def close(self, exit_code: int) -> None:

@@ -1,21 +1,25 @@
 """The ledger of samples (`track.sample_ledger`): which samples each step consumed, and what their tokens were.
 
-Each data-parallel rank writes RUN/samples/dp-N.jsonl, whatever the layout: at each start of the ranks a line with the number of
-the start and the cursor from which it goes on, then for each step a line with the samples and a hash of each one's tokens. What
-a start has read behind the cursor of a later one was lost with its weights; the rest is the final lineage, in which every sample
-must be once. With parallel.cp a hash is of the tokens that the first rank of `cp` holds.
+Each data-parallel rank writes RUN/samples/dp-N.jsonl, whatever the layout: at each start of the ranks, and at each rewind, a line
+with its number and the cursor from which it goes on, then for each step a line with the samples and a hash of each one's tokens.
+What a start has read behind the cursor of a later one was lost with its weights; the rest is the final lineage, in which every
+sample must be once. With parallel.cp a hash is of the tokens that the first rank of `cp` holds.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import xxhash
 
+from framework.comm.connect import Mesh
+from framework.comm.objects import tell
+from framework.data.order import Skipped, index_samples
 from framework.data.pack import Microbatch
 
 FOLDER = "samples"
@@ -42,14 +46,18 @@ class SampleLedger:
         path = folder / f"dp-{dp_rank}.jsonl"
         is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
         self._file: TextIO = path.open("a")
-        self._start = start
         # A line that a power loss tore must not spoil the one behind it.
-        self._write({"start": start, "cursor": cursor}, before="\n" if is_torn else "")
+        self.begin(start, cursor, before="\n" if is_torn else "")
 
-    def note(self, samples: np.ndarray, microbatches: Sequence[Microbatch]) -> None:
-        """The step reads samples [n], in the order of the microbatches' rows."""
+    def begin(self, start: int, cursor: int, before: str = "") -> None:
+        """Another start, or a rewind, reads from `cursor` on."""
+        self._start = start
+        self._write({"start": start, "cursor": cursor}, before)
+
+    def note(self, cursor: int, samples: np.ndarray, microbatches: Sequence[Microbatch]) -> None:
+        """The step at `cursor` reads samples [n], in the order of the microbatches' rows."""
         rows = [hash_tokens(each, row) for each in microbatches for row in range(len(each.input_ids))]
-        self._write({"start": self._start, "samples": samples.tolist(), "tokens": rows})
+        self._write({"start": self._start, "at": cursor, "samples": samples.tolist(), "tokens": rows})
 
     def close(self) -> None:
         self._file.close()
@@ -57,6 +65,30 @@ class SampleLedger:
     def _write(self, record: dict[str, Any], before: str = "") -> None:
         self._file.write(f"{before}{json.dumps(record)}\n")
         self._file.flush()
+
+
+class LedgerOfRank:
+    """The ledger of a rank that may have none: of those that read the same samples one writes."""
+
+    def __init__(self, is_kept: bool, mesh: Mesh, run_dir: Path) -> None:
+        self._is_kept, self._mesh, self._run_dir = is_kept, mesh, run_dir
+        self._writes = is_kept and all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp"))
+        self._ledger: SampleLedger | None = None
+
+    def begin(self, cursor: int) -> None:
+        """A start of the ranks, or a rewind, reads from `cursor` on. Collective over the world: all note one number."""
+        if not self._is_kept:
+            return
+        start = tell(partial(next_start, self._run_dir), self._mesh.axis("world"))
+        if self._ledger is not None:
+            self._ledger.begin(start, cursor)
+        elif self._writes:
+            self._ledger = SampleLedger(self._run_dir, self._mesh.axis("dp").rank, start, cursor)
+
+    def note(self, cursor: int, samples: np.ndarray, microbatches: Sequence[Microbatch]) -> None:
+        """As `SampleLedger.note`."""
+        if self._ledger is not None:
+            self._ledger.note(cursor, samples, microbatches)
 
 
 def hash_tokens(microbatch: Microbatch, row: int) -> str:
@@ -85,15 +117,18 @@ def read_lineage(run_dir: Path) -> Lineage:
         for record in records
         if "samples" in record
         for sample, tokens in zip(record["samples"], record["tokens"], strict=True)
-        if (end := ends[record["start"]]) is None or sample < end
+        if (end := ends[record["start"]]) is None or record["at"] < end
     ]
     return Lineage(tuple(sorted(tokens)), cursors)
 
 
-def find_ledger_problems(lineage: Lineage, num_samples: int, undisturbed: Lineage | None = None) -> list[str]:
-    """What is wrong: samples that are lost, read more than once or not to be read, of 0 to num_samples - 1; and other tokens
-    than those of an undisturbed run. Nothing is: an empty list."""
-    counts, expected = Counter(sample for sample, _ in lineage.tokens), range(num_samples)
+def find_ledger_problems(
+    lineage: Lineage, num_samples: int, undisturbed: Lineage | None = None, skipped: Skipped = ()
+) -> list[str]:
+    """What is wrong: samples that are lost, read more than once or not to be read, of the first `num_samples` that are not
+    `skipped`; and other tokens than those of an undisturbed run. Nothing is: an empty list."""
+    counts = Counter(sample for sample, _ in lineage.tokens)
+    expected = dict.fromkeys(index_samples(np.arange(num_samples), skipped).tolist())
     found = {
         "lost": [sample for sample in expected if not counts[sample]],
         "read more than once": [sample for sample, count in counts.items() if count > 1],

@@ -182,6 +182,8 @@ class Loop:
         self._unread = self._unreported = self._validation = None
         self._skipped_in_a_row, self._is_best = 0, False
         self._flags = Flags(stop=self._flags.stop)
+        self._compared_step, self._hashed = -1, ()
+        self._last_save_step, self._copy_is_due = -2, False
         self._loader.skip(state.skipped_samples)
         self.run.exposed_communication.take()
         self._observers.rewind(state.step)
@@ -235,8 +237,8 @@ class Loop:
             microbatches = self._loader.batch(state.samples)
         loaded, waited_before = time.perf_counter(), self.run.mesh.waits.seconds
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
-        is_reported, limits = self._is_reported(state.step + 1), state.spikes.limits(state.step + 1)
-        sent = limits if self._skips_spikes else NO_LIMITS
+        is_reported = self._is_reported(state.step + 1)
+        limits = state.spikes.limits(state.step + 1) if self._skips_spikes else NO_LIMITS
         result = train_step(
             self.run,
             microbatches,
@@ -245,7 +247,7 @@ class Loop:
             flags,
             self._validation,
             is_reported,
-            sent,
+            limits,
             self._is_compared(state.step + 1),
         )
         self._hashed = result.hashed
@@ -314,6 +316,8 @@ class Loop:
         if pending is None:
             return
         values = StepValues.unpack(pending.sums.values())
+        if not self._skips_spikes:  # no update depends on them, so they are found while the next step is under way
+            pending = replace(pending, limits=self.state.spikes.limits(pending.step))
         self._exposed_s += sum(each.seconds for each in pending.waits)  # the device has passed them, as it has the sums
         self._flags = replace(values.flags, stop=self._flags.stop or values.flags.stop)
         is_skipped = self._note_spike(pending, values) or not values.is_finite
@@ -337,12 +341,13 @@ class Loop:
         """Add a step to what the detector knows. Whether it was a spike, and was skipped for that: the device has compared the
         same numbers."""
         spikes = self.state.spikes
-        is_spike = spikes.add(pending.step, values.loss, values.gradient_norm, pending.limits)
+        limits = pending.limits
+        is_spike = spikes.add(pending.step, values.loss, values.gradient_norm, limits)
         if is_spike and self.run.mesh.rank == 0:
             made = "no update was made" if self._skips_spikes else "train.on_spike=log: the update was made"
             print(
-                f"step {pending.step:,} is a spike: loss {values.loss:.4g} (limit {pending.limits.loss:.4g}), gradient norm"
-                f" {values.gradient_norm:.4g} (limit {pending.limits.gradient_norm:.4g}); {made}",
+                f"step {pending.step:,} is a spike: loss {values.loss:.4g} (limit {limits.loss:.4g}), gradient norm"
+                f" {values.gradient_norm:.4g} (limit {limits.gradient_norm:.4g}); {made}",
                 file=sys.stderr,
                 flush=True,
             )

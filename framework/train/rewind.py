@@ -40,6 +40,11 @@ def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
     loop.run.optimizer.wait_for_readers()
     tell(partial(_retire, lease, root, due, spiked.rewinds, loop.recipe.train.max_rewinds), world)
     state = restore(loop.run, root, lease=lease)
+    best = state.best_step
+    if best is not None and not tell(
+        lambda: committed_name(root, best).exists(), world
+    ):  # a later one had taken its place
+        state.best_step = state.best_validation_loss = None
     state.rewinds = spiked.rewinds + 1
     state.skipped_samples = leave_out(spiked.skipped_samples, state.samples, due.samples)
     tell(partial(_record, lease, root, state, due), world)

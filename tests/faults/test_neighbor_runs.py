@@ -16,7 +16,7 @@ from framework.checkpoint.node_memory import memory_of
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
-from framework.launch import train
+from framework.launch import saves, train
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
@@ -52,8 +52,8 @@ def train_body(rank, recipe, place, rendezvous, death):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "find_goal", find_goal)
         patch.setattr(train, "open_observers", lambda *words: Observers())
-        patch.setattr(train, "node_name", lambda: f"n{rank}")
-        patch.setattr(train, "memory_of", partial(memory_of, memory=place / "shm"))
+        patch.setattr(saves, "node_name", lambda: f"n{rank}")
+        patch.setattr(saves, "memory_of", partial(memory_of, memory=place / "shm"))
         mesh = connect(Topology(dp=2), torch.device("cpu"), f"file://{rendezvous}", rank, timeout_s=30)
         with StopRequest() as stop, StepWatch(stop) as watch:
             plan = make_plan(recipe, load_config(recipe.model))

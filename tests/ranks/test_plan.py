@@ -133,10 +133,10 @@ def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> t
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_beside_gradients_a_step_sums_a_few_numbers(pool: RankPool, accumulation: int) -> None:
-    """The count of loss tokens over the batch axis; over the world loss, norm, two flags, the place of the loss scale, and for
-    each parameter whether it was reached, 8 bytes each."""
+    """The count of loss tokens over the batch axis; over the world loss, norm, three flags, the place of the loss scale, and
+    for each parameter whether it was reached, 8 bytes each."""
     for sent, num_parameters in pool.run(2, measure_numbers, small_recipe("fp32", 2, accumulation, SEQUENCES)):
-        assert sent == {"batch": {"all_reduce": (1, 8)}, "world": {"all_reduce": (1, 8 * (5 + num_parameters))}}
+        assert sent == {"batch": {"all_reduce": (1, 8)}, "world": {"all_reduce": (1, 8 * (6 + num_parameters))}}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from framework.checkpoint.commit import list_checkpoints, step_of
 from framework.checkpoint.load import read_state
 from framework.errors import EXIT_DONE, EXIT_NUMERICS
 from framework.launch import train
+from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train import rewind
 from framework.train.state import RunState
 from tests import tiny_run
@@ -111,9 +112,13 @@ def test_a_rewound_run_is_bitwise_the_run_that_never_saw_the_data(
 ) -> None:
     """Its ledger has every sample but those once; the checkpoints behind the rewind have lost their names."""
     run_dir = folder(place, "rewound")
-    ended = pool.run(1, train_body, compose_run(place, "train.on_spike=rewind"), run_dir)
+    recipe = compose_run(place, "train.on_spike=rewind", "track.sample_ledger=true")
+    ended = pool.run(1, train_body, recipe, run_dir)
     assert [each.code for each in ended] == [EXIT_DONE]
     check_rewound(run_dir, ended, spared)
+    lineage = read_lineage(run_dir)
+    assert lineage.cursors == (0, TARGET * SEQUENCES)
+    assert find_ledger_problems(lineage, STEPS * SEQUENCES, skipped=LEFT_OUT) == []
     assert (run_dir / "checkpoints" / f"step-{FIRST_BAD - 1:08d}.rewound").is_dir()
     assert read_state(run_dir / "checkpoints" / f"step-{TARGET:08d}")["rewinds"] == 1
 

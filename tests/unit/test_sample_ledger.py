@@ -22,7 +22,7 @@ def train(folder, first, last, dp=DP, change=lambda samples: samples):
         ledger = SampleLedger(folder, rank, start, first * PER_STEP)
         for step in range(first, last):
             samples = change(np.arange(step * PER_STEP + rank, (step + 1) * PER_STEP, dp))
-            ledger.note(samples, [rows_of([sample]) for sample in samples])
+            ledger.note(step * PER_STEP, samples, [rows_of([sample]) for sample in samples])
         ledger.close()
 
 
@@ -61,7 +61,7 @@ def test_other_tokens_under_the_same_number_are_found(tmp_path):
     for name, shift in (("a", 0), ("b", 1)):
         (tmp_path / name).mkdir()
         ledger = SampleLedger(tmp_path / name, 0, 0, 0)
-        ledger.note(np.arange(3), [rows_of([0, 1 + shift, 2])])
+        ledger.note(0, np.arange(3), [rows_of([0, 1 + shift, 2])])
     first, second = (read_lineage(tmp_path / name) for name in "ab")
     assert find_ledger_problems(first, 3, first) == []
     assert find_ledger_problems(second, 3, first) == ["1 samples are of other tokens: 1"]
