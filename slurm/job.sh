@@ -88,10 +88,11 @@ seconds_of() { # seconds_of FIELD: a moment of this job on the Unix clock; nothi
 }
 
 and_excluded() { # and_excluded NODES: with those that the job leaves out already, by its user's wish or for an earlier fault
-  local had
+  local had new
   had=$(field ExcNodeList)
-  if [ "$had" = "(null)" ]; then had=; fi
-  echo "${had:+$had,}$1"
+  if [ -z "$had" ] || [ "$had" = "(null)" ]; then echo "$1"; return; fi
+  new=$(tr , '\n' <<< "$1" | grep -vxFf <(scontrol show hostnames "$had") | paste -sd,)
+  echo "$had${new:+,$new}"
 }
 
 forget_copies() { # what this job's nodes hold of the run takes memory that others need

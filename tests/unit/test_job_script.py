@@ -228,9 +228,13 @@ def test_a_field_is_of_the_first_job_that_slurm_shows(tmp_path):
     assert call(f"{stub}; field", tmp_path, "JobState") == "RUNNING"
 
 
-@pytest.mark.parametrize(("had", "all_of_them"), [("'(null)'", "n1,n2"), ("", "n1,n2"), ("'n[4-6]'", "n[4-6],n1,n2")])
+@pytest.mark.parametrize(
+    ("had", "all_of_them"),
+    [("(null)", "n1,n2"), ("", "n1,n2"), ("n[4-6]", "n[4-6],n1,n2"), ("n4,n1", "n4,n1,n2"), ("n2,n1", "n2,n1")],
+)
 def test_bad_nodes_join_those_that_the_user_excluded(tmp_path, had, all_of_them):
-    assert call("and_excluded", tmp_path, "n1,n2", before=f"field() {{ echo {had}; }}\n") == all_of_them
+    stubs = f"field() {{ echo '{had}'; }}; scontrol() {{ tr , '\\n' <<< $3; }}\n"
+    assert call("and_excluded", tmp_path, "n1,n2", before=stubs) == all_of_them
 
 
 @pytest.mark.parametrize(
