@@ -74,7 +74,7 @@ def test_goodput_adds_up_over_requeues_and_kills(desk, evidence, run):
     assert account.wall_s == pytest.approx(wall_s, rel=0.02, abs=3)  # these clocks have whole seconds
     assert min(account.seconds.values()) >= 0
     assert len(account.rows) == len(desk.starts(run))
-    assert account.seconds[Part.OFF] == 0
+    assert account.seconds[Part.OFF] < 1  # from the last word to the requeue, whose moment SLURM tells in whole seconds
     if run == "limit":
         assert account.seconds[Part.QUEUE] > 2  # SLURM has each requeue wait
         assert account.seconds[Part.RECOVERY] == account.seconds[Part.LOST] == 0
