@@ -39,29 +39,40 @@ leave_out_bad_nodes() { # which ranks have found to be bad
 }
 
 answers() { # answers NODE: can anything be started there? SLURM itself may take minutes to notice that a node is lost
-  local try
-  for try in 1 2; do
-    timeout --kill-after=1 "$node_patience_s" srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --job-name="try$try" true \
+  # A try that fails at once says little: a controller that has just come back refuses every step. It is made again.
+  local begin=$SECONDS
+  while :; do
+    timeout --kill-after=1 "$node_patience_s" srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --job-name=try true \
       < /dev/null &> /dev/null
     case $? in
       0 | 138 | 143) return 0 ;;    # USR1 and TERM: what asks the ranks to save and end reaches all steps of the job
       124 | 137) return 1 ;;        # `timeout` has ended it
     esac
+    if [ $((SECONDS - begin)) -ge "$node_patience_s" ]; then return 1; fi
+    sleep 1
   done
-  return 1
 }
 
 leave_out_lost_nodes() {
-  local node answer
+  local node answer any
+  local -a silent=()
   local -A asked_nodes=()
-  for node in $(job_nodes); do
-    answers "$node" &
-    asked_nodes[$node]=$!
+  while :; do
+    silent=() asked_nodes=() any=
+    for node in $(job_nodes); do
+      answers "$node" &
+      asked_nodes[$node]=$!
+    done
+    for node in "${!asked_nodes[@]}"; do
+      while wait "${asked_nodes[$node]}"; answer=$?; kill -0 "${asked_nodes[$node]}" 2> /dev/null; do :; done
+      if [ "$answer" -eq 0 ]; then any=1; else silent+=("$node"); fi
+    done
+    # This script runs on one of them: where none answers, it is SLURM that does not, and nothing is known of the nodes.
+    if [ -n "$any" ] || [ "${#silent[@]}" -eq 0 ]; then break; fi
+    say "nothing can be started on any node, so SLURM does not answer: asks again"
+    sleep 5
   done
-  for node in "${!asked_nodes[@]}"; do
-    while wait "${asked_nodes[$node]}"; answer=$?; kill -0 "${asked_nodes[$node]}" 2> /dev/null; do :; done
-    if [ "$answer" -ne 0 ]; then leave_out "$node" "does not answer"; fi
-  done
+  for node in "${silent[@]}"; do leave_out "$node" "does not answer"; done
 }
 
 end_where_nodes_are_lost() { # end_where_nodes_are_lost SRUN: of a lost node srun waits for the ranks until SLURM notices

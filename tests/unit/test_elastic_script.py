@@ -1,7 +1,8 @@
 """What a job's script does when nodes are lost: the script itself is run, with small programs in the place of SLURM's.
 
 The job has n1, n2 and so on, and its script is on n1. Programs leave what they are asked in a folder of notes, and read from it
-what they are to do: `dead` has nodes on which nothing starts, `ends` how each start of the ranks ends.
+what they are to do: `dead` has nodes on which nothing starts, `ends` how each start of the ranks ends. REFUSED_S
+is for how long after that the controller refuses every step.
 """
 
 import re
@@ -17,13 +18,15 @@ PROGRAMS = {
     "srun": """name= node=
 for word; do case $word in --job-name=*) name=${word#*=} ;; --nodelist=*) node=${word#*=} ;; esac; done
 case $name in
-  try*) grep -qxF "$node" "$NOTES/signalled" && exit 138
+  try) [ $(($(date +%s) - $(cat "$NOTES/ended"))) -lt "$REFUSED_S" ] && exit 1
+        grep -qxF "$node" "$NOTES/signalled" && exit 138
         if grep -qxF "$node" "$NOTES/dead"; then exit 1; fi ;;
   guard) echo "$node" >> "$NOTES/guards"; exec sleep 15 ;;
   ranks) echo "$node" >> "$NOTES/starts"
          read -r code bad lost < <(sed -n "$(wc -l < "$NOTES/starts")p" "$NOTES/ends")
          [ "$bad" = - ] || echo "$bad" >> "$RUN/slurm/bad-nodes"
          [ "$lost" = - ] || echo "$lost" >> "$NOTES/dead"
+         date +%s > "$NOTES/ended"
          echo "${code#hangs}" > "$MESHWRIGHT_OUTCOME"
          case $code in hangs*) exec sleep 60 ;; esac
          exit "$code" ;;
@@ -62,9 +65,10 @@ def job(tmp_path):
         around = {
             "PATH": f"{programs}:/usr/bin:/bin", "NOTES": str(notes), "RUN": str(run), "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NAME": "x", "SLURMD_NODENAME": "n1", "EXCLUDED": "(null)",
+            "REFUSED_S": "0",
         }  # fmt: skip
         done = subprocess.run(
-            ["bash", "-c", text],
+            ["bash", "-c", text.replace("node_patience_s=15", "node_patience_s=1")],
             env=around | variables,
             cwd=tmp_path,
             capture_output=True,
@@ -134,6 +138,14 @@ def test_a_node_that_a_signal_reached_is_not_lost(tmp_path, job):
     """What asks the ranks to save and end reaches all steps of a job, and may end the one that tries a node."""
     found, _, _ = job(script(tmp_path, (1, 2), 0), "n1,n2", ["1 - -", "0 - -"], signalled="n2")
     assert found == ["n1,n2", "n1,n2"]
+
+
+def test_nodes_are_not_lost_where_the_controller_refuses_every_step(tmp_path, job):
+    """As for some seconds after it was restarted: srun fails at once then for all nodes, that of the script included."""
+    found, done, _ = job(script(tmp_path, 2, 1), "n1,n2,n3", ["137 - -", "0 - -"], REFUSED_S="5")
+    assert found == ["n1,n2", "n1,n2"], done.stdout + done.stderr
+    assert "so SLURM does not answer: asks again" in done.stdout
+    assert "leaves out" not in done.stdout
 
 
 def test_ranks_that_wait_for_a_lost_node_are_ended(tmp_path, job):
