@@ -24,6 +24,7 @@ FLOORS = (
     ("parallel",),
     ("optim", "data"),
     ("plan",),
+    ("foresight",),
     ("checkpoint", "track"),
     ("train",),
     ("build",),

@@ -1,0 +1,87 @@
+"""What is foretold of a layout: bytes of each rank of its pipeline, and the seconds of a step, both in parts that can be
+checked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The bytes of a rank at one place of the pipeline, at the moment of a step that needs most.
+
+    held: by kind, such as parameters, gradients, master, optimizer, gathered, activations, logits, workspace; slack: what the
+    allocator reserves beside what tensors use. phases: the bytes of each kind at each phase of a step, of which `held` is the
+    largest. host: bytes in the host's memory.
+    """
+
+    held: Mapping[str, int]
+    slack: int
+    phases: Mapping[str, Mapping[str, int]]
+    host: int = 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors."""
+        return sum(self.held.values())
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the device must have."""
+        return self.allocated + self.slack
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """stages: a rank at each place of the pipeline, in order. limit: bytes of a device that ranks may use."""
+
+    stages: tuple[StageMemory, ...]
+    limit: int
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The rank that decides whether the run fits."""
+        return max(self.stages, key=lambda each: each.reserved)
+
+    @property
+    def spare(self) -> int:
+        """Bytes that are left on the fullest rank; negative: so many are missing."""
+        return self.limit - self.fullest.reserved
+
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """Of a step, in seconds of the rank that takes longest.
+
+    parts: what adds up to `step_s`: matmuls, attention, elementwise, recomputation, tp, cp, ep and pp that nothing hides,
+    bubble, gathers and reductions that nothing hides, optimizer, offload, checkpoint. hidden: seconds of communication
+    behind computation, by axis. mfu: useful FLOPs over what the devices could do, by `model/flops.py`: the same for every
+    layout."""
+
+    parts: Mapping[str, float]
+    hidden: Mapping[str, float]
+    tokens: int
+    world: int
+    mfu: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.step_s
+
+    @property
+    def tokens_per_s_and_rank(self) -> float:
+        """Of one rank."""
+        return self.tokens_per_s / self.world
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Both."""
+
+    memory: MemoryForecast
+    time: TimeForecast
