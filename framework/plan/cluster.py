@@ -95,7 +95,7 @@ class Cluster:
     name: of the file. is_assumed: the recipe names neither a cluster nor a GPU that one is known of. device: a part of the name
     that the driver reports. ranks_per_node: devices of a node. peak_flops: FLOP/s by dtype, dense, by the maker's data sheet;
     of a measured CPU the best matmul. matmul_share: of the peak that the best matmul reaches; corrections: logarithms of
-    measured over modelled seconds. attention_share: of the peak that attention reaches in forward and in backward.
+    measured over modelled seconds. attention_share: of the peak that attention reaches in forward, and in backward.
     memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes.
     host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one device, in dollars, 0 if
     unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
@@ -106,7 +106,8 @@ class Cluster:
     memory_bytes: int
     peak_flops: Mapping[str, float]
     matmul_share: Mapping[str, float]
-    attention_share: tuple[float, float]
+    attention_share: float
+    attention_backward_share: float
     memory_rate: float
     host_rate: float
     disk_rate: float
@@ -143,7 +144,8 @@ class Cluster:
             memory_bytes=round(group.memory_gb * 2**30),
             peak_flops={dtype: each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
             matmul_share={dtype: each.share for dtype, each in group.matmul.items()},
-            attention_share=(group.attention_share, group.attention_backward_share),
+            attention_share=group.attention_share,
+            attention_backward_share=group.attention_backward_share,
             memory_rate=group.memory_gb_per_s * 1e9,
             host_rate=group.host_gb_per_s * 1e9,
             disk_rate=group.disk_gb_per_s * 1e9,
@@ -178,7 +180,8 @@ class Cluster:
 
     def attention_seconds(self, flops: float, dtype: str = "bf16", *, backward: bool = False) -> float:
         """Seconds of attention's matmuls of so many FLOPs."""
-        return flops / (self.attention_share[backward] * self._peak(dtype)) + self.overhead_s
+        share = self.attention_backward_share if backward else self.attention_share
+        return flops / (share * self._peak(dtype)) + self.overhead_s
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Seconds of a pass over memory that reads and writes so many bytes in all."""
