@@ -109,8 +109,8 @@ def fit_line(points: Points) -> tuple[float, float]:
     return max(0.0, time - slope * size), slope
 
 
-def write_text(name: str, group: Mapping[str, Any], order: Order, here: ClusterMeasured) -> str:
-    """The file's text. AssertionError where the recipe would refuse it: that is our mistake."""
+def write_text(name: str, group: Mapping[str, Any], order: Order, here: ClusterMeasured, busy: str = "") -> str:
+    """The file's text. busy: what other work was done meanwhile. AssertionError where the recipe would refuse it: our mistake."""
     values = _rounded({"name": name, **group})
     recipe, problems = to_recipe({"cluster": values}, {})
     problems += find_cluster_problems(recipe) if not problems else []
@@ -121,6 +121,7 @@ def write_text(name: str, group: Mapping[str, Any], order: Order, here: ClusterM
         f"# {here.processor}, {what}: measured by `meshwright doctor --measure` on {date.today()} with torch {here.torch},"
         f" {order.ranks} ranks\n# of {order.threads} threads at the same time{far}. Use it with cluster=FILE.yaml.\n"
     )
+    head += f"# Not a quiet machine: {busy}.\n" if busy else ""
     return head + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
