@@ -17,7 +17,7 @@ from framework.recipe.saved import plain
 from framework.recipe.schema import Cluster, ClusterMeasured
 from framework.track.flops import peak_flops
 
-DIGITS = 4
+DIGITS = 5
 # What GPUs of no shipped file are taken to be like, where nothing measures it.
 UNKNOWN_GPU = {"processors": 1, "tile": [1, 1], "ramp": 0}
 
