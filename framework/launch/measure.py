@@ -14,7 +14,7 @@ from framework.launch import measure_rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.local import rank_variables
 from framework.launch.machine import count_memory, describe_machine, find_differences
-from framework.launch.measure_rank import Order
+from framework.launch.measure_order import Order
 from framework.launch.measured_file import describe_findings, describe_group, write_text
 from framework.launch.timings import ON_CPU, ON_GPU, Effort
 from framework.recipe.cluster_file import ENDINGS, KEY, read_cluster_file, write_cluster_file

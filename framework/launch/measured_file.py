@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from framework.launch.machine import count_names
-from framework.launch.measure_rank import Order
+from framework.launch.measure_order import Order
 from framework.plan.cluster import COLLECTIVES, RINGS
 from framework.recipe.clusters import find_cluster_problems, name_of_gpu, read_shipped
 from framework.recipe.convert import to_recipe

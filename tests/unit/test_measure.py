@@ -13,7 +13,7 @@ from framework.launch import measure
 from framework.launch.agent import Outcome
 from framework.launch.machine import check_measured, describe_machine, find_differences
 from framework.launch.measure import choose_file, measure_command
-from framework.launch.measure_rank import Order
+from framework.launch.measure_order import Order
 from framework.launch.measured_file import describe_findings, describe_group, fit_line, write_text
 from framework.launch.measurements import combine
 from framework.launch.timings import Effort, choose_edges, iter_forever, time_call
