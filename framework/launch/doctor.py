@@ -75,7 +75,12 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
 
 def _measured(recipe: Recipe) -> Iterator[Finding]:
     """The cluster by which plan and search foretell, and whether its file is of this machine."""
-    described, is_assumed = find_cluster(recipe)
+    from framework.plan.target import resolve_target
+
+    try:
+        described, is_assumed = find_cluster(resolve_target(recipe))
+    except MeshwrightError:  # the layout's line says why
+        return
     found = (
         f"{described.name}, by data sheets" if described.measured.processor is None else f"{described.name}, measured"
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from framework.errors import EXIT_DONE, RecipeError
+from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch import measure_rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.local import rank_variables
@@ -60,7 +60,11 @@ def measure_command(recipe: Recipe, file: Path, overwrites: bool = False, effort
             return outcome.code
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     group = describe_group(order, found, here, count_memory() // (order.ranks if order.device == "cpu" else 1))
-    write_cluster_file(file, write_text(file.stem, group, order, here, busy))
+    text = write_text(file.stem, group, order, here, busy)
+    try:
+        write_cluster_file(file, text)
+    except OSError as error:
+        raise RunError(f"{file} cannot be written: {error.strerror}; what was measured:\n\n{text}") from error
     print("\n".join(describe_findings(group, order)))
     print(f"written      {file}; use it with {KEY}={file}")
     return EXIT_DONE
@@ -77,6 +81,9 @@ def refuse(recipe: Recipe, file: Path, here: ClusterMeasured, overwrites: bool) 
         raise RecipeError(
             f"--measure {file}: this is a folder; name a file in it, such as {file / DEFAULT_NAME}{ENDINGS[0]}"
         )
+    there = next(each for each in file.absolute().parents if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise RecipeError(f"--measure {file}: nothing can be written into {there}; name a file in a folder of yours")
     if overwrites or not file.exists():
         return
     values, problems = read_cluster_file(file)

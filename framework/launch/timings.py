@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch.nn import functional
 
-from framework.comm.transfer import upload
+from framework.comm.transfer import pin, upload
 
 BATCH_S, LEAST_BATCHES, MOST_BATCHES, MOST_CALLS = 1e-3, 5, 15, 2000
 # A layer's weights are used once for a microbatch: matmuls take theirs in turn from so many bytes, of at most so many tensors.
@@ -171,7 +171,7 @@ def time_overhead(device: torch.device, point_s: float) -> float:
 
 def time_host_copy(device: torch.device, num_bytes: int, point_s: float) -> float:
     """Bytes in a second from the host's memory to the device; on a CPU from memory to memory."""
-    x = torch.ones(num_bytes // 4)
+    x = pin(torch.ones(num_bytes // 4), device)
     out = torch.empty_like(x)
     copy = (lambda: upload(x, device)) if device.type == "cuda" else (lambda: out.copy_(x))
     return num_bytes / time_call(copy, device, point_s)

@@ -214,12 +214,14 @@ class Cluster:
         )
 
     def matmul_seconds(self, rows: int, inner: int, columns: int, dtype: str = "bf16") -> float:
-        """Seconds of [rows, inner] times [inner, columns]."""
+        """Seconds of [rows, inner] times [inner, columns]; none of an empty one, such as of an expert without tokens."""
+        if not rows * inner * columns:
+            return 0.0
         key = (rows, inner, columns, dtype)
         known = self._matmuls.get(key)
         if known is None:
             known = self._model_matmul(rows, inner, columns, dtype)
-            grid = self.corrections.get(dtype)
+            grid = self.corrections.get(self._known_dtype(dtype))
             if grid is not None:
                 known *= exp(grid.at(rows, inner, columns))
             self._matmuls[key] = known
@@ -247,6 +249,7 @@ class Cluster:
         returns, a reduce-scatter or an all-reduce takes, an all-to-all takes of one rank, a message is."""
         if ranks < 2 or not num_bytes:
             return 0.0
+        nodes = min(nodes, ranks)
         cost = self._costs.get((kind, ranks, nodes))
         if cost is None:
             cost = self._costs[kind, ranks, nodes] = self._cost(kind, ranks, nodes)
@@ -269,17 +272,18 @@ class Cluster:
         cores = self.ranks_per_node * self.threads
         threads = threads or max(1, cores // ranks)
         turn, most = min(1.0, cores / (ranks * threads)), cores / self.threads
+        part = turn * min(1.0, threads / self.threads)
         share = min(max(log(threads / self.threads) / log(most), 0.0), 1.0) if most > 1 else 0.0
         faster = self._gain_alone**share
-        curve = _blend(self.memory_curve, self.memory_alone, share, turn)
+        curve = _blend(self.memory_curve, self.memory_alone, share, part)
         return replace(
             self,
             ranks_per_node=ranks,
             threads=threads,
             memory_bytes=self.memory_bytes * self.ranks_per_node // ranks,
-            peak_flops={dtype: turn * faster * each for dtype, each in self.peak_flops.items()},
-            corrections={dtype: self._blend_matmul(dtype, share, turn) for dtype in self.matmul_rate},
-            memory_rate=self.memory_rate * turn * faster if curve is None else curve.values[-1],
+            peak_flops={dtype: part * faster * each for dtype, each in self.peak_flops.items()},
+            corrections={dtype: self._blend_matmul(dtype, share, part) for dtype in self.matmul_rate},
+            memory_rate=self.memory_rate * part * faster if curve is None else curve.values[-1],
             memory_curve=curve,
             overhead_s=self.overhead_s / turn,
             links={kind: each.slowed(turn) for kind, each in self.links.items()},
@@ -293,12 +297,12 @@ class Cluster:
         pairs = [(self.corrections[dtype].values[-1], each.values[-1]) for dtype, each in self.alone.items()]
         return max((exp(shared - alone) for shared, alone in pairs), default=self.ranks_per_node)
 
-    def _blend_matmul(self, dtype: str, share: float, turn: float) -> Grid:
+    def _blend_matmul(self, dtype: str, share: float, part: float) -> Grid:
         """Corrections between those of the measured ranks and of one alone, with a part of the time for each."""
         shared = self.corrections.get(dtype, Grid(((0.0,),) * 3, (0.0,)))
         alone = self.alone.get(dtype)
         values = alone.values if alone is not None else tuple(each - log(self._gain_alone) for each in shared.values)
-        mixed = ((1 - share) * low + share * high - log(turn) for low, high in zip(shared.values, values, strict=True))
+        mixed = ((1 - share) * low + share * high - log(part) for low, high in zip(shared.values, values, strict=True))
         return Grid(shared.axes, tuple(mixed))
 
     def compare(self, dtype: str, measured: Sequence[Sequence[float]]) -> Grid:
@@ -430,12 +434,12 @@ def _read_attention(measured: Sequence[Sequence[float]]) -> tuple[Grid, Grid] | 
     return Grid(contexts, tuple(row[1] for row in measured)), Grid(contexts, tuple(row[2] for row in measured))
 
 
-def _blend(shared: Grid | None, alone: Grid | None, share: float, turn: float) -> Grid | None:
+def _blend(shared: Grid | None, alone: Grid | None, share: float, part: float) -> Grid | None:
     """Rates between those of the measured ranks and of one alone, of which a rank has a part of the time."""
     if shared is None:
         return None
     values = alone.values if alone is not None else shared.values
     mixed = (
-        turn * exp((1 - share) * log(low) + share * log(high)) for low, high in zip(shared.values, values, strict=True)
+        part * exp((1 - share) * log(low) + share * log(high)) for low, high in zip(shared.values, values, strict=True)
     )
     return Grid(shared.axes, tuple(mixed))

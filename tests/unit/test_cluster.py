@@ -211,6 +211,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     assert parts[0] == pytest.approx(7 * (1e-5 + 1e9 / 8 / 1e11))
     assert cluster.collective_seconds("all_to_all", 1e9, 8, 1) == pytest.approx(parts[0])
     assert cluster.collective_seconds("send", 1e9, 2, 1) == pytest.approx(1e-5 + 1e-2)
+    assert cluster.matmul_seconds(0, 8, 8) == cluster.memory_seconds(0) == 0
     assert cluster.collective_seconds("all_reduce", 1e9, 1, 1) == cluster.collective_seconds("all_gather", 0, 8, 1) == 0
 
 
@@ -258,6 +259,8 @@ def test_cores_of_a_cpu_are_shared_by_many_ranks_and_given_to_few():
     assert cluster.for_ranks(16).collective_seconds("send", 1e6, 2, 1) == pytest.approx(
         2 * cluster.collective_seconds("send", 1e6, 2, 1)
     )
+    pairs = replace(cluster, ranks_per_node=4, threads=2)  # of eight cores
+    assert pairs.for_ranks(8).matmul_seconds(512, 512, 512, "fp32") == pytest.approx(2 * eight)
     gpus = shipped("h100_ib")
     assert gpus.for_ranks(4) is gpus
 
