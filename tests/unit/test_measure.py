@@ -160,7 +160,7 @@ def test_the_ranks_of_this_machine_write_a_file_that_plan_reads(tmp_path, capsys
     written = yaml.safe_load(file.read_text())
     assert written["measured"]["processor"] == describe_machine().processor
     assert [row[:3] for row in written["matmul"]["fp32"]["measured"]][:2] == [[16, 16, 16], [16, 16, 64]]
-    assert [size for size, _ in written["links"]["send"]["measured"]] == [0.004096, 1.049]
+    assert [size for size, _ in written["links"]["send"]["measured"]] == [0.004096, 1.0486]
     assert [each.name for each in tmp_path.iterdir()] == ["cluster"], "what was written to time the disk is gone"
     assert main(["check", "experiment=quickstart", "--recipes", str(tmp_path), "cluster=here"]) == EXIT_DONE
     assert "devices_per_node: 2" in capsys.readouterr().out
