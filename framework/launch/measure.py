@@ -50,7 +50,7 @@ def measure_command(recipe: Recipe, file: Path, overwrites: bool = False, effort
     refuse(recipe, file, here, overwrites)
     busy = describe_load(here)
     if busy:
-        print(f"caution  {busy}: what is measured now is slower than the machine, and varies", file=sys.stderr)
+        print(f"caution  this machine is not quiet, {busy}: what is measured now is slower than it is, and varies", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         order = make_order(recipe, here, result, effort)
@@ -97,9 +97,9 @@ def refuse(recipe: Recipe, file: Path, here: ClusterMeasured, overwrites: bool) 
 
 
 def describe_load(here: ClusterMeasured) -> str:
-    """What other work does here; empty where it is little."""
+    """How busy other work keeps this machine; empty where it is quiet."""
     load = os.getloadavg()[0]
-    return f"other work takes {load:.1f} of this machine's {here.cores} cores" if load > BUSY_SHARE * here.cores else ""
+    return f"its load of the last minute is {load:.1f} on {here.cores} cores" if load > BUSY_SHARE * here.cores else ""
 
 
 def make_order(recipe: Recipe, here: ClusterMeasured, result: Path, effort: Effort | None) -> Order:
