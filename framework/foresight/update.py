@@ -2,9 +2,9 @@
 failures take from a run.
 
 The update is passes over memory: of each owned element the gradient and the master, each moment and the parameter are read and
-written once (one fused kernel), and the gradient once before that for its norm. Offloaded states go over the host's link, gradients
-there and parameters back, and are updated at the rate of that link. An asynchronous save holds training up while states are copied
-to the host; a synchronous one until the node's disk has them.
+written once (one fused kernel), and the gradient once before that for its norm. Offloaded states go over the host's link,
+gradients there and parameters back, and are updated at the rate of that link. An asynchronous save holds training up while
+states are copied to the host; a synchronous one until the node's disk has them.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Update:
         """Of a rank that owns so many elements, by part. The norm's sum over ranks is not in it."""
         master, gradient, moments = self._state_bytes
         offload, cluster = self.settings.memory.offload, self.cluster
-        away = elements * (offload.optimizer if "optimizer" in c.offload else 0.0)
+        away = elements * ("optimizer" in c.offload)
         moved = 2 * (master + moments) + gradient + self.itemsize * (1 if master else 2)
         norm = cluster.memory_seconds(elements * gradient) if elements else 0.0
         here = cluster.memory_seconds((elements - away) * moved * self.profile.optimizer_passes) if elements else 0.0
