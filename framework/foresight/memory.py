@@ -128,9 +128,9 @@ def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Re
 
 
 def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
-    """What activations alone leave, wherever states lie: no candidate with other ZeRO has more to spare."""
-    found = _forecaster(shape, settings).activations(candidate)
-    return cluster.memory_bytes - max(_most(NOTHING, each) for each in found)
+    """What activations alone leave on the first rank of the pipeline, wherever states lie: no candidate with other ZeRO has more
+    to spare on its fullest rank."""
+    return cluster.memory_bytes - _most(NOTHING, _forecaster(shape, settings).activations_of_rank(candidate, 0))
 
 
 def layer_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
@@ -186,11 +186,17 @@ class _Forecaster:
         """Of each rank of the pipeline, its layers as the candidate says."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         microbatches = representative(each.schedule, each.pp, each.accumulation)
-        tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, each.offload, microbatches
+        goes = "activations" in each.offload
+        tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, goes, microbatches
         found: Sequence[Part] = self._remember(("activations", layout, tokens), lambda: self._activations(each, None))
         return found
 
     def _places(self, each: Candidate) -> Places:
+        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
+        found: Places = self._remember(("places", layout), lambda: self._find_places(each))
+        return found
+
+    def _find_places(self, each: Candidate) -> Places:
         layers = self.settings.recipe.pipeline.layers
         stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
         return Places(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
@@ -306,6 +312,22 @@ class _Forecaster:
     # --- activations
 
     def _activations(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
+        ranks = range(each.pp)
+        if chosen is not None:
+            return [self._activations_of_rank(each, rank, chosen) for rank in ranks]
+        return [self.activations_of_rank(each, rank) for rank in ranks]
+
+    def activations_of_rank(self, each: Candidate, rank: int) -> Part:
+        """Of one rank of the pipeline, its layers as the candidate says."""
+        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
+        microbatches = representative(each.schedule, each.pp, each.accumulation)
+        goes = "activations" in each.offload
+        tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, goes, microbatches
+        key = ("activations of rank", rank, layout, tokens)
+        found: Part = self._remember(key, lambda: self._activations_of_rank(each, rank, None))
+        return found
+
+    def _activations_of_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> Part:
         places, activations = self._places(each), self.activations_of(each)
         moments = self._remember(
             (
@@ -317,20 +339,19 @@ class _Forecaster:
             ),
             lambda: moments_of(each.schedule, each.pp, each.virtual, each.accumulation),
         )
-        policy = each.checkpointing
-        counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in places.stages}
-        hidden = activations.hidden_bytes
-        parts = []
-        for rank, stages in enumerate(places.of_ranks):
-            by_stage = {stage.index: activations.of_stage(stage, counts[stage.index]) for stage in stages}
-            peaks = find_peaks(moments[rank], by_stage)
-            on_the_way = max(map(activations.transfer_bytes, stages))
-            beside = {"workspace": self._workspace, "communication": 4 * hidden if each.pp > 1 else 0}
-            phases = [self._phase(peaks[name], on_the_way) | beside for name in PHASES[:3]]
-            nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
-            host = self._offloaded_bytes(activations, stages, moments[rank])
-            parts.append(Part.of([*phases, nothing, nothing], self._workspace, host, 0))
-        return parts
+        policy, stages = each.checkpointing, places.of_ranks[rank]
+        counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in stages}
+        by_stage = {stage.index: activations.of_stage(stage, counts[stage.index]) for stage in stages}
+        peaks = find_peaks(moments[rank], by_stage)
+        on_the_way = max(map(activations.transfer_bytes, stages))
+        beside = {
+            "workspace": self._workspace,
+            "communication": 4 * activations.hidden_bytes if each.pp > 1 else 0,
+        }
+        phases = [self._phase(peaks[name], on_the_way) | beside for name in PHASES[:3]]
+        nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
+        host = self._offloaded_bytes(activations, stages, moments[rank])
+        return Part.of([*phases, nothing, nothing], self._workspace, host, 0)
 
     def _phase(self, peak: Peak, on_the_way: int) -> dict[str, int]:
         kept = peak.activations + on_the_way if peak.total else 0
@@ -340,10 +361,11 @@ class _Forecaster:
         self, activations: Activations, stages: Sequence[StageBounds], moments: Sequence[LiveMoment]
     ) -> int:
         """Of activations on the host at the most. Each stage of the rank has blocks of its own."""
-        return sum(
-            activations.offloaded_bytes(stage) * max(dict(each.live)[stage.index] for each in moments)
-            for stage in stages
-        )
+        sizes = {stage.index: activations.offloaded_bytes(stage) for stage in stages}
+        if not any(sizes.values()):
+            return 0
+        lives = [dict(each.live) for each in moments]
+        return sum(size * max(each[index] for each in lives) for index, size in sizes.items())
 
     @property
     def _workspace(self) -> int:
@@ -351,7 +373,7 @@ class _Forecaster:
 
     def activations_of(self, each: Candidate) -> Activations:
         layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
-        key = layout, each.sequences, each.checkpointing, each.offload
+        key = layout, each.sequences, each.checkpointing, "activations" in each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))
 
     def _make_activations(self, each: Candidate) -> Activations:

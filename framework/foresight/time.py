@@ -121,8 +121,8 @@ class TimeModel:
         busy[owners[-1]] += last[2]
         most = c.accumulation * max(busy)
         if c.schedule in WHOLE_BACKWARDS and c.pp > 1:
-            # The pipeline's last rank begins when a microbatch has come through the stages before its first one, and behind its last
-            # action that stage's gradients go back through them.
+            # The pipeline's last rank begins when a microbatch has come through the stages before its first one, and behind its
+            # last action that stage's gradients go back through them.
             before = first[2] + sum(stages[index] for index in order[: c.pp - 1])
             most = max(most, before + c.accumulation * busy[c.pp - 1])
         return most + self.profile.step_s
@@ -147,7 +147,9 @@ class TimeModel:
     def _find_least_of_units(self, c: Candidate) -> Mapping[int | str, tuple[float, float, float]]:
         """(forward, both backwards, all three) of each kind of layer, and of embedding and head."""
         groups, times = self._groups(c), self._times(c.context)
-        units: dict[int | str, UnitTime] = {kind: self._layer(kind, c, groups, 0.0) for kind in dict.fromkeys(self.shape.kinds)}
+        units: dict[int | str, UnitTime] = {
+            kind: self._layer(kind, c, groups, 0.0) for kind in dict.fromkeys(self.shape.kinds)
+        }
         units["embedding"] = self._end(times.embedding(c), c, groups)
         units["head"] = self._end(times.head(c), c, groups)
         return {

@@ -29,7 +29,9 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", choices=["time", "cost", "memory"], default="time", help="what ranks (default: time)")
     parser.add_argument("--best", type=int, default=10, metavar="N", help="show so many layouts (default: 10)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, every layout with its keys")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the best one's keys; layout=FILE then sets them")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the best one's keys; layout=FILE then sets them"
+    )
     parser.add_argument("--rejections", action="store_true", help="and why each layout is refused, a line each")
     parser.add_argument(
         "--free",
