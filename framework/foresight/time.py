@@ -42,7 +42,8 @@ PARTS = (
 
 class TimeModel:
     """Forecasts of one model with one recipe's choices on one cluster, by one profile, ours where none is given. What a layout
-    shares with others is computed once. Callers are one thread."""
+    shares with others is computed once. Callers are one thread. cluster: with as many ranks on a node as candidates have
+    (`Cluster.for_ranks`)."""
 
     def __init__(self, shape: ModelShape, settings: Recipe, cluster: Cluster, profile: Profile | None = None):
         compute = settings.precision.compute
@@ -70,9 +71,6 @@ class TimeModel:
     def forecast(self, candidate: Candidate) -> TimeForecast:
         """Of a candidate that the model and the recipe allow."""
         c = candidate
-        on_node = min(c.world, c.ranks_per_node)
-        if on_node > self.cluster.ranks_per_node:  # cores take turns
-            return self._shared_by(on_node).forecast(c)
         groups, (forms, order, owners) = self._groups(c), self._stages(c)
         found = [self._stage(form, c, groups) for form in forms]
         stages = [found[index] for index in order]
@@ -94,12 +92,6 @@ class TimeModel:
         parts["optimizer"] += self.links.collective("all_reduce", flags, groups.world)
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(owned))
-
-    def _shared_by(self, on_node: int) -> "TimeModel":
-        def share() -> TimeModel:
-            return TimeModel(self.shape, self.settings, self.cluster.shared_by(on_node), self.profile)
-
-        return self._remember(("shared", on_node), share)
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)
