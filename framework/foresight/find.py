@@ -55,7 +55,9 @@ def best_of(result: SearchResult) -> Ranked:
     near = [each for each in result.rejections if each.kind == "memory"]
     hint = "ask for more nodes, or fix less" if near else "fix less, or change the batch"
     raise RecipeError(
-        "\n".join([f"none of {result.num_layouts:,} layouts of {result.space.world} ranks can be trained: {hint}", *reasons])
+        "\n".join(
+            [f"none of {result.num_layouts:,} layouts of {result.space.world} ranks can be trained: {hint}", *reasons]
+        )
     )
 
 

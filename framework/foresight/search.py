@@ -191,7 +191,16 @@ class Search:
         if self.by == "memory":
             return 0.0
         alone = replace(c, pp=1, dp=c.dp * c.pp, accumulation=1)
-        key = (alone.cp, alone.tp, alone.ulysses, alone.is_gather, alone.sequence, alone.ep, alone.expert_tp, alone.sequences)
+        key = (
+            alone.cp,
+            alone.tp,
+            alone.ulysses,
+            alone.is_gather,
+            alone.sequence,
+            alone.ep,
+            alone.expert_tp,
+            alone.sequences,
+        )
         if key not in self._layers:
             self._layers[key] = self.engine.layer_seconds(alone)
         return self._layers[key] * c.accumulation / c.pp

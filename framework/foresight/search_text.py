@@ -86,7 +86,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def to_json(result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def to_json(
+    result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """All that the page says. recipes: what a file states for each of the best."""
     return {
         "by": result.by,

@@ -316,3 +316,17 @@ def test_offloaded_states_travel() -> None:
     )
     assert here.parts["offload"] == 0.0
     assert away.parts["offload"] > 0.0
+
+
+def test_activations_on_the_host_travel_under_their_neighbours() -> None:
+    away = replace(ONE, offload=frozenset({"activations"}))
+    found = forecast_time(shape(), away, DEFAULT, machine(host_rate=1e12), BARE)
+    assert found.parts["offload"] == 0.0 < found.hidden["offload"]
+    slow = forecast_time(shape(), away, DEFAULT, machine(host_rate=1e9), BARE)
+    assert slow.parts["offload"] + slow.hidden["offload"] == pytest.approx(1000 * found.hidden["offload"])
+
+
+def test_a_chunked_loss_computes_the_head_again() -> None:
+    chunked = replace(DEFAULT, memory=replace(DEFAULT.memory, chunked_loss=True))
+    found = forecast_time(shape(), ONE, chunked, machine(), BARE)
+    assert found.parts["recomputation"] == pytest.approx(2 * T * HEAD / TFLOPS)
