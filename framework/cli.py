@@ -366,7 +366,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
+    from framework.launch.machine import check_measured
     from framework.plan.page import plan_command
+
+    check_measured(recipe)
 
     return plan_command(recipe, arguments.schedule_to, arguments.options)
 
