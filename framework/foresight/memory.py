@@ -93,6 +93,10 @@ class Places:
     owners: tuple[int, ...]
     degrees: Degrees
 
+    def sends(self, stage: StageBounds) -> bool:
+        """Whether a stage's output goes to another rank."""
+        return len(set(self.owners[stage.index : stage.index + 2])) == 2
+
     @cached_property
     def of_ranks(self) -> list[list[StageBounds]]:
         """The stages of each rank, in order of computation."""
@@ -133,9 +137,9 @@ def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Sett
     return cluster.memory_bytes - _most(NOTHING, _forecaster(shape, settings).activations_of_rank(candidate, 0))
 
 
-def layer_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
-    """What one layer of a rank keeps for backward, of a microbatch."""
-    return _forecaster(shape, settings).activations_of(candidate).layer_bytes
+def activations_of(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> Activations:
+    """Bytes of a candidate's activations, by layer and by head, with the loss chunked or not as the recipe says of its size."""
+    return _forecaster(shape, settings).activations_of(candidate)
 
 
 def _forecaster(shape: ModelShape, settings: Settings | Recipe) -> "_Forecaster":
@@ -219,11 +223,8 @@ class _Forecaster:
         device, gathered, host = self._measure(each, stages)
         lasting = {kind: device[kind] for kind in KINDS if kind != "gathered"}
         parameters, gradients = gathered
-        casts = self._cast_bytes(each, gradients)
         by_phase = (parameters, parameters, parameters + gradients, gradients, 0)
         phases = [{**lasting, "gathered": size} for size in by_phase]
-        for phase in (2, 3):
-            phases[phase]["communication"] = casts
         return Part.of(phases, sum(lasting.values()), sum(host.values()), self._outside(each))
 
     def _measure(
@@ -299,10 +300,6 @@ class _Forecaster:
     def _moments_dtype(self) -> Any:
         return self.settings.recipe.precision.moments
 
-    def _cast_bytes(self, each: Candidate, gradients: int) -> int:
-        """Gradients in the dtype in which they travel, of two reductions under way."""
-        return 0
-
     def _outside(self, each: Candidate) -> int:
         if self.settings.device != "cuda":
             return 0
@@ -341,14 +338,17 @@ class _Forecaster:
         )
         policy, stages = each.checkpointing, places.of_ranks[rank]
         counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in stages}
-        by_stage = {stage.index: activations.of_stage(stage, counts[stage.index]) for stage in stages}
+        by_stage = {
+            stage.index: activations.of_stage(stage, counts[stage.index], places.sends(stage)) for stage in stages
+        }
         peaks = find_peaks(moments[rank], by_stage)
         on_the_way = max(map(activations.transfer_bytes, stages))
-        beside = {
-            "workspace": self._workspace,
-            "communication": 4 * activations.hidden_bytes if each.pp > 1 else 0,
-        }
-        phases = [self._phase(peaks[name], on_the_way) | beside for name in PHASES[:3]]
+        # Received ahead of a forward; in backward a gradient is received ahead, and one is leaving.
+        hidden = activations.hidden_bytes
+        ahead = hidden * (not all(stage.is_first for stage in stages))
+        messages = (ahead, ahead, 2 * hidden * (each.pp > 1))
+        beside = [{"workspace": self._workspace, "communication": size} for size in messages]
+        phases = [self._phase(peaks[name], on_the_way) | beside[number] for number, name in enumerate(PHASES[:3])]
         nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
         host = self._offloaded_bytes(activations, stages, moments[rank])
         return Part.of([*phases, nothing, nothing], self._workspace, host, 0)
@@ -364,14 +364,18 @@ class _Forecaster:
         sizes = {stage.index: activations.offloaded_bytes(stage) for stage in stages}
         if not any(sizes.values()):
             return 0
-        lives = [dict(each.live) for each in moments]
-        return sum(size * max(each[index] for each in lives) for index, size in sizes.items())
+        most = dict.fromkeys(sizes, 0)
+        for each in moments:
+            for index, whole, left in each.live:
+                most[index] = max(most[index], whole + left)
+        return sum(size * most[index] for index, size in sizes.items())
 
     @property
     def _workspace(self) -> int:
         return CUBLAS_BYTES if self.settings.device == "cuda" else 0
 
     def activations_of(self, each: Candidate) -> Activations:
+        """Of one rank and microbatch."""
         layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
         key = layout, each.sequences, each.checkpointing, "activations" in each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))
@@ -439,7 +443,7 @@ def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[
     """Of each rank the moments at which it may have most: those at which no other has as much of each stage."""
     if schedule == "gpipe":  # all at once
         return [
-            [LiveMoment(is_forward, rank, ((rank, accumulation),)) for is_forward in (True, False)]
+            [LiveMoment(is_forward, rank, ((rank, accumulation, 0),)) for is_forward in (True, False)]
             for rank in range(pp)
         ]
     made = make_schedule(schedule, pp, representative(schedule, pp, accumulation), virtual)
@@ -448,8 +452,13 @@ def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[
 
 def _undominated(moments: Sequence[LiveMoment]) -> list[LiveMoment]:
     kept: dict[tuple[bool, int], list[LiveMoment]] = {}
-    for each in sorted(moments, key=lambda each: -sum(count for _, count in each.live)):
+    for each in sorted(moments, key=lambda each: -sum(whole + left for _, whole, left in each.live)):
         others = kept.setdefault((each.is_forward, each.stage), [])
-        if not any(all(a[1] >= b[1] for a, b in zip(other.live, each.live, strict=True)) for other in others):
+        if not any(_has_as_much(other, each) for other in others):
             others.append(each)
     return [each for group in kept.values() for each in group]
+
+
+def _has_as_much(one: LiveMoment, other: LiveMoment) -> bool:
+    pairs = zip(one.live, other.live, strict=True)
+    return all(a[1] >= b[1] and a[2] >= b[2] for a, b in pairs)

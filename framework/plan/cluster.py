@@ -33,6 +33,15 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 # What a ring sends over the network of a node all its ranks share; of an all-to-all or a message each rank sends its own.
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+# Whose rate counts for a dtype of which a file has none, the first one first.
+ALIKE = {
+    "fp8": ("bf16", "fp16", "tf32", "fp32"),
+    "bf16": ("fp16", "tf32", "fp32"),
+    "fp16": ("bf16", "tf32", "fp32"),
+    "tf32": ("fp32", "bf16", "fp16"),
+    "fp32": ("tf32", "bf16", "fp16"),
+    "fp64": ("fp32", "tf32", "bf16", "fp16"),
+}
 # Where a matmul has too few tiles for all processors, libraries cut smaller ones. They load more bytes for a FLOP: (tiles in
 # place of one, share of the rate that they reach).
 SMALLER_TILES = ((1, 1.0), (2, 0.9), (4, 0.75))
@@ -85,7 +94,7 @@ class Link:
         """Between two measured numbers of nodes by the logarithms of nodes and rate; beyond the last as there."""
         place = bisect_right([each.nodes for each in self.spans], nodes)
         low, high = self.spans[max(place - 1, 0)], self.spans[min(place, len(self.spans) - 1)]
-        if low.nodes >= high.nodes:
+        if nodes <= low.nodes or low.nodes == high.nodes:
             return low
         share = log(nodes / low.nodes) / log(high.nodes / low.nodes)
         return Span(nodes, exp((1 - share) * log(low.rate) + share * log(high.rate)), high.hop_s)
@@ -114,11 +123,12 @@ class Cluster:
 
     name: of the file. is_assumed: the recipe names neither a cluster nor a GPU that one is known of. device: a part of the name
     that the driver reports. ranks_per_node: devices of a node. peak_flops: FLOP/s by dtype, dense, by the maker's data sheet;
-    of a measured CPU the best matmul. matmul_rate, matmul_memory_rate: what the model of a matmul computes with; corrections:
-    logarithms of measured over modelled seconds; alone: the same of one rank with all cores. attention_share: of the peak that attention reaches in forward, and in backward.
-    memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes.
-    host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one device, in dollars, 0 if
-    unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
+    of a measured CPU the best matmul. matmul_...: what the model of a matmul computes with; corrections:
+    logarithms of measured over modelled seconds; alone: the same of one rank with all cores, each of whose ranks has `threads`
+    else. attention_share: of the peak that attention reaches in forward, and in backward; attention_curves: the same by context.
+    memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes; memory_alone:
+    of one rank with all cores. host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one
+    device, in dollars, 0 if unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
 
     name: str
     device: str
@@ -133,6 +143,7 @@ class Cluster:
     disk_rate: float
     links: Mapping[Collective, Link]
     matmul_memory_rate: float
+    matmul_overhead_s: float
     price_per_hour: float = 0.0
     failures_per_device_hour: float = 0.0
     overhead_s: float = 0.0
@@ -154,8 +165,8 @@ class Cluster:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "Cluster":
-        """That of the recipe's `cluster`, with as many ranks on a node as the recipe has; where it names none that of launch.gres,
-        of CPU ranks a laptop's."""
+        """That of the recipe's `cluster`, with as many ranks on a node as the recipe has; where it names none that of
+        launch.gres, of CPU ranks a laptop's."""
         described, is_assumed = find_cluster(recipe)
         ranks, launch = ceil(count_ranks(recipe) / count_nodes(recipe)), recipe.launch
         return cls.from_group(described, is_assumed).for_ranks(ranks, launch.threads_per_rank or launch.cpus_per_rank)
@@ -172,6 +183,7 @@ class Cluster:
             peak_flops={dtype: each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
             matmul_rate={dtype: each.share * each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
             matmul_memory_rate=group.memory_gb_per_s * 1e9,
+            matmul_overhead_s=group.overhead_us * 1e-6,
             attention_share=group.attention_share,
             attention_backward_share=group.attention_backward_share,
             memory_rate=group.memory_gb_per_s * 1e9,
@@ -317,16 +329,15 @@ class Cluster:
         )
         compute_s = 2.0 * least * self.processors * (inner + self.ramp) / rate
         num_bytes = ITEMSIZE[dtype] * (rows * inner + inner * columns + rows * columns)
-        return self.overhead_s + max(compute_s, num_bytes / self.matmul_memory_rate)
+        return self.matmul_overhead_s + max(compute_s, num_bytes / self.matmul_memory_rate)
 
     def _peak(self, dtype: str) -> float:
         """FLOP/s of a dtype, or of one that multiplies alike."""
         return self.peak_flops[self._known_dtype(dtype)]
 
     def _known_dtype(self, dtype: str) -> str:
-        """The dtype whose rate counts: of two that multiply alike a file may have one."""
-        alike = {"fp16": "bf16", "bf16": "fp16", "fp32": "tf32", "fp8": "bf16", "tf32": "fp32", "fp64": "fp32"}
-        return dtype if dtype in self.peak_flops else alike[dtype]
+        """The dtype whose rate counts: of those that a file has, the one that multiplies most like it."""
+        return next(each for each in (dtype, *ALIKE[dtype]) if each in self.peak_flops)
 
     def _cost(self, kind: Collective, ranks: int, nodes: int) -> tuple[float, float]:
         """(seconds of latency, seconds of a byte of the whole tensor)."""

@@ -30,9 +30,14 @@ def find_cluster(recipe: Recipe) -> tuple[Cluster, bool]:
         return recipe.cluster, False
     if is_on_cpus(recipe.launch):
         return read_shipped(OF_CPUS), True
-    words = re.split(r"[^A-Z0-9]+", (recipe.launch.gres or "").upper())
-    named = next((file for gpu, file in BY_GPU.items() if gpu in words), None)
+    named = name_of_gpu(recipe.launch.gres or "")
     return read_shipped(named or ASSUMED), named is None
+
+
+def name_of_gpu(text: str) -> str | None:
+    """The shipped file for the GPU that a text names, such as gpu:h100 or NVIDIA H100 80GB HBM3."""
+    words = re.split(r"[^A-Z0-9]+", text.upper())
+    return next((file for gpu, file in BY_GPU.items() if gpu in words), None)
 
 
 def is_on_cpus(launch: Launch) -> bool:
