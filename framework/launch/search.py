@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import EXIT_DONE, RecipeError
+from framework.launch.machine import check_measured
 from framework.recipe.layout_file import write_layout
 from framework.recipe.layout_pins import change_pins, compose_open, find_pins
 from framework.recipe.schema import Recipe
@@ -64,6 +65,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 def search_command(arguments: argparse.Namespace) -> int:
     """Search and print; with options write, try, read what was tried."""
     asked = _ask(arguments)
+    check_measured(asked.recipe)
     from framework.launch.try_layouts import read_tried, try_layouts
 
     if arguments.tried is not None:
