@@ -1,0 +1,156 @@
+"""Charts of the page, as Vega-Lite specifications by altair. Each names the rows that it shows; the page and the PNG bring them.
+
+Bars lie on their side, so that names have room on a narrow screen. Red is for what exceeds the device's memory, and for nothing
+else. Colours of text and lines are the page's (page.js), which has two sets of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from framework.foresight.page_rows import Rows
+
+# Of the schema that altair writes: what draws a chart has to be of the same version.
+VEGA_LITE = ".".join(alt.VEGALITE_VERSION.split(".")[:2])
+
+# Okabe and Ito's colours, which the colour-blind tell apart, without their red; then Tol's muted ones.
+COLORS = (
+    *("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7"),
+    *("#8c8c8c", "#44AA99", "#999933", "#AA4499", "#6b5bd2", "#88CCEE", "#DDCC77", "#117733"),
+)
+RED = "#d62839"
+IDLE = "#8884"
+ROW_PX = 26
+TALL_PX = 280
+
+
+def memory_chart(rows: Rows) -> alt.LayerChart:
+    """Bytes of a rank at each place of the pipeline, by kind, with the device's limit."""
+    kinds = _names(rows["memory"], "kind")
+    x = alt.X("gb:Q", title="GB", stack="zero", scale=alt.Scale(nice=False))
+    y = alt.Y("place:N", sort=None, title=None)
+    bars = _of("memory").mark_bar().encode(
+        x, y, _color("kind", kinds), alt.Order("order:Q"), tooltip=["place", "kind", _two("gb", "GB")]
+    )  # fmt: skip
+    totals = _of("totals").encode(y=y)
+    over = totals.transform_filter("datum.over > 0")
+    red = over.mark_bar(color=RED).encode(x="limit:Q", x2="total:Q", tooltip=["place", _two("over", "GB over")])
+    words = over.mark_text(color=RED, align="left", dx=5, fontWeight="bold").encode(x="total:Q", text="words:N")
+    limit = totals.mark_tick(thickness=2, size=ROW_PX, color=RED).encode(x="limit:Q")
+    room = _room(totals, "max(datum.total, datum.limit)")
+    return (bars + room + red + words + limit).properties(height=_height(rows["totals"]))
+
+
+def phases_chart(rows: Rows) -> alt.LayerChart:
+    """Bytes by kind at each phase of a step, of the place of the pipeline that a menu chooses."""
+    kinds, places = _names(rows["memory"], "kind"), _names(rows["totals"], "place")
+    fullest = max(rows["totals"], key=lambda row: row["total"])["place"]
+    menu = alt.binding_select(options=places, name="ranks ")
+    place = alt.param("place", value=fullest, bind=menu)
+    x = alt.X("phase:N", sort=None, title=None, axis=alt.Axis(labelAngle=0, labelLimit=110, labelOverlap="greedy"))
+    y = alt.Y("gb:Q", title="GB", stack="zero")
+    bars = _of("phases").mark_bar().encode(
+        x, y, _color("kind", kinds), alt.Order("order:Q"), tooltip=["place", "phase", "kind", _two("gb", "GB")]
+    )  # fmt: skip
+    sums = _of("phase_totals").encode(x=x)
+    red = sums.transform_filter("datum.over > 0").mark_bar(color=RED).encode(y="limit:Q", y2="total:Q")
+    limit = _of("phase_totals").mark_rule(color=RED, strokeWidth=2).encode(y="min(limit):Q")
+    chosen = [each.transform_filter("datum.place === place") for each in (bars, red, limit)]
+    return alt.layer(*chosen).add_params(place).properties(height=TALL_PX)
+
+
+def parts_chart(rows: Rows) -> alt.LayerChart:
+    """Seconds of each part of a step."""
+    x = alt.X("seconds:Q", title="seconds", scale=alt.Scale(nice=False))
+    base = _of("parts").encode(alt.Y("part:N", sort=None, title=None))
+    bars = base.mark_bar(color=COLORS[0]).encode(x, tooltip=["part", "words"])
+    words = base.mark_text(align="left", dx=5).encode(x, text="words:N")
+    return (bars + _room(base, "datum.seconds") + words).properties(height=_height(rows["parts"]))
+
+
+def links_chart(rows: Rows) -> alt.Chart:
+    """Seconds in which the links of each axis are busy in a step, hidden behind computation and exposed."""
+    shades = alt.Scale(domain=["hidden", "exposed"], range=[COLORS[1], COLORS[3]])
+    return _of("links").mark_bar().encode(
+        alt.X("seconds:Q", title="seconds of a step", stack="zero"),
+        alt.Y("axis:N", sort=None, title=None, axis=alt.Axis(labelLimit=240)),
+        alt.Color("how:N", scale=shades, title=None, legend=alt.Legend(orient="top")),
+        alt.Order("how:N", sort="descending"),
+        tooltip=["axis", "how", _two("seconds", "seconds"), "bytes", "load"],
+    ).properties(height=_height(rows["link_totals"]))  # fmt: skip
+
+
+def timeline_chart(rows: Rows) -> alt.LayerChart:
+    """Actions of each rank of a pipeline over a step. Grey is idle."""
+    kinds, y = _names(rows["timeline"], "kind"), alt.Y("rank:O", title="rank of pp")
+    x = alt.X("start:Q", title="seconds", axis=alt.Axis(grid=False), scale=alt.Scale(nice=False))
+    idle = _of("lanes").mark_bar(color=IDLE).encode(x, alt.X2("end:Q"), y, tooltip=["rank", "idle"])
+    # A rank's second, third ... stage is paler.
+    pale = alt.Opacity("chunk:O", scale=alt.Scale(range=[1.0, 0.6, 0.4, 0.3]), legend=None)
+    details = ["rank", "kind", "stage", "microbatch", _two("start", "starts"), _two("end", "ends")]
+    bars = _of("timeline").mark_bar().encode(x, alt.X2("end:Q"), y, _color("kind", kinds), pale, tooltip=details)
+    return (idle + bars).properties(height=max(60, min(22 * len(rows["lanes"]), 520)))
+
+
+def mesh_chart(rows: Rows) -> alt.LayerChart:
+    """Ranks on their nodes, coloured by their position along the axis that a menu chooses."""
+    axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if any(row[axis] for row in rows["mesh"])] or ["pp"]
+    axis = alt.param("axis", value=axes[0], bind=alt.binding_select(options=axes, name="position along "))
+    x = alt.X("node:O", title="node", axis=alt.Axis(labelAngle=0, labelOverlap="greedy"))
+    y = alt.Y("slot:O", title="rank of the node")
+    base = _of("mesh").transform_calculate(position="datum[axis]").encode(x, y)
+    shade = alt.Color("position:Q", scale=alt.Scale(scheme="viridis"), legend=alt.Legend(title=None, format="d"))
+    cells = base.mark_rect(stroke="#8886", strokeWidth=0.5).encode(
+        shade, tooltip=["rank", "node", "pp", "dp", "cp", "tp", "ep"]
+    )
+    layers: list[Any] = [cells]
+    if len(rows["mesh"]) <= 64:
+        dark = alt.condition("datum.position > 0.6 * datum.most", alt.value("black"), alt.value("white"))
+        layers.append(base.mark_text(fontSize=10).encode(text="rank:N"))
+        layers[-1] = layers[-1].encode(color=dark) if any(row["most"] for row in rows["mesh"]) else layers[-1]
+    slots = 1 + max(row["slot"] for row in rows["mesh"])
+    return alt.layer(*layers).add_params(axis).properties(height=max(60, min(24 * slots, 400)))
+
+
+def plan_charts(rows: Rows) -> dict[str, alt.LayerChart | alt.Chart]:
+    """Those of a plan's page, by the id of their place on it."""
+    makers = (
+        ("memory", memory_chart),
+        ("phases", phases_chart),
+        ("parts", parts_chart),
+        ("timeline", timeline_chart),
+        ("links", links_chart),
+        ("mesh", mesh_chart),
+    )
+    return {name: make(rows) for name, make in makers if rows.get(name)}
+
+
+def _of(name: str) -> alt.Chart:
+    """A chart of rows that come later."""
+    return alt.Chart(alt.NamedData(name=name))
+
+
+def _room(chart: alt.Chart, length: str) -> alt.Chart:
+    """A mark that is not seen: the axis goes as far as it, so that words behind the longest bar have room."""
+    return chart.transform_calculate(room=f"1.25 * {length}").mark_point(opacity=0).encode(x="room:Q")
+
+
+def _names(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    """The values of a column, each once, in order."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _color(field: str, names: Sequence[str]) -> alt.Color:
+    """The same colour for the same name in each chart."""
+    scale = alt.Scale(domain=list(names), range=[COLORS[number % len(COLORS)] for number in range(len(names))])
+    return alt.Color(f"{field}:N", scale=scale, title=None, legend=alt.Legend(orient="top"))
+
+
+def _two(field: str, title: str) -> alt.Tooltip:
+    """Three digits of a number, as the text beside the charts has them."""
+    return alt.Tooltip(f"{field}:Q", title=title, format=".3~r")
+
+
+def _height(rows: Sequence[Any]) -> int:
+    return max(60, ROW_PX * len(rows))

@@ -1,0 +1,47 @@
+"""The page as a picture for reports: the same charts one above the other. Drawn without a browser."""
+
+from pathlib import Path
+from typing import Any
+
+from framework.foresight.page_html import Page
+
+WIDTH_PX = 900
+# Of the picture, so that its words stay sharp in print.
+SCALE = 1.5
+CONFIG = {
+    "font": "DejaVu Sans, Helvetica, Arial, sans-serif",
+    "background": "white",
+    "view": {"stroke": "transparent"},
+    "axis": {"labelFontSize": 12, "titleFontWeight": "normal"},
+    "legend": {"labelFontSize": 12, "symbolType": "square", "columns": 7},
+    "title": {"fontSize": 14, "anchor": "start"},
+}
+
+
+def write_png(path: Path, page: Page) -> None:
+    """Draw the page's charts into a file."""
+    import vl_convert
+
+    from framework.foresight.page_charts import VEGA_LITE
+
+    path.write_bytes(vl_convert.vegalite_to_png(combine(page), vl_version=VEGA_LITE, scale=SCALE, allowed_base_urls=[]))
+
+
+def combine(page: Page) -> dict[str, Any]:
+    """The charts as one specification, with what the page says in words above them."""
+    facts = [f"{name} {value}" for name, value in page.facts]
+    lines = ["   ".join(facts[first : first + 5]) for first in range(0, len(facts), 5)]
+    titles = {section.id: section.title for section in page.sections}
+    charts = [
+        {key: value for key, value in spec.items() if key not in ("$schema", "config")}
+        | {"width": WIDTH_PX, "title": titles.get(name, "")}
+        for name, spec in page.charts.items()
+    ]
+    return {
+        "$schema": next(iter(page.charts.values()))["$schema"],
+        "title": {"text": [page.verdict, page.title], "subtitle": lines, "offset": 18},
+        "vconcat": charts,
+        "resolve": {"scale": {"color": "independent", "opacity": "independent"}},
+        "datasets": dict(page.rows),
+        "config": CONFIG,
+    }
