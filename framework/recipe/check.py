@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from framework.recipe.clusters import find_cluster_problems
 from framework.recipe.context_rules import (
     find_attention_problems,
     find_degree_problems,
@@ -117,6 +118,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("run",), _run),
         *launch_rules(),
         (("launch",), find_deadline_problems),
+        (("cluster",), find_cluster_problems),
     )
 
 
