@@ -9,7 +9,8 @@ from typing import Any
 
 import altair as alt
 
-from framework.foresight.page_rows import Rows
+from framework.foresight.page_rows import WORDS, Rows
+from framework.parallel.pipeline.draw import COLORS as PICTURE_COLORS
 
 # Of the schema that altair writes: what draws a chart has to be of the same version.
 VEGA_LITE = ".".join(alt.VEGALITE_VERSION.split(".")[:2])
@@ -20,9 +21,13 @@ COLORS = (
     *("#8c8c8c", "#44AA99", "#999933", "#AA4499", "#6b5bd2", "#88CCEE", "#DDCC77", "#117733"),
 )
 RED = "#d62839"
-IDLE = "#8884"
+IDLE = "#8883"
+# As `pipeline/draw.py` has them.
+ACTIONS = {WORDS[kind]: color for kind, color in PICTURE_COLORS.items()}
 ROW_PX = 26
 TALL_PX = 280
+# For words behind the longest bar.
+ROOM = {"left": 5, "top": 5, "bottom": 5, "right": 95}
 
 
 def memory_chart(rows: Rows) -> alt.LayerChart:
@@ -31,15 +36,14 @@ def memory_chart(rows: Rows) -> alt.LayerChart:
     x = alt.X("gb:Q", title="GB", stack="zero", scale=alt.Scale(nice=False))
     y = alt.Y("place:N", sort=None, title=None)
     bars = _of("memory").mark_bar().encode(
-        x, y, _color("kind", kinds), alt.Order("order:Q"), tooltip=["place", "kind", _two("gb", "GB")]
+        x, y, _color("kind", kinds), alt.Order("order:Q"), tooltip=["place:N", "kind:N", _two("gb", "GB")]
     )  # fmt: skip
     totals = _of("totals").encode(y=y)
     over = totals.transform_filter("datum.over > 0")
-    red = over.mark_bar(color=RED).encode(x="limit:Q", x2="total:Q", tooltip=["place", _two("over", "GB over")])
+    red = over.mark_bar(color=RED).encode(x="limit:Q", x2="total:Q", tooltip=["place:N", _two("over", "GB over")])
     words = over.mark_text(color=RED, align="left", dx=5, fontWeight="bold").encode(x="total:Q", text="words:N")
     limit = totals.mark_tick(thickness=2, size=ROW_PX, color=RED).encode(x="limit:Q")
-    room = _room(totals, "max(datum.total, datum.limit)")
-    return (bars + room + red + words + limit).properties(height=_height(rows["totals"]))
+    return (bars + red + words + limit).properties(height=_height(rows["totals"]), padding=ROOM)
 
 
 def phases_chart(rows: Rows) -> alt.LayerChart:
@@ -51,7 +55,7 @@ def phases_chart(rows: Rows) -> alt.LayerChart:
     x = alt.X("phase:N", sort=None, title=None, axis=alt.Axis(labelAngle=0, labelLimit=110, labelOverlap="greedy"))
     y = alt.Y("gb:Q", title="GB", stack="zero")
     bars = _of("phases").mark_bar().encode(
-        x, y, _color("kind", kinds), alt.Order("order:Q"), tooltip=["place", "phase", "kind", _two("gb", "GB")]
+        x, y, _color("kind", kinds), alt.Order("order:Q"), tooltip=["place:N", "phase:N", "kind:N", _two("gb", "GB")]
     )  # fmt: skip
     sums = _of("phase_totals").encode(x=x)
     red = sums.transform_filter("datum.over > 0").mark_bar(color=RED).encode(y="limit:Q", y2="total:Q")
@@ -64,9 +68,9 @@ def parts_chart(rows: Rows) -> alt.LayerChart:
     """Seconds of each part of a step."""
     x = alt.X("seconds:Q", title="seconds", scale=alt.Scale(nice=False))
     base = _of("parts").encode(alt.Y("part:N", sort=None, title=None))
-    bars = base.mark_bar(color=COLORS[0]).encode(x, tooltip=["part", "words"])
+    bars = base.mark_bar(color=COLORS[0]).encode(x, tooltip=["part:N", "words:N"])
     words = base.mark_text(align="left", dx=5).encode(x, text="words:N")
-    return (bars + _room(base, "datum.seconds") + words).properties(height=_height(rows["parts"]))
+    return (bars + words).properties(height=_height(rows["parts"]), padding=ROOM)
 
 
 def links_chart(rows: Rows) -> alt.Chart:
@@ -77,7 +81,7 @@ def links_chart(rows: Rows) -> alt.Chart:
         alt.Y("axis:N", sort=None, title=None, axis=alt.Axis(labelLimit=240)),
         alt.Color("how:N", scale=shades, title=None, legend=alt.Legend(orient="top")),
         alt.Order("how:N", sort="descending"),
-        tooltip=["axis", "how", _two("seconds", "seconds"), "bytes", "load"],
+        tooltip=["axis:N", "how:N", _two("seconds", "seconds"), "bytes:N", "load:N"],
     ).properties(height=_height(rows["link_totals"]))  # fmt: skip
 
 
@@ -85,11 +89,16 @@ def timeline_chart(rows: Rows) -> alt.LayerChart:
     """Actions of each rank of a pipeline over a step. Grey is idle."""
     kinds, y = _names(rows["timeline"], "kind"), alt.Y("rank:O", title="rank of pp")
     x = alt.X("start:Q", title="seconds", axis=alt.Axis(grid=False), scale=alt.Scale(nice=False))
-    idle = _of("lanes").mark_bar(color=IDLE).encode(x, alt.X2("end:Q"), y, tooltip=["rank", "idle"])
+    idle = _of("lanes").mark_bar(color=IDLE).encode(x, alt.X2("end:Q"), y, tooltip=["rank:N", "idle:N"])
     # A rank's second, third ... stage is paler.
-    pale = alt.Opacity("chunk:O", scale=alt.Scale(range=[1.0, 0.6, 0.4, 0.3]), legend=None)
-    details = ["rank", "kind", "stage", "microbatch", _two("start", "starts"), _two("end", "ends")]
-    bars = _of("timeline").mark_bar().encode(x, alt.X2("end:Q"), y, _color("kind", kinds), pale, tooltip=details)
+    chunks = sorted({row["chunk"] for row in rows["timeline"]})
+    shades = alt.Scale(domain=chunks, range=[1 / (1 + 0.7 * chunk) for chunk in chunks])
+    pale = alt.Opacity("chunk:O", scale=shades, legend=None)
+    color = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=[ACTIONS[kind] for kind in kinds]), title=None)
+    details = ["rank:N", "kind:N", "stage:N", "microbatch:N", _two("start", "starts"), _two("end", "ends")]
+    color.legend = alt.Legend(orient="top")
+    base = _of("timeline").encode(x, alt.X2("end:Q"), y, tooltip=details)
+    bars = base.mark_bar(stroke="#fffa", strokeWidth=0.6).encode(color, pale)
     return (idle + bars).properties(height=max(60, min(22 * len(rows["lanes"]), 520)))
 
 
@@ -102,7 +111,7 @@ def mesh_chart(rows: Rows) -> alt.LayerChart:
     base = _of("mesh").transform_calculate(position="datum[axis]").encode(x, y)
     shade = alt.Color("position:Q", scale=alt.Scale(scheme="viridis"), legend=alt.Legend(title=None, format="d"))
     cells = base.mark_rect(stroke="#8886", strokeWidth=0.5).encode(
-        shade, tooltip=["rank", "node", "pp", "dp", "cp", "tp", "ep"]
+        shade, tooltip=["rank:N", "node:N", "pp:N", "dp:N", "cp:N", "tp:N", "ep:N"]
     )
     layers: list[Any] = [cells]
     if len(rows["mesh"]) <= 64:
@@ -129,11 +138,6 @@ def plan_charts(rows: Rows) -> dict[str, alt.LayerChart | alt.Chart]:
 def _of(name: str) -> alt.Chart:
     """A chart of rows that come later."""
     return alt.Chart(alt.NamedData(name=name))
-
-
-def _room(chart: alt.Chart, length: str) -> alt.Chart:
-    """A mark that is not seen: the axis goes as far as it, so that words behind the longest bar have room."""
-    return chart.transform_calculate(room=f"1.25 * {length}").mark_point(opacity=0).encode(x="room:Q")
 
 
 def _names(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:

@@ -33,13 +33,15 @@ def combine(page: Page) -> dict[str, Any]:
     lines = ["   ".join(facts[first : first + 5]) for first in range(0, len(facts), 5)]
     titles = {section.id: section.title for section in page.sections}
     charts = [
-        {key: value for key, value in spec.items() if key not in ("$schema", "config")}
+        {key: value for key, value in spec.items() if key not in ("$schema", "config", "params", "padding")}
         | {"width": WIDTH_PX, "title": titles.get(name, "")}
         for name, spec in page.charts.items()
     ]
     return {
         "$schema": next(iter(page.charts.values()))["$schema"],
         "title": {"text": [page.verdict, page.title], "subtitle": lines, "offset": 18},
+        # What menus of the page choose has its first value.
+        "params": [param for spec in page.charts.values() for param in spec.get("params", ())],
         "vconcat": charts,
         "resolve": {"scale": {"color": "independent", "opacity": "independent"}},
         "datasets": dict(page.rows),

@@ -10,7 +10,8 @@ from framework.parallel.pipeline.simulate import Timeline
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
 
-GB = 10**9
+# As keys of recipes count, memory.budget_gb and cluster.memory_gb.
+GB = 2**30
 SLACK = "allocator slack"
 WORDS = {
     Kind.FORWARD: "forward",
