@@ -65,6 +65,18 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Route:
+    """What one device sends over to another: bytes in a second, one way, and seconds before the first of a message arrives."""
+
+    rate: float
+    latency_s: float
+
+    def seconds(self, num_bytes: float, messages: int = 1) -> float:
+        """Seconds of so many bytes in so many messages, one behind the other."""
+        return messages * self.latency_s + num_bytes / self.rate if num_bytes else 0.0
+
+
+@dataclass(frozen=True)
 class Grid:
     """Values on a grid of points, interpolated in the logarithms of the coordinates; beyond the grid as at its nearest point.
 
@@ -185,6 +197,8 @@ class Cluster:
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Seconds of a pass over memory that reads and writes so many bytes in all."""
+        if not num_bytes:
+            return 0.0
         rate = self.memory_rate if self.memory_curve is None else self.memory_curve.at(max(num_bytes, 1.0))
         return num_bytes / rate + self.overhead_s
 
@@ -197,6 +211,11 @@ class Cluster:
         if cost is None:
             cost = self._costs[kind, ranks, nodes] = self._cost(kind, ranks, nodes)
         return cost[0] + cost[1] * num_bytes
+
+    def route(self, nodes: int = 1) -> Route:
+        """From a device to another one, of its own node or of another."""
+        latency_s, per_byte = self._cost("send", 2, nodes)
+        return Route(1 / per_byte, latency_s)
 
     def shared_by(self, ranks: int) -> "Cluster":
         """This cluster with so many ranks on a node, where they are more than its devices: cores of a CPU take turns."""
@@ -247,6 +266,7 @@ class Cluster:
         return self.overhead_s + max(compute_s, num_bytes / self.memory_rate)
 
     def _peak(self, dtype: str) -> float:
+        """FLOP/s of a dtype, or of one that multiplies alike."""
         return self.peak_flops[self._known_dtype(dtype)]
 
     def _known_dtype(self, dtype: str) -> str:
