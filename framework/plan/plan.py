@@ -381,8 +381,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     recipe = resolve_target(recipe)
     derived = derive(recipe)
     topology = make_topology(recipe, config)
-    _refuse_dropped_layers(config, derived)
-    _refuse_fresh_seeds(config)
+    refuse_dropped_layers(config, derived.pp, derived.tp)
+    refuse_fresh_seeds(config)
     whole = build_meta(config, recipe.model.attention)
     if derived.cp > 1:
         slices = ContextSlices(derived.context, derived.ulysses, derived.ring)
@@ -406,7 +406,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         whole,
         units,
         ties,
-        tuple(_group(recipe, whole, units)),
+        tuple(group_parameters_of(recipe, whole, units)),
         pipeline,
         len(pipeline.stages) > 1 and find_layer_outputs(config),
         load_balancing,
@@ -415,10 +415,10 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     )
 
 
-def _refuse_dropped_layers(config: PretrainedConfig, derived: Derived) -> None:
+def refuse_dropped_layers(config: PretrainedConfig, pp: int, tp: int) -> None:
     """Raises ModelError where ranks would drop other layers than one process: the model draws in front of a layer, in a stream
     that depends on where it is cut, and a stage whose first layer is dropped would not read what it has received."""
-    degrees = {"pp": derived.pp, "tp": derived.tp}
+    degrees = {"pp": pp, "tp": tp}
     found = {key: value for key, value in config.to_dict().items() if "layerdrop" in key and value}
     for key, value in found.items():
         if max(degrees.values()) > 1:
@@ -429,7 +429,7 @@ def _refuse_dropped_layers(config: PretrainedConfig, derived: Derived) -> None:
             )
 
 
-def _refuse_fresh_seeds(config: PretrainedConfig) -> None:
+def refuse_fresh_seeds(config: PretrainedConfig) -> None:
     """Raises ModelError for a family that seeds torch's generator anew, in each forward of its training."""
     if config.model_type in FRESH_SEEDS:
         raise ModelError(
@@ -481,7 +481,7 @@ def unconnected(topology: Topology, rank: int) -> dict[str, Communicator]:
     return {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
 
 
-def _group(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> list[GroupAssignment]:
+def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> list[GroupAssignment]:
     """Decided on the whole model, so that every rank agrees."""
     shapes = {name: tuple(whole.get_parameter(name).shape) for unit in units for name in unit.parameters}
     return group_trained(shapes, recipe.model.freeze, recipe.optim)

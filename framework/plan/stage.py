@@ -1,10 +1,13 @@
 """A stage laid out on meta: its model with every transform applied, and the unit buffers that will hold its parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
+from framework.comm.communicator import Communicator
+from framework.mesh.layout import Layout
 from framework.model.load_balancing import Routers
 from framework.model.stage import StageModel, own_ties
 from framework.model.units import Unit
@@ -12,7 +15,7 @@ from framework.parallel.parallelize import find_compute_dtypes, parallelize, who
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import mask_of, uses_rng_in_training
 from framework.parallel.zero.choose_homes import choose_homes
-from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.parallel.zero.lifetimes import Lifetimes, lifetimes_of
 from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
 
 
@@ -33,15 +36,40 @@ class PlannedStage:
 
 def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
     """Apply the transforms to a copy of the model on meta, and plan its buffers."""
-    layouts = parallelize(model, whole_layouts(model), plan)
+    parameters = lay_out_parameters(model, plan)
     routers, is_random = _find_routers(model, plan), uses_rng_in_training(model)
     stage = StageModel(model, plan.own_units, plan.bounds, mask_of(plan.tokens), routers, is_random)
-    groups = dict.fromkeys(layouts, FROZEN) | {name: key for name, key in plan.groups.items() if name in layouts}
-    dtypes = find_compute_dtypes(model, plan)
     lifetimes = lifetimes_of(plan.recipe.zero)
-    buffers = plan_buffers(plan.own_units, layouts, groups, dtypes, plan.master_dtype, lifetimes, plan.axes)
+    buffers = parameters.plan_buffers(plan.own_units, plan.master_dtype, lifetimes, plan.axes)
     placed = choose_homes(buffers, plan.recipe.memory.offload)
     return PlannedStage(plan, stage, own_ties(model, plan.ties), placed)
+
+
+@dataclass(frozen=True)
+class LocalParameters:
+    """The parameters of a stage on one rank, by name: what their buffers follow from. groups: of the optimizer, in the order
+    that buffers have them; dtypes: in which forward reads them."""
+
+    layouts: Mapping[str, Layout]
+    groups: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype]
+
+    def plan_buffers(
+        self,
+        units: Iterable[Unit],
+        master_dtype: torch.dtype | None,
+        lifetimes: Lifetimes,
+        axes: Mapping[str, Communicator],
+    ) -> list[BufferPlan]:
+        """Their buffers, on the device."""
+        return plan_buffers(units, self.layouts, self.groups, self.dtypes, master_dtype, lifetimes, axes)
+
+
+def lay_out_parameters(model: PreTrainedModel, plan: StagePlan) -> LocalParameters:
+    """Apply the transforms to a copy of the model on meta; what they leave this rank of its parameters."""
+    layouts = parallelize(model, whole_layouts(model), plan)
+    groups = dict.fromkeys(layouts, FROZEN) | {name: key for name, key in plan.groups.items() if name in layouts}
+    return LocalParameters(layouts, groups, find_compute_dtypes(model, plan))
 
 
 def _find_routers(model: PreTrainedModel, plan: StagePlan) -> Routers | None:

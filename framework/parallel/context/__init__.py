@@ -5,7 +5,7 @@ which queries meet which keys, `merge` makes one softmax of them. `hook` brings 
 and `family_rules` where families need more, `split` puts it all into a model, and `probe` says of which models that is exact.
 """
 
-from framework.parallel.context.probe import refuse_undivided_context
-from framework.parallel.context.split import split_context
+from framework.parallel.context.probe import probe_causes, refuse_undivided_context
+from framework.parallel.context.split import refuse_uneven_heads, split_context
 
-__all__ = ["refuse_undivided_context", "split_context"]
+__all__ = ["probe_causes", "refuse_undivided_context", "refuse_uneven_heads", "split_context"]

@@ -8,8 +8,9 @@ those that the model is told, and our attention function computes what the famil
 sinks, biases). Neither signature nor config tells which families pass; one that fails would train on without a word.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,19 +38,23 @@ LARGEST_DIFFERENCE = 1e-5
 
 
 @dataclass(frozen=True)
-class _Cause:
+class Cause:
     """Why a model is refused. fix: what to set, if anything but cp would do."""
 
     what: str
     fix: str | None = None
 
 
-def refuse_undivided_context(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> None:
+def refuse_undivided_context(
+    config: PretrainedConfig, slices: ContextSlices, has_documents: bool, known: Sequence[Cause] | None = None
+) -> None:
     """Raises ModelError for a model whose sequences `slices` cannot divide exactly, with what is in the way.
 
-    has_documents: rows hold several documents, whose positions restart (`data.pack=documents`).
+    has_documents: rows hold several documents, whose positions restart (`data.pack=documents`). known: what `probe_causes` has
+    found of the model; None: it is asked here.
     """
-    cause = next(_find_causes(config, slices, has_documents), None)
+    causes = probe_causes(config, has_documents) if known is None else known
+    cause = next(chain(_find_uneven_rope(config.get_text_config(), slices, has_documents), causes), None)
     if cause is not None:
         fix = "Use" if cause.fix is None else f"Set {cause.fix}, or use"
         raise ModelError(
@@ -58,12 +63,12 @@ def refuse_undivided_context(config: PretrainedConfig, slices: ContextSlices, ha
         )
 
 
-def _find_causes(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[_Cause]:
-    yield from _find_uneven_rope(config.get_text_config(), slices, has_documents)
+def probe_causes(config: PretrainedConfig, has_documents: bool) -> Iterator[Cause]:
+    """What is in the way of any division of the model's sequences: a small copy is run to know it."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        yield from map(_Cause, _Probe(config).find_causes((sum(LENGTHS),)))
+        yield from map(Cause, _Probe(config).find_causes((sum(LENGTHS),)))
         if has_documents:
-            yield from map(_Cause, _Probe(config).find_causes(LENGTHS))
+            yield from map(Cause, _Probe(config).find_causes(LENGTHS))
         yield from _find_dropout(config)
 
 
@@ -267,7 +272,7 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
     return not one.numel() or torch.allclose(one, other, rtol=LARGEST_DIFFERENCE, atol=1e-6, equal_nan=True)
 
 
-def _find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[_Cause]:
+def _find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[Cause]:
     """Ropes that choose between two tables by the largest position that they are told, which ranks are told differently."""
     if (original := _original_positions(config)) is None or slices.context <= original:
         return
@@ -278,7 +283,7 @@ def _find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_docum
             f"its longrope has one table for up to {original} positions, another for more, and where"
             f" batch.context={slices.context} is more, {told} fewer (longest on a rank: {min(last)})"
         )
-        yield _Cause(what, f"batch.context={original}")
+        yield Cause(what, f"batch.context={original}")
 
 
 def _original_positions(config: PretrainedConfig) -> int | None:
@@ -290,7 +295,7 @@ def _original_positions(config: PretrainedConfig) -> int | None:
     return None
 
 
-def _find_dropout(config: PretrainedConfig) -> Iterator[_Cause]:
+def _find_dropout(config: PretrainedConfig) -> Iterator[Cause]:
     small = shrink(config)
     dropouts = {
         path: value for path, value in _walk(config) if "drop" in path and isinstance(value, int | float) and value > 0
@@ -304,7 +309,7 @@ def _find_dropout(config: PretrainedConfig) -> Iterator[_Cause]:
     except AttentionDropout as error:
         named = [path for path in dropouts if "att" in path] or list(dropouts)
         fix = " and ".join(f"model.config.{path}=0" for path in named)
-        yield _Cause(f"{error}, and which ones would differ with how a sequence is divided", fix)
+        yield Cause(f"{error}, and which ones would differ with how a sequence is divided", fix)
     except FORWARD_ERRORS:
         return  # in training some draw what a small copy lacks; in evaluation it ran
 

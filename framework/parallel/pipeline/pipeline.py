@@ -94,7 +94,7 @@ def plan_pipeline(
     schedule = make(num_microbatches)
     layers = [cost for unit, cost in unit_costs.items() if unit.startswith("layers.")]
     ends = unit_costs.get("embedding", 0.0), unit_costs.get("head", 0.0)
-    counts = _count_layers(settings, layers, ends, schedule.rank_of_stage)
+    counts = count_layers(settings, layers, ends, schedule.rank_of_stage)
     stages = tuple(split_stages(counts))
     # I and W each have as many matmuls as F, so one list of costs serves for all three. Messages count as free: their time is
     # not known before the run, and `lower` starts them early enough to hide them.
@@ -115,9 +115,11 @@ def _make(name: str, num_ranks: int, virtual_stages: int, num_microbatches: int)
     return make_schedule(name, num_ranks, num_microbatches, virtual_stages)
 
 
-def _count_layers(
+def count_layers(
     settings: schema.Pipeline, layers: Sequence[float], ends: tuple[float, float], rank_of_stage: Sequence[int]
 ) -> Sequence[int]:
+    """Layers of each stage. layers, ends: costs of each layer, of embedding and head. Raises RecipeError where there are fewer
+    layers than stages, or pipeline.layers says others."""
     num_stages = len(rank_of_stage)
     if num_stages == 1:
         return [len(layers)]
