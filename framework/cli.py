@@ -331,18 +331,28 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the schedule too: .svg, .png or .pdf is its picture, .csv a table for pipeline.table",
     )
-    parser.add_argument(
-        "--options",
-        action="store_true",
-        help="and what each option that lowers memory would save and cost: some seconds",
-    )
+    details = {
+        "--ranks": "what each rank holds and sends, and leaves to its host",
+        "--layouts": "units and parameters as a rank has them",
+        "--schedule": "the pipeline's stages and actions, and all schedules compared",
+        "--options": "what each option that lowers memory would save and cost: some seconds",
+    }
+    for option, words in details.items():
+        parser.add_argument(option, action="store_true", help=f"and {words}")
+    _add_page(parser)
+
+
+def _add_page(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at in a browser: one file")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write its charts as a picture")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
-    from framework.plan.page import plan_command
+    from framework.foresight.plan_command import Wanted, plan_command
 
-    return plan_command(recipe, arguments.schedule_to, arguments.options)
+    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "png")
+    return plan_command(recipe, Wanted(**{name: getattr(arguments, name) for name in names}))
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,76 @@
+"""`meshwright plan`: what a recipe will hold, take and cost, before any device is touched."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from framework.errors import EXIT_DONE
+from framework.foresight.forecast_plan import PlanForecast, forecast_plan
+from framework.foresight.page_html import require_page, write_html
+from framework.foresight.page_png import write_png
+from framework.foresight.plan_text import describe_plan
+from framework.plan.check import check_layout
+from framework.plan.page import describe_layouts, describe_ranks, describe_schedule, save_schedule
+from framework.plan.plan import Plan
+from framework.plan.savings import describe_savings
+from framework.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is printed below the screen (ranks, layouts, schedule, options), and which files are written."""
+
+    ranks: bool = False
+    layouts: bool = False
+    schedule: bool = False
+    options: bool = False
+    schedule_to: Path | None = None
+    html: Path | None = None
+    png: Path | None = None
+
+
+def plan_command(recipe: Recipe, wanted: Wanted) -> int:
+    """Print the screen and what is wanted, and write the files. Raises what the recipe or the model has wrong."""
+    for path, option, ending in ((wanted.html, "--html", ".html"), (wanted.png, "--png", ".png")):
+        if path is not None:
+            require_page(path, option, ending)
+    plan = check_layout(recipe)
+    found = forecast_plan(plan)
+    for line in (*describe_plan(plan, found), *_describe_details(plan, wanted)):
+        print(line)
+    for line in _write(plan, found, wanted):
+        print(line)
+    return EXIT_DONE
+
+
+def _describe_details(plan: Plan, wanted: Wanted) -> Iterator[str]:
+    if wanted.ranks:
+        yield ""
+        yield from describe_ranks(plan)
+    if wanted.layouts:
+        yield ""
+        yield from describe_layouts(plan)
+    if wanted.schedule:
+        yield ""
+        yield describe_schedule(plan)
+    if wanted.options:
+        fullest = max(plan.topology.ranks("pp", 0), key=lambda rank: plan.memory(rank).total)
+        yield ""
+        yield from describe_savings(plan, fullest)
+
+
+def _write(plan: Plan, found: PlanForecast, wanted: Wanted) -> Iterator[str]:
+    if wanted.schedule_to is not None:
+        save_schedule(wanted.schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
+        yield f"wrote the schedule to {wanted.schedule_to}"
+    if wanted.html is None and wanted.png is None:
+        return
+    from framework.foresight.page_of_plan import make_page
+
+    page = make_page(plan, found)
+    if wanted.html is not None:
+        write_html(wanted.html, page)
+        yield f"wrote the page to {wanted.html}"
+    if wanted.png is not None:
+        write_png(wanted.png, page)
+        yield f"wrote the picture to {wanted.png}"
