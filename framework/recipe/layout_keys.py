@@ -1,7 +1,7 @@
 """The keys of a recipe that make its layout: what `meshwright search` chooses, and what has to follow from that choice.
 
-A layout never changes what a run learns (docs/architecture.md), so these keys may be chosen by predicted time. `parallel.layout=auto`
-leaves them open until the run begins; rules that read one of them are asked of the chosen recipe.
+A layout never changes what a run learns (docs/architecture.md), so these keys may be chosen by predicted time.
+`parallel.layout=auto` leaves them open until the run begins; rules that read one of them are asked of the chosen recipe.
 """
 
 from collections.abc import Iterable, Iterator
