@@ -32,14 +32,14 @@ NOTHING = Exposure()
 @dataclass(frozen=True)
 class Overlaps:
     """The choices of a recipe that decide what is hidden. is_async: parallel.overlap; regathers: memory.gathered_inputs; halves:
-    parallel.expert_overlap; splits: the schedule leaves weight gradients for later; keeps_attention: recomputation does not run
-    it again."""
+    parallel.expert_overlap; keeps_attention: recomputation does not run it again; splits: the schedule leaves weight gradients for
+    later."""
 
     is_async: bool
     regathers: bool
     halves: bool
-    splits: bool
     keeps_attention: bool
+    splits: bool = False
 
 
 def hide(seconds: float, behind: float) -> tuple[float, float]:

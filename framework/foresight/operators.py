@@ -248,6 +248,12 @@ class Rates:
     dtype: str
     itemsize: int
 
+    @property
+    def peak(self) -> float:
+        """FLOP/s over which MFU is counted: of bf16, or of a wider compute dtype."""
+        rates = self.cluster.peak_flops
+        return rates["bf16" if self.itemsize == 2 and "bf16" in rates else self.dtype]
+
     def matmul(self, rows: float, inner: int, columns: int) -> float:
         """Seconds of [rows, inner] times [inner, columns]."""
         if rows <= 0:
@@ -295,7 +301,7 @@ class LayerTimes:
         }
         attention = self._attention_flops(layer, c)
         experts, expert_gradient, routed = self._experts(layer, c)
-        rest = max(layer.flops - layer.known, 0.0) * tokens / c.tp
+        rest = layer.estimated * layer.flops * tokens / c.tp
         if rest:
             # A square matmul of as many FLOPs: nobody knows its shape.
             side = round((rest / 2) ** (1 / 3)) or 1

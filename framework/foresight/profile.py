@@ -44,9 +44,8 @@ class Profile:
     attends_half: whether attention computes the causal half alone.
 
     Elementwise. norm, rope, activation, residual, loss: their kernels in forward; backward_passes: bytes of their backward over
-    those of forward. gradient_bytes: for each weight and microbatch, of adding to its main gradient (the first one writes).
-    optimizer_bytes: of the update, for each owned parameter with fp32 master and two moments, the written parameter included.
-    norm_bytes: of the gradient's norm, for each owned parameter.
+    those of forward. gradient_bytes: for each weight and microbatch, of adding to its main gradient, beside the matmul itself.
+    optimizer_passes: of the update over all states, 1 where one kernel does all of it.
 
     Overlap. gathers_ahead: units of parameters gathered before their use, 0: at their use. hides_gathers, hides_reductions,
     hides_sums: share of the computation under which gathers of parameters, reductions to shards, and sums over replicas run.
@@ -56,7 +55,8 @@ class Profile:
     device that a collective beside it takes: a GPU's multiprocessors, a CPU's core.
 
     Overheads. microbatch_s: of each microbatch and stage on the host, which nothing hides. step_s: of each step: flags, data, logs.
-    layer_s: of each layer's forward on the host, twice that for its backward; counts where launches of kernels do.
+    layer_s: of each layer's forward on the host, twice that for its backward; counts where launches of kernels do. restart_s: from
+    a failure to the first step behind it.
     """
 
     name: str
@@ -71,8 +71,7 @@ class Profile:
     loss: Kernels = EAGER_LOSS
     backward_passes: float = 2.0
     gradient_bytes: float = 8.0
-    optimizer_bytes: float = 30.0
-    norm_bytes: float = 4.0
+    optimizer_passes: float = 1.0
     gathers_ahead: int = 1
     hides_gathers: float = 1.0
     hides_reductions: float = 1.0
@@ -85,6 +84,7 @@ class Profile:
     microbatch_s: float = 0.0
     step_s: float = 0.0
     layer_s: float = 0.0
+    restart_s: float = 300.0
 
     def fused(self) -> "Profile":
         """The same with torch.compile over each layer."""
@@ -96,3 +96,5 @@ class Profile:
 # NCCL's kernels hold some 16 of an H100's 132 multiprocessors while they run (its default of 16 channels, a block each).
 NCCL_STOLEN = 16 / 132
 OURS = Profile("meshwright", stolen=NCCL_STOLEN)
+# Ranks of CPUs: gloo's threads and copies need the core that would compute meanwhile, so nothing is gained by hiding them.
+OURS_ON_CPUS = replace(OURS, name="meshwright on CPUs", stolen=1.0)
