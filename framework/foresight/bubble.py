@@ -1,9 +1,9 @@
 """The length of a pipeline's step: the simulator's timeline, remembered as its critical path.
 
 A timeline is as long as its longest path through actions that wait for one another, and which path that is changes little where
-costs change little. So each schedule is simulated once for costs that are rounded, and what is kept is the path: how many forwards
-and backwards of each stage, and how many messages, lie on it. The length with exact costs is the path's, and no less than the
-busiest rank's own work. Of many microbatches the last ones only repeat: lengths grow by the same amount for each.
+costs change little. So each schedule is simulated once for costs that are rounded, and what is kept is the path: how many
+forwards and backwards of each stage, and how many messages, lie on it. The length with exact costs is the path's, and no less
+than the busiest rank's own work. Of many microbatches the last ones only repeat: lengths grow by the same amount for each.
 """
 
 from collections.abc import Sequence

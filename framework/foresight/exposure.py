@@ -1,11 +1,11 @@
 """What a layer's collectives over tp, cp and ep cost beside what computation hides of them, by the executor's own order.
 
-    tp   enter and leave of a region are waited for (parallel/tensor/borders.py); async TP sends pieces under the matmuls beside
-         them. In backward the sum of a region's input gradient travels under the weight gradients of its column layers
-         (regions.py), where a schedule does not leave these for later
-    cp   a step of the ring travels under the attention to the block before it; what Ulysses exchanges is waited for (docs/context.md)
-    ep   rows are waited for, there and back; with parallel.expert_overlap tokens go in halves, of which one travels while the
-         other is computed; shared experts are computed while rows leave (parallel/experts/dispatch.py)
+tp   enter and leave of a region are waited for (parallel/tensor/borders.py); async TP sends pieces under the matmuls beside
+     them. In backward the sum of a region's input gradient travels under the weight gradients of its column layers
+     (regions.py), where a schedule does not leave these for later
+cp   a step of the ring travels under the attention to the block before it; what Ulysses exchanges is waited for (docs/context.md)
+ep   rows are waited for, there and back; with parallel.expert_overlap tokens go in halves, of which one travels while the
+     other is computed; shared experts are computed while rows leave (parallel/experts/dispatch.py)
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ NOTHING = Exposure()
 @dataclass(frozen=True)
 class Overlaps:
     """The choices of a recipe that decide what is hidden. is_async: parallel.overlap; regathers: memory.gathered_inputs; halves:
-    parallel.expert_overlap; keeps_attention: recomputation does not run it again; splits: the schedule leaves weight gradients for
-    later."""
+    parallel.expert_overlap; keeps_attention: recomputation does not run it again; splits: the schedule leaves weight gradients
+    for later."""
 
     is_async: bool
     regathers: bool

@@ -1,8 +1,8 @@
 """Operators: what a layer, the embedding and the head compute, and how long that takes on one rank for one microbatch.
 
 A layer is read off the model on meta: its linear layers with their roles under tensor parallelism, its attention, its stacked
-experts, its norms. What it multiplies beyond these (a convolution, a state-space scan) is counted by the FLOPs of its unit and told
-as one matmul: `estimated` is the share of the layer's FLOPs that is so.
+experts, its norms. What it multiplies beyond these (a convolution, a state-space scan) is counted by the FLOPs of its unit and
+told as one matmul: `estimated` is the share of the layer's FLOPs that is so.
 
     forward            Y = X W^T, attention, elementwise
     input gradient     dX = dY W, attention's backward, elementwise backward
@@ -59,7 +59,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture. inner: features inside an expert. Shared experts, which every token meets, are among the layer's linear layers."""
+    """A mixture. inner: features inside an expert. Shared experts, which every token meets, are among the layer's linear
+    layers."""
 
     count: int
     top_k: int
@@ -70,7 +71,8 @@ class Experts:
 @dataclass(frozen=True)
 class LayerOperators:
     """A decoder layer. attention: of one rank of tp=1. norms: over hidden states. rotated: features of queries and keys that rope
-    turns. activated: features between the mlp's matmuls. flops: of a token's forward, by `model.flops`; known: of its operators."""
+    turns. activated: features between the mlp's matmuls. flops: of a token's forward, by `model.flops`; known: of its
+    operators."""
 
     hidden: int
     linears: tuple[Linear, ...]
@@ -91,8 +93,8 @@ class LayerOperators:
 
 @dataclass(frozen=True)
 class ModelOperators:
-    """layers: of each, in order; equal layers are one object. head_flops: of a token in the head's forward. flops_per_token: forward
-    and backward, of all. vocabulary: rows of the head."""
+    """layers: of each, in order; equal layers are one object. head_flops: of a token in the head's forward. flops_per_token:
+    forward and backward, of all. vocabulary: rows of the head."""
 
     layers: tuple[LayerOperators, ...]
     hidden: int
@@ -137,7 +139,7 @@ def _roles(config: PretrainedConfig) -> Mapping[str, str]:
         name: role if isinstance(role, str) else role(config)
         for name, role in FAMILIES.get(config.model_type, {}).items()
     }
-    return {name: role for name, role in (ROLES | own).items()}
+    return {**ROLES, **own}
 
 
 def _read_layer(
@@ -156,7 +158,15 @@ def _read_layer(
     has_rope = hasattr(config, "rope_parameters") and attention is not None
     rotated = (attention.heads + attention.kv_heads) * attention.key_dim if has_rope and attention is not None else 0
     return LayerOperators(
-        hidden, linears, attention, mixture, norms, rotated, sum(inner[1 if attention is not None else 0 :]), flops, known
+        hidden,
+        linears,
+        attention,
+        mixture,
+        norms,
+        rotated,
+        sum(inner[1 if attention is not None else 0 :]),
+        flops,
+        known,
     )
 
 
@@ -276,8 +286,8 @@ class Rates:
 
 
 class LayerTimes:
-    """Seconds of units of one model on one cluster by one profile. They are remembered by the numbers of a candidate that they depend
-    on, because a search asks for the same layer in thousands of layouts."""
+    """Seconds of units of one model on one cluster by one profile. They are remembered by the numbers of a candidate that they
+    depend on, because a search asks for the same layer in thousands of layouts."""
 
     def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str], chunks_loss: bool):
         self.operators, self.rates, self.kept, self.chunks_loss = operators, rates, kept, chunks_loss
@@ -329,7 +339,10 @@ class LayerTimes:
     def _weight_gradient(self, rows: float, inner: int, columns: int, adds: bool) -> float:
         # The first of several microbatches only writes as well; that it is one of many is not worth another layer to remember.
         num_bytes = self.rates.profile.gradient_bytes * (1.0 if adds else 0.5)
-        return self.rates.matmul(inner, round(rows), columns) + inner * columns * num_bytes / self.rates.cluster.memory_rate
+        return (
+            self.rates.matmul(inner, round(rows), columns)
+            + inner * columns * num_bytes / self.rates.cluster.memory_rate
+        )
 
     def _attention_flops(self, layer: LayerOperators, c: Candidate) -> float:
         """Of a rank's attention in forward."""
@@ -342,7 +355,8 @@ class LayerTimes:
         return 2.0 * c.sequences * pairs * heads * (shape.key_dim + shape.value_dim) / c.cp
 
     def _experts(self, layer: LayerOperators, c: Candidate) -> tuple[float, float, float]:
-        """Seconds of (experts' matmuls in forward, their weight gradients, sorting rows) with equally many tokens for each expert."""
+        """Seconds of (experts' matmuls in forward, their weight gradients, sorting rows) with equally many tokens for each
+        expert."""
         mixture, rates = layer.experts, self.rates
         if mixture is None:
             return 0.0, 0.0, 0.0
@@ -387,7 +401,9 @@ class LayerTimes:
             return Work()
         kept = self.kept if policy == "selective" else frozenset()
         last = layer.linears[-1].name if layer.linears and layer.experts is None else ""
-        spared = sum(seconds for name, seconds in matmuls.items() if name and (name.rpartition(".")[2] in kept or name == last))
+        spared = sum(
+            seconds for name, seconds in matmuls.items() if name and (name.rpartition(".")[2] in kept or name == last)
+        )
         spared += experts if "experts" in kept else 0.0
         attention = 0.0 if "attention" in kept else forward.attention
         return Work(max(forward.matmuls - spared, 0.0), attention, forward.elementwise)

@@ -1,8 +1,8 @@
 """Implementation profiles: what a training system overlaps, fuses and adds, beside what the machine can do.
 
-A cluster says how fast kernels and links are. A profile says which kernels a system launches and what it hides behind what, so that
-another system is another value of the same dataclass. `OURS` is read off this repository's executor; the others are described
-from their documentation.
+A cluster says how fast kernels and links are. A profile says which kernels a system launches and what it hides behind what, so
+that another system is another value of the same dataclass. `OURS` is read off this repository's executor; the others are
+described from their documentation.
 """
 
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Kernels:
-    """The elementwise kernels of one operation. passes: how often each of its elements is read or written, in units of the compute
-    dtype: x + y is three; wide: the same in fp32, where nothing is cast on the way. launches: of kernels."""
+    """The elementwise kernels of one operation. passes: how often each of its elements is read or written, in units of the
+    compute dtype: x + y is three; wide: the same in fp32, where nothing is cast on the way. launches: of kernels."""
 
     passes: float
     wide: float
@@ -39,8 +39,8 @@ FUSED_NORM, FUSED_ROPE, FUSED_ACTIVATION = Kernels(3, 3, 1), Kernels(2, 2, 1), K
 class Profile:
     """How a system runs a step.
 
-    Rates. matmul, attention: of the cluster's rates, the share that its kernels reach inside a step (clocks under load, layouts of
-    their factors). attention_backward: FLOPs of an attention's backward over its forward's: five matmuls for two.
+    Rates. matmul, attention: of the cluster's rates, the share that its kernels reach inside a step (clocks under load, layouts
+    of their factors). attention_backward: FLOPs of an attention's backward over its forward's: five matmuls for two.
     attends_half: whether attention computes the causal half alone.
 
     Elementwise. norm, rope, activation, residual, loss: their kernels in forward; backward_passes: bytes of their backward over
@@ -54,9 +54,9 @@ class Profile:
     rows travel. hides_p2p: share of a message between stages that the schedule's other actions hide. stolen: share of the compute
     device that a collective beside it takes: a GPU's multiprocessors, a CPU's core.
 
-    Overheads. microbatch_s: of each microbatch and stage on the host, which nothing hides. step_s: of each step: flags, data, logs.
-    layer_s: of each layer's forward on the host, twice that for its backward; counts where launches of kernels do. restart_s: from
-    a failure to the first step behind it.
+    Overheads. microbatch_s: of each microbatch and stage on the host, which nothing hides. step_s: of each step: flags, data,
+    logs. layer_s: of each layer's forward on the host, twice that for its backward; counts where launches of kernels do.
+    restart_s: from a failure to the first step behind it.
     """
 
     name: str

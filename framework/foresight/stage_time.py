@@ -23,9 +23,9 @@ class StageForm:
 
 @dataclass(frozen=True)
 class StageTime:
-    """forward, input, weight: seconds of a microbatch's three passes, by part in `parts`, and in `hidden` by axis what messages take
-    that computation hides. once, hidden_once: of a step, whatever the number of microbatches. owned: elements of parameters that the
-    rank's optimizer updates."""
+    """forward, input, weight: seconds of a microbatch's three passes, by part in `parts`, and in `hidden` by axis what messages
+    take that computation hides. once, hidden_once: of a step, whatever the number of microbatches. owned: elements of
+    parameters that the rank's optimizer updates."""
 
     forward: float
     input: float
@@ -49,8 +49,8 @@ class StageTime:
 
 @dataclass(frozen=True)
 class UnitTime:
-    """A unit for one microbatch. exposures: of its messages, by axis. grouped: share of its forwards that run a second time to bring
-    back the input of another layer (activation checkpointing by groups)."""
+    """A unit for one microbatch. exposures: of its messages, by axis. grouped: share of its forwards that run a second time to
+    bring back the input of another layer (activation checkpointing by groups)."""
 
     work: UnitWork
     exposures: Mapping[str, Exposure] = field(default_factory=dict)
@@ -88,7 +88,8 @@ class StageSum:
         self._units: list[ShardedUnit] = []
 
     def add(self, unit: UnitTime, count: int, elements: tuple[float, float], end: str = "") -> None:
-        """So many equal units. elements: (dense, of experts) of one on a rank, before ZeRO; end: embedding or head, "" for layers."""
+        """So many equal units. elements: (dense, of experts) of one on a rank, before ZeRO; end: embedding or head, "" for
+        layers."""
         work, again = unit.work, unit.again
         self._forward += count * unit.forward
         self._input += count * unit.input
@@ -105,9 +106,7 @@ class StageSum:
         for axis, each in unit.exposures.items():
             self._hidden[axis] = self._hidden.get(axis, 0.0) + count * each.hidden
         backward = unit.input + unit.weight
-        self._units.append(
-            ShardedUnit(*elements, unit.forward, backward, count, end == "embedding", end == "head")
-        )
+        self._units.append(ShardedUnit(*elements, unit.forward, backward, count, end == "embedding", end == "head"))
 
     @property
     def units(self) -> list[ShardedUnit]:
@@ -115,8 +114,8 @@ class StageSum:
         return self._units
 
     def conclude(self, sharding: ShardingTime, waits: float, profile: Profile, c: Candidate, experts: int) -> StageTime:
-        """The stage with ZeRO's messages. waits: seconds for which a message to or from a neighbour holds the rank up; experts: ranks
-        that shard experts."""
+        """The stage with ZeRO's messages. waits: seconds for which a message to or from a neighbour holds the rank up; experts:
+        ranks that shard experts."""
         bounds_s = profile.microbatch_s
         forward_gather, backward_gather = sharding.gathers
         hidden = self._hidden | {"shard": sharding.hidden}
@@ -138,6 +137,4 @@ class StageSum:
             "contention": slowed_once,
         }
         owned = sum(each.count * (each.dense / c.shard + each.experts / experts) for each in self._units)
-        return StageTime(
-            forward, inputs, self._weight, parts, hidden, once, {"shard": sharding.hidden_once}, owned
-        )
+        return StageTime(forward, inputs, self._weight, parts, hidden, once, {"shard": sharding.hidden_once}, owned)

@@ -41,8 +41,8 @@ PARTS = (
 
 
 class TimeModel:
-    """Forecasts of one model with one recipe's choices on one cluster, by one profile, ours where none is given. What a layout shares
-    with others is computed once. Callers are one thread."""
+    """Forecasts of one model with one recipe's choices on one cluster, by one profile, ours where none is given. What a layout
+    shares with others is computed once. Callers are one thread."""
 
     def __init__(self, shape: ModelShape, settings: Recipe, cluster: Cluster, profile: Profile | None = None):
         compute = settings.precision.compute
@@ -141,8 +141,12 @@ class TimeModel:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
             return busy[0]
-        times = [[getattr(each, name) for each in stages] for name in ("forward", "input", "weight")]
-        costs = Costs(*times, self._message_s(c, groups))
+        costs = Costs(
+            [each.forward for each in stages],
+            [each.input for each in stages],
+            [each.weight for each in stages],
+            self._message_s(c, groups),
+        )
         return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), *busy)
 
     def _message_s(self, c: Candidate, groups: Groups) -> float:
@@ -172,7 +176,8 @@ class TimeModel:
         layers = self.settings.pipeline.layers
         bounds = self.shape.stages(c.pp, c.schedule, c.virtual, c.context, layers and tuple(layers))
         numbers: dict[Any, int] = {}
-        forms, order = [], []
+        forms: list[StageForm] = []
+        order: list[int] = []
         for each in bounds:
             kinds = self.shape.kinds[each.start : each.stop]
             counted = tuple((kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))

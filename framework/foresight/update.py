@@ -2,9 +2,9 @@
 failures take from a run.
 
 The update is passes over memory: of each owned element the gradient and the master, each moment and the parameter are read and
-written once (one fused kernel), and the gradient once before that for its norm. Offloaded states go over the host's link, gradients
-there and parameters back, and are updated at the rate of that link. An asynchronous save holds training up while states are copied
-to the host; a synchronous one until the node's disk has them.
+written once (one fused kernel), and the gradient once before that for its norm. Offloaded states go over the host's link,
+gradients there and parameters back, and are updated at the rate of that link. An asynchronous save holds training up while
+states are copied to the host; a synchronous one until the node's disk has them.
 """
 
 from dataclasses import dataclass
