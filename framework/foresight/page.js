@@ -1,6 +1,7 @@
 // Draws the page's charts in its theme, and has sliders pick among the layouts that the search has computed. All numbers come
 // from Python: nothing is computed here but which of them is shown.
 const { charts, rows, layouts } = JSON.parse(document.getElementById("data").textContent);
+if (layouts) layouts.rows = layouts.values.map((row) => Object.fromEntries(row.map((value, at) => [layouts.fields[at], value])));
 const root = document.documentElement;
 const views = {};
 
@@ -17,6 +18,7 @@ const config = () => {
     },
     legend: { labelColor: ink, titleColor: faint, labelFontSize: 12, symbolType: "square" },
     text: { color: ink },
+    style: { over: { fill: color("--red"), fontWeight: "bold" } },
   };
 };
 
@@ -34,10 +36,11 @@ async function draw(id) {
 }
 
 async function drawAll() {
+  if (layouts) choose();
   for (const id of Object.keys(charts)) await draw(id);
   if (layouts) {
     views.scatter.addEventListener("click", (_, item) => item?.datum?.number !== undefined && pick(item.datum.number));
-    await show();
+    write();
   }
   root.dataset.ready = "yes";
 }
@@ -60,7 +63,7 @@ dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"))
 // --- layouts
 
 const chosen = {};
-let picked = 0;
+let picked;
 let matching = [];
 
 function element(tag, text = "", attributes = {}) {
@@ -95,18 +98,27 @@ function isChosen(layout) {
   return Object.entries(chosen).every(([key, value]) => layout[key] === value);
 }
 
-// The best of those that match is picked, until the reader clicks on another.
-async function show() {
+// The best of those that match is picked, until the reader clicks on another. Charts keep the last one where none matches.
+function choose() {
   matching = layouts.rows.filter(isChosen);
-  if (picked === undefined) picked = matching.length ? matching[0].number : undefined;
-  const words = Object.entries(chosen).map(([key, value]) => `${layouts.choices.find((each) => each.key === key).name} ${value}`);
-  const found = document.getElementById("matching");
-  found.textContent = matching.length
-    ? `${matching.length.toLocaleString("en")} of ${layouts.rows.length.toLocaleString("en")} layouts${words.length ? " with " + words.join(", ") : ""}`
-    : `No layout was computed with ${words.join(", ")}: it is not legal, or was rejected for the reasons below.`;
-  found.className = matching.length ? "" : "over";
-  fillTable();
-  await fillCharts();
+  if (picked === undefined && matching.length) picked = matching[0].number;
+  const isMatching = new Set(matching.map((each) => each.number));
+  const points = layouts.rows.map((each) => ({ ...each, on: isMatching.has(each.number), picked: each.number === picked }));
+  rows.layouts = points.sort((one, other) => one.on - other.on || one.picked - other.picked);  // the last is drawn on top
+  const layout = layouts.rows.find((each) => each.number === picked);
+  if (!layout) return;
+  const place = `layout ${layout.number}`;
+  rows.memory = layouts.kinds.map((kind, order) => ({ kind, order, gb: layout.memory[order], place }));
+  rows.totals = [{ place, limit: layout.limit, total: layout.gb, over: layout.over, words: layout.over_words }];
+  rows.parts = layouts.parts.map((part, order) => ({ part, order, seconds: layout.parts[order] })).filter((each) => each.seconds > 0);
+}
+
+async function show() {
+  choose();
+  write();
+  await views.scatter.data("layouts", rows.layouts).runAsync();
+  await views.picked_memory.data("memory", rows.memory).data("totals", rows.totals).runAsync();
+  await views.picked_parts.data("parts", rows.parts).runAsync();
 }
 
 function pick(number) {
@@ -114,27 +126,30 @@ function pick(number) {
   return show();
 }
 
-async function fillCharts() {
-  const layout = layouts.rows.find((each) => each.number === picked);
-  const set = (id, name, values) => views[id].data(name, values).runAsync();
-  const isMatching = new Set(matching.map((each) => each.number));
-  const points = layouts.rows.map((each) => ({ ...each, on: isMatching.has(each.number) }));
+function write() {
+  const words = Object.entries(chosen).map(([key, value]) => `${layouts.choices.find((each) => each.key === key).name} ${value}`);
+  const found = document.getElementById("matching");
+  const [some, all] = [matching, layouts.rows].map((each) => each.length.toLocaleString("en"));
+  found.textContent = matching.length
+    ? `${some} of ${all} layouts${words.length ? " with " + words.join(", ") : ""}`
+    : `No layout with ${words.join(", ")} was computed: it is not legal, does not fit or is slower than the others; reasons are below.`;
+  found.className = matching.length ? "" : "over";
+  document.getElementById("details").hidden = !matching.length;
+  fillTable();
+  fillPicked(layouts.rows.find((each) => each.number === picked));
+}
+
+function fillPicked(layout) {
   const place = document.getElementById("picked");
   place.replaceChildren();
-  if (layout) {
-    place.append(element("strong", `${layout.number}. ${layout.words}`, { "data-picked": layout.number }), document.createElement("br"));
-    for (const { key, name } of layouts.columns.filter((each) => each.isFact)) {
-      const isOver = key === "verdict" && layout.over > 0;
-      place.append(`${name} `, element("b", layout[key], { "data-value": key, ...(isOver ? { class: "over" } : {}) }), "  ");
-    }
+  if (!layout) return;
+  place.append(element("strong", `${layout.number}. ${layout.layout}`, { "data-picked": layout.number }), element("br"));
+  for (const { key, name } of layouts.columns.filter((each) => each.isFact)) {
+    const isOver = key === "verdict" && layout.over > 0;
+    const line = element("span", name ? `${name} ` : "");
+    line.append(element("b", layout[key], { "data-value": key, ...(isOver ? { class: "over" } : {}) }));
+    place.append(line, " ");
   }
-  const kinds = layout ? layouts.kinds.map((kind, order) => ({ kind, order, gb: layout.memory[order], place: "fullest rank" })) : [];
-  const total = layout ? [{ place: "fullest rank", limit: layout.limit, total: layout.gb, over: layout.over, words: layout.over_words }] : [];
-  const parts = layout ? layouts.parts.map((part, order) => ({ part, order, seconds: layout.parts[order] })).filter((each) => each.seconds > 0) : [];
-  await set("scatter", "layouts", points);
-  await set("scatter", "picked", layout ? [layout] : []);
-  await views.picked_memory.data("memory", kinds).data("totals", total).runAsync();
-  await set("picked_parts", "parts", parts);
 }
 
 const SHOWN = 100;

@@ -39,9 +39,9 @@ def memory_chart(rows: Rows) -> alt.LayerChart:
         x, y, _color("kind", kinds), alt.Order("order:Q"), tooltip=["place:N", "kind:N", _two("gb", "GB")]
     )  # fmt: skip
     totals = _of("totals").encode(y=y)
-    over = totals.transform_filter("datum.over > 0")
-    red = over.mark_bar(color=RED).encode(x="limit:Q", x2="total:Q", tooltip=["place:N", _two("over", "GB over")])
-    words = over.mark_text(color=RED, align="left", dx=5, fontWeight="bold").encode(x="total:Q", text="words:N")
+    details = ["place:N", _two("over", "GB over")]
+    red = totals.transform_calculate(end="datum.limit + datum.over").mark_bar(color=RED).encode(x="limit:Q", x2="end:Q", tooltip=details)
+    words = totals.mark_text(style="over", align="left", dx=5).encode(x="total:Q", text="words:N")
     limit = totals.mark_tick(thickness=2, size=ROW_PX, color=RED).encode(x="limit:Q")
     return (bars + red + words + limit).properties(height=_height(rows["totals"]), padding=ROOM)
 
@@ -58,19 +58,19 @@ def phases_chart(rows: Rows) -> alt.LayerChart:
         x, y, _color("kind", kinds), alt.Order("order:Q"), tooltip=["place:N", "phase:N", "kind:N", _two("gb", "GB")]
     )  # fmt: skip
     sums = _of("phase_totals").encode(x=x)
-    red = sums.transform_filter("datum.over > 0").mark_bar(color=RED).encode(y="limit:Q", y2="total:Q")
+    red = sums.transform_calculate(end="datum.limit + datum.over").mark_bar(color=RED).encode(y="limit:Q", y2="end:Q")
     limit = _of("phase_totals").mark_rule(color=RED, strokeWidth=2).encode(y="min(limit):Q")
     chosen = [each.transform_filter("datum.place === place") for each in (bars, red, limit)]
     return alt.layer(*chosen).add_params(place).properties(height=TALL_PX)
 
 
-def parts_chart(rows: Rows) -> alt.LayerChart:
-    """Seconds of each part of a step."""
+def parts_chart(rows: Rows, words: str = "words") -> alt.LayerChart:
+    """Seconds of each part of a step. words: the field that is written behind its bar."""
     x = alt.X("seconds:Q", title="seconds", scale=alt.Scale(nice=False))
     base = _of("parts").encode(alt.Y("part:N", sort=None, title=None))
-    bars = base.mark_bar(color=COLORS[0]).encode(x, tooltip=["part:N", "words:N"])
-    words = base.mark_text(align="left", dx=5).encode(x, text="words:N")
-    return (bars + words).properties(height=_height(rows["parts"]), padding=ROOM)
+    bars = base.mark_bar(color=COLORS[0]).encode(x, tooltip=["part:N", f"{words}:N"])
+    text = alt.Text("seconds:Q", format=".3~r") if words == "seconds" else alt.Text(f"{words}:N")
+    return (bars + base.mark_text(align="left", dx=5).encode(x, text)).properties(height=_height(rows["parts"]), padding=ROOM)
 
 
 def links_chart(rows: Rows) -> alt.Chart:
@@ -133,6 +133,29 @@ def plan_charts(rows: Rows) -> dict[str, alt.LayerChart | alt.Chart]:
         ("mesh", mesh_chart),
     )
     return {name: make(rows) for name, make in makers if rows.get(name)}
+
+
+def layouts_charts(kinds: Sequence[str]) -> dict[str, alt.LayerChart]:
+    """Those of a search's page: all layouts, and the picked one's memory and step, whose rows come as the reader picks."""
+    return {"scatter": scatter_chart(), "picked_memory": memory_chart({"memory": [{"kind": kind} for kind in kinds], "totals": [0]}),
+            "picked_parts": parts_chart({"parts": [0] * 12}, "seconds")}
+
+
+def scatter_chart() -> alt.LayerChart:
+    """Each layout by the memory of its fullest rank and its step time; red where it does not fit; the picked one in a ring."""
+    x = alt.X("gb:Q", title="GB of the fullest rank", scale=alt.Scale(zero=False))
+    y = alt.Y("step_s:Q", title="seconds of a step", scale=alt.Scale(type="log", nice=False))
+    seen = alt.condition("datum.on", alt.value(0.75), alt.value(0.06))
+    red = alt.condition("datum.over > 0", alt.value(RED), alt.value(COLORS[0]))
+    names = {"number": "#", "layout": "layout", "step": "step", "memory_words": "memory", "verdict": "verdict", "mfu": "MFU"}
+    details = [alt.Tooltip(f"{field}:N", title=title) for field, title in names.items()]
+    ring = alt.condition("datum.picked", alt.value(COLORS[3]), alt.value(None))
+    size = alt.condition("datum.picked", alt.value(190), alt.value(36))
+    points = _of("layouts").mark_circle(strokeWidth=3).encode(
+        x, y, color=red, opacity=seen, size=size, stroke=ring, tooltip=details
+    )  # fmt: skip
+    limit = _of("layouts").mark_rule(color=RED, strokeDash=[5, 4]).encode(x="max(limit):Q")
+    return (limit + points).properties(height=380)
 
 
 def _of(name: str) -> alt.Chart:

@@ -14,6 +14,7 @@ CONFIG = {
     "view": {"stroke": "transparent"},
     "axis": {"labelFontSize": 12, "titleFontWeight": "normal"},
     "legend": {"labelFontSize": 12, "symbolType": "square", "columns": 7},
+    "style": {"over": {"fill": "#b3162a", "fontWeight": "bold"}},
     "title": {"fontSize": 14, "anchor": "start"},
 }
 
