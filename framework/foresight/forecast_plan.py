@@ -1,13 +1,13 @@
 """What is foretold of a plan: the forecasts by which a search ranks layouts, of the one that the recipe states."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
-from framework.errors import RecipeError
 from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import Forecast
-from framework.foresight.layouts import candidate_of
 from framework.foresight.memory import forecast_memory
-from framework.foresight.shape import make_shape
+from framework.foresight.settings import Settings, candidate_of, chosen_counts
+from framework.foresight.shape import ModelShape, make_shape
 from framework.foresight.time import TimeModel
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.cluster import Cluster
@@ -16,22 +16,32 @@ from framework.plan.plan import Plan
 
 @dataclass(frozen=True)
 class PlanForecast:
-    """A plan with its forecasts. costs: seconds of each stage's actions with one microbatch, for the simulator."""
+    """A plan with its forecasts. shape: of its model; costs: seconds of each stage's actions with one microbatch, for the simulator. cautions: what of
+    the recipe the step time does not have."""
 
     plan: Plan
+    shape: ModelShape
     cluster: Cluster
     candidate: Candidate
     forecast: Forecast
     costs: Costs
+    cautions: tuple[str, ...] = ()
 
 
 def forecast_plan(plan: Plan) -> PlanForecast:
-    """On the recipe's cluster. RecipeError where no candidate says what the recipe does, with the key."""
-    candidate, cluster = candidate_of(plan.recipe), Cluster.from_recipe(plan.recipe)
-    shape = make_shape(plan.config, plan.recipe)
+    """On the recipe's cluster."""
+    candidate, cluster = candidate_of(plan), Cluster.from_recipe(plan.recipe)
+    shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
+    memory = forecast_memory(shape, candidate, settings, cluster, chosen_counts(plan))
+    cautions = []
+    if plan.recipe.memory.activation_checkpointing == "auto":
+        policies = Counter(policy for rank in plan.topology.ranks("pp", 0) for policy in plan.policies(rank).values())
+        policy = policies.most_common(1)[0][0]
+        candidate = replace(candidate, checkpointing=policy)
+        if len(policies) > 1:
+            cautions.append(f"the step time is that of activation checkpointing {policy} for all layers")
+    if plan.recipe.pipeline.table is not None:
+        cautions.append(f"the step time is that of pipeline.schedule={candidate.schedule}, not of pipeline.table")
     times = TimeModel(shape, plan.recipe, cluster)
-    forecast = Forecast(forecast_memory(shape, candidate, plan.recipe, cluster), times.forecast(candidate))
-    return PlanForecast(plan, cluster, candidate, forecast, times.costs(candidate))
-
-
-__all__ = ["PlanForecast", "RecipeError", "forecast_plan"]
+    forecast = Forecast(memory, times.forecast(candidate))
+    return PlanForecast(plan, shape, cluster, candidate, forecast, times.costs(candidate), tuple(cautions))

@@ -17,8 +17,8 @@ const config = () => {
       titleFontWeight: "normal",
     },
     legend: { labelColor: ink, titleColor: faint, labelFontSize: 12, symbolType: "square" },
-    text: { color: ink },
-    style: { over: { fill: color("--red"), fontWeight: "bold" } },
+    text: { fill: ink },
+    style: { over: { color: color("--red"), fill: color("--red"), fontWeight: "bold" } },
   };
 };
 
@@ -26,7 +26,7 @@ async function draw(id) {
   const spec = { ...charts[id], width: "container", autosize: { type: "fit-x", contains: "padding" } };
   spec.datasets = Object.fromEntries(Object.keys(rows).map((name) => [name, rows[name]]));
   const place = document.getElementById(id);
-  const legendColumns = Math.max(2, Math.floor(place.clientWidth / 120));
+  const legendColumns = Math.max(2, Math.floor(place.clientWidth / 165));
   const theme = config();
   theme.legend.columns = legendColumns;
   const renderer = id === "scatter" ? "canvas" : "svg";

@@ -90,7 +90,9 @@ def escape_json(value: Any) -> str:
 
 def require_page(path: Path, option: str, ending: str) -> None:
     """Raises RecipeError where the page cannot be written, before anything is computed: libraries, folder, the name's ending."""
-    missing = [name for name, module in (("altair", "altair"), ("vl-convert-python", "vl_convert")) if not _is_there(module)]
+    missing = [
+        name for name, module in (("altair", "altair"), ("vl-convert-python", "vl_convert")) if not _is_there(module)
+    ]
     if missing:
         raise RecipeError(
             f"{option} draws with {' and '.join(missing)}, which is not installed: pip install 'meshwright[page]'"

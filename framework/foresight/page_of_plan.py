@@ -1,32 +1,60 @@
 """The page of a plan: its forecasts as rows, charts over them, and words."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from framework.foresight.forecast_plan import PlanForecast
 from framework.foresight.page_charts import plan_charts
 from framework.foresight.page_html import Page, Section
-from framework.foresight.page_rows import MOST_ACTIONS, MOST_RANKS, Row, Rows, memory_rows, part_rows, show_seconds, timeline_rows
-from framework.foresight.plan_text import describe_whole_run
+from framework.foresight.page_rows import (
+    MOST_ACTIONS,
+    MOST_RANKS,
+    Row,
+    Rows,
+    memory_rows,
+    part_rows,
+    show_seconds,
+    timeline_rows,
+)
+from framework.foresight.plan_text import show_hours
+from framework.foresight.verdict import Change, describe_changes, describe_verdict
 from framework.mesh.placement import Placement
 from framework.parallel.pipeline.simulate import simulate
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
 
-# By the parts of a step that are communication: the axes whose links they use, and what `Plan.traffic` calls their bytes.
-LINKS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tp": (("tp",), ("tp",)),
-    "cp": (("ulysses", "ring"), ("cp",)),
-    "ep": (("ep",), ("ep",)),
-    "pp": (("pp",), ("pp",)),
-    "gathers": (("shard", "expert_shard"), ("gathers",)),
-    "reductions": (("shard", "replica"), ("reductions to shards", "to replicas")),
-}
+
+@dataclass(frozen=True)
+class Link:
+    """Messages of one parallelism. axes: over which they go; parts, hidden: what a TimeForecast calls their seconds; sent: what
+    `Plan.traffic` calls their bytes."""
+
+    name: str
+    axes: tuple[str, ...]
+    parts: tuple[str, ...]
+    hidden: str
+    sent: tuple[str, ...]
+
+
+LINKS: tuple[Link, ...] = (
+    Link("tp", ("tp",), ("tp",), "tp", ("tp",)),
+    Link("cp", ("ulysses", "ring"), ("cp",), "cp", ("cp",)),
+    Link("ep", ("ep",), ("ep",), "ep", ("ep",)),
+    Link("pp", ("pp",), ("pp",), "pp", ("pp",)),
+    Link(
+        "dp",
+        ("shard", "replica", "expert_shard", "expert_replica"),
+        ("gathers", "reductions"),
+        "shard",
+        ("gathers", "reductions to shards", "to replicas"),
+    ),
+)
 MESH_AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
-def make_page(plan: Plan, found: PlanForecast) -> Page:
+def make_page(found: PlanForecast, changes: Sequence[Change] = ()) -> Page:
     """All of it."""
-    time, memory = found.forecast.time, found.forecast.memory
+    plan, time, memory = found.plan, found.forecast.time, found.forecast.memory
     timeline, shown = draw_timeline(plan, found)
     rows = {
         **memory_rows(memory, name_places(plan)),
@@ -39,9 +67,9 @@ def make_page(plan: Plan, found: PlanForecast) -> Page:
     words = dict(_describe_sections(plan, found, shown))
     return Page(
         title=plan.title,
-        verdict=found.verdict,
+        verdict=describe_verdict(memory, found.cluster.name),
         is_over=memory.spare < 0,
-        changes=found.changes,
+        changes=tuple(describe_changes(found, changes)),
         facts=tuple(_list_facts(plan, found)),
         sections=tuple(Section(name, *words[name]) for name in charts),
         charts=charts,
@@ -74,12 +102,13 @@ def link_rows(plan: Plan, found: PlanForecast) -> Rows:
     traffic = [plan.traffic(rank) for rank in plan.topology.ranks("pp", 0)]
     links: list[Row] = []
     totals: list[Row] = []
-    for part, (axes, kinds) in LINKS.items():
-        seconds = {"hidden": time.hidden.get(part, 0.0), "exposed": time.parts.get(part, 0.0)}
-        sent = max(sum(own[kind] for kind in kinds) for own in traffic)
+    for link in LINKS:
+        exposed = sum(time.parts.get(part, 0.0) for part in link.parts)
+        seconds = {"hidden": time.hidden.get(link.hidden, 0.0), "exposed": exposed}
+        sent = max(sum(own[kind] for kind in link.sent) for own in traffic)
         if not sent and not any(seconds.values()):
             continue
-        name = f"{part}, {_describe_span(placement, axes)}"
+        name = f"{link.name}, {_describe_span(placement, link.axes)}"
         load = f"{sum(seconds.values()) / time.step_s:.1%} of the step"
         common = {"axis": name, "bytes": show_bytes(sent), "load": load}
         links += [{**common, "how": how, "seconds": each} for how, each in seconds.items()]
@@ -96,7 +125,6 @@ def mesh_rows(plan: Plan) -> Rows:
     """The coordinates of each rank and its place on its node; of the first nodes where there are many."""
     topology, on_node = plan.topology, plan.derived.ranks_per_node
     ranks = range(min(plan.derived.world, MOST_RANKS // on_node * on_node or on_node))
-    sizes = {axis: topology.size(axis) for axis in MESH_AXES}
     rows = [
         {
             "rank": rank,
@@ -106,7 +134,7 @@ def mesh_rows(plan: Plan) -> Rows:
         }
         for rank in ranks
     ]
-    return {"mesh": rows, "mesh_axes": [{"axis": axis, "size": size} for axis, size in sizes.items()]}
+    return {"mesh": rows}
 
 
 def _list_facts(plan: Plan, found: PlanForecast) -> Iterator[tuple[str, str]]:
@@ -117,7 +145,9 @@ def _list_facts(plan: Plan, found: PlanForecast) -> Iterator[tuple[str, str]]:
     yield "tokens/s", f"{time.tokens_per_s:,.0f}"
     yield "tokens/s of a rank", f"{time.tokens_per_s_and_rank:,.0f}"
     yield "MFU", f"{time.mfu:.1%}"
-    yield "whole run", describe_whole_run(time)
+    yield "whole run", show_hours(time.hours)
+    if time.cost:
+        yield "cost", f"${time.cost:,.0f}"
     for axis, degree in plan.derived.degrees.items():
         if degree > 1:
             yield axis, str(degree)
@@ -135,12 +165,17 @@ def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> Iterator[
     )
     yield "phases", ("Memory over a step", "What ranks hold at each phase. Red is what a device does not have.")
     yield "parts", ("Parts of a step", "Of the rank that takes longest; they add up to the step time.")
-    fewer = f", drawn with {shown} of a step's {derived.accumulation} microbatches" if shown < derived.accumulation else ""
+    fewer = (
+        f", drawn with {shown} of a step's {derived.accumulation} microbatches" if shown < derived.accumulation else ""
+    )
     name = plan.pipeline.make(shown).name
     bubble = found.forecast.time.parts.get("bubble", 0.0) / found.forecast.time.step_s
     yield (
         "timeline",
-        ("Pipeline", f"Schedule {name}{fewer}. Grey is idle; the bubble is {bubble:.1%} of the step of the busiest rank."),
+        (
+            "Pipeline",
+            f"Schedule {name}{fewer}. Grey is idle; the bubble is {bubble:.1%} of the step of the busiest rank.",
+        ),
     )
     yield "links", ("Links", "Messages of a step: behind computation, and what nothing hides.")
     fewer = "" if derived.world <= MOST_RANKS else f", the first of {derived.world // derived.ranks_per_node} nodes"

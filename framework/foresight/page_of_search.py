@@ -9,7 +9,7 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import Forecast
 from framework.foresight.page_charts import layouts_charts
 from framework.foresight.page_html import Page, Table
-from framework.foresight.page_rows import GB, SLACK, Rows, show_seconds
+from framework.foresight.page_rows import GIB, OUTSIDE, SLACK, Rows, all_kinds, show_seconds
 from framework.foresight.rejections import Rejection, describe, group_rejections
 from framework.foresight.search import SearchResult
 from framework.plan.memory import show_bytes
@@ -117,33 +117,34 @@ def _names(layouts: Iterable[Layout]) -> Mapping[str, list[str]]:
     kinds: dict[str, None] = {}
     parts: dict[str, None] = {}
     for each in layouts:
-        kinds |= dict.fromkeys(kind for kind, size in each.forecast.memory.fullest.held.items() if size)
+        fullest = each.forecast.memory.fullest
+        kinds |= dict.fromkeys(kind for kind, size in fullest.held.items() if size)
         parts |= dict.fromkeys(part for part, seconds in each.forecast.time.parts.items() if seconds)
-    return {"kinds": [*kinds, SLACK], "parts": list(parts)}
+    return {"kinds": [*kinds, OUTSIDE, SLACK], "parts": list(parts)}
 
 
 def _row(number: int, layout: Layout, names: Mapping[str, list[str]]) -> dict[str, Any]:
     c, memory, time = layout.candidate, layout.forecast.memory, layout.forecast.time
     fullest = memory.fullest
-    held = {**fullest.held, SLACK: fullest.slack}
-    over = f"{layout.missing / GB:,.1f} GB over"
+    held = all_kinds(fullest.held, fullest)
+    over = f"{layout.missing / GIB:,.1f} GiB over"
     return {
         "number": number,
         **dict(zip((key for key, _ in CHOICES), layout.choice, strict=True)),
         "layout": describe(c),
         "step_s": _round(time.step_s),
-        "gb": _round(fullest.reserved / GB),
-        "limit": _round(memory.limit / GB),
-        "over": _round(layout.missing / GB),
+        "gb": _round(fullest.reserved / GIB),
+        "limit": _round(memory.limit / GIB),
+        "over": _round(layout.missing / GIB),
         "over_words": over if layout.missing else "",
         "step": show_seconds(time.step_s),
         "speed": f"{time.tokens_per_s_and_rank:,.0f}",
         "mfu": f"{time.mfu:.1%}",
         "memory_words": show_bytes(fullest.reserved),
-        "verdict": over if layout.missing else f"{memory.spare / GB:,.1f} GB to spare",
+        "verdict": over if layout.missing else f"{memory.spare / GIB:,.1f} GiB to spare",
         "hours": f"{time.hours:,.1f}",
         "cost": f"${time.cost:,.0f}" if time.cost else "-",
-        "memory": [_round(held.get(kind, 0) / GB) for kind in names["kinds"]],
+        "memory": [_round(held.get(kind, 0) / GIB) for kind in names["kinds"]],
         "parts": [_round(time.parts.get(part, 0.0)) for part in names["parts"]],
     }
 

@@ -10,9 +10,9 @@ from framework.parallel.pipeline.simulate import Timeline
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
 
-# As keys of recipes count, memory.budget_gb and cluster.memory_gb.
-GB = 2**30
+GIB = 2**30
 SLACK = "allocator slack"
+OUTSIDE = "outside torch"
 WORDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -30,11 +30,11 @@ def memory_rows(memory: MemoryForecast, places: Sequence[str]) -> Rows:
     kinds = _kinds(memory.stages)
     rows: dict[str, list[Row]] = {"memory": [], "totals": [], "phases": [], "phase_totals": []}
     for place, stage in zip(places, memory.stages, strict=True):
-        rows["memory"] += _by_kind(stage.held, stage.slack, kinds, {"place": place})
+        rows["memory"] += _by_kind(stage.held, stage, kinds, {"place": place})
         rows["totals"].append({"place": place, **_beside_limit(stage.reserved, memory.limit)})
         for phase, held in stage.phases.items():
-            rows["phases"] += _by_kind(held, stage.slack, kinds, {"place": place, "phase": phase})
-            total = sum(held.values()) + stage.slack
+            rows["phases"] += _by_kind(held, stage, kinds, {"place": place, "phase": phase})
+            total = sum(held.values()) + stage.slack + stage.outside
             rows["phase_totals"].append({"place": place, "phase": phase, **_beside_limit(total, memory.limit)})
     return rows
 
@@ -42,20 +42,25 @@ def memory_rows(memory: MemoryForecast, places: Sequence[str]) -> Rows:
 def _kinds(stages: Iterable[StageMemory]) -> list[str]:
     """Those that take anything anywhere, in the order in which they are stacked, slack last."""
     counted = (held for stage in stages for held in (stage.held, *stage.phases.values()))
-    return [*dict.fromkeys(kind for held in counted for kind, size in held.items() if size), SLACK]
+    return [*dict.fromkeys(kind for held in counted for kind, size in held.items() if size), OUTSIDE, SLACK]
 
 
-def _by_kind(held: Mapping[str, int], slack: int, kinds: Sequence[str], common: Row) -> Iterator[Row]:
-    sizes = {**held, SLACK: slack}
+def _by_kind(held: Mapping[str, int], stage: StageMemory, kinds: Sequence[str], common: Row) -> Iterator[Row]:
+    sizes = all_kinds(held, stage)
     for order, kind in enumerate(kinds):
         if sizes.get(kind):
-            yield {**common, "kind": kind, "order": order, "gb": sizes[kind] / GB}
+            yield {**common, "kind": kind, "order": order, "gb": sizes[kind] / GIB}
+
+
+def all_kinds(held: Mapping[str, int], stage: StageMemory) -> dict[str, int]:
+    """Bytes by kind, with those that are not tensors'."""
+    return {**held, OUTSIDE: stage.outside, SLACK: stage.slack}
 
 
 def _beside_limit(total: int, limit: int) -> Row:
     over = max(0, total - limit)
-    words = f"{over / GB:,.1f} GB over" if over else ""
-    return {"total": total / GB, "limit": limit / GB, "over": over / GB, "words": words}
+    words = f"{over / GIB:,.1f} GiB over" if over else ""
+    return {"total": total / GIB, "limit": limit / GIB, "over": over / GIB, "words": words}
 
 
 def part_rows(time: TimeForecast) -> Rows:

@@ -1,6 +1,6 @@
 """`meshwright plan`: what a recipe will hold, take and cost, before any device is touched."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from framework.foresight.forecast_plan import PlanForecast, forecast_plan
 from framework.foresight.page_html import require_page, write_html
 from framework.foresight.page_png import write_png
 from framework.foresight.plan_text import describe_plan
+from framework.foresight.verdict import Change, find_changes
 from framework.plan.check import check_layout
 from framework.plan.page import describe_layouts, describe_ranks, describe_schedule, save_schedule
 from framework.plan.plan import Plan
@@ -36,9 +37,10 @@ def plan_command(recipe: Recipe, wanted: Wanted) -> int:
             require_page(path, option, ending)
     plan = check_layout(recipe)
     found = forecast_plan(plan)
-    for line in (*describe_plan(plan, found), *_describe_details(plan, wanted)):
+    changes = find_changes(found)
+    for line in (*describe_plan(found, changes), *_describe_details(plan, wanted)):
         print(line)
-    for line in _write(plan, found, wanted):
+    for line in _write(found, changes, wanted):
         print(line)
     return EXIT_DONE
 
@@ -59,7 +61,8 @@ def _describe_details(plan: Plan, wanted: Wanted) -> Iterator[str]:
         yield from describe_savings(plan, fullest)
 
 
-def _write(plan: Plan, found: PlanForecast, wanted: Wanted) -> Iterator[str]:
+def _write(found: PlanForecast, changes: Sequence[Change], wanted: Wanted) -> Iterator[str]:
+    plan = found.plan
     if wanted.schedule_to is not None:
         save_schedule(wanted.schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
         yield f"wrote the schedule to {wanted.schedule_to}"
@@ -67,7 +70,7 @@ def _write(plan: Plan, found: PlanForecast, wanted: Wanted) -> Iterator[str]:
         return
     from framework.foresight.page_of_plan import make_page
 
-    page = make_page(plan, found)
+    page = make_page(found, changes)
     if wanted.html is not None:
         write_html(wanted.html, page)
         yield f"wrote the page to {wanted.html}"

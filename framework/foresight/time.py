@@ -95,6 +95,15 @@ class TimeModel:
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(owned))
 
+    def costs(self, candidate: Candidate) -> Costs:
+        """Seconds of each stage's actions for one microbatch, and of a message: what a step's timeline is simulated with."""
+        c, on_node = candidate, min(candidate.world, candidate.ranks_per_node)
+        if on_node > self.cluster.ranks_per_node:
+            return self._shared_by(on_node).costs(c)
+        groups, (forms, order, _) = self._groups(c), self._stages(c)
+        found = [self._stage(form, c, groups) for form in forms]
+        return self._costs(c, groups, [found[index] for index in order])
+
     def _shared_by(self, on_node: int) -> "TimeModel":
         def share() -> TimeModel:
             return TimeModel(self.shape, self.settings, self.cluster.shared_by(on_node), self.profile)
@@ -141,13 +150,15 @@ class TimeModel:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
             return busy[0]
-        costs = Costs(
+        return max(self._lengths.length(c.schedule, c.pp, c.accumulation, self._costs(c, groups, stages)), *busy)
+
+    def _costs(self, c: Candidate, groups: Groups, stages: Sequence[StageTime]) -> Costs:
+        return Costs(
             [each.forward for each in stages],
             [each.input for each in stages],
             [each.weight for each in stages],
             self._message_s(c, groups),
         )
-        return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), *busy)
 
     def _message_s(self, c: Candidate, groups: Groups) -> float:
         outside = c.tokens / c.tp if c.sequence else c.tokens

@@ -140,7 +140,11 @@ class Tab:
 
     def requests(self) -> list[str]:
         """Addresses that were asked for, but for what is in the page itself (data: and blob:)."""
-        sent = (each["params"]["request"]["url"] for each in self._own_events() if each.get("method") == "Network.requestWillBeSent")
+        sent = (
+            each["params"]["request"]["url"]
+            for each in self._own_events()
+            if each.get("method") == "Network.requestWillBeSent"
+        )
         return [url for url in sent if not url.startswith(("data:", "blob:"))]
 
     def _own_events(self) -> list[dict[str, Any]]:
