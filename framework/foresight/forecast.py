@@ -11,13 +11,15 @@ class StageMemory:
 
     held: by kind, such as parameters, gradients, master, optimizer, gathered, activations, logits, workspace; slack: what the
     allocator reserves beside what tensors use. phases: the bytes of each kind at each phase of a step, of which `held` is the
-    largest. host: bytes in the host's memory.
+    largest. host: bytes in the host's memory. outside: bytes of the device that are not torch's: the driver's context, NCCL's
+    buffers.
     """
 
     held: Mapping[str, int]
     slack: int
     phases: Mapping[str, Mapping[str, int]]
     host: int = 0
+    outside: int = 0
 
     @property
     def allocated(self) -> int:
@@ -27,7 +29,7 @@ class StageMemory:
     @property
     def reserved(self) -> int:
         """Bytes that the device must have."""
-        return self.allocated + self.slack
+        return self.allocated + self.slack + self.outside
 
 
 @dataclass(frozen=True)

@@ -276,9 +276,10 @@ class Rates:
         return self.cluster.attention_seconds(flops, dtype, backward=backward) / self.profile.attention
 
     def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
-        """Seconds of an operation's kernels over so many elements. times: backward's bytes over forward's."""
-        moved = elements * kernels.bytes(self.itemsize) * times
-        return moved / self.cluster.memory_rate + kernels.launches * times * self.cluster.overhead_s
+        """Seconds of an operation's kernels over so many elements, which move equally much each. times: backward's bytes over
+        forward's."""
+        launches = kernels.launches * times
+        return launches * self.cluster.memory_seconds(elements * kernels.bytes(self.itemsize) * times / launches)
 
     def moved(self, num_bytes: float) -> float:
         """Seconds of one pass that reads and writes so many bytes in all."""

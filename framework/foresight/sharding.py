@@ -56,7 +56,7 @@ class Sharding:
 
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
         """Of a stage, whose units are in order of computation."""
-        gathers = [self._gather_s(each, groups) for each in units]
+        gathers = [self._gather_s(each, c, groups) for each in units]
         keeps_parameters = c.zero < 3 or self.zero.keep_gathered
         keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
         late, hidden = self._forward(units, gathers)
@@ -88,10 +88,13 @@ class Sharding:
             hidden_once + body_hidden,
         )
 
-    def _gather_s(self, unit: ShardedUnit, groups: Groups) -> float:
+    def _gather_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> float:
         gather, size = self.links.collective, self.parameter_bytes
         dense = gather("all_gather", unit.dense * size, groups.shard)
-        return dense + gather("all_gather", unit.experts * size, groups.expert_shard)
+        own = unit.dense / c.shard + unit.experts / groups.expert_shard.size
+        # Shards that live on the host come up first.
+        upload = own * size / self.links.cluster.host_rate if "parameters" in c.offload else 0.0
+        return upload + dense + gather("all_gather", unit.experts * size, groups.expert_shard)
 
     def _reduce_s(self, unit: ShardedUnit, groups: Groups) -> float:
         reduce, size = self.links.collective, self.gradient_bytes

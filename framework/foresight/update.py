@@ -43,7 +43,7 @@ class Update:
         """Of a rank that owns so many elements, by part. The norm's sum over ranks is not in it."""
         master, gradient, moments = self._state_bytes
         offload, cluster = self.settings.memory.offload, self.cluster
-        away = elements * (offload.optimizer if "optimizer" in c.offload else 0.0)
+        away = elements * ("optimizer" in c.offload)
         moved = 2 * (master + moments) + gradient + self.itemsize * (1 if master else 2)
         norm = cluster.memory_seconds(elements * gradient) if elements else 0.0
         here = cluster.memory_seconds((elements - away) * moved * self.profile.optimizer_passes) if elements else 0.0

@@ -7,6 +7,7 @@ A rank runs its actions one after another, in their order; a message between ran
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from framework.errors import ScheduleError
 from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule, V, W
@@ -165,14 +166,27 @@ def peak_live(schedule: Schedule, weights: Sequence[int] | None = None) -> list[
     return peaks
 
 
-def live_counts(schedule: Schedule, rank: int) -> list[dict[int, int]]:
-    """Live microbatches of each of the rank's stages, as many different combinations of them as the schedule has."""
+class LiveMoment(NamedTuple):
+    """What a rank has live while it computes: forward (else backward) of a stage, and of each of its stages the microbatches
+    between their F and the end of their backward, this one included."""
+
+    is_forward: bool
+    stage: int
+    live: tuple[tuple[int, int], ...]
+
+
+def live_moments(schedule: Schedule, rank: int) -> list[LiveMoment]:
+    """The moments of a rank's step, those that differ. I frees nothing; W alone is none: it recomputes nothing."""
     live = {stage: 0 for stage, owner in enumerate(schedule.rank_of_stage) if owner == rank}
-    seen = {tuple(live.items()): live}
+    seen: dict[LiveMoment, None] = {}
     for stage, kind, _ in schedule.actions[rank]:
-        live = live | {stage: live[stage] + (kind is F) - (kind is B or kind is W)}
-        seen[tuple(live.items())] = live
-    return list(seen.values())
+        if kind is F:
+            live[stage] += 1
+        if kind is not W and kind is not V:
+            seen[LiveMoment(kind is F, stage, tuple(live.items()))] = None
+        if kind is B or kind is W:
+            live[stage] -= 1
+    return list(seen)
 
 
 def needs(schedule: Schedule, action: Action) -> Action | None:
