@@ -16,8 +16,8 @@ from framework.plan.plan import Plan
 
 @dataclass(frozen=True)
 class PlanForecast:
-    """A plan with its forecasts. shape: of its model; costs: seconds of each stage's actions with one microbatch, for the simulator. cautions: what of
-    the recipe the step time does not have."""
+    """A plan with its forecasts. shape: of its model. costs: seconds of each stage's actions with one microbatch.
+    cautions: what of the recipe the step time does not have."""
 
     plan: Plan
     shape: ModelShape

@@ -15,8 +15,8 @@ from framework.parallel.pipeline.draw import COLORS as PICTURE_COLORS
 # Of the schema that altair writes: what draws a chart has to be of the same version.
 VEGA_LITE = ".".join(alt.VEGALITE_VERSION.split(".")[:2])
 
-# Okabe and Ito's colours, which the colour-blind tell apart, without their red; then Tol's muted ones. A kind of bytes has the same
-# on every page.
+# Okabe and Ito's colours, which the colour-blind tell apart, without their red; then Tol's muted ones. A kind of bytes has
+# the same on every page.
 KINDS = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",

@@ -86,7 +86,7 @@ def name_places(plan: Plan) -> list[str]:
 
 
 def draw_timeline(plan: Plan, found: PlanForecast) -> tuple[Rows, int]:
-    """Rows of the pipeline's timeline, and with how many microbatches: fewer than a step has where these would be too many boxes."""
+    """Rows of the pipeline's timeline, and its number of microbatches: fewer than a step has where boxes would be too many."""
     total, pp = plan.derived.accumulation, plan.derived.pp
     # Whole rounds of the pipeline, as interleaved stages need them, and two at the least, as dualpipe_v does.
     actions = 2 * len(plan.pipeline.stages)
@@ -160,7 +160,7 @@ def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> Iterator[
         "memory",
         (
             "Memory of each rank",
-            f"At the moment of a step that needs most, by place in the pipeline. The line: {show_bytes(memory.limit)} of a device.",
+            f"Where a step needs most, by place in the pipeline. The line: {show_bytes(memory.limit)} of a device.",
         ),
     )
     yield "phases", ("Memory over a step", "What ranks hold at each phase. Red is what a device does not have.")

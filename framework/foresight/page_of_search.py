@@ -1,4 +1,4 @@
-"""The page of a search: layouts as points and rows, with sliders that pick among those that were forecast, and what was rejected."""
+"""The page of a search: layouts as points and rows, sliders that pick among those that were forecast, and what was rejected."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -189,7 +189,7 @@ def _list_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
 def _describe_shown(results: Sequence[SearchResult], shown: int, forecast: int) -> str:
     worlds = ", ".join(str(result.space.world) for result in results)
     left_out = forecast - shown
-    words = f"{shown:,} layouts on {worlds} GPUs, each computed in full: sliders pick the fastest that matches, a click any other."
+    words = f"{shown:,} layouts on {worlds} GPUs, each computed in full: sliders pick the fastest that matches, a click another."
     if left_out:
         words += f" {left_out:,} more were computed and have no room on this page: each setting of the sliders keeps its best."
     slower = sum(result.num_slower for result in results)

@@ -60,7 +60,7 @@ def describe_ranks(plan: Plan) -> Iterator[str]:
 
 
 def describe_layouts(plan: Plan) -> Iterator[str]:
-    """Units and parameters as a rank has them, in lines. Of ranks that differ in other coordinates than `pp` it shows the first."""
+    """Units and parameters as a rank has them, in lines: of ranks that differ in other coordinates than `pp` the first."""
     by_rank = [plan.of_rank(rank).buffers for rank in plan.topology.ranks("pp", 0)]
     yield _describe_units(plan.units, by_rank)
     yield ""
