@@ -64,6 +64,7 @@ def _commands() -> tuple[Command, ...]:
         Command("check", "every mistake of a recipe at once, or what it says in full", _check, _add_check, True),
         Command("verify", "the recipe's layout against stock Hugging Face in one process", _verify, _add_verify, True),
         Command("plan", "layouts and bytes per rank, without any device", _plan, _add_plan, True),
+        Command("search", "the fastest layouts that fit, by forecast", _search, _add_search, True),
         Command("prepare", "text to token store, resumable and on all cores", _prepare, _add_prepare, True),
         Command("submit", "queue the recipe on a SLURM cluster", _submit, _add_submit, True),
         Command(
@@ -79,9 +80,7 @@ def _commands() -> tuple[Command, ...]:
         Command(
             "inject", "have a run suffer a fault: a death, a full disk, NaN, a flipped bit", _inject, _add_inject, False
         ),
-        Command(
-            "doctor", "what is installed and within reach, and how to fix what is not", _doctor, _add_nothing, True
-        ),
+        Command("doctor", "what is installed and within reach, and how to fix what is not", _doctor, _add_doctor, True),
         Command("generate", "let a trained model continue a text", _generate, _add_generate, False),
         Command("export", "a run's model as a folder that from_pretrained loads", _export, _add_export, False),
         Command("inspect", "what a checkpoint holds", _inspect, _add_inspect, False),
@@ -209,11 +208,37 @@ def _inject(arguments: argparse.Namespace) -> int:
     return inject_command(_find_run(arguments.run), arguments.words, arguments.here)
 
 
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure this machine in under two minutes and write what plan and search need of it, for cluster=FILE"
+        " (default: measured.yaml)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="with --measure: also a file of another machine")
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.measure is not None:
+        return _measure(arguments)
+    if arguments.overwrite:
+        raise RecipeError("--overwrite is for the file of --measure FILE")
     recipe = _compose(arguments)
     from framework.launch.doctor import doctor_command
 
     return doctor_command(recipe)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    typed = arguments.measure
+    if "=" in typed:  # argparse takes the override behind a lone --measure for its file
+        arguments.overrides, typed = [typed, *arguments.overrides], ""
+    recipe = _compose(arguments)
+    from framework.launch.measure import choose_file, measure_command
+
+    return measure_command(recipe, choose_file(typed, arguments.recipes), arguments.overwrite)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -231,6 +256,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from framework.foresight.auto import require_layout
     from framework.mesh.placement import place
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
@@ -249,7 +275,7 @@ def _check(arguments: argparse.Namespace) -> int:
         print(describe_keys(arguments.keys))
         return EXIT_DONE
     composition = compose(arguments.overrides, arguments.recipes)
-    recipe = composition.require()
+    recipe = require_layout(composition, arguments.overrides, arguments.recipes)
     need = _describe_need(recipe, composition.origins) if arguments.model else ""
     text = describe_sources(recipe, composition.origins) if arguments.sources else to_yaml(recipe).rstrip()
     print(hide_secrets(text))
@@ -355,6 +381,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     return plan_command(recipe, Wanted(**{name: getattr(arguments, name) for name in names}))
 
 
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    from framework.launch.search import add_search_options
+
+    add_search_options(parser)
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    from framework.launch.search import search_command
+
+    return search_command(arguments)
+
+
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
 
@@ -413,9 +451,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _compose(arguments: argparse.Namespace) -> Recipe:
+    from framework.foresight.auto import require_layout
     from framework.recipe.compose import compose
 
-    return compose(arguments.overrides, arguments.recipes).require()
+    return require_layout(compose(arguments.overrides, arguments.recipes), arguments.overrides, arguments.recipes)
 
 
 def _compose_run(arguments: argparse.Namespace) -> Recipe:

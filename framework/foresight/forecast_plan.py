@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import Forecast
 from framework.foresight.memory import forecast_memory
-from framework.foresight.settings import Settings, candidate_of, chosen_counts
+from framework.foresight.settings import Settings, chosen_counts, planned_candidate
 from framework.foresight.shape import ModelShape, make_shape
 from framework.foresight.time import TimeModel
 from framework.parallel.pipeline.simulate import Costs
@@ -30,7 +30,7 @@ class PlanForecast:
 
 def forecast_plan(plan: Plan) -> PlanForecast:
     """On the recipe's cluster."""
-    candidate, cluster = candidate_of(plan), Cluster.from_recipe(plan.recipe)
+    candidate, cluster = planned_candidate(plan), Cluster.from_recipe(plan.recipe)
     shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
     memory = forecast_memory(shape, candidate, settings, cluster, chosen_counts(plan))
     cautions = []

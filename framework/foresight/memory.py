@@ -53,7 +53,7 @@ from framework.plan.memory import (
     total_on_host,
 )
 from framework.plan.policies import Counts, uniform
-from framework.recipe.schema import Offload
+from framework.recipe.schema import Offload, Recipe
 
 PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
 MIB = 2**20
@@ -100,32 +100,47 @@ class Places:
         return [[stage for stage, owner in pairs if owner == rank] for rank in range(max(self.owners) + 1)]
 
 
+NOTHING = Part(tuple({} for _ in PHASES), (0,) * len(PHASES), (0,) * len(PHASES), 0, 0)
+
+
 def forecast_memory(
     shape: ModelShape,
     candidate: Candidate,
-    settings: Settings,
+    settings: Settings | Recipe,
     cluster: Cluster,
     chosen: Mapping[int, Counts] | None = None,
 ) -> MemoryForecast:
     """The memory of a rank at each place of the pipeline: of the first one along all other axes, as `Plan.memory`.
 
-    chosen: layers of each stage by policy of activation checkpointing; None: all as the candidate says. Raises what the model's
-    transforms raise for degrees that do not fit (`ModelShape.refusal` asks first), RecipeError for more stages than layers.
+    settings: what is remembered is remembered with them; a recipe's are made of it. chosen: layers of each stage by policy of
+    activation checkpointing; None: all as the candidate says. Raises what the model's transforms raise for degrees that do not
+    fit (`ModelShape.refusal` asks first), RecipeError for more stages than layers.
     """
     states, activations = _forecaster(shape, settings).parts(candidate, chosen)
     stages = tuple(_join(*each) for each in zip(states, activations, strict=True))
     return MemoryForecast(stages, cluster.memory_bytes)
 
 
-def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings, cluster: Cluster) -> int:
+def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
     """`forecast_memory(...).spare` alone, for a search: negative where the fullest rank lacks so many."""
-    parts = _forecaster(shape, settings).parts(candidate, None)
-    most = max(_reserve(state, kept, phase) for state, kept in zip(*parts, strict=True) for phase in range(len(PHASES)))
-    return cluster.memory_bytes - most
+    states, activations = _forecaster(shape, settings).parts(candidate, None)
+    return cluster.memory_bytes - max(map(_most, states, activations))
 
 
-def _forecaster(shape: ModelShape, settings: Settings) -> "_Forecaster":
-    return settings.remember(("memory", shape), lambda: _Forecaster(shape, settings))
+def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
+    """What activations alone leave, wherever states lie: no candidate with other ZeRO has more to spare."""
+    found = _forecaster(shape, settings).activations(candidate)
+    return cluster.memory_bytes - max(_most(NOTHING, each) for each in found)
+
+
+def _forecaster(shape: ModelShape, settings: Settings | Recipe) -> "_Forecaster":
+    known = Settings.of(settings) if isinstance(settings, Recipe) else settings
+    forecaster: _Forecaster = known.remember(("memory", shape), lambda: _Forecaster(shape, known))
+    return forecaster
+
+
+def _most(states: Part, activations: Part) -> int:
+    return max(_reserve(states, activations, phase) for phase in range(len(PHASES)))
 
 
 def _reserve(states: Part, activations: Part, phase: int) -> int:
@@ -160,11 +175,15 @@ class _Forecaster:
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         zero = each.zero, each.shard, each.dp * each.cp, each.offload
         states = self._remember(("states", layout, zero), lambda: self._states(each))
-        if chosen is not None:
-            return states, self._activations(each, chosen)
+        return states, self.activations(each) if chosen is None else self._activations(each, chosen)
+
+    def activations(self, each: Candidate) -> Sequence[Part]:
+        """Of each rank of the pipeline, its layers as the candidate says."""
+        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         microbatches = representative(each.schedule, each.pp, each.accumulation)
         tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, each.offload, microbatches
-        return states, self._remember(("activations", layout, tokens), lambda: self._activations(each, None))
+        found: Sequence[Part] = self._remember(("activations", layout, tokens), lambda: self._activations(each, None))
+        return found
 
     def _places(self, each: Candidate) -> Places:
         layers = self.settings.recipe.pipeline.layers

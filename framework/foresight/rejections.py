@@ -4,6 +4,7 @@ A rule of `recipe/check.py` says which keys it reads. So it is asked once for al
 has chosen them, of a real recipe: nothing here knows what is legal.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Recipe
 
-Kind = Literal["rule", "model", "memory", "fixed"]
+Kind = Literal["rule", "model", "memory"]
+_NUMBERS = re.compile(r"\d+(\.\d+)?|=\[.*?\]|=[a-z_]+")
 GB = 2**30
 
 # The fields of a candidate on which the value of a key depends, in the recipe that `recipe_of` makes of it.
@@ -57,15 +59,21 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Rejection:
-    """Layouts that are refused alike. layout: what was chosen so far, in words; reason: in a line; key: of the recipe, where a
-    rule refuses it; missing: bytes that do not fit on the fullest rank, at the least; count: of layouts."""
+    """Layouts that are refused alike. candidate: what they share, chosen up to `choice`; reason: in a line; key: of the recipe,
+    where a rule refuses it; missing: bytes that do not fit on the fullest rank, at the least; count: of layouts."""
 
     kind: Kind
-    layout: str
+    candidate: Candidate
+    choice: str
     reason: str
     key: str = ""
     missing: int = 0
     count: int = 1
+
+    @property
+    def layout(self) -> str:
+        """What was chosen, in words."""
+        return describe(self.candidate, self.choice)
 
     @property
     def line(self) -> str:
@@ -101,7 +109,7 @@ class Constraints:
         for each in self.by_choice[choice]:
             found = each.refuse(c)
             if found is not None:
-                return Rejection(each.kind, describe(c, choice), found[1], found[0])
+                return Rejection(each.kind, c, choice, found[1], found[0])
         return None
 
 
@@ -140,7 +148,7 @@ def _ask_rule(rule: Callable[[Recipe], Iterable[Problem]], space: Space, c: Cand
     if problem is None:
         return None
     value = "" if problem.value is None else f"={problem.value}"
-    return problem.key, f"{problem.key}{value} {problem.message}"
+    return problem.key, f"{problem.key}{value}: {problem.message}"
 
 
 def _model_constraints(model: Model) -> list[Constraint]:
@@ -217,16 +225,16 @@ def too_large(c: Candidate, missing: int, limit: int, choice: str = "states") ->
     are, at least so much."""
     least = "" if choice == "states" else "at least "
     reason = f"does not fit: {least}{missing / GB:.1f} GB over the {limit / GB:.1f} GB of a device"
-    return Rejection("memory", describe(c, choice), reason, missing=missing)
+    return Rejection("memory", c, choice, reason, missing=missing)
 
 
 def group_rejections(rejections: Iterable[Rejection]) -> list[tuple[Rejection, int]]:
-    """One of each reason, with the number of layouts, the most frequent first; those of memory together, with the one that comes
-    nearest to fitting."""
+    """One of each reason, with the number of layouts, the most frequent first. Reasons that differ in numbers only are one, as
+    which the smallest layout's is shown; of those that do not fit the one that comes nearest."""
     counts: Counter[tuple[str, str]] = Counter()
     shown: dict[tuple[str, str], Rejection] = {}
     for each in rejections:
-        group = (each.kind, "" if each.kind == "memory" else each.reason)
+        group = (each.kind, "" if each.kind == "memory" else _NUMBERS.sub("0", each.reason))
         counts[group] += each.count
         if group not in shown or (each.kind == "memory" and each.missing < shown[group].missing):
             shown[group] = each

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from time import process_time
-from typing import Literal, Protocol
+from typing import Literal
 
 from framework.foresight.candidate import Candidate
-from framework.foresight.forecast import Forecast, MemoryForecast, TimeForecast
+from framework.foresight.engine import Engine
+from framework.foresight.forecast import Forecast
 from framework.foresight.rejections import Constraints, Rejection, too_large
 from framework.foresight.space import CHOICES, Space
 
@@ -23,20 +24,8 @@ By = Literal["time", "cost", "memory"]
 WORK = ("context", "sequence", "experts", "microbatch")
 STAGES = ("schedule", "checkpointing", "activations")
 STATES = ("zero", "states")
-# Parts of a step's time by what they depend on. Layers of one rank without a pipeline or recomputation:
-LAYER_PARTS = ("matmuls", "attention", "elementwise", "tp", "cp", "ep")
-# What ZeRO and offload add; never less than nothing.
-STATE_PARTS = ("gathers", "reductions", "optimizer", "offload", "checkpoint")
 # Sums in another order differ in the last digits: a bound is not to exclude what is equal.
 ROUNDING = 1 - 1e-9
-
-
-class Engine(Protocol):
-    """What foretells: the same functions that `plan` prints."""
-
-    def memory(self, candidate: Candidate) -> MemoryForecast: ...
-
-    def time(self, candidate: Candidate) -> TimeForecast: ...
 
 
 @dataclass(frozen=True)
@@ -144,18 +133,23 @@ class Search:
         for bound, _, c in stages:
             if self._is_excluded(bound):
                 self.num_slower += self._count(c, "activations")
-                continue
-            for layout in self._expand(c, STATES):
-                self._try(layout)
+            elif self._fits(c, self.engine.most_spare(c), "activations"):
+                for layout in self._expand(c, STATES):
+                    self._try(layout)
 
     def _try(self, c: Candidate) -> None:
-        memory = self.engine.memory(c)
-        if memory.spare < 0:
-            self.rejections.append(too_large(c, -memory.spare, memory.limit))
+        if not self._fits(c, self.engine.spare(c), "states"):
             return
-        ranked = Ranked(c, Forecast(memory, self.engine.time(c)), self.price * self.space.world)
+        ranked = Ranked(c, Forecast(self.engine.memory(c), self.engine.time(c)), self.price * self.space.world)
         self.num_forecast += 1
         insort(self.ranked, (self._key(ranked), ranked), key=lambda each: each[0])
+
+    def _fits(self, c: Candidate, spare: int, choice: str) -> bool:
+        """Whether a layout fits a device, or any that shares the choices of `c` so far."""
+        if spare < 0:
+            rejection = too_large(c, -spare, self.engine.cluster.memory_bytes, choice)
+            self.rejections.append(replace(rejection, count=self._count(c, choice)))
+        return spare >= 0
 
     def _expand(self, c: Candidate, choices: tuple[str, ...]) -> Iterator[Candidate]:
         """`c` with all values of these choices that nothing is against."""
@@ -196,40 +190,18 @@ class Search:
         less. 0 where layouts are ranked by memory."""
         if self.by == "memory":
             return 0.0
-        alone = replace(c, pp=1, dp=least_dp(c), accumulation=1)
-        key = (
-            alone.cp,
-            alone.tp,
-            alone.ulysses,
-            alone.is_gather,
-            alone.sequence,
-            alone.ep,
-            alone.expert_tp,
-            alone.sequences,
-        )
+        alone = replace(c, pp=1, dp=c.dp * c.pp, accumulation=1)
+        key = (alone.cp, alone.tp, alone.ulysses, alone.is_gather, alone.sequence, alone.ep, alone.expert_tp, alone.sequences)
         if key not in self._layers:
-            parts = self.engine.time(alone).parts
-            self._layers[key] = sum(parts.get(name, 0.0) for name in LAYER_PARTS)
+            self._layers[key] = self.engine.layer_seconds(alone)
         return self._layers[key] * c.accumulation / c.pp
 
     def _bound_of_stages(self, c: Candidate) -> float:
         """Seconds of all that states do not change. 0 where layouts are ranked by memory."""
-        if self.by == "memory":
-            return 0.0
-        parts = self.engine.time(c).parts
-        return sum(seconds for name, seconds in parts.items() if name not in STATE_PARTS)
-
-
-def least_dp(c: Candidate) -> int:
-    """The fewest ranks of dp that hold the experts' degree."""
-    rest = c.ep * c.expert_tp
-    return next(dp for dp in range(1, rest + 1) if dp * c.cp * c.tp % rest == 0)
+        return 0.0 if self.by == "memory" else self.engine.least_seconds(c)
 
 
 def rank_layout(c: Candidate) -> tuple[object, ...]:
     """Among equals the layout that divides less, and keeps more on the device, comes first."""
     degrees = (c.pp, c.cp, c.tp, c.ep, c.zero, c.shard, len(c.offload), c.virtual, c.schedule, c.checkpointing)
     return (*degrees, not c.sequence, c.ulysses, c.is_gather, c.expert_tp, c.sequences, *sorted(c.offload))
-
-
-__all__ = ["By", "Engine", "Ranked", "Search", "SearchResult", "rank_layout"]

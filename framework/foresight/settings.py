@@ -1,21 +1,20 @@
-"""Settings: what of a recipe a forecast depends on and no search changes; and the candidate that a recipe describes."""
+"""Settings: what of a recipe memory depends on and no search changes; and the candidate that a plan is of."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 import torch
 
 from framework.foresight.candidate import Candidate
+from framework.foresight.layouts import OFFLOADED, candidate_of
 from framework.model.precision import DTYPES
 from framework.optim.optimizers import state_names
 from framework.plan.plan import Plan
 from framework.plan.target import resolve_target
-from framework.recipe.derive import count_virtual_stages
 from framework.recipe.schema import Memory, Offload, Recipe, Zero
-
-OFFLOADED = ("optimizer", "parameters", "activations")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,32 +78,19 @@ class Settings:
         )
 
 
-def candidate_of(plan: Plan, ranks_per_node: int | None = None) -> Candidate:
-    """The candidate that a plan is of. Where memory.activation_checkpointing=auto chooses by layer it says none: what was chosen
-    is given to `forecast_memory` beside it."""
-    derived, recipe, topology = plan.derived, plan.recipe, plan.topology
-    policy, offload = recipe.memory.activation_checkpointing, recipe.memory.offload
-    return Candidate(
-        dp=derived.dp,
-        cp=derived.cp,
-        tp=derived.tp,
-        pp=derived.pp,
-        ep=derived.ep,
-        sequence=recipe.parallel.sequence,
-        ulysses=derived.ulysses,
-        is_gather=recipe.parallel.context == "gather",
-        expert_tp=derived.expert_tp,
-        schedule=recipe.pipeline.schedule,
-        virtual=count_virtual_stages(recipe.pipeline),
-        zero=recipe.zero.stage,
-        shard=topology.size("shard"),
-        checkpointing="none" if policy == "auto" else policy,
-        offload=frozenset(name for name in OFFLOADED if getattr(offload, name)),
-        sequences=derived.sequences_per_microbatch,
-        accumulation=derived.accumulation,
-        context=derived.context,
-        ranks_per_node=ranks_per_node or derived.ranks_per_node,
+def planned_candidate(plan: Plan) -> Candidate:
+    """The candidate that a plan is of, also where no candidate says all that its recipe does: of what is offloaded in part the
+    recipe has the fraction, and what memory.activation_checkpointing=auto chose is given to `forecast_memory` beside it."""
+    memory, offload = plan.recipe.memory, plan.recipe.memory.offload
+    whole = replace(
+        offload,
+        optimizer=ceil(offload.optimizer),
+        parameters=ceil(offload.parameters),
+        activations=ceil(offload.activations),
     )
+    policy = memory.activation_checkpointing
+    memory = replace(memory, offload=whole, activation_checkpointing="none" if policy == "auto" else policy)
+    return candidate_of(replace(plan.recipe, memory=memory))
 
 
 def chosen_counts(plan: Plan) -> Mapping[int, tuple[int, int, int, int]] | None:

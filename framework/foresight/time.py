@@ -42,7 +42,8 @@ PARTS = (
 
 class TimeModel:
     """Forecasts of one model with one recipe's choices on one cluster, by one profile, ours where none is given. What a layout
-    shares with others is computed once. Callers are one thread."""
+    shares with others is computed once. Callers are one thread. cluster: with as many ranks on a node as candidates have
+    (`Cluster.for_ranks`)."""
 
     def __init__(self, shape: ModelShape, settings: Recipe, cluster: Cluster, profile: Profile | None = None):
         compute = settings.precision.compute
@@ -70,9 +71,6 @@ class TimeModel:
     def forecast(self, candidate: Candidate) -> TimeForecast:
         """Of a candidate that the model and the recipe allow."""
         c = candidate
-        on_node = min(c.world, c.ranks_per_node)
-        if on_node > self.cluster.ranks_per_node:  # cores take turns
-            return self._shared_by(on_node).forecast(c)
         groups, (forms, order, owners) = self._groups(c), self._stages(c)
         found = [self._stage(form, c, groups) for form in forms]
         stages = [found[index] for index in order]
@@ -97,18 +95,9 @@ class TimeModel:
 
     def costs(self, candidate: Candidate) -> Costs:
         """Seconds of each stage's actions for one microbatch, and of a message: what a step's timeline is simulated with."""
-        c, on_node = candidate, min(candidate.world, candidate.ranks_per_node)
-        if on_node > self.cluster.ranks_per_node:
-            return self._shared_by(on_node).costs(c)
-        groups, (forms, order, _) = self._groups(c), self._stages(c)
-        found = [self._stage(form, c, groups) for form in forms]
-        return self._costs(c, groups, [found[index] for index in order])
-
-    def _shared_by(self, on_node: int) -> "TimeModel":
-        def share() -> TimeModel:
-            return TimeModel(self.shape, self.settings, self.cluster.shared_by(on_node), self.profile)
-
-        return self._remember(("shared", on_node), share)
+        groups, (forms, order, _) = self._groups(candidate), self._stages(candidate)
+        found = [self._stage(form, candidate, groups) for form in forms]
+        return self._costs(candidate, groups, [found[index] for index in order])
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)

@@ -6,19 +6,22 @@ A login node without a GPU plans and submits for the cluster's GPUs. Torch is no
 from dataclasses import replace
 from typing import Literal
 
-from framework.recipe.derive import derive
+from framework.recipe.derive import count_ranks
 from framework.recipe.schema import Launch, Precision, Recipe
 
 Device = Literal["cpu", "cuda"]
 
 
 def resolve_target(recipe: Recipe) -> Recipe:
-    """The recipe with no `auto` left in launch.device and precision.compute, for planning: nothing is checked of this machine."""
+    """The recipe with no `auto` left in launch.device and precision.compute, for planning: nothing is checked of this machine,
+    and a cluster that the recipe names counts more than it."""
     device = target_device(recipe.launch)
+    if device is None and recipe.cluster.name is not None:
+        device = "cpu" if recipe.cluster.device == "cpu" else "cuda"
     if device is None:
         import torch
 
-        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= derive(recipe).world
+        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= count_ranks(recipe)
         device = "cuda" if has_gpus else "cpu"
     launch = replace(recipe.launch, device=device)
     return replace(recipe, launch=launch, precision=resolve_precision(recipe.precision, launch))

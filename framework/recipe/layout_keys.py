@@ -64,6 +64,13 @@ def let_rest_follow(recipe: Recipe, pinned: frozenset[str]) -> Recipe:
     return recipe
 
 
+def with_layout_of(recipe: Recipe, other: Recipe) -> Recipe:
+    """`recipe` with the other's layout."""
+    for key in ("parallel.layout", *LAYOUT_KEYS, *FOLLOWING_KEYS):
+        recipe = with_value(recipe, key, value_of(other, key))
+    return recipe
+
+
 def _useless(recipe: Recipe) -> Iterator[str]:
     """The keys that the layout has no use for."""
     yield from _useless_of_pipeline(recipe.parallel, recipe.pipeline)

@@ -10,7 +10,7 @@ import pytest
 
 from framework.errors import MeshwrightError
 from framework.foresight.memory import forecast_memory, moments_of, spare_bytes
-from framework.foresight.settings import Settings, candidate_of, chosen_counts
+from framework.foresight.settings import Settings, chosen_counts, planned_candidate
 from framework.foresight.shape import make_shape
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import LiveMoment, live_moments
@@ -95,7 +95,7 @@ def cluster_of(num_bytes: int) -> Cluster:
 
 def assert_is_planned(plan: Plan) -> None:
     shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
-    candidate = candidate_of(plan)
+    candidate = planned_candidate(plan)
     assert shape.refusal(candidate) is None
     found = forecast_memory(shape, candidate, settings, cluster_of(0), chosen_counts(plan))
     for rank, stage in zip(plan.topology.ranks("pp", 0), found.stages, strict=True):

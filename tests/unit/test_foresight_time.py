@@ -38,7 +38,8 @@ def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Clus
     links: Any = {kind: Link(0.0, (Span(1, rate, 0.0),)) for kind in KINDS}
     values: dict[str, Any] = {
         "peak_flops": {"bf16": TFLOPS},
-        "matmul_share": {"bf16": 1.0},
+        "matmul_rate": {"bf16": TFLOPS},
+        "matmul_memory_rate": HUGE,
         "attention_share": 1.0,
         "attention_backward_share": 1.0,
         "memory_rate": HUGE,
@@ -287,12 +288,6 @@ def test_axes_lie_where_the_mesh_puts_them() -> None:
     assert place_group(8, 2, 8, 8).nodes == 1
     groups = place_groups(Candidate(dp=4, tp=8, pp=2, shard=4, zero=1))
     assert (groups.tp.nodes, groups.shard.nodes, groups.pp.nodes) == (1, 4, 2)
-
-
-def test_ranks_that_share_cores_take_turns() -> None:
-    cluster = machine(ranks_per_node=2)
-    two, four = (forecast_time(shape(), replace(ONE, dp=dp), DEFAULT, cluster, BARE) for dp in (2, 4))
-    assert four.parts["matmuls"] == pytest.approx(2 * two.parts["matmuls"])
 
 
 def test_update_saves_and_failures_by_hand() -> None:
