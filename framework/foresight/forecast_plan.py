@@ -30,18 +30,35 @@ class PlanForecast:
 
 def forecast_plan(plan: Plan) -> PlanForecast:
     """On the recipe's cluster."""
-    candidate, cluster = planned_candidate(plan), Cluster.from_recipe(plan.recipe)
+    cluster, cautions = Cluster.from_recipe(plan.recipe), []
     shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
+    candidate = planned_candidate(_without_table(plan))
     memory = forecast_memory(shape, candidate, settings, cluster, chosen_counts(plan))
-    cautions = []
     if plan.recipe.memory.activation_checkpointing == "auto":
         policies = Counter(policy for rank in plan.topology.ranks("pp", 0) for policy in plan.policies(rank).values())
-        policy = policies.most_common(1)[0][0]
-        candidate = replace(candidate, checkpointing=policy)
+        candidate = replace(candidate, checkpointing=policies.most_common(1)[0][0])
         if len(policies) > 1:
-            cautions.append(f"the step time is that of activation checkpointing {policy} for all layers")
-    if plan.recipe.pipeline.table is not None:
-        cautions.append(f"the step time is that of pipeline.schedule={candidate.schedule}, not of pipeline.table")
+            cautions.append(
+                f"the step time is that of activation checkpointing {candidate.checkpointing} for all layers"
+            )
     times = TimeModel(shape, plan.recipe, cluster)
-    forecast = Forecast(memory, times.forecast(candidate))
-    return PlanForecast(plan, shape, cluster, candidate, forecast, times.costs(candidate), tuple(cautions))
+    forecast, costs = Forecast(memory, times.forecast(candidate)), times.costs(candidate)
+    if plan.recipe.pipeline.table is not None:
+        cautions.append("memory and step time are those of pipeline.schedule=1f1b, not of pipeline.table")
+        costs = _scale(plan.pipeline.costs, costs)
+    return PlanForecast(plan, shape, cluster, candidate, forecast, costs, tuple(cautions))
+
+
+def _without_table(plan: Plan) -> Plan:
+    """The plan's recipe with a schedule that can be foretold in the place of the user's own."""
+    if plan.recipe.pipeline.table is None:
+        return plan
+    pipeline = replace(plan.recipe.pipeline, table=None, schedule="1f1b", virtual_stages=None)
+    return replace(plan, recipe=replace(plan.recipe, pipeline=pipeline))
+
+
+def _scale(flops: Costs, seconds: Costs) -> Costs:
+    """Seconds of stages of which only the FLOPs are known, as fast as others of the same model."""
+    rates = [sum(getattr(seconds, name)) / sum(getattr(flops, name)) for name in ("forward", "input", "weight")]
+    of_stages = zip((flops.forward, flops.input, flops.weight), rates, strict=True)
+    return Costs(*([each * rate for each in own] for own, rate in of_stages), seconds.message)

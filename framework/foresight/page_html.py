@@ -88,8 +88,15 @@ def escape_json(value: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
+def require_pages(html: Path | None, png: Path | None) -> None:
+    """Raises RecipeError where one of the files that are wanted cannot be written, before anything is computed."""
+    for path, option, ending in ((html, "--html", ".html"), (png, "--png", ".png")):
+        if path is not None:
+            require_page(path, option, ending)
+
+
 def require_page(path: Path, option: str, ending: str) -> None:
-    """Raises RecipeError where the page cannot be written, before anything is computed: libraries, folder, the name's ending."""
+    """Raises RecipeError where a library is missing, the name ends otherwise, or there is no such folder."""
     missing = [
         name for name, module in (("altair", "altair"), ("vl-convert-python", "vl_convert")) if not _is_there(module)
     ]

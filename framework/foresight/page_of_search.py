@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
+from framework.errors import MeshwrightError
 from framework.foresight.candidate import Candidate
+from framework.foresight.find import Question, search
 from framework.foresight.forecast import Forecast
 from framework.foresight.page_charts import layouts_charts
 from framework.foresight.page_html import Page, Table
@@ -13,10 +16,14 @@ from framework.foresight.page_rows import GIB, OUTSIDE, SLACK, Rows, all_kinds, 
 from framework.foresight.rejections import Rejection, describe, group_rejections
 from framework.foresight.search import SearchResult
 from framework.plan.memory import show_bytes
+from framework.recipe.schema import Recipe
 
 # Of rows that a page holds; Vega takes 0.9 MB of the 2 that a page may have.
 MOST_ROW_BYTES = 900_000
 MOST_REASONS = 60
+# Of a search for a page: layouts that are ranked, and those of too much memory that are shown beside them.
+MOST_RANKED = 400
+MOST_OVER = 200
 # What sliders choose by: field of a row, its name for readers.
 CHOICES = (
     ("gpus", "GPUs"),
@@ -62,7 +69,31 @@ class Layout:
         return (c.world, c.dp, c.tp, c.pp, c.cp, c.ep, c.zero, c.sequences)
 
 
-def make_search_page(title: str, results: Sequence[SearchResult], machine: str, over: Sequence[Layout] = ()) -> Page:
+def explore(question: Question) -> tuple[list[SearchResult], list[Layout]]:
+    """(the search, wider than its table shows, and those on half and twice as many ranks where these are legal; layouts that do
+    not fit, the nearest first)."""
+    wide = replace(question, best=MOST_RANKED)
+    results = [search(wide)]
+    for recipe in _resize(question.recipe):
+        with suppress(MeshwrightError):  # its batch or its degrees do not divide so many ranks
+            results.append(search(replace(wide, recipe=recipe)))
+    near = [each for each in results[0].rejections if each.kind == "memory" and each.choice == "states"]
+    engine, nearest = results[0].engine, sorted(near, key=lambda each: each.missing)[:MOST_OVER]
+    return results, [
+        Layout(c, Forecast(engine.memory(c), engine.time(c))) for c in (each.candidate for each in nearest)
+    ]
+
+
+def _resize(recipe: Recipe) -> Iterator[Recipe]:
+    launch = recipe.launch
+    for name, size in (("nodes", launch.nodes), ("ranks", launch.ranks)):
+        if isinstance(size, int):
+            for other in ([size // 2] if size % 2 == 0 else []) + [2 * size]:
+                yield replace(recipe, launch=replace(launch, **{name: other}))
+            return
+
+
+def make_search_page(results: Sequence[SearchResult], over: Sequence[Layout] = ()) -> Page:
     """Of searches on one or several numbers of GPUs, the wanted one first. over: layouts that do not fit, nearest first.
 
     Layouts are numbered in the order of the first search's ranking. Where they are too many for a page it has the best of each
@@ -73,14 +104,14 @@ def make_search_page(title: str, results: Sequence[SearchResult], machine: str, 
     best = results[0].ranked[0] if results[0].ranked else None
     names = _names([*ordered, *over])
     return Page(
-        title=title,
+        title=_title(results[0]),
         verdict=_verdict(results[0]),
         is_over=best is None,
         facts=tuple(_list_facts(results[0])),
         sections=(),
         charts={name: chart.to_dict() for name, chart in layouts_charts(names["kinds"]).items()},
         rows=_empty_rows(),
-        footer=f"meshwright search; machine {machine}. All numbers are foretold, none is measured.",
+        footer=f"meshwright search; machine {results[0].engine.cluster.name}. All numbers are foretold, none is measured.",
         tables=(_reject(results[0].rejections),),
         layouts={
             "fields": fields,
@@ -164,6 +195,12 @@ def _list_choices(fields: Sequence[str], values: Sequence[Sequence[Any]]) -> Ite
 def _empty_rows() -> Rows:
     """Rows that the page fills in as the reader chooses."""
     return {name: [] for name in ("layouts", "picked", "memory", "totals", "parts")}
+
+
+def _title(result: SearchResult) -> str:
+    shape, engine = result.engine.shape, result.engine
+    batch = f"{result.space.sequences_per_step:,} sequences of {result.space.base.batch.context:,} tokens a step"
+    return f"{shape.config.model_type}, {shape.size.total:,} parameters; {batch}; {result.space.world} x {engine.cluster.name}"
 
 
 def _verdict(result: SearchResult) -> str:

@@ -1,9 +1,11 @@
 """The page as a picture for reports: the same charts one above the other. Drawn without a browser."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from framework.foresight.page_html import Page
+from framework.errors import RecipeError
+from framework.foresight.page_html import Page, write_html
 
 WIDTH_PX = 900
 # Of the picture, so that its words stay sharp in print.
@@ -17,6 +19,18 @@ CONFIG = {
     "style": {"over": {"fill": "#b3162a", "fontWeight": "bold"}},
     "title": {"fontSize": 14, "anchor": "start"},
 }
+
+
+def write_pages(page: Page, html: Path | None, png: Path | None) -> Iterator[Path]:
+    """Write the files that are wanted. RecipeError where the disk refuses."""
+    for path, write in ((html, write_html), (png, write_png)):
+        if path is None:
+            continue
+        try:
+            write(path, page)
+        except OSError as error:
+            raise RecipeError(f"{path}: {error.strerror}") from error
+        yield path
 
 
 def write_png(path: Path, page: Page) -> None:

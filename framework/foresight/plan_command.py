@@ -6,8 +6,8 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE
 from framework.foresight.forecast_plan import PlanForecast, forecast_plan
-from framework.foresight.page_html import require_page, write_html
-from framework.foresight.page_png import write_png
+from framework.foresight.page_html import require_pages
+from framework.foresight.page_png import write_pages
 from framework.foresight.plan_text import describe_plan
 from framework.foresight.verdict import Change, find_changes
 from framework.plan.check import check_layout
@@ -32,9 +32,7 @@ class Wanted:
 
 def plan_command(recipe: Recipe, wanted: Wanted) -> int:
     """Print the screen and what is wanted, and write the files. Raises what the recipe or the model has wrong."""
-    for path, option, ending in ((wanted.html, "--html", ".html"), (wanted.png, "--png", ".png")):
-        if path is not None:
-            require_page(path, option, ending)
+    require_pages(wanted.html, wanted.png)
     plan = check_layout(recipe)
     found = forecast_plan(plan)
     changes = find_changes(found)
@@ -70,10 +68,5 @@ def _write(found: PlanForecast, changes: Sequence[Change], wanted: Wanted) -> It
         return
     from framework.foresight.page_of_plan import make_page
 
-    page = make_page(found, changes)
-    if wanted.html is not None:
-        write_html(wanted.html, page)
-        yield f"wrote the page to {wanted.html}"
-    if wanted.png is not None:
-        write_png(wanted.png, page)
-        yield f"wrote the picture to {wanted.png}"
+    for path in write_pages(make_page(found, changes), wanted.html, wanted.png):
+        yield f"wrote {path}"

@@ -85,7 +85,7 @@ def test_a_menu_chooses_whose_step_is_shown(tab: Tab, found: PlanForecast) -> No
             "(() => { const menu = document.querySelector('#phases select'); menu.value = "
             f"'{place}'; menu.dispatchEvent(new Event('change')); }})()"
         )
-        tab.wait_until(f"document.querySelector('#phases [aria-label*=\"place: {place};\"]') !== null")
+        tab.wait_until(f"document.querySelector('#phases [aria-label*=\"place: {place}\"]') !== null")
         drawn = {(mark["phase"], mark["kind"]): float(mark["GiB"]) for mark in read_marks(tab, "phases", "GiB", "kind")}
         expected = {
             (phase, kind): size / GIB for phase, held in stage.phases.items() for kind, size in held.items() if size
