@@ -124,14 +124,14 @@ def make_search_page(results: Sequence[SearchResult], over: Sequence[Layout] = (
     )
 
 
-def choose_rows(layouts: Sequence[Layout]) -> tuple[list[str], list[list[Any]]]:
+def choose_rows(layouts: Sequence[Layout], most_bytes: int = MOST_ROW_BYTES) -> tuple[list[str], list[list[Any]]]:
     """(fields, values of each layout) of as many as a page holds, in the given order."""
     firsts: dict[tuple[int, ...], int] = {}
     for number, each in enumerate(layouts):
         firsts.setdefault(each.choice, number)
     chosen = set(firsts.values())
     order = [*firsts.values(), *(number for number in range(len(layouts)) if number not in chosen)]
-    names, room = _names(layouts), MOST_ROW_BYTES
+    names, room = _names(layouts), most_bytes
     fields: list[str] = []
     kept: dict[int, list[Any]] = {}
     for number in order:

@@ -1,8 +1,6 @@
 """`meshwright plan`: what a recipe will hold, take and cost, before any device is touched."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from framework.errors import EXIT_DONE
 from framework.foresight.forecast_plan import PlanForecast, forecast_plan
@@ -10,24 +8,12 @@ from framework.foresight.page_html import require_pages
 from framework.foresight.page_png import write_pages
 from framework.foresight.plan_text import describe_plan
 from framework.foresight.verdict import Change, find_changes
+from framework.foresight.wanted import Wanted
 from framework.plan.check import check_layout
 from framework.plan.page import describe_layouts, describe_ranks, describe_schedule, save_schedule
 from framework.plan.plan import Plan
 from framework.plan.savings import describe_savings
 from framework.recipe.schema import Recipe
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is printed below the screen (ranks, layouts, schedule, options), and which files are written."""
-
-    ranks: bool = False
-    layouts: bool = False
-    schedule: bool = False
-    options: bool = False
-    schedule_to: Path | None = None
-    html: Path | None = None
-    png: Path | None = None
 
 
 def plan_command(recipe: Recipe, wanted: Wanted) -> int:
