@@ -104,7 +104,7 @@ def test_time_is_the_forecasts(tab: Tab, found: PlanForecast) -> None:
     assert facts["tokens/s"] == f"{time.tokens_per_s:,.0f}"
     assert facts["MFU"] == f"{time.mfu:.1%}"
     links = [mark for mark in read_marks(tab, "links", "how") if mark["axis"].startswith("tp")]
-    assert {mark["how"]: float(mark["seconds"]) for mark in links} == pytest.approx(
+    assert {mark["how"]: float(mark["seconds of a step"]) for mark in links} == pytest.approx(
         {"hidden": time.hidden.get("tp", 0.0), "exposed": time.parts["tp"]}, rel=1e-6
     )
 
@@ -168,8 +168,9 @@ def test_names_are_text(browser: Chromium, page: Page, tmp_path: Path) -> None:
 def test_a_request_and_an_error_are_seen(browser: Chromium, file: Path, tmp_path: Path) -> None:
     """What the other tests look for would be found; and the page's policy refuses what is not in it."""
     text = file.read_text(encoding="utf-8")
-    bad = "<script>fetch('http://127.0.0.1:9/x').catch(() => 0); console.error('bad'); undefined.x</script></body>"
-    (tmp_path / "refused.html").write_text(text.replace("</body>", bad), encoding="utf-8")
+    bad = "<script>fetch('http://127.0.0.1:9/x').catch(() => 0); console.error('bad'); undefined.x</script>"
+    before, end, after = text.rpartition("</body>")
+    (tmp_path / "refused.html").write_text(f"{before}{bad}{end}{after}", encoding="utf-8")
     tab = Tab(browser, tmp_path / "refused.html")
     assert any("bad" in each for each in tab.complaints())
     assert any("TypeError" in each for each in tab.complaints())
@@ -177,7 +178,7 @@ def test_a_request_and_an_error_are_seen(browser: Chromium, file: Path, tmp_path
     tab.close()
     policy = re.search(r"<meta http-equiv=.*?>", text)
     assert policy is not None
-    (tmp_path / "asks.html").write_text(text.replace(policy[0], "").replace("</body>", bad), encoding="utf-8")
+    (tmp_path / "asks.html").write_text(f"{before.replace(policy[0], '')}{bad}{end}{after}", encoding="utf-8")
     tab = Tab(browser, tmp_path / "asks.html")
     tab.wait_until("true")
     assert "http://127.0.0.1:9/x" in tab.requests()
