@@ -1,6 +1,5 @@
 """What a search asks of one model, one recipe and one cluster: the forecasts that `plan` prints, by candidate."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from framework.foresight.candidate import Candidate
@@ -14,8 +13,6 @@ from framework.plan.cluster import Cluster
 # What ZeRO and offload of states add to a step. Its other parts are the least without ZeRO: then nothing is gathered, and nothing
 # is reduced before the end.
 STATE_PARTS = ("gathers", "reductions", "contention", "optimizer", "offload", "checkpoint")
-# What the layers of a rank take, for each microbatch.
-LAYER_PARTS = ("matmuls", "attention", "elementwise", "tp", "cp", "ep")
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,6 @@ class Engine:
         return self.times.forecast(candidate)
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """A lower bound of the step, wherever states lie. candidate: with zero=0."""
+        """A lower bound of the step wherever states lie, by the schedule's simulation. candidate: with zero=0."""
         parts = self.time(candidate).parts
         return sum(seconds for name, seconds in parts.items() if name not in STATE_PARTS)
-
-    def layer_seconds(self, candidate: Candidate) -> float:
-        """A lower bound of a microbatch on one rank that has all layers. candidate: with zero=0, pp=1, no recomputation."""
-        parts: Mapping[str, float] = self.time(candidate).parts
-        return sum(parts[name] for name in LAYER_PARTS)

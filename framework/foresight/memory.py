@@ -133,6 +133,11 @@ def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Sett
     return cluster.memory_bytes - max(_most(NOTHING, each) for each in found)
 
 
+def layer_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
+    """What one layer of a rank keeps for backward, of a microbatch."""
+    return _forecaster(shape, settings).activations_of(candidate).layer_bytes
+
+
 def _forecaster(shape: ModelShape, settings: Settings | Recipe) -> "_Forecaster":
     known = Settings.of(settings) if isinstance(settings, Recipe) else settings
     forecaster: _Forecaster = known.remember(("memory", shape), lambda: _Forecaster(shape, known))
@@ -301,7 +306,7 @@ class _Forecaster:
     # --- activations
 
     def _activations(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
-        places, activations = self._places(each), self._activations_of(each)
+        places, activations = self._places(each), self.activations_of(each)
         moments = self._remember(
             (
                 "moments",
@@ -344,7 +349,7 @@ class _Forecaster:
     def _workspace(self) -> int:
         return CUBLAS_BYTES if self.settings.device == "cuda" else 0
 
-    def _activations_of(self, each: Candidate) -> Activations:
+    def activations_of(self, each: Candidate) -> Activations:
         layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
         key = layout, each.sequences, each.checkpointing, each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))

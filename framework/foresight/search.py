@@ -2,9 +2,8 @@
 
 Layouts are millions, so they are not all forecast. A layout's choices fall into two parts: what its ranks compute (degrees, how
 sequences are divided, microbatches, schedule, checkpointing), and where states lie (ZeRO, shards, offload). Time that the second
-part cannot save is a lower bound for all layouts that share the first; so is, for all schedules and all checkpointing, the time
-of one rank that computes all layers divided by the number of stages. Where a bound is above the time of the last of the best so
-far, nothing behind it is forecast. So the ranking is that of brute force, and a test says so; what was left out is counted.
+part cannot save is a lower bound for all layouts that share the first; so is, for all schedules and all checkpointing, the work of
+the mean rank of the pipeline. Where a bound is above the time of the last of the best so far, nothing behind it is forecast. So the ranking is that of brute force, and a test says so; what was left out is counted.
 """
 
 from bisect import insort
@@ -90,7 +89,6 @@ class Search:
     num_layouts: int = 0
     num_slower: int = 0
     num_forecast: int = 0
-    _layers: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def run(self) -> SearchResult:
         """All layouts. Never raises for a layout: it is rejected."""
@@ -135,7 +133,11 @@ class Search:
         for bound, _, c in stages:
             if self._is_excluded(bound):
                 self.num_slower += self._count(c, "activations")
-            elif self._fits(c, self.engine.most_spare(c), "activations"):
+            elif not self._fits(c, self.engine.most_spare(c), "activations"):
+                continue
+            elif self._is_slower(c):
+                self.num_slower += self._count(c, "activations")
+            else:
                 for layout in self._expand(c, STATES):
                     self._try(layout)
 
@@ -188,28 +190,16 @@ class Search:
         return len(self.ranked) >= self.best and bound * ROUNDING > self._value(self.ranked[self.best - 1][1])
 
     def _bound_of_work(self, c: Candidate) -> float:
-        """Seconds of the layers of one rank without a pipeline, divided by the stages: the mean rank, and the slowest takes no
-        less. 0 where layouts are ranked by memory."""
-        if self.by == "memory":
-            return 0.0
-        alone = replace(c, pp=1, dp=c.dp * c.pp, accumulation=1)
-        key = (
-            alone.cp,
-            alone.tp,
-            alone.ulysses,
-            alone.is_gather,
-            alone.sequence,
-            alone.ep,
-            alone.expert_tp,
-            alone.sequences,
-        )
-        if key not in self._layers:
-            self._layers[key] = self.engine.layer_seconds(alone)
-        return self._layers[key] * c.accumulation / c.pp
+        """Seconds of the mean rank, and the slowest takes no less. 0 where layouts are ranked by memory."""
+        return 0.0 if self.by == "memory" else self.engine.times.least_mean(c)
 
     def _bound_of_stages(self, c: Candidate) -> float:
-        """Seconds of all that states do not change. 0 where layouts are ranked by memory."""
-        return 0.0 if self.by == "memory" else self.engine.least_seconds(c)
+        """Seconds of all that states do not change, in the shortest time of the schedule. 0 where layouts are ranked by memory."""
+        return 0.0 if self.by == "memory" else self.engine.times.least_seconds(c)
+
+    def _is_slower(self, c: Candidate) -> bool:
+        """Whether the simulated schedule says that no layout of these stages is among the best."""
+        return self.by != "memory" and len(self.ranked) >= self.best and self._is_excluded(self.engine.least_seconds(c))
 
 
 def rank_layout(c: Candidate) -> tuple[object, ...]:

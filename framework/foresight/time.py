@@ -21,8 +21,10 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import Groups, Links, place_groups
 from framework.foresight.exposure import NOTHING, Exposure, Overlaps, expose_cp, expose_ep, expose_tp, hide
 from framework.foresight.forecast import TimeForecast
+from framework.foresight.memory import layer_bytes
 from framework.foresight.operators import LayerTimes, ModelOperators, Rates, UnitWork, read_operators
 from framework.foresight.profile import OURS, OURS_ON_CPUS, Profile
+from framework.foresight.settings import Settings
 from framework.foresight.shape import Degrees, ModelShape, RankUnit
 from framework.foresight.sharding import Sharding
 from framework.foresight.stage_time import Seconds, StageForm, StageSum, StageTime, UnitTime
@@ -38,6 +40,10 @@ PARTS = (
     *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "pp", "gathers", "reductions"),
     *("contention", "bubble", "optimizer", "offload", "checkpoint", "host"),
 )
+
+
+# Schedules in which the last rank's last action is a whole backward, behind which the others' follow.
+WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
 
 
 class TimeModel:
@@ -66,6 +72,7 @@ class TimeModel:
         self._sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
         self._update = Update(settings, cluster, self.profile, itemsize)
         self._lengths = Lengths()
+        self._memory = Settings.of(settings)
         self._known: dict[Any, Any] = {}
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
@@ -98,6 +105,53 @@ class TimeModel:
         groups, (forms, order, _) = self._groups(candidate), self._stages(candidate)
         found = [self._stage(form, candidate, groups) for form in forms]
         return self._costs(candidate, groups, [found[index] for index in order])
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """A lower bound of the step wherever states lie: its units' work and messages, without ZeRO's, in the shortest time that
+        the schedule allows. A search asks it before it simulates."""
+        c = candidate
+        forms, order, owners = self._stages(c)
+        units = self._least_of_units(c)
+        own = self.profile.microbatch_s
+        stages = [sum(count * units[kind][2] for kind, count in form.layers) for form in forms]
+        first, last = units["embedding"], units["head"]
+        busy = [0.0] * c.pp
+        for index, owner in zip(order, owners, strict=True):
+            busy[owner] += stages[index] + own
+        busy[owners[0]] += first[2]
+        busy[owners[-1]] += last[2]
+        most = c.accumulation * max(busy)
+        if c.schedule in WHOLE_BACKWARDS and c.pp > 1:
+            # The pipeline's last rank begins when a microbatch has come through the stages before its first one, and behind its last
+            # action that stage's gradients go back through them.
+            before = first[2] + sum(stages[index] for index in order[: c.pp - 1])
+            most = max(most, before + c.accumulation * busy[c.pp - 1])
+        return most + self.profile.step_s
+
+    def least_mean(self, candidate: Candidate) -> float:
+        """A lower bound of `least_seconds` for all schedules and policies of checkpointing: the mean rank's work. candidate: with
+        the first schedule, and no checkpointing."""
+        c = candidate
+        units = self._least_of_units(c)
+        total = sum(units[kind][2] for kind in self.shape.kinds) + units["embedding"][2] + units["head"][2]
+        return total * c.accumulation / c.pp
+
+    def _least_of_units(self, c: Candidate) -> Mapping[int | str, tuple[float, float, float]]:
+        ranks = (c.tp, c.sequence, c.cp, c.ulysses, c.is_gather, c.ep, c.expert_tp, c.ranks_per_node, c.world)
+        work = (c.tokens, c.sequences, c.context, c.checkpointing, "activations" in c.offload, c.accumulation > 1)
+        key = ("units", ranks, work, c.schedule in SPLIT_BACKWARDS)
+        return self._remember(key, lambda: self._find_least_of_units(c))
+
+    def _find_least_of_units(self, c: Candidate) -> Mapping[int | str, tuple[float, float, float]]:
+        """(forward, both backwards, all three) of each kind of layer, and of embedding and head."""
+        groups, times = self._groups(c), self._times(c.context)
+        units: dict[int | str, UnitTime] = {kind: self._layer(kind, c, groups, 0.0) for kind in dict.fromkeys(self.shape.kinds)}
+        units["embedding"] = self._end(times.embedding(c), c, groups)
+        units["head"] = self._end(times.head(c), c, groups)
+        return {
+            name: (unit.forward, unit.input + unit.weight, unit.forward + unit.input + unit.weight)
+            for name, unit in units.items()
+        }
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)
@@ -217,7 +271,17 @@ class TimeModel:
             axis: expose(layer, work, c, groups, self.links, self.profile, own)
             for axis, expose in (("tp", expose_tp), ("cp", expose_cp), ("ep", expose_ep))
         }
+        if "activations" in c.offload:
+            found["offload"] = self._expose_offload(work, c)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped)
+
+    def _expose_offload(self, work: UnitWork, c: Candidate) -> Exposure:
+        """Of a layer's activations, which go to the host under the next layer's forward and come back under its backward
+        (parallel/activation_offload.py); of equal layers that is this one's."""
+        travel_s = layer_bytes(self.shape, c, self._memory) / self.cluster.host_rate
+        there, hidden = hide(travel_s, work.forward.total)
+        back, hidden_back = hide(travel_s, work.input.total + work.weight.total + work.again.total)
+        return Exposure(there, back, hidden + hidden_back)
 
     def _end(self, work: UnitWork, c: Candidate, groups: Groups) -> UnitTime:
         """Embedding or head, with the border of hidden states that a divided vocabulary needs."""
