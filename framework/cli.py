@@ -377,6 +377,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
     from framework.foresight.plan_command import plan_command
     from framework.foresight.wanted import Wanted
+    from framework.launch.machine import check_measured
+
+    check_measured(recipe)
 
     names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "png")
     return plan_command(recipe, Wanted(**{name: getattr(arguments, name) for name in names}))

@@ -1,6 +1,8 @@
 """`meshwright doctor --measure`: the machine's file for `cluster=FILE.yaml`, from what ranks on it have measured."""
 
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +14,7 @@ from framework.launch import measure_rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.local import rank_variables
 from framework.launch.machine import count_memory, describe_machine, find_differences
-from framework.launch.measure_rank import Order
+from framework.launch.measure_order import Order
 from framework.launch.measured_file import describe_findings, describe_group, write_text
 from framework.launch.timings import ON_CPU, ON_GPU, Effort
 from framework.recipe.cluster_file import ENDINGS, KEY, read_cluster_file, write_cluster_file
@@ -22,6 +24,8 @@ from framework.recipe.schema import ClusterMeasured, Recipe
 DEFAULT_NAME = "measured"
 # Collectives need two ranks.
 LEAST_RANKS = 2
+# Of the cores: a machine whose load of the last minute is higher is not quiet.
+BUSY_SHARE = 0.5
 
 
 def choose_file(typed: str, recipe_dirs: Sequence[Path]) -> Path:
@@ -44,6 +48,9 @@ def measure_command(recipe: Recipe, file: Path, overwrites: bool = False, effort
     file is of another machine, or the recipe is for a cluster's nodes."""
     here = describe_machine()
     refuse(recipe, file, here, overwrites)
+    busy = describe_load(here)
+    if busy:
+        print(f"caution  {busy}: what is measured now is slower than the machine, and varies", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         order = make_order(recipe, here, result, effort)
@@ -53,7 +60,7 @@ def measure_command(recipe: Recipe, file: Path, overwrites: bool = False, effort
             return outcome.code
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     group = describe_group(order, found, here, count_memory() // (order.ranks if order.device == "cpu" else 1))
-    write_cluster_file(file, write_text(file.stem, group, order, here))
+    write_cluster_file(file, write_text(file.stem, group, order, here, busy))
     print("\n".join(describe_findings(group, order)))
     print(f"written      {file}; use it with {KEY}={file}")
     return EXIT_DONE
@@ -80,6 +87,12 @@ def refuse(recipe: Recipe, file: Path, here: ClusterMeasured, overwrites: bool) 
     if differences := find_differences(measured, here):
         what = f"there is a file already, of another machine: {'; '.join(differences)}"
         raise RecipeError(f"--measure {file}: {what}; {ways}")
+
+
+def describe_load(here: ClusterMeasured) -> str:
+    """What other work does here; empty where it is little."""
+    load = os.getloadavg()[0]
+    return f"other work takes {load:.1f} of this machine's {here.cores} cores" if load > BUSY_SHARE * here.cores else ""
 
 
 def make_order(recipe: Recipe, here: ClusterMeasured, result: Path, effort: Effort | None) -> Order:

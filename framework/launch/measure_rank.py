@@ -6,36 +6,14 @@ Torch is imported late: how many threads it may use is read from the environment
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from framework.errors import EXIT_DONE
+from framework.launch.measure_order import Order
 from framework.launch.rank import let_threads_sleep, run_process, tell
 
 CONNECT_WITHIN_S = 300.0
-
-
-@dataclass(frozen=True)
-class Order:
-    """What ranks are to measure. device: cpu or cuda; threads: of a rank; cores: of the node; dtypes: of matmuls, as recipes name
-    them, the first one of attention too; folder: where checkpoints would lie; result: the file that rank 0 writes; effort: keys
-    of `timings.Effort`."""
-
-    device: str
-    ranks: int
-    threads: int
-    cores: int
-    dtypes: Sequence[str]
-    folder: str
-    result: str
-    effort: Mapping[str, Any]
-
-    def save(self, path: Path) -> None:
-        """Write the order where ranks read it."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def main(path: Path) -> int:

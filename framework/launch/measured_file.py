@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from framework.launch.machine import count_names
-from framework.launch.measure_rank import Order
+from framework.launch.measure_order import Order
 from framework.plan.cluster import COLLECTIVES, RINGS
 from framework.recipe.clusters import find_cluster_problems, name_of_gpu, read_shipped
 from framework.recipe.convert import to_recipe
@@ -17,7 +17,7 @@ from framework.recipe.saved import plain
 from framework.recipe.schema import Cluster, ClusterMeasured
 from framework.track.flops import peak_flops
 
-DIGITS = 4
+DIGITS = 5
 # What GPUs of no shipped file are taken to be like, where nothing measures it.
 UNKNOWN_GPU = {"processors": 1, "tile": [1, 1], "ramp": 0}
 
@@ -109,8 +109,8 @@ def fit_line(points: Points) -> tuple[float, float]:
     return max(0.0, time - slope * size), slope
 
 
-def write_text(name: str, group: Mapping[str, Any], order: Order, here: ClusterMeasured) -> str:
-    """The file's text. AssertionError where the recipe would refuse it: that is our mistake."""
+def write_text(name: str, group: Mapping[str, Any], order: Order, here: ClusterMeasured, busy: str = "") -> str:
+    """The file's text. busy: what other work was done meanwhile. AssertionError where the recipe would refuse it: our mistake."""
     values = _rounded({"name": name, **group})
     recipe, problems = to_recipe({"cluster": values}, {})
     problems += find_cluster_problems(recipe) if not problems else []
@@ -121,6 +121,7 @@ def write_text(name: str, group: Mapping[str, Any], order: Order, here: ClusterM
         f"# {here.processor}, {what}: measured by `meshwright doctor --measure` on {date.today()} with torch {here.torch},"
         f" {order.ranks} ranks\n# of {order.threads} threads at the same time{far}. Use it with cluster=FILE.yaml.\n"
     )
+    head += f"# Not a quiet machine: {busy}.\n" if busy else ""
     return head + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 

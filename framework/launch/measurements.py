@@ -22,7 +22,7 @@ from framework.comm.connect import Mesh
 from framework.comm.objects import tell
 from framework.comm.p2p import start_receive, start_send
 from framework.launch import timings
-from framework.launch.measure_rank import Order
+from framework.launch.measure_order import Order
 from framework.launch.timings import Effort
 from framework.model.precision import DTYPES
 

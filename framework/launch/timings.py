@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from framework.comm.transfer import upload
 
-BATCH_S, LEAST_BATCHES, MOST_BATCHES, MOST_CALLS = 1e-3, 3, 15, 2000
+BATCH_S, LEAST_BATCHES, MOST_BATCHES, MOST_CALLS = 1e-3, 5, 15, 2000
 # A layer's weights are used once for a microbatch: matmuls take theirs in turn from so many bytes, of at most so many tensors.
 ROTATED_BYTES, ROTATED = 32 << 20, 16
 HEADS, HEAD_DIM = 4, 64

@@ -94,7 +94,7 @@ class Link:
         """Between two measured numbers of nodes by the logarithms of nodes and rate; beyond the last as there."""
         place = bisect_right([each.nodes for each in self.spans], nodes)
         low, high = self.spans[max(place - 1, 0)], self.spans[min(place, len(self.spans) - 1)]
-        if low.nodes >= high.nodes:
+        if nodes <= low.nodes or low.nodes == high.nodes:
             return low
         share = log(nodes / low.nodes) / log(high.nodes / low.nodes)
         return Span(nodes, exp((1 - share) * log(low.rate) + share * log(high.rate)), high.hop_s)
@@ -123,7 +123,7 @@ class Cluster:
 
     name: of the file. is_assumed: the recipe names neither a cluster nor a GPU that one is known of. device: a part of the name
     that the driver reports. ranks_per_node: devices of a node. peak_flops: FLOP/s by dtype, dense, by the maker's data sheet;
-    of a measured CPU the best matmul. matmul_rate, matmul_memory_rate: what the model of a matmul computes with; corrections:
+    of a measured CPU the best matmul. matmul_...: what the model of a matmul computes with; corrections:
     logarithms of measured over modelled seconds; alone: the same of one rank with all cores, each of whose ranks has `threads`
     else. attention_share: of the peak that attention reaches in forward, and in backward; attention_curves: the same by context.
     memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes; memory_alone:
@@ -143,6 +143,7 @@ class Cluster:
     disk_rate: float
     links: Mapping[Collective, Link]
     matmul_memory_rate: float
+    matmul_overhead_s: float
     price_per_hour: float = 0.0
     failures_per_device_hour: float = 0.0
     overhead_s: float = 0.0
@@ -182,6 +183,7 @@ class Cluster:
             peak_flops={dtype: each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
             matmul_rate={dtype: each.share * each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
             matmul_memory_rate=group.memory_gb_per_s * 1e9,
+            matmul_overhead_s=group.overhead_us * 1e-6,
             attention_share=group.attention_share,
             attention_backward_share=group.attention_backward_share,
             memory_rate=group.memory_gb_per_s * 1e9,
@@ -327,7 +329,7 @@ class Cluster:
         )
         compute_s = 2.0 * least * self.processors * (inner + self.ramp) / rate
         num_bytes = ITEMSIZE[dtype] * (rows * inner + inner * columns + rows * columns)
-        return self.overhead_s + max(compute_s, num_bytes / self.matmul_memory_rate)
+        return self.matmul_overhead_s + max(compute_s, num_bytes / self.matmul_memory_rate)
 
     def _peak(self, dtype: str) -> float:
         """FLOP/s of a dtype, or of one that multiplies alike."""

@@ -550,8 +550,8 @@ class Cluster:
     processors: int = key("of a device: tiles of a matmul that are computed at the same time", 1, low=1)
     tile: tuple[int, int] = key("rows and columns of a matmul that a processor computes at a time", (1, 1), low=1)
     ramp: int = key("columns of a matmul's first factor that a tile's start and end cost as much as", 0, low=0)
-    attention_share: float = key("of the peak that attention reaches in forward", 0.35, low=1e-3, high=1.0)
-    attention_backward_share: float = key("the same in backward", 0.35, low=1e-3, high=1.0)
+    attention_share: float = key("of the peak that attention reaches in forward", 0.35, low=1e-6, high=1.0)
+    attention_backward_share: float = key("the same in backward", 0.35, low=1e-6, high=1.0)
     attention_measured: list[list[float]] = key(
         "[context, share in forward, in backward] by rising context, in place of the two", []
     )
