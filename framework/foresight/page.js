@@ -79,16 +79,20 @@ function makeSliders() {
     const label = element("label", name);
     const output = element("output", "any");
     const slider = element("input", "", { type: "range", min: 0, max: values.length, step: 1, value: 0, "data-key": key });
-    slider.setAttribute("aria-valuetext", "any");
-    slider.addEventListener("input", () => {
+    const choose = () => {
       const at = Number(slider.value);
       output.textContent = at ? values[at - 1] : "any";
       slider.setAttribute("aria-valuetext", output.textContent);
       if (at) chosen[key] = values[at - 1];
       else delete chosen[key];
+    };
+    slider.addEventListener("input", () => {
+      choose();
       picked = undefined;
       show();
     });
+    if (key === "gpus") slider.value = values.indexOf(layouts.wanted) + 1;
+    choose();
     label.append(output, slider);
     place.append(label);
   }

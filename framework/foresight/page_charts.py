@@ -84,10 +84,13 @@ def phases_chart(rows: Rows) -> alt.LayerChart:
 def parts_chart(rows: Rows, words: str = "words") -> alt.LayerChart:
     """Seconds of each part of a step. words: the field that is written behind its bar."""
     x = alt.X("seconds:Q", title="seconds", scale=alt.Scale(nice=False))
-    base = _of("parts").encode(alt.Y("part:N", sort=None, title=None))
+    base = (
+        _of("parts")
+        .transform_calculate(short="format(datum.seconds, '.3~s') + 's'")
+        .encode(alt.Y("part:N", sort=None, title=None))
+    )
     bars = base.mark_bar(color=BLUE).encode(x, tooltip=["part:N", f"{words}:N"])
-    text = alt.Text("seconds:Q", format=".3~r") if words == "seconds" else alt.Text(f"{words}:N")
-    return (bars + base.mark_text(align="left", dx=5).encode(x, text)).properties(
+    return (bars + base.mark_text(align="left", dx=5).encode(x, text=f"{words}:N")).properties(
         height=_height(rows["parts"]), padding=ROOM
     )
 
@@ -162,7 +165,7 @@ def layouts_charts(kinds: Sequence[str]) -> dict[str, alt.LayerChart]:
     return {
         "scatter": scatter_chart(),
         "picked_memory": memory_chart({"memory": [{"kind": kind} for kind in kinds], "totals": [0]}),
-        "picked_parts": parts_chart({"parts": [0] * 12}, "seconds"),
+        "picked_parts": parts_chart({"parts": [0] * 12}, "short"),
     }
 
 

@@ -116,6 +116,7 @@ def make_search_page(results: Sequence[SearchResult], over: Sequence[Layout] = (
         layouts={
             "fields": fields,
             "values": values,
+            "wanted": results[0].space.world,
             "choices": list(_list_choices(fields, values)),
             "columns": [dict(zip(("key", "name", "isText", "isFact"), each, strict=True)) for each in COLUMNS],
             **names,
