@@ -1,12 +1,12 @@
 """A cluster's rates corrected by layouts that were tried: few layouts, so few factors.
 
-Of layout i the forecast's parts p_ik (seconds) were measured to take m_i together. The factors s_k of the four kinds of parts below
-minimise
+Of layout i the forecast's parts p_ik (seconds) were measured to take m_i together. The factors s_k of the four kinds of parts
+below minimise
 
     sum_i ((sum_k s_k p_ik - m_i) / m_i)^2 + PRIOR sum_k (s_k - 1)^2        1/4 <= s_k <= 4
 
-so that what the layouts cannot tell apart stays as it was. The rates of kind k are divided by s_k. Waiting in a pipeline follows from
-the others, and counts as computation.
+so that what the layouts cannot tell apart stays as it was. The rates of kind k are divided by s_k. Waiting in a pipeline follows
+from the others, and counts as computation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,9 @@ class Tried:
 
 def fit_factors(tried: Sequence[Tried]) -> dict[str, float]:
     """By kind, how many times as long its parts take as was foretold."""
-    parts = np.array([[sum(each.forecast.parts.get(name, 0.0) for name in names) for names in KINDS.values()] for each in tried])
+    parts = np.array(
+        [[sum(each.forecast.parts.get(name, 0.0) for name in names) for names in KINDS.values()] for each in tried]
+    )
     measured = np.array([each.step_s for each in tried])
     rows = np.vstack([parts / measured[:, None], np.sqrt(PRIOR) * np.eye(len(KINDS))])
     wanted = np.concatenate([np.ones(len(tried)), np.full(len(KINDS), np.sqrt(PRIOR))])

@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from time import process_time
 
 from framework.errors import RecipeError
+from framework.foresight.candidate import Candidate
 from framework.foresight.engine import Engine
+from framework.foresight.forecast import Forecast
 from framework.foresight.layouts import OFFLOADED, recipe_of, values_of
 from framework.foresight.rejections import collect_constraints, describe, group_rejections
 from framework.foresight.search import By, Ranked, Search, SearchResult
@@ -47,6 +49,14 @@ def search(question: Question) -> SearchResult:
     return replace(found, cpu_s=process_time() - began)
 
 
+def foretell(candidate: Candidate, recipe: Recipe, cluster: Cluster | None = None) -> Forecast:
+    """What is foretold of one layout of a recipe."""
+    recipe = resolve_target(_closed(recipe))
+    shape = make_shape(load_config(recipe.model), recipe)
+    engine = Engine.of(shape, Settings.of(recipe), cluster or Cluster.from_recipe(recipe))
+    return Forecast(engine.memory(candidate), engine.time(candidate))
+
+
 def best_of(result: SearchResult) -> Ranked:
     """The best. RecipeError where no layout fits, with the reasons that most layouts are refused for."""
     if result.ranked:
@@ -55,7 +65,9 @@ def best_of(result: SearchResult) -> Ranked:
     near = [each for each in result.rejections if each.kind == "memory"]
     hint = "ask for more nodes, or fix less" if near else "fix less, or change the batch"
     raise RecipeError(
-        "\n".join([f"none of {result.num_layouts:,} layouts of {result.space.world} ranks can be trained: {hint}", *reasons])
+        "\n".join(
+            [f"none of {result.num_layouts:,} layouts of {result.space.world} ranks can be trained: {hint}", *reasons]
+        )
     )
 
 

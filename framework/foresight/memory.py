@@ -93,6 +93,10 @@ class Places:
     owners: tuple[int, ...]
     degrees: Degrees
 
+    def sends(self, stage: StageBounds) -> bool:
+        """Whether a stage's output goes to another rank."""
+        return len(set(self.owners[stage.index : stage.index + 2])) == 2
+
     @cached_property
     def of_ranks(self) -> list[list[StageBounds]]:
         """The stages of each rank, in order of computation."""
@@ -128,14 +132,14 @@ def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Re
 
 
 def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
-    """What activations alone leave, wherever states lie: no candidate with other ZeRO has more to spare."""
-    found = _forecaster(shape, settings).activations(candidate)
-    return cluster.memory_bytes - max(_most(NOTHING, each) for each in found)
+    """What activations alone leave on the first rank of the pipeline, wherever states lie: no candidate with other ZeRO has more
+    to spare on its fullest rank."""
+    return cluster.memory_bytes - _most(NOTHING, _forecaster(shape, settings).activations_of_rank(candidate, 0))
 
 
-def layer_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
-    """What one layer of a rank keeps for backward, of a microbatch."""
-    return _forecaster(shape, settings).activations_of(candidate).layer_bytes
+def activations_of(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> Activations:
+    """Bytes of a candidate's activations, by layer and by head, with the loss chunked or not as the recipe says of its size."""
+    return _forecaster(shape, settings).activations_of(candidate)
 
 
 def _forecaster(shape: ModelShape, settings: Settings | Recipe) -> "_Forecaster":
@@ -186,11 +190,17 @@ class _Forecaster:
         """Of each rank of the pipeline, its layers as the candidate says."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         microbatches = representative(each.schedule, each.pp, each.accumulation)
-        tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, each.offload, microbatches
+        goes = "activations" in each.offload
+        tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, goes, microbatches
         found: Sequence[Part] = self._remember(("activations", layout, tokens), lambda: self._activations(each, None))
         return found
 
     def _places(self, each: Candidate) -> Places:
+        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
+        found: Places = self._remember(("places", layout), lambda: self._find_places(each))
+        return found
+
+    def _find_places(self, each: Candidate) -> Places:
         layers = self.settings.recipe.pipeline.layers
         stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
         return Places(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
@@ -213,11 +223,8 @@ class _Forecaster:
         device, gathered, host = self._measure(each, stages)
         lasting = {kind: device[kind] for kind in KINDS if kind != "gathered"}
         parameters, gradients = gathered
-        casts = self._cast_bytes(each, gradients)
         by_phase = (parameters, parameters, parameters + gradients, gradients, 0)
         phases = [{**lasting, "gathered": size} for size in by_phase]
-        for phase in (2, 3):
-            phases[phase]["communication"] = casts
         return Part.of(phases, sum(lasting.values()), sum(host.values()), self._outside(each))
 
     def _measure(
@@ -293,10 +300,6 @@ class _Forecaster:
     def _moments_dtype(self) -> Any:
         return self.settings.recipe.precision.moments
 
-    def _cast_bytes(self, each: Candidate, gradients: int) -> int:
-        """Gradients in the dtype in which they travel, of two reductions under way."""
-        return 0
-
     def _outside(self, each: Candidate) -> int:
         if self.settings.device != "cuda":
             return 0
@@ -306,6 +309,22 @@ class _Forecaster:
     # --- activations
 
     def _activations(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
+        ranks = range(each.pp)
+        if chosen is not None:
+            return [self._activations_of_rank(each, rank, chosen) for rank in ranks]
+        return [self.activations_of_rank(each, rank) for rank in ranks]
+
+    def activations_of_rank(self, each: Candidate, rank: int) -> Part:
+        """Of one rank of the pipeline, its layers as the candidate says."""
+        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
+        microbatches = representative(each.schedule, each.pp, each.accumulation)
+        goes = "activations" in each.offload
+        tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, goes, microbatches
+        key = ("activations of rank", rank, layout, tokens)
+        found: Part = self._remember(key, lambda: self._activations_of_rank(each, rank, None))
+        return found
+
+    def _activations_of_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> Part:
         places, activations = self._places(each), self.activations_of(each)
         moments = self._remember(
             (
@@ -317,20 +336,22 @@ class _Forecaster:
             ),
             lambda: moments_of(each.schedule, each.pp, each.virtual, each.accumulation),
         )
-        policy = each.checkpointing
-        counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in places.stages}
+        policy, stages = each.checkpointing, places.of_ranks[rank]
+        counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in stages}
+        by_stage = {
+            stage.index: activations.of_stage(stage, counts[stage.index], places.sends(stage)) for stage in stages
+        }
+        peaks = find_peaks(moments[rank], by_stage)
+        on_the_way = max(map(activations.transfer_bytes, stages))
+        # Received ahead of a forward; in backward a gradient is received ahead, and one is leaving.
         hidden = activations.hidden_bytes
-        parts = []
-        for rank, stages in enumerate(places.of_ranks):
-            by_stage = {stage.index: activations.of_stage(stage, counts[stage.index]) for stage in stages}
-            peaks = find_peaks(moments[rank], by_stage)
-            on_the_way = max(map(activations.transfer_bytes, stages))
-            beside = {"workspace": self._workspace, "communication": 4 * hidden if each.pp > 1 else 0}
-            phases = [self._phase(peaks[name], on_the_way) | beside for name in PHASES[:3]]
-            nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
-            host = self._offloaded_bytes(activations, stages, moments[rank])
-            parts.append(Part.of([*phases, nothing, nothing], self._workspace, host, 0))
-        return parts
+        ahead = hidden * (not all(stage.is_first for stage in stages))
+        messages = (ahead, ahead, 2 * hidden * (each.pp > 1))
+        beside = [{"workspace": self._workspace, "communication": size} for size in messages]
+        phases = [self._phase(peaks[name], on_the_way) | beside[number] for number, name in enumerate(PHASES[:3])]
+        nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
+        host = self._offloaded_bytes(activations, stages, moments[rank])
+        return Part.of([*phases, nothing, nothing], self._workspace, host, 0)
 
     def _phase(self, peak: Peak, on_the_way: int) -> dict[str, int]:
         kept = peak.activations + on_the_way if peak.total else 0
@@ -340,18 +361,23 @@ class _Forecaster:
         self, activations: Activations, stages: Sequence[StageBounds], moments: Sequence[LiveMoment]
     ) -> int:
         """Of activations on the host at the most. Each stage of the rank has blocks of its own."""
-        return sum(
-            activations.offloaded_bytes(stage) * max(dict(each.live)[stage.index] for each in moments)
-            for stage in stages
-        )
+        sizes = {stage.index: activations.offloaded_bytes(stage) for stage in stages}
+        if not any(sizes.values()):
+            return 0
+        most = dict.fromkeys(sizes, 0)
+        for each in moments:
+            for index, whole, left in each.live:
+                most[index] = max(most[index], whole + left)
+        return sum(size * most[index] for index, size in sizes.items())
 
     @property
     def _workspace(self) -> int:
         return CUBLAS_BYTES if self.settings.device == "cuda" else 0
 
     def activations_of(self, each: Candidate) -> Activations:
+        """Of one rank and microbatch."""
         layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
-        key = layout, each.sequences, each.checkpointing, each.offload
+        key = layout, each.sequences, each.checkpointing, "activations" in each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))
 
     def _make_activations(self, each: Candidate) -> Activations:
@@ -417,7 +443,7 @@ def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[
     """Of each rank the moments at which it may have most: those at which no other has as much of each stage."""
     if schedule == "gpipe":  # all at once
         return [
-            [LiveMoment(is_forward, rank, ((rank, accumulation),)) for is_forward in (True, False)]
+            [LiveMoment(is_forward, rank, ((rank, accumulation, 0),)) for is_forward in (True, False)]
             for rank in range(pp)
         ]
     made = make_schedule(schedule, pp, representative(schedule, pp, accumulation), virtual)
@@ -426,8 +452,13 @@ def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[
 
 def _undominated(moments: Sequence[LiveMoment]) -> list[LiveMoment]:
     kept: dict[tuple[bool, int], list[LiveMoment]] = {}
-    for each in sorted(moments, key=lambda each: -sum(count for _, count in each.live)):
+    for each in sorted(moments, key=lambda each: -sum(whole + left for _, whole, left in each.live)):
         others = kept.setdefault((each.is_forward, each.stage), [])
-        if not any(all(a[1] >= b[1] for a, b in zip(other.live, each.live, strict=True)) for other in others):
+        if not any(_has_as_much(other, each) for other in others):
             others.append(each)
     return [each for group in kept.values() for each in group]
+
+
+def _has_as_much(one: LiveMoment, other: LiveMoment) -> bool:
+    pairs = zip(one.live, other.live, strict=True)
+    return all(a[1] >= b[1] and a[2] >= b[2] for a, b in pairs)

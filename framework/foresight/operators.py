@@ -295,8 +295,8 @@ class LayerTimes:
     """Seconds of units of one model on one cluster by one profile. They are remembered by the numbers of a candidate that they
     depend on, because a search asks for the same layer in thousands of layouts."""
 
-    def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str], chunks_loss: bool):
-        self.operators, self.rates, self.kept, self.chunks_loss = operators, rates, kept, chunks_loss
+    def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str]):
+        self.operators, self.rates, self.kept = operators, rates, kept
         self._layers: dict[tuple[object, ...], UnitWork] = {}
 
     def layer(self, layer: LayerOperators, candidate: Candidate) -> UnitWork:
@@ -425,18 +425,18 @@ class LayerTimes:
             Work(),
         )
 
-    def head(self, candidate: Candidate) -> UnitWork:
-        """The last norm, the output embedding and the loss."""
+    def head(self, candidate: Candidate, chunks_loss: bool) -> UnitWork:
+        """The last norm, the output embedding and the loss; in chunks both are computed again in backward."""
         rates, profile, c, hidden = self.rates, self.rates.profile, candidate, self.operators.hidden
         columns = -(-self.operators.vocabulary // c.tp)
-        key = ("head", c.tokens, c.tp, c.sequence, c.accumulation > 1)
+        key = ("head", c.tokens, c.tp, c.sequence, c.accumulation > 1, chunks_loss)
         if key in self._layers:
             return self._layers[key]
         outside = c.tokens / c.tp if c.sequence else c.tokens
         norm = rates.elementwise(outside * hidden, profile.norm)
         loss = rates.elementwise(c.tokens * columns, profile.loss)
         multiplied = rates.matmul(c.tokens, hidden, columns, narrow=False)
-        again = Work(multiplied, 0.0, loss) if self.chunks_loss else Work()
+        again = Work(multiplied, 0.0, loss) if chunks_loss else Work()
         gradient = self._weight_gradient(c.tokens, hidden, columns, c.accumulation > 1, narrow=False)
         self._layers[key] = UnitWork(
             Work(multiplied, 0.0, norm + loss),

@@ -2,12 +2,13 @@
 
 Layouts are millions, so they are not all forecast. A layout's choices fall into two parts: what its ranks compute (degrees, how
 sequences are divided, microbatches, schedule, checkpointing), and where states lie (ZeRO, shards, offload). Time that the second
-part cannot save is a lower bound for all layouts that share the first; so is, for all schedules and all checkpointing, the work of
-the mean rank of the pipeline. Where a bound is above the time of the last of the best so far, nothing behind it is forecast. So the ranking is that of brute force, and a test says so; what was left out is counted.
+part cannot save is a lower bound for all layouts that share the first; so is, for all schedules and all checkpointing, the work
+of the mean rank of the pipeline. Where a bound is above the time of the last of the best so far, nothing behind it is forecast.
+So the ranking is that of brute force, and a test says so; what was left out is counted.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from time import process_time
@@ -117,6 +118,11 @@ class Search:
 
     # --- layouts
 
+    def legal_layouts(self) -> Iterator[Candidate]:
+        """All layouts that no rule is against, whether they fit or not."""
+        for work in self._find_works():
+            yield from self._expand(work, (*STAGES, *STATES))
+
     def _find_works(self) -> Iterator[Candidate]:
         """What ranks may compute: all choices up to the microbatch, where no rule is against them."""
         for c in self.space.children("degrees", self.space.root()):
@@ -125,21 +131,29 @@ class Search:
                 yield from self._expand(c, WORK)
 
     def _try_work(self, work: Candidate) -> None:
-        """All layouts of a work, by rising bounds."""
-        stages = sorted(
-            ((self._bound_of_stages(c), rank_layout(c), c) for c in self._expand(work, STAGES)),
-            key=lambda each: each[:2],
-        )
-        for bound, _, c in stages:
+        """All layouts of a work, by rising bounds: of a schedule without checkpointing, which only adds work, then with it."""
+        for bound, _, c in self._in_order(self._expand(work, STAGES[:1])):
             if self._is_excluded(bound):
-                self.num_slower += self._count(c, "activations")
-            elif not self._fits(c, self.engine.most_spare(c), "activations"):
-                continue
-            elif self._is_slower(c):
-                self.num_slower += self._count(c, "activations")
+                self.num_slower += self._count(c, STAGES[0])
             else:
-                for layout in self._expand(c, STATES):
+                self._try_schedule(c)
+
+    def _try_schedule(self, c: Candidate) -> None:
+        for bound, _, stages in self._in_order(self._expand(c, STAGES[1:])):
+            if self._is_excluded(bound):
+                self.num_slower += self._count(stages, STAGES[-1])
+            elif not self._fits(stages, self.engine.most_spare(stages), STAGES[-1]):
+                continue
+            elif self._is_slower(stages):
+                self.num_slower += self._count(stages, STAGES[-1])
+            else:
+                for layout in self._expand(stages, STATES):
                     self._try(layout)
+
+    def _in_order(self, found: Iterable[Candidate]) -> list[tuple[float, tuple[object, ...], Candidate]]:
+        """By rising bounds, among equals as the ranking has them."""
+        bounds = [(self._bound_of_stages(c), rank_layout(c), c) for c in found]
+        return sorted(bounds, key=lambda each: each[:2])
 
     def _try(self, c: Candidate) -> None:
         if not self._fits(c, self.engine.spare(c), "states"):
@@ -194,12 +208,13 @@ class Search:
         return 0.0 if self.by == "memory" else self.engine.times.least_mean(c)
 
     def _bound_of_stages(self, c: Candidate) -> float:
-        """Seconds of all that states do not change, in the shortest time of the schedule. 0 where layouts are ranked by memory."""
+        """Seconds of all that states do not change, in the least that the schedule takes. 0 where bytes rank."""
         return 0.0 if self.by == "memory" else self.engine.times.least_seconds(c)
 
     def _is_slower(self, c: Candidate) -> bool:
         """Whether the simulated schedule says that no layout of these stages is among the best."""
-        return self.by != "memory" and len(self.ranked) >= self.best and self._is_excluded(self.engine.least_seconds(c))
+        simulates = self.by != "memory" and c.pp > 1  # of one stage the bound knows the schedule already
+        return simulates and len(self.ranked) >= self.best and self._is_excluded(self.engine.least_seconds(c))
 
 
 def rank_layout(c: Candidate) -> tuple[object, ...]:

@@ -47,7 +47,7 @@ def _describe_others(result: SearchResult) -> Iterator[str]:
 
 
 def _rows(ranked: Sequence[Ranked], by: By) -> list[tuple[str, ...]]:
-    rows = [("", "layout", "step s", "tokens/s/rank", "MFU", "GB", "spare", "held up by")]
+    rows: list[tuple[str, ...]] = [("", "layout", "step s", "tokens/s/rank", "MFU", "GB", "spare", "held up by")]
     if any(each.price for each in ranked):
         rows = [(*rows[0][:-1], "$/10^9 tokens", rows[0][-1])]
     for place, each in enumerate(ranked, start=1):
@@ -86,7 +86,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def to_json(result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def to_json(
+    result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """All that the page says. recipes: what a file states for each of the best."""
     return {
         "by": result.by,
@@ -125,8 +127,11 @@ def _ranked_json(each: Ranked, values: dict[str, Any]) -> dict[str, Any]:
 def comment_of(ranked: Ranked, cluster: str, recipe: Recipe) -> str:
     """What a written layout is of."""
     time, memory = ranked.forecast.time, ranked.forecast.memory
-    return (
-        f"{describe(ranked.candidate)}\nfor {recipe.model.family} on {ranked.candidate.world} ranks of {cluster}, as `meshwright search`"
-        f" foretells: {time.step_s:.4g} s a step,\n{time.tokens_per_s_and_rank:,.0f} tokens/s a rank, MFU {time.mfu:.1%},"
-        f" {memory.fullest.reserved / GB:.1f} GB with {memory.spare / GB:.1f} to spare. Use it: layout=THIS_FILE"
+    lines = (
+        describe(ranked.candidate),
+        f"for {recipe.model.family} on {ranked.candidate.world} ranks of {cluster}, as `meshwright search` foretells:",
+        f"{time.step_s:.4g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank, MFU {time.mfu:.1%},"
+        f" {memory.fullest.reserved / GB:.1f} GB with {memory.spare / GB:.1f} to spare.",
+        "Use it: layout=THIS_FILE",
     )
+    return "\n".join(lines)

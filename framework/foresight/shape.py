@@ -139,12 +139,12 @@ class ModelShape:
 
     # --- sizes
 
-    @property
+    @cached_property
     def text(self) -> PretrainedConfig:
         """The config of the text model."""
         return self.config.get_text_config()
 
-    @property
+    @cached_property
     def hidden(self) -> int:
         """Features of hidden states."""
         return self.text.hidden_size

@@ -21,7 +21,7 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import Groups, Links, place_groups
 from framework.foresight.exposure import NOTHING, Exposure, Overlaps, expose_cp, expose_ep, expose_tp, hide
 from framework.foresight.forecast import TimeForecast
-from framework.foresight.memory import layer_bytes
+from framework.foresight.memory import activations_of
 from framework.foresight.operators import LayerTimes, ModelOperators, Rates, UnitWork, read_operators
 from framework.foresight.profile import OURS, OURS_ON_CPUS, Profile
 from framework.foresight.settings import Settings
@@ -32,6 +32,7 @@ from framework.foresight.update import Update, expected_goodput
 from framework.model.precision import DTYPES
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.simulate import Costs
+from framework.plan.activations import Activations
 from framework.plan.cluster import Cluster, Collective
 from framework.recipe.derive import SPLIT_BACKWARDS, compiles
 from framework.recipe.schema import Recipe
@@ -71,8 +72,8 @@ class TimeModel:
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self._sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
         self._update = Update(settings, cluster, self.profile, itemsize)
+        self._resolved = Settings.of(settings)
         self._lengths = Lengths()
-        self._memory = Settings.of(settings)
         self._known: dict[Any, Any] = {}
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
@@ -122,8 +123,8 @@ class TimeModel:
         busy[owners[-1]] += last[2]
         most = c.accumulation * max(busy)
         if c.schedule in WHOLE_BACKWARDS and c.pp > 1:
-            # The pipeline's last rank begins when a microbatch has come through the stages before its first one, and behind its last
-            # action that stage's gradients go back through them.
+            # The pipeline's last rank begins when a microbatch has come through the stages before its first one, and behind its
+            # last action that stage's gradients go back through them.
             before = first[2] + sum(stages[index] for index in order[: c.pp - 1])
             most = max(most, before + c.accumulation * busy[c.pp - 1])
         return most + self.profile.step_s
@@ -145,9 +146,11 @@ class TimeModel:
     def _find_least_of_units(self, c: Candidate) -> Mapping[int | str, tuple[float, float, float]]:
         """(forward, both backwards, all three) of each kind of layer, and of embedding and head."""
         groups, times = self._groups(c), self._times(c.context)
-        units: dict[int | str, UnitTime] = {kind: self._layer(kind, c, groups, 0.0) for kind in dict.fromkeys(self.shape.kinds)}
+        units: dict[int | str, UnitTime] = {
+            kind: self._layer(kind, c, groups, 0.0) for kind in dict.fromkeys(self.shape.kinds)
+        }
         units["embedding"] = self._end(times.embedding(c), c, groups)
-        units["head"] = self._end(times.head(c), c, groups)
+        units["head"] = self._end(times.head(c, self._activations(c).memory.chunked_loss is True), c, groups)
         return {
             name: (unit.forward, unit.input + unit.weight, unit.forward + unit.input + unit.weight)
             for name, unit in units.items()
@@ -217,10 +220,8 @@ class TimeModel:
         )
 
     def _times(self, context: int) -> LayerTimes:
-        kept, chunked = frozenset(self.settings.memory.kept_operations), self.settings.memory.chunked_loss is True
-        return self._remember(
-            ("times", context), lambda: LayerTimes(self._operators(context), self.rates, kept, chunked)
-        )
+        kept = frozenset(self.settings.memory.kept_operations)
+        return self._remember(("times", context), lambda: LayerTimes(self._operators(context), self.rates, kept))
 
     def _stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int], Sequence[int]]:
         """(stages that differ, which of them each stage is, the rank of each)."""
@@ -258,7 +259,8 @@ class TimeModel:
         for kind, number in form.layers:
             total.add(self._layer(kind, c, groups, grouped), number, elements[kind])
         if bounds.is_last:
-            total.add(self._end(times.head(c), c, groups), 1, elements["head"], "head")
+            head = times.head(c, self._activations(c).memory.chunked_loss is True)
+            total.add(self._end(head, c, groups), 1, elements["head"], "head")
         sharding = self._sharding.time(total.units, c, groups)
         waits = self._message_s(c, groups) * (1 - self.profile.hides_p2p) if c.pp > 1 else 0.0
         return total.conclude(sharding, waits, self.profile, c, groups.expert_shard.size)
@@ -272,16 +274,18 @@ class TimeModel:
             for axis, expose in (("tp", expose_tp), ("cp", expose_cp), ("ep", expose_ep))
         }
         if "activations" in c.offload:
-            found["offload"] = self._expose_offload(work, c)
+            found["offload"] = self._offload(work, c)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped)
 
-    def _expose_offload(self, work: UnitWork, c: Candidate) -> Exposure:
-        """Of a layer's activations, which go to the host under the next layer's forward and come back under its backward
-        (parallel/activation_offload.py); of equal layers that is this one's."""
-        travel_s = layer_bytes(self.shape, c, self._memory) / self.cluster.host_rate
-        there, hidden = hide(travel_s, work.forward.total)
-        back, hidden_back = hide(travel_s, work.input.total + work.weight.total + work.again.total)
-        return Exposure(there, back, hidden + hidden_back)
+    def _offload(self, work: UnitWork, c: Candidate) -> Exposure:
+        """Of a layer's activations to the host under the next layer's forward, and back under its backward."""
+        seconds = self._activations(c).layer_bytes / self.cluster.host_rate
+        late, hidden = hide(seconds, work.forward.total)
+        late_back, hidden_back = hide(seconds, work.backward)
+        return Exposure(late, late_back, hidden + hidden_back)
+
+    def _activations(self, c: Candidate) -> Activations:
+        return activations_of(self.shape, c, self._resolved)
 
     def _end(self, work: UnitWork, c: Candidate, groups: Groups) -> UnitTime:
         """Embedding or head, with the border of hidden states that a divided vocabulary needs."""

@@ -73,7 +73,9 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     saved, chooses = load_recipe(run.recipe), bool(parse_overrides(overrides, search_path(recipe_dirs)).choices)
     resumed = _compose_settled(saved, overrides, recipe_dirs, run.recipe)
     composed = _compose_settled(saved, overrides, recipe_dirs) if chooses else resumed
-    is_open = composed.parallel.layout == "auto"  # by a choice of recipes, parallel=auto, which the beginning has followed
+    is_open = (
+        composed.parallel.layout == "auto"
+    )  # by a choice of recipes, parallel=auto, which the beginning has followed
     if is_open:
         composed = with_layout_of(composed, saved)
     changes = find_changes(saved, resumed)

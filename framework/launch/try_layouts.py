@@ -1,8 +1,9 @@
-"""`meshwright search --try N`: the best layouts are trained for some steps, the cluster's rates corrected by what was measured, and
-all layouts ranked again.
+"""`meshwright search --try N`: the best layouts are trained for some steps, the cluster's rates corrected by what was measured,
+and all layouts ranked again.
 
-Each is a run as any other, from the recipe with `layout=FILE`: here a sweep, one run after another; under SLURM a job array, whose
-measurements `--tried FOLDER` reads once it is through. The folder has the layouts' files, the runs, and the corrected cluster.
+Each is a run as any other, from the recipe with `layout=FILE`: here a sweep, one run after another; under SLURM a job array,
+whose measurements `--tried FOLDER` reads once it is through. The folder has the layouts' files, the runs, and the corrected
+cluster.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from framework.launch.directory import RunDirectory
 from framework.launch.search import Asked, show, write_best
 from framework.launch.submit import submit_sweep
 from framework.launch.sweep import compose_sweep, train_sweep
-from framework.recipe.compose import compose, load_recipe
+from framework.recipe.compose import load_recipe
 from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.track.jsonl import METRICS_FILE, read_records
 
@@ -36,7 +37,9 @@ def try_layouts(asked: Asked) -> int:
     (folder / LAYOUTS).mkdir()
     for place, each in enumerate(result.ranked[: asked.options.try_best], start=1):
         files.append(folder / LAYOUTS / f"{place}.yaml")
-        write_best(files[-1], values_for(each, asked.recipe, asked.pinned), comment_of(each, "the cluster", asked.recipe))
+        write_best(
+            files[-1], values_for(each, asked.recipe, asked.pinned), comment_of(each, "the cluster", asked.recipe)
+        )
     overrides = [*_without_layout(asked.overrides), *_short_run(asked, folder), f"layout={','.join(map(str, files))}"]
     print(f"\ntrying   {len(files)} layouts for {asked.options.try_steps} steps each, in {folder}", flush=True)
     if asked.recipe.launch.kind == "slurm":
@@ -63,11 +66,15 @@ def _rank_again(asked: Asked, folder: Path) -> int:
     measured = dict(_read_measured(folder))
     if not measured:
         raise RunError(f"{folder}: no run there has trained more than {WARM_UP} steps: see their logs below {folder}")
-    tried = [Tried(foretell(layout, asked.recipe, asked.pinned).time, step_s) for layout, step_s in measured.items()]
+    tried = [Tried(foretell(layout, asked.recipe).time, step_s) for layout, step_s in measured.items()]
     factors = fit_factors(tried)
     group = correct(find_cluster(asked.recipe)[0], factors, folder.name)
     write_cluster_file(folder / CORRECTED, write_text(group, f"corrected by {len(tried)} layouts tried in {folder}"))
-    print("\n".join(["", *_compare(tried, list(measured)), describe_factors(factors), f"cluster={folder / CORRECTED}", ""]))
+    print(
+        "\n".join(
+            ["", *_compare(tried, list(measured)), describe_factors(factors), f"cluster={folder / CORRECTED}", ""]
+        )
+    )
     show(asked, Cluster.from_group(group))
     return EXIT_DONE
 
@@ -96,7 +103,9 @@ def _read_measured(folder: Path) -> Iterator[tuple[Any, float]]:
 
 def _without_layout(overrides: Sequence[str]) -> list[str]:
     """Overrides that set no key of a layout: the files do."""
-    return [text for text in overrides if text.lstrip("+~").partition("=")[0] not in (*LAYOUT_KEYS, "layout", "parallel")]
+    return [
+        text for text in overrides if text.lstrip("+~").partition("=")[0] not in (*LAYOUT_KEYS, "layout", "parallel")
+    ]
 
 
 def _short_run(asked: Asked, folder: Path) -> list[str]:
@@ -123,6 +132,3 @@ def _short_run(asked: Asked, folder: Path) -> list[str]:
         "run.name": "trial",
     }
     return [f"{key}={value}" for key, value in values.items()]
-
-
-__all__ = ["compose", "read_tried", "try_layouts"]

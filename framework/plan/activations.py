@@ -178,11 +178,13 @@ def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths 
 @dataclass(frozen=True)
 class StageActivations:
     """Bytes of a stage. Of each microbatch between its forward and its backward: kept by its layers, by what stands behind them
-    (head) and of logits. While it computes: recomputed and transient, of one layer in backward; chunk, of the loss."""
+    (head) and of logits; left, where gradients of weights wait: the factors of those. While it computes: recomputed and
+    transient, of one layer in backward; chunk, of the loss."""
 
     kept: int
     head: int
     logits: int
+    left: int
     recomputed: int
     transient: int
     chunk: int
@@ -206,8 +208,10 @@ def find_peaks(moments: Iterable[LiveMoment], stages: Mapping[int, StageActivati
     peaks = dict.fromkeys(("forward", "loss", "backward"), Peak())
     for is_forward, index, live in moments:
         own = stages[index]
-        kept = sum(count * (stages[each].kept + stages[each].head) for each, count in live)
-        logits = sum(count * stages[each].logits for each, count in live)
+        kept = sum(
+            count * (stages[each].kept + stages[each].head) + left * stages[each].left for each, count, left in live
+        )
+        logits = sum(count * stages[each].logits for each, count, _ in live)
         # In forward they are not there yet, in the backward of layers they have gone.
         before = kept - own.head, logits - own.logits
         if is_forward:
@@ -296,12 +300,18 @@ class Activations:
             incoming += self._num_tokens * self.width * e
         return max(rows * self.width * e + weighted, rows * (2 * inner - self.width) * e) + incoming
 
-    def of_stage(self, stage: StageBounds, counts: Counts) -> "StageActivations":
-        """A stage's, on the device. counts: of its layers, by policy."""
+    def of_stage(self, stage: StageBounds, counts: Counts, sends: bool = True) -> "StageActivations":
+        """A stage's, on the device. counts: of its layers, by policy; sends: its output to another rank."""
+        # The executor holds what a stage has received until its backward. In a narrower dtype a norm keeps a copy in fp32; else,
+        # and where the layer is computed again, it is what the first layer keeps. What was sent is held until something that
+        # comes back shows that it was used.
+        keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
+        held = (not stage.is_first and keeps_copy) + (sends and not stage.is_last)
         return StageActivations(
-            kept=self.costs.kept(counts) - self.offloaded_bytes(stage),
+            kept=self.costs.kept(counts) - self.offloaded_bytes(stage) + self._table_bytes + held * self.hidden_bytes,
             head=self._behind_layers * stage.is_last,
             logits=self._logits_bytes * stage.is_last,
+            left=self._factor_bytes * (stage.stop - stage.start) + self._head_factor_bytes * stage.is_last,
             recomputed=self.costs.recomputed(counts),
             transient=self.transient_bytes,
             chunk=self.chunk_bytes * stage.is_last,
@@ -446,6 +456,33 @@ class Activations:
     def _slices_experts(self) -> bool:
         """Whether each rank of `tp` has a slice of every expert that it computes, on the rows of all of them."""
         return self.expert_slices == self.tokens.tp.size
+
+    @property
+    def _table_bytes(self) -> int:
+        """Cosines and sines of rotary positions, which a microbatch computes once for all layers of a stage."""
+        widths = self.layer
+        return 0 if widths is None else 2 * self._sequence_length * (widths.q // widths.heads) * self.itemsize
+
+    @property
+    def _factor_bytes(self) -> int:
+        """What a layer's gradients of weights are matmuls of: inputs of linear layers, and gradients of what they return."""
+        widths = self.layer
+        if widths is None:
+            return self._all_of_layer
+        e, t, tokens, local = self.itemsize, self.tokens.tp.size, self._num_tokens, self.hidden_bytes // self.itemsize
+        q, kv, h = tokens * widths.q // t, tokens * (widths.kv // min(t, widths.kv_heads)), self.width
+        attention = self._gathered * h + q + q + 2 * kv + local
+        if (mixture := widths.mixture) is not None:
+            inner = -(-mixture.inner // (t if self._slices_experts else 1))
+            return (attention + self.rows_in_experts(mixture.top_k) * (2 * h + 3 * inner)) * e
+        return (attention + self._gathered * h + 3 * tokens * -(-widths.inner // t) + local) * e
+
+    @property
+    def _head_factor_bytes(self) -> int:
+        """The same of the head; computed at once where the loss is chunked."""
+        if self.memory.chunked_loss:
+            return 0
+        return self._num_tokens * (self.width + -(-self.vocabulary // self.tokens.tp.size)) * self.itemsize
 
     @property
     def _behind_layers(self) -> int:

@@ -210,7 +210,8 @@ class Plan:
     def _activation_bytes(self, moments: Sequence[LiveMoment], chosen: Mapping[int, Counts]) -> int:
         """The most activations of a rank. chosen: layers of each of its stages, by policy."""
         stages = {
-            index: self.activations.of_stage(self.pipeline.stages[index], counts) for index, counts in chosen.items()
+            index: self.activations.of_stage(self.pipeline.stages[index], counts, self.pipeline.sends(index))
+            for index, counts in chosen.items()
         }
         return max(peak.total for peak in find_peaks(moments, stages).values())
 

@@ -1,7 +1,7 @@
 """What of a layout the user has fixed: a search chooses the rest.
 
-Fixed is what the command line sets: keys (parallel.tp=8), recipes of the groups that make a layout (zero=stage_1), files of layouts.
-What an experiment says is its author's guess for other machines, and free.
+Fixed is what the command line sets: keys (parallel.tp=8), recipes of the groups that make a layout (zero=stage_1), files of
+layouts. What an experiment says is its author's guess for other machines, and free.
 """
 
 from collections.abc import Iterable, Sequence

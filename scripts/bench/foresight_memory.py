@@ -9,7 +9,9 @@ Each is built as `meshwright train` builds it and takes two steps, of which the 
     activations   what torch's allocator has given out when a forward ends, above what there was before the step, without
                   parameters that are gathered then: the most of all forwards of a rank
 
-States have to be equal, activations within 3%. A forward's own temporaries are gone when it ends, and so is what it computes
+Of a mixture the mean of the ranks at one place of the pipeline is compared: a router is not uniform, and what one rank's experts
+get more than the mean, others get less. What a rank has received ahead of its next forward is counted and predicted with
+activations. States have to be equal, activations within 3%. A forward's own temporaries are gone when it ends, and so is what it computes
 again in backward, so neither is counted.
 """
 
@@ -214,15 +216,23 @@ def compare(recipe: Recipe, ranks: Sequence[tuple[dict[str, int], int]]) -> Coun
         shape, candidate, Settings.of(plan.recipe), Cluster.from_recipe(recipe), chosen_counts(plan)
     )
     rows = []
-    for rank, (states, counted) in enumerate(ranks):
+    for rank, (states, own) in enumerate(ranks):
+        counted = _mean_of_place(plan, rank, ranks) if plan.mixtures else own
         stage = found.stages[plan.topology.index("pp", rank)]
         phases = [stage.phases[name] for name in ("forward", "loss")]
-        predicted = max(each["activations"] + each["logits"] for each in phases)
+        predicted = max(each["activations"] + each["logits"] + each["communication"] for each in phases)
         are_equal = all(states[kind] == stage.phases["backward"][kind] for kind in STATES)
         rows.append(Counted(plan.title, rank, are_equal, predicted, counted))
     return replace(
         max(rows, key=lambda each: abs(each.ratio - 1)), are_states_equal=all(each.are_states_equal for each in rows)
     )
+
+
+def _mean_of_place(plan: Plan, rank: int, ranks: Sequence[tuple[dict[str, int], int]]) -> int:
+    """What ranks at one place of the pipeline have on average: what experts of one get more rows than the mean, others get less."""
+    place = plan.topology.index("pp", rank)
+    found = [counted for each, (_, counted) in enumerate(ranks) if plan.topology.index("pp", each) == place]
+    return sum(found) // len(found)
 
 
 def count_layouts(recipes: Sequence[Recipe], pool: RankPool) -> Iterator[Counted]:

@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -152,7 +153,10 @@ def measure(recipes: Sequence[Recipe], rounds: int, num_steps: int) -> list[Meas
             for index in order:
                 recipe = recipes[index]
                 assert recipe.launch.ranks is not None, "draws state the ranks"
-                seconds[index] += pool.run(recipe.launch.ranks, time_steps, recipe, num_steps)[0]
+                seconds[index] += pool.run(recipe.launch.ranks, time_steps, recipe, num_steps, timeout_s=600)[0]
+                print(
+                    f"{describe(recipe)}: {1e3 * statistics.median(seconds[index]):.0f} ms", file=sys.stderr, flush=True
+                )
             order.reverse()
     return [Measured(recipe, predict(recipe), steps) for recipe, steps in zip(recipes, seconds, strict=True)]
 
@@ -214,7 +218,7 @@ def main() -> None:
     parser.add_argument("--layouts", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of a layout in each round")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a layout in each round")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     # A recipe that trains on nothing is refused, whatever its cluster is: any experiment will do.

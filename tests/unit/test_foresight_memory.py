@@ -138,4 +138,4 @@ def test_in_flight_microbatches_are_those_of_the_whole_schedule(schedule: str) -
 
 def is_at_least(one: LiveMoment, other: LiveMoment) -> bool:
     alike = one[:2] == other[:2]
-    return alike and all(a[1] >= b[1] for a, b in zip(one.live, other.live, strict=True))
+    return alike and all(a[1] >= b[1] and a[2] >= b[2] for a, b in zip(one.live, other.live, strict=True))

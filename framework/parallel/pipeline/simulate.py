@@ -167,25 +167,26 @@ def peak_live(schedule: Schedule, weights: Sequence[int] | None = None) -> list[
 
 
 class LiveMoment(NamedTuple):
-    """What a rank has live while it computes: forward (else backward) of a stage, and of each of its stages the microbatches
-    between their F and the end of their backward, this one included."""
+    """What a rank has live while it computes: forward (else backward) of a stage, and (stage, whole, waiting) of each of its
+    stages: microbatches between their F and the end of their B or I, this one included, and those between I and W."""
 
     is_forward: bool
     stage: int
-    live: tuple[tuple[int, int], ...]
+    live: tuple[tuple[int, int, int], ...]
 
 
 def live_moments(schedule: Schedule, rank: int) -> list[LiveMoment]:
-    """The moments of a rank's step, those that differ. I frees nothing; W alone is none: it recomputes nothing."""
-    live = {stage: 0 for stage, owner in enumerate(schedule.rank_of_stage) if owner == rank}
+    """The moments of a rank's step, those that differ. W is none: it recomputes nothing."""
+    whole = {stage: 0 for stage, owner in enumerate(schedule.rank_of_stage) if owner == rank}
+    waiting = dict.fromkeys(whole, 0)
     seen: dict[LiveMoment, None] = {}
     for stage, kind, _ in schedule.actions[rank]:
-        if kind is F:
-            live[stage] += 1
+        whole[stage] += kind is F
         if kind is not W and kind is not V:
-            seen[LiveMoment(kind is F, stage, tuple(live.items()))] = None
-        if kind is B or kind is W:
-            live[stage] -= 1
+            live = tuple((each, count, waiting[each]) for each, count in whole.items())
+            seen[LiveMoment(kind is F, stage, live)] = None
+        whole[stage] -= kind is B or kind is I
+        waiting[stage] += (kind is I) - (kind is W)
     return list(seen)
 
 

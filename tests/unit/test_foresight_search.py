@@ -1,0 +1,341 @@
+"""The search: it accepts what recipes accept, ranks as brute force does, and what it writes is the layout that it ranked."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.cli import main
+from framework.errors import MeshwrightError, RecipeError
+from framework.foresight.auto import require_layout
+from framework.foresight.candidate import Candidate
+from framework.foresight.engine import Engine
+from framework.foresight.find import Question, best_of, search
+from framework.foresight.layouts import candidate_of, recipe_of, values_of
+from framework.foresight.rejections import Constraints, collect_constraints
+from framework.foresight.search import Search, rank_layout
+from framework.foresight.settings import Settings
+from framework.foresight.shape import ModelShape, make_shape
+from framework.foresight.space import Space
+from framework.model.load import load_config
+from framework.plan.check import check_layout
+from framework.plan.cluster import Cluster
+from framework.plan.target import resolve_target
+from framework.recipe.check import check_recipe
+from framework.recipe.compose import compose, load_recipe, save_recipe
+from framework.recipe.layout_file import write_layout
+from framework.recipe.layout_keys import LAYOUT_KEYS
+from framework.recipe.layout_pins import change_pins, compose_open, find_pins
+from framework.recipe.schema import Recipe
+
+SMALL = [
+    "model.family=llama",
+    "model.config={hidden_size:64,intermediate_size:96,num_hidden_layers:3,num_attention_heads:4,num_key_value_heads:2,"
+    "vocab_size:128,max_position_embeddings:64,tie_word_embeddings:false}",
+    "data.bpe_vocab=260",
+    "batch.sequences_per_step=8",
+    "batch.context=32",
+    "launch.ranks=4",
+    "launch.device=cuda",
+    "precision.compute=bf16",
+    "cluster=h100_ib",
+]
+MIXTURE = [
+    *SMALL,
+    "model.family=mixtral",
+    "+model.config.num_local_experts=4",
+    "+model.config.num_experts_per_tok=2",
+]
+
+
+def ask(overrides: list[str], **more: Any) -> Question:
+    composition = compose_open(overrides, ())
+    return Question(composition.require(), find_pins(composition, overrides, ()), **more)
+
+
+class Whole:
+    """A space that is enumerated as a whole."""
+
+    def __init__(self, overrides: list[str], num_experts: int = 0):
+        question = ask(overrides)
+        self.recipe: Recipe = resolve_target(question.recipe)
+        self.shape: ModelShape = make_shape(load_config(self.recipe.model), self.recipe)
+        self.space = Space(self.recipe, question.pinned, self.shape.num_layers, num_experts)
+        self.constraints: Constraints = collect_constraints(self.space, self.shape)
+        self.cluster = Cluster.from_recipe(self.recipe)
+        self.engine = Engine.of(self.shape, Settings.of(self.recipe), self.cluster)
+
+    def limit(self, num_bytes: int) -> None:
+        """As if devices had so little memory."""
+        self.cluster = replace(self.cluster, memory_bytes=num_bytes)
+        self.engine = Engine.of(self.shape, Settings.of(self.recipe), self.cluster)
+
+    def search(self, best: int, by: Any = "time") -> Search:
+        return Search(self.space, self.constraints, self.engine, by, best)
+
+    def legal(self) -> list[Candidate]:
+        return list(self.search(1).legal_layouts())
+
+
+@pytest.fixture(scope="module")
+def small() -> Whole:
+    return Whole(SMALL)
+
+
+# --- legality
+
+
+def enumerate_layouts(world: int, sequences: int) -> Iterator[Candidate]:
+    """Every layout that a recipe of so many ranks could say, legal or not; among those that say the same the first."""
+    degrees = [
+        each for each in product(range(1, world + 1), repeat=4) if each[0] * each[1] * each[2] * each[3] == world
+    ]
+    schedules = [("1f1b", 1), ("zb_h1", 1), ("zbv", 2), ("dualpipe_v", 2), ("interleaved", 2)]
+    for dp, cp, tp, pp in degrees:
+        methods = [(u, False) for u in range(1, cp + 1) if cp % u == 0] + [(1, True)] * (cp > 1)
+        share = max(1, sequences // dp)
+        for (ulysses, is_gather), sequence, microbatch, (schedule, virtual) in product(
+            methods,
+            [True, False] if tp > 1 else [False],
+            [each for each in range(1, share + 1) if share % each == 0],
+            schedules if pp > 1 else schedules[:1],
+        ):
+            yield Candidate(
+                dp=dp, cp=cp, tp=tp, pp=pp, sequence=sequence, ulysses=ulysses, is_gather=is_gather, expert_tp=tp,
+                schedule=schedule, virtual=virtual, sequences=microbatch, accumulation=max(1, share // microbatch),
+                context=32, ranks_per_node=world,
+            )  # fmt: skip
+
+
+def is_planned(recipe: Recipe) -> bool:
+    try:
+        check_layout(recipe)
+    except MeshwrightError:
+        return False
+    return True
+
+
+def test_it_accepts_what_recipes_accept(small: Whole) -> None:
+    """Of all that ranks may compute, by real recipes and plans; and wherever states lie, by the rules."""
+    searched = {replace(each, zero=0, shard=1, checkpointing="none", offload=frozenset()) for each in small.legal()}
+    planned: dict[Any, bool] = {}
+    for each in enumerate_layouts(4, 8):
+        recipe = recipe_of(each, small.recipe)
+        is_legal = not check_recipe(recipe, {})
+        if is_legal:  # a plan does not depend on microbatches, but for dualpipe_v, of which a rule says it
+            key = (each.dp, each.cp, each.tp, each.pp, each.ulysses, each.schedule, each.tp > 1 and each.sequence)
+            if key not in planned:
+                planned[key] = is_planned(recipe)
+            is_legal = planned[key]
+        assert (each in searched) == is_legal, each
+    assert len(planned) > 20
+    assert not all(planned.values())  # three layers are no four stages
+
+
+def test_states_are_where_the_rules_allow_them(small: Whole) -> None:
+    searched = set(small.legal())
+    offloads = [frozenset(name for name, on in zip(("optimizer", "parameters", "activations"), bits, strict=True) if on)
+                for bits in product((False, True), repeat=3)]  # fmt: skip
+    base = next(iter(each for each in searched if each.dp == 4 and each.sequences == 1))
+    for zero, shard, checkpointing, offload in product(
+        range(4), (1, 2, 4), ("none", "selective", "full", "sqrt"), offloads
+    ):
+        if (zero == 0) != (shard == 1):
+            continue
+        each = replace(base, zero=zero, shard=shard, checkpointing=checkpointing, offload=offload)
+        assert (each in searched) == (not check_recipe(recipe_of(each, small.recipe), {})), each
+
+
+def test_each_reason_is_what_the_recipe_is_refused_for(small: Whole) -> None:
+    found = small.search(5)
+    found.run()
+    rules = [each for each in found.rejections if each.kind == "rule"]
+    for each in rules:
+        problems = check_recipe(recipe_of(each.candidate, small.recipe), {})
+        assert each.key in {problem.key for problem in problems}, each.line
+    assert {each.key for each in rules} >= {"pipeline.schedule", "memory.offload.activations"}
+    models = [each for each in found.rejections if each.kind == "model"]
+    assert any("4 stages, and the model has 3 layers" in each.reason for each in models)
+    for each in models:
+        assert not is_planned(recipe_of(each.candidate, small.recipe)), each.line
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    tight = Whole([*SMALL, "parallel.cp=1", "parallel.pp=1", "memory.offload.activations=0"])
+    needs = sorted(tight.engine.memory(each).fullest.reserved for each in tight.legal())
+    tight.limit(needs[len(needs) // 2])
+    found = tight.search(10**6).run()
+    large = [each for each in found.rejections if each.kind == "memory"]
+    assert large
+    assert found.ranked
+    for each in large:
+        if each.choice == "states":
+            assert tight.engine.memory(each.candidate).spare == -each.missing < 0
+    assert {each.candidate for each in found.ranked} == {
+        each for each in tight.legal() if tight.engine.spare(each) >= 0
+    }
+
+
+# --- the ranking
+
+
+@pytest.mark.parametrize("by", ["time", "memory"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*SMALL, "parallel.cp=1", "memory.offload.activations=0", "memory.offload.optimizer=0"],
+        [
+            *MIXTURE,
+            "parallel.cp=1",
+            "memory.activation_checkpointing=none",
+            "zero.stage=1",
+            "memory.offload.optimizer=0",
+        ],
+    ],
+)
+def test_the_ranking_is_that_of_brute_force(overrides: list[str], by: Any) -> None:
+    whole = Whole(overrides, num_experts=4 * (overrides[0] in MIXTURE and "model.family=mixtral" in overrides))
+    key = {
+        "time": lambda each: (whole.engine.time(each).step_s, whole.engine.memory(each).fullest.reserved),
+        "memory": lambda each: (whole.engine.memory(each).fullest.reserved, whole.engine.time(each).step_s),
+    }[by]
+    legal = whole.legal()
+    expected = sorted(
+        (each for each in legal if whole.engine.spare(each) >= 0), key=lambda c: (*key(c), rank_layout(c))
+    )
+    result = whole.search(12, by).run()
+    assert [each.candidate for each in result.ranked] == expected[:12]
+    assert result.num_layouts == result.num_rejected + result.num_slower + result.num_forecast
+    assert by == "memory" or result.num_slower > len(legal) // 2  # the bounds exclude most
+
+
+def test_bounds_are_below_all_that_they_stand_for(small: Whole) -> None:
+    for each in small.legal()[::7]:
+        step_s = small.engine.time(each).step_s * (1 + 1e-9)
+        stages = replace(each, zero=0, shard=1, offload=each.offload & {"activations"})
+        work = replace(stages, schedule="1f1b", virtual=1, checkpointing="none", offload=frozenset())
+        assert small.engine.times.least_mean(work) <= small.engine.times.least_seconds(stages) * (1 + 1e-9)
+        assert small.engine.times.least_seconds(stages) <= step_s, each
+        assert small.engine.least_seconds(stages) <= step_s, each
+
+
+def test_gpipe_is_never_better_than_1f1b(small: Whole) -> None:
+    for each in small.legal()[::11]:
+        if each.pp > 1 and each.schedule == "1f1b":
+            other = replace(each, schedule="gpipe")
+            assert small.engine.time(other).step_s >= small.engine.time(each).step_s * (1 - 1e-9)
+            assert small.engine.memory(other).fullest.reserved >= small.engine.memory(each).fullest.reserved
+
+
+# --- candidates and recipes
+
+
+def test_a_candidates_recipe_means_it(small: Whole) -> None:
+    for each in small.legal()[::5]:
+        assert candidate_of(recipe_of(each, small.recipe)) == each
+
+
+def test_a_written_layout_is_the_one_that_was_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Search writes, compose reads, and the plan's own numbers are those that were ranked by."""
+    file = tmp_path / "my_layout.yaml"
+    assert main(["search", "--json", "--best", "3", "--write", str(file), *SMALL]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    composed = compose([*SMALL, f"layout={file}"]).require()
+    question = ask(SMALL)
+    best = best_of(search(question))
+    assert candidate_of(composed) == best.candidate
+    assert composed.parallel.layout == "stated"
+    plan = check_layout(composed)
+    memory = best.forecast.memory.stages[0].held
+    assert plan.memory(0).held["parameters"] == memory["parameters"]
+    assert plan.memory(0).held["optimizer"] == memory["optimizer"]
+    assert shown["best"][0]["step_s"] == best.step_s
+    assert shown["best"][0]["recipe"]["zero.stage"] == composed.zero.stage
+    assert main(["check", *SMALL, f"layout={file}"]) == 0
+
+
+def test_a_layout_file_that_cannot_be_used_is_explained(tmp_path: Path) -> None:
+    problems = compose([*SMALL, f"layout={tmp_path / 'nowhere.yaml'}"]).problems
+    assert "cannot be read" in problems[0].message
+    file = tmp_path / "bad.yaml"
+    file.write_text("zero: {stag: 1}\n")
+    problem = compose([*SMALL, f"layout={file}"]).problems[0]
+    assert (problem.key, problem.origin) == ("zero.stag", f"{file}:1")
+    file.write_text("- 1\n")
+    assert "no keys" in compose([*SMALL, f"layout={file}"]).problems[0].message
+
+
+def test_values_of_the_command_line_count_more_than_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "layout.yaml"
+    values = {"zero.stage": 3, "parallel.tp": 2, "batch.sequences_per_microbatch": 1}
+    write_layout(file, values, "of a test")
+    composition = compose([*SMALL, f"layout={file}", "zero.stage=1"])
+    assert composition.require().zero.stage == 1
+    assert composition.require().parallel.tp == 2
+    assert find_pins(composition, [f"layout={file}", "zero.stage=1"], ()) >= {"zero.stage", "parallel.tp"}
+
+
+# --- what is fixed
+
+
+def test_what_the_command_line_sets_stays() -> None:
+    found = search(ask([*SMALL, "parallel.tp=2", "zero=stage_1", "memory.activation_checkpointing=full"]))
+    assert found.ranked
+    for each in found.ranked:
+        c = each.candidate
+        assert (c.tp, c.checkpointing) == (2, "full")
+        assert c.zero == 1 or c.dp * c.cp == 1
+
+
+def test_pins_are_freed_and_kept() -> None:
+    overrides = [*SMALL, "parallel.tp=2"]
+    pins = find_pins(compose_open(overrides, ()), overrides, ())
+    assert pins == {"parallel.tp"}
+    assert change_pins(pins, ["parallel"], []) == set()
+    assert change_pins(pins, [], ["zero"]) == {*pins, "zero.stage", "zero.shard_within"}
+    with pytest.raises(RecipeError, match=r"did you mean parallel\.tp"):
+        change_pins(pins, ["paralel.tp"], [])
+
+
+def test_nothing_that_fits_is_explained() -> None:
+    with pytest.raises(RecipeError, match=r"none of .* layouts of 4 ranks.*[\s\S]*3 layers"):
+        best_of(search(ask([*SMALL, "parallel.pp=4"])))
+    with pytest.raises(RecipeError, match="auto chooses by layer"):
+        search(ask([*SMALL, "memory.activation_checkpointing=auto", "memory.budget_gb=1"]))
+
+
+# --- parallel.layout=auto
+
+
+def test_auto_is_resolved_before_anything_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*SMALL, "parallel=auto", "parallel.tp=2"]
+    composition = compose(overrides)
+    assert composition.require().parallel.layout == "auto"
+    recipe = require_layout(composition, overrides, ())
+    line = capsys.readouterr().err
+    assert line.startswith("layout   ")
+    assert "tp=2" in line
+    assert "the fastest of" in line
+    assert recipe.parallel.layout == "stated"
+    assert recipe.parallel.tp == 2
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    assert candidate_of(recipe) == best_of(search(ask([*SMALL, "parallel.tp=2"], best=1))).candidate
+
+
+def test_auto_needs_no_legal_layout_of_its_own() -> None:
+    """Eight sequences do not divide among what the recipe's own degrees would be."""
+    overrides = [*SMALL, "launch.ranks=3", "batch.sequences_per_step=2"]
+    assert compose(overrides).problems
+    recipe = require_layout(compose([*overrides, "parallel=auto"]), [*overrides, "parallel=auto"], ())
+    assert candidate_of(recipe).world == 3
+    assert not check_recipe(recipe, {})
+
+
+def test_values_state_every_key_of_a_layout(small: Whole) -> None:
+    values = values_of(small.recipe, small.recipe)
+    assert set(LAYOUT_KEYS) <= set(values)
