@@ -59,6 +59,12 @@ def _without_table(plan: Plan) -> Plan:
 
 def _scale(flops: Costs, seconds: Costs) -> Costs:
     """Seconds of stages of which only the FLOPs are known, as fast as others of the same model."""
-    rates = [sum(getattr(seconds, name)) / sum(getattr(flops, name)) for name in ("forward", "input", "weight")]
-    of_stages = zip((flops.forward, flops.input, flops.weight), rates, strict=True)
-    return Costs(*([each * rate for each in own] for own, rate in of_stages), seconds.message)
+    forward, inputs, weight = (
+        [each * sum(own) / sum(counted) for each in counted]
+        for counted, own in (
+            (flops.forward, seconds.forward),
+            (flops.input, seconds.input),
+            (flops.weight, seconds.weight),
+        )
+    )
+    return Costs(forward, inputs, weight, seconds.message)

@@ -164,8 +164,8 @@ def layouts_charts(kinds: Sequence[str]) -> dict[str, alt.LayerChart]:
     """Those of a search's page: all layouts, and the picked one's memory and step, whose rows come as the reader picks."""
     return {
         "scatter": scatter_chart(),
-        "picked_memory": memory_chart({"memory": [{"kind": kind} for kind in kinds], "totals": [0]}),
-        "picked_parts": parts_chart({"parts": [0] * 12}, "short"),
+        "picked_memory": memory_chart({"memory": [{"kind": kind} for kind in kinds], "totals": [{}]}),
+        "picked_parts": parts_chart({"parts": [{}] * 12}, "short"),
     }
 
 

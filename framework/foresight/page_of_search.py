@@ -16,6 +16,7 @@ from framework.foresight.page_rows import GIB, OUTSIDE, SLACK, Rows, all_kinds, 
 from framework.foresight.rejections import Rejection, describe, group_rejections
 from framework.foresight.search import SearchResult
 from framework.plan.memory import show_bytes
+from framework.plan.relief import set_key
 from framework.recipe.schema import Recipe
 
 # Of rows that a page holds; Vega takes 0.9 MB of the 2 that a page may have.
@@ -89,7 +90,7 @@ def _resize(recipe: Recipe) -> Iterator[Recipe]:
     for name, size in (("nodes", launch.nodes), ("ranks", launch.ranks)):
         if isinstance(size, int):
             for other in ([size // 2] if size % 2 == 0 else []) + [2 * size]:
-                yield replace(recipe, launch=replace(launch, **{name: other}))
+                yield set_key(recipe, f"launch.{name}", other)
             return
 
 
