@@ -95,16 +95,17 @@ def parts_chart(rows: Rows, words: str = "words") -> alt.LayerChart:
     )
 
 
-def links_chart(rows: Rows) -> alt.Chart:
-    """Seconds in which the links of each axis are busy in a step, hidden behind computation and exposed."""
+def links_chart(rows: Rows) -> alt.LayerChart:
+    """Seconds in which the links of each axis are busy in a step, hidden and exposed; bytes and load beside."""
     shades = alt.Scale(domain=["hidden", "exposed"], range=[PALE, ORANGE])
-    return _of("links").mark_bar().encode(
-        alt.X("seconds:Q", title="seconds of a step", stack="zero"),
-        alt.Y("axis:N", sort=None, title=None, axis=alt.Axis(labelLimit=240)),
-        alt.Color("how:N", scale=shades, title=None, legend=alt.Legend(orient="top")),
-        alt.Order("how:N", sort="descending"),
-        tooltip=["axis:N", "how:N", _two("seconds", "seconds"), "bytes:N", "load:N"],
-    ).properties(height=_height(rows["link_totals"]))  # fmt: skip
+    y = alt.Y("axis:N", sort=None, title=None, axis=alt.Axis(labelLimit=240))
+    x = alt.X("seconds:Q", title="seconds of a step", stack="zero", scale=alt.Scale(nice=False))
+    color = alt.Color("how:N", scale=shades, title=None, legend=alt.Legend(orient="top"))
+    details = ["axis:N", "how:N", _two("seconds", "seconds"), "bytes:N", "load:N"]
+    order = alt.Order("how:N", sort="descending")
+    bars = _of("links").mark_bar().encode(x, y, color, order, tooltip=details)
+    words = _of("link_totals").mark_text(align="left", dx=5).encode(alt.X("seconds:Q"), y, text="words:N")
+    return (bars + words).properties(height=_height(rows["link_totals"]), padding=ROOM)
 
 
 def timeline_chart(rows: Rows) -> alt.LayerChart:

@@ -112,7 +112,13 @@ def link_rows(plan: Plan, found: PlanForecast) -> Rows:
         load = f"{sum(seconds.values()) / time.step_s:.1%} of the step"
         common = {"axis": name, "bytes": show_bytes(sent), "load": load}
         links += [{**common, "how": how, "seconds": each} for how, each in seconds.items()]
-        totals.append({"axis": name, "words": f"{show_bytes(sent)}, {load}", "seconds": sum(seconds.values())})
+        totals.append(
+            {
+                "axis": name,
+                "words": f"{show_bytes(sent)}, {sum(seconds.values()) / time.step_s:.1%}",
+                "seconds": sum(seconds.values()),
+            }
+        )
     return {"links": links, "link_totals": totals}
 
 
@@ -177,6 +183,12 @@ def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> Iterator[
             f"Schedule {name}{fewer}. Grey is idle; the bubble is {bubble:.1%} of the step of the busiest rank.",
         ),
     )
-    yield "links", ("Links", "Messages of a step: behind computation, and what nothing hides.")
+    yield (
+        "links",
+        (
+            "Links",
+            "Messages of a step: behind computation, and what nothing hides; bytes that a rank sends, share of the step.",
+        ),
+    )
     fewer = "" if derived.world <= MOST_RANKS else f", the first of {derived.world // derived.ranks_per_node} nodes"
     yield "mesh", ("Mesh", f"Ranks on their nodes{fewer}: point at one to see its coordinates.")

@@ -78,7 +78,9 @@ def explore(question: Question) -> tuple[list[SearchResult], list[Layout]]:
     for recipe in _resize(question.recipe):
         with suppress(MeshwrightError):  # its batch or its degrees do not divide so many ranks
             results.append(search(replace(wide, recipe=recipe)))
-    near = [each for each in results[0].rejections if each.kind == "memory" and each.choice in ("activations", "states")]
+    near = [
+        each for each in results[0].rejections if each.kind == "memory" and each.choice in ("activations", "states")
+    ]
     engine, nearest = results[0].engine, sorted(near, key=lambda each: each.missing)[:MOST_OVER]
     return results, [
         Layout(c, Forecast(engine.memory(c), engine.time(c))) for c in (each.candidate for each in nearest)
