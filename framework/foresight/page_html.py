@@ -76,7 +76,7 @@ def render_html(page: Page) -> str:
 
     data = {"charts": page.charts, "rows": page.rows, "layouts": page.layouts}
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_asset("page.html"))
-    library = vl_convert.javascript_bundle(None, VEGA_LITE)
+    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VEGA_LITE)
     return template.render(
         page=page, data=escape_json(data), library=library, style=_asset("page.css"), script=_asset("page.js")
     )
