@@ -46,6 +46,7 @@ SPREAD := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 test: develop
 	$(MAKE) --no-print-directory --jobs 2 lint tests
 
+# tests/browser opens pages in Chromium where there is one (scripts/install_browser.sh); REQUIRE_BROWSER=1: none is a failure.
 tests: develop
 	$(PYTEST) $(SPREAD) -m "not grid" --ignore tests/slurm
 

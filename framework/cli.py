@@ -63,7 +63,7 @@ def _commands() -> tuple[Command, ...]:
         Command("train", "check the recipe and train it here", _train, _add_train, True),
         Command("check", "every mistake of a recipe at once, or what it says in full", _check, _add_check, True),
         Command("verify", "the recipe's layout against stock Hugging Face in one process", _verify, _add_verify, True),
-        Command("plan", "layouts and bytes per rank, without any device", _plan, _add_plan, True),
+        Command("plan", "does it fit, how long does it take, what does it cost: without any device", _plan, _add_plan, True),
         Command("search", "the fastest layouts that fit, by forecast", _search, _add_search, True),
         Command("prepare", "text to token store, resumable and on all cores", _prepare, _add_prepare, True),
         Command("submit", "queue the recipe on a SLURM cluster", _submit, _add_submit, True),
@@ -357,21 +357,32 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the schedule too: .svg, .png or .pdf is its picture, .csv a table for pipeline.table",
     )
-    parser.add_argument(
-        "--options",
-        action="store_true",
-        help="and what each option that lowers memory would save and cost: some seconds",
-    )
+    details = {
+        "--ranks": "what each rank holds and sends, and leaves to its host",
+        "--layouts": "units and parameters as a rank has them",
+        "--schedule": "the pipeline's stages and actions, and all schedules compared",
+        "--options": "what each option that lowers memory would save and cost: some seconds",
+    }
+    for option, words in details.items():
+        parser.add_argument(option, action="store_true", help=f"and {words}")
+    _add_page(parser)
+
+
+def _add_page(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at in a browser: one file")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write its charts as a picture")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
+    from framework.foresight.plan_command import plan_command
+    from framework.foresight.wanted import Wanted
     from framework.launch.machine import check_measured
-    from framework.plan.page import plan_command
 
     check_measured(recipe)
 
-    return plan_command(recipe, arguments.schedule_to, arguments.options)
+    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "png")
+    return plan_command(recipe, Wanted(**{name: getattr(arguments, name) for name in names}))
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:

@@ -56,7 +56,7 @@ class Ranked:
 class SearchResult:
     """by: what it is ranked by. ranked: the best, in order; others: what else was forecast and fits, in order. rejections: each
     with the number of layouts that it stands for. num_layouts: of the space; num_slower: of those that bounds exclude, not
-    forecast; num_forecast: layouts whose time was foretold. cpu_s: of the search."""
+    forecast; num_forecast: layouts whose time was foretold. cpu_s: of the search. engine: what foretold them."""
 
     by: By
     space: Space
@@ -67,6 +67,7 @@ class SearchResult:
     num_slower: int
     num_forecast: int
     cpu_s: float
+    engine: Engine
 
     @property
     def num_rejected(self) -> int:
@@ -112,6 +113,7 @@ class Search:
             self.num_slower,
             self.num_forecast,
             process_time() - began,
+            self.engine,
         )
 
     # --- layouts

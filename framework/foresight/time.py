@@ -101,6 +101,12 @@ class TimeModel:
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(owned))
 
+    def costs(self, candidate: Candidate) -> Costs:
+        """Seconds of each stage's actions for one microbatch, and of a message: what a step's timeline is simulated with."""
+        groups, (forms, order, _) = self._groups(candidate), self._stages(candidate)
+        found = [self._stage(form, candidate, groups) for form in forms]
+        return self._costs(candidate, groups, [found[index] for index in order])
+
     def least_seconds(self, candidate: Candidate) -> float:
         """A lower bound of the step wherever states lie: its units' work and messages, without ZeRO's, in the shortest time that
         the schedule allows. A search asks it before it simulates."""
@@ -190,13 +196,15 @@ class TimeModel:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
             return busy[0]
-        costs = Costs(
+        return max(self._lengths.length(c.schedule, c.pp, c.accumulation, self._costs(c, groups, stages)), *busy)
+
+    def _costs(self, c: Candidate, groups: Groups, stages: Sequence[StageTime]) -> Costs:
+        return Costs(
             [each.forward for each in stages],
             [each.input for each in stages],
             [each.weight for each in stages],
             self._message_s(c, groups),
         )
-        return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), *busy)
 
     def _message_s(self, c: Candidate, groups: Groups) -> float:
         outside = c.tokens / c.tp if c.sequence else c.tokens

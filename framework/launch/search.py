@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,10 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         help="train the best N for some steps each, here or as a SLURM array, correct the cluster's rates by what was"
         " measured, and rank again",
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page to look at in a browser: one file; some seconds more"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write its charts as a picture")
     parser.add_argument("--try-steps", type=int, default=10, metavar="S", help="steps of each of them (default: 10)")
     parser.add_argument(
         "--tried", type=Path, metavar="FOLDER", help="read what an array of --try has measured, correct and rank again"
@@ -89,9 +94,12 @@ def _ask(arguments: argparse.Namespace) -> Asked:
 def show(asked: Asked, cluster: Any = None) -> Any:
     """Search on a cluster, the recipe's where none is given, and print. Returns what was found."""
     from framework.foresight.find import Question, best_of, cluster_name, search, values_for
+    from framework.foresight.page_html import require_pages
+    from framework.foresight.page_png import write_pages
     from framework.foresight.search_text import comment_of, describe_rejections, describe_search, to_json
 
     options = asked.options
+    require_pages(options.html, options.png)
     result = search(Question(asked.recipe, asked.pinned, options.by, options.best, cluster))
     best = best_of(result)
     name = cluster.name if cluster else cluster_name(asked.recipe)
@@ -106,6 +114,12 @@ def show(asked: Asked, cluster: Any = None) -> Any:
         write_best(options.write, values_for(best, asked.recipe, asked.pinned), comment_of(best, name, asked.recipe))
         if not options.json:
             print(f"\nwrote {options.write}: meshwright plan layout={options.write} ...")
+    if options.html is not None or options.png is not None:
+        from framework.foresight.page_of_search import explore, make_search_page
+
+        page = make_search_page(*explore(Question(asked.recipe, asked.pinned, options.by, cluster=cluster)))
+        for path in write_pages(page, options.html, options.png):
+            print(f"wrote {path}", file=sys.stderr if options.json else sys.stdout)
     return result
 
 

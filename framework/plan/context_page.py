@@ -1,4 +1,4 @@
-"""Lines of `meshwright plan` on context parallelism: what its method sends beside which attention, which method is fastest."""
+"""Lines of `meshwright plan --ranks` on context parallelism: what its method sends beside which attention, which is fastest."""
 
 from collections.abc import Iterator
 from functools import reduce

@@ -33,7 +33,7 @@ def measure_experts(plan: Plan, rank: int) -> RankExperts:
 
 
 def describe_experts(plan: Plan) -> Iterator[str]:
-    """Lines of `meshwright plan`: which experts a rank has and what is sent to them; none for a dense model."""
+    """Lines of `meshwright plan --ranks`: which experts a rank has and what is sent to them; none for a dense model."""
     if not plan.mixtures:
         return
     ranks = [measure_experts(plan, rank) for rank in plan.topology.ranks("pp", 0)]

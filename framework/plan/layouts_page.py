@@ -10,7 +10,7 @@ from framework.parallel.zero.plan_buffers import BufferPlan
 LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
-def describe_layouts(buffers: Sequence[BufferPlan]) -> str:
+def describe_parameters(buffers: Sequence[BufferPlan]) -> str:
     """One line per kind of parameter: name with * for the layer's number, global and local shape, and how it is held."""
     rows: dict[str, tuple[str, str, str]] = {}
     for slot in (slot for buffer in buffers for slot in buffer.slots):

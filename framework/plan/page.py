@@ -1,80 +1,76 @@
-"""`meshwright plan`: what a recipe will put where, before any device is touched. Everything stays on meta."""
+"""A plan in words: what a recipe will put where, before any device is touched. Everything stays on meta."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from framework.errors import EXIT_DONE, RecipeError
+from framework.errors import RecipeError
 from framework.mesh.placement import place
 from framework.model.kept_outputs import Policy
 from framework.model.units import Unit
-from framework.parallel.pipeline.describe_pipeline import describe_pipeline
+from framework.parallel.pipeline.describe_pipeline import describe_bubble, describe_pipeline
 from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, save_picture
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import simulate
 from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
-from framework.plan.check import check_layout
 from framework.plan.context_page import describe_context
 from framework.plan.experts import describe_experts
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
-from framework.plan.layouts_page import describe_layouts
+from framework.plan.layouts_page import describe_parameters
 from framework.plan.memory import RankMemory
 from framework.plan.plan import Plan
-from framework.plan.savings import describe_savings
 from framework.recipe.describe import caution_of_export, describe_derived
-from framework.recipe.schema import Recipe
 
 PICTURES = (".svg", ".png", ".pdf")
 
 
-def plan_command(recipe: Recipe, schedule_to: Path | None = None, with_options: bool = False) -> int:
-    """Print model, batch, units, bytes per rank, traffic and schedule; write the schedule to a file if one is given.
-    with_options: and what each option that lowers memory would save. Raises what the recipe or the model has wrong."""
-    plan = check_layout(recipe)
-    print("\n".join(describe_plan(plan)))
-    if with_options:
-        fullest = max(plan.topology.ranks("pp", 0), key=lambda rank: plan.memory(rank).total)
-        print("\n" + "\n".join(describe_savings(plan, fullest)))
-    if schedule_to is not None:
-        save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
-        print(f"\nwrote the schedule to {schedule_to}")
-    return EXIT_DONE
-
-
-def describe_plan(plan: Plan) -> Iterator[str]:
-    """The page, in lines. Of ranks that differ in other coordinates than `pp` it shows the first."""
-    ranks = plan.topology.ranks("pp", 0)
-    by_rank = [plan.of_rank(rank).buffers for rank in ranks]
-    active = f"{plan.size.active:,} of them active for a token"
-    yield f"model         {plan.config.model_type}, {plan.size.total:,} parameters, {active}"
-    yield f"compute       {plan.flops_per_token / 1e9:,.2f} GFLOP per token, forward and backward"
-    yield describe_derived(plan.derived)
-    yield f"device        {plan.device.type}, {plan.recipe.precision.compute}"
-    if plan.recipe.launch.kind == "slurm":
-        yield f"placement     {place(plan.derived).describe()}"
-    yield from describe_context(plan)
-    yield from describe_experts(plan)
-    if caution := caution_of_export(plan.recipe.model):
-        yield f"export        {caution}"
+def describe_run(plan: Plan) -> Iterator[str]:
+    """What is trained on what, in lines: model, ranks, batch, length, placement, ZeRO, recomputation, pipeline."""
+    active = f", {plan.size.active:,} of them active for a token" if plan.size.active != plan.size.total else ""
+    work = f"{plan.flops_per_token / 1e9:,.2f} GFLOP per token"
+    yield f"model         {plan.config.model_type}, {plan.size.total:,} parameters{active}; {work}"
+    yield from describe_derived(plan.derived).splitlines()
+    device = f"{plan.device.type}, {plan.recipe.precision.compute}"
+    yield f"device        {device}" + (
+        f"; {place(plan.derived).describe()}" if plan.recipe.launch.kind == "slurm" else ""
+    )
     shards, replicas = plan.topology.size("shard"), plan.topology.size("replica")
     parts = f"{shards} shard{'s' * (shards != 1)}, {replicas} replica{'s' * (replicas != 1)}"
     yield f"zero          stage {plan.recipe.zero.stage}: {parts}"
-    yield ""
-    yield _describe_units(plan.units, by_rank)
-    if max(plan.derived.tp, plan.derived.ep) > 1:
-        everything = [buffer for buffers in by_rank for buffer in buffers]
-        yield "\nparameters of one rank, before ZeRO\n" + describe_layouts(everything)
-    yield ""
-    yield _describe_activations(plan)
     yield from _describe_checkpointing(plan)
+    yield describe_bubble(plan.pipeline, plan.derived.accumulation)
+    if caution := caution_of_export(plan.recipe.model):
+        yield f"export        {caution}"
+
+
+def describe_ranks(plan: Plan) -> Iterator[str]:
+    """What each rank of a pipeline holds, sends and leaves to its host, in lines."""
+    ranks = plan.topology.ranks("pp", 0)
+    for lines in (describe_context(plan), describe_experts(plan)):
+        if found := list(lines):
+            yield from found
+            yield ""
+    yield _describe_activations(plan)
     yield ""
     yield from _describe_bytes([plan.memory(rank) for rank in ranks], [plan.traffic(rank) for rank in ranks])
     yield from _describe_host(plan, ranks)
     yield from _describe_copies(plan)
+
+
+def describe_layouts(plan: Plan) -> Iterator[str]:
+    """Units and parameters as a rank has them, in lines: of ranks that differ in other coordinates than `pp` the first."""
+    by_rank = [plan.of_rank(rank).buffers for rank in plan.topology.ranks("pp", 0)]
+    yield _describe_units(plan.units, by_rank)
     yield ""
-    yield describe_pipeline(plan.pipeline, plan.derived.accumulation)
+    yield "parameters of one rank, before ZeRO"
+    yield describe_parameters([buffer for buffers in by_rank for buffer in buffers])
+
+
+def describe_schedule(plan: Plan) -> str:
+    """The pipeline's stages, its actions, and all schedules compared."""
+    return describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
 
 def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int, title: str) -> None:

@@ -69,31 +69,31 @@ def describe_relief(plan: Plan, rank: int) -> str:
 def find_relief(plan: Plan, rank: int) -> Iterator[tuple[str, int]]:
     """(override, bytes that the rank holds with it and with those before), those that are worth it and fit the recipe."""
     recipe, best = plan.recipe, plan.memory(rank).total
-    for group, key, value in _changes(plan):
-        changed = set_key(recipe, f"{group}.{key}", value)
+    for key, value in list_changes(plan):
+        changed = set_key(recipe, key, value)
         size = _planned_bytes(changed, plan, rank)
         if size is not None and size < (1 - WORTH_SAYING) * best:
             recipe, best = changed, size
-            yield f"{group}.{key}={str(value).lower()}", size
+            yield f"{key}={str(value).lower()}", size
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, str, Any]]:
-    """(group, key, value), by what they cost a step: next to nothing, more microbatches, messages, copies to the host and back,
+def list_changes(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """(key, value), by what they cost a step: next to nothing, more microbatches, messages, copies to the host and back,
     computing parts of forwards twice, all of them, all of them more than twice."""
     derived, stage, microbatch = plan.derived, plan.recipe.zero.stage, plan.derived.sequences_per_microbatch
     stages = range(stage + 1, 4 if derived.dp * derived.cp > 1 else 0)
-    yield from (("zero", "stage", 1) for each in stages if each == 1)
-    yield "memory", "chunked_loss", True
+    yield from (("zero.stage", 1) for each in stages if each == 1)
+    yield "memory.chunked_loss", True
     smaller = [size for size in range(microbatch // 2, 0, -1) if microbatch % size == 0]
-    yield from (("batch", "sequences_per_microbatch", size) for size in smaller[:1])
-    yield from (("zero", "stage", 2) for each in stages if each == 2)
-    yield from (("batch", "sequences_per_microbatch", size) for size in dict.fromkeys([*smaller[1::2], *smaller[-1:]]))
-    yield from (("parallel", "cp", degree) for degree in raise_cp(derived))
-    yield "memory.offload", "activations", 1.0  # as below
+    yield from (("batch.sequences_per_microbatch", size) for size in smaller[:1])
+    yield from (("zero.stage", 2) for each in stages if each == 2)
+    yield from (("batch.sequences_per_microbatch", size) for size in dict.fromkeys([*smaller[1::2], *smaller[-1:]]))
+    yield from (("parallel.cp", degree) for degree in raise_cp(derived))
+    yield "memory.offload.activations", 1.0  # as below
     for policy in ("selective", "full", "sqrt"):
-        yield "memory", "activation_checkpointing", policy
-    yield from (("zero", "stage", 3) for each in stages if each == 3)
-    yield "memory.offload", "optimizer", 1.0  # on a device that is the host it is refused, so it is not said
+        yield "memory.activation_checkpointing", policy
+    yield from (("zero.stage", 3) for each in stages if each == 3)
+    yield "memory.offload.optimizer", 1.0  # on a device that is the host it is refused, so it is not said
 
 
 def raise_cp(derived: Derived) -> list[int]:

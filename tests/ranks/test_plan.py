@@ -16,7 +16,8 @@ from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.errors import EXIT_DONE
-from framework.plan.page import plan_command
+from framework.foresight.plan_command import plan_command
+from framework.foresight.wanted import Wanted
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
@@ -147,14 +148,14 @@ def test_large_models_are_planned_without_memory(model: str, total: str, capsys:
     recipe = compose(
         [f"model={model}", "zero=stage_3", "launch.ranks=32", "batch.sequences_per_microbatch=1"]
     ).require()
-    assert plan_command(recipe) == EXIT_DONE
+    assert plan_command(recipe, Wanted()) == EXIT_DONE
     printed = capsys.readouterr().out
     assert f"{total} parameters" in printed
     assert "stage 3: 32 shards, 1 replica" in printed
 
 
 def test_a_node_holds_all_local_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_command(compose(["zero=hsdp", "launch.ranks=4"]).require()) == EXIT_DONE
+    assert plan_command(compose(["zero=hsdp", "launch.ranks=4"]).require(), Wanted()) == EXIT_DONE
     assert "stage 3: 4 shards, 1 replica" in capsys.readouterr().out
 
 
@@ -325,9 +326,11 @@ def test_a_pipeline_keeps_and_sends_what_was_planned(pool: RankPool, label: str)
 def test_plan_says_of_each_rank_of_a_pipeline_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each rank, equal neighbours in one; units of other ranks than the first have their parameters."""
     recipe = compose(["model=llama3_2_1b", "parallel.pp=4", "launch.ranks=4", "pipeline.schedule=gpipe"]).require()
-    assert plan_command(recipe) == EXIT_DONE
+    assert plan_command(recipe, Wanted(ranks=True, layouts=True)) == EXIT_DONE
     printed = capsys.readouterr().out
-    assert "none" not in printed.partition("bytes of a rank")[0]
+    units = printed.partition("by dtype\n")[2].partition("parameters of one rank")[0]
+    assert len(units.splitlines()) > 2
+    assert "none" not in units
     table = printed.partition("live\n")[2].partition("\n\n")[0]
     assert [line.split()[0] for line in table.splitlines()] == ["0", "1", "3"]  # 1 and 2 alike
 

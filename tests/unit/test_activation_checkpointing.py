@@ -24,7 +24,7 @@ from framework.errors import RecipeError
 from framework.model.kept_outputs import KeptOutputs, LayerCall
 from framework.parallel import activation_checkpointing
 from framework.parallel.activation_checkpointing import count_groups, group_size
-from framework.plan.page import describe_plan
+from framework.plan.page import describe_run
 from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.policies import POLICIES, uniform
 from framework.recipe.schema import KEPT_OPERATIONS, Memory
@@ -356,11 +356,11 @@ def test_a_budget_that_no_choice_meets_says_the_least() -> None:
 
 def test_the_page_says_which_layers_are_computed_again_and_what_it_costs() -> None:
     fixed = bytes_by_policy(6)
-    page = "\n".join(describe_plan(choose(6, (fixed["full"] + fixed["none"]) // 2)))
+    page = "\n".join(describe_run(choose(6, (fixed["full"] + fixed["none"]) // 2)))
     line = next(line for line in page.splitlines() if line.startswith("recomputation"))
     assert "none" in line
     assert "more FLOPs" in line
-    assert not [line for line in describe_plan(plan_of(memory_of("none"), 6, LLAMA)) if "recomputation" in line]
+    assert not [line for line in describe_run(plan_of(memory_of("none"), 6, LLAMA)) if "recomputation" in line]
 
 
 def test_an_operation_that_the_model_does_not_have_is_refused() -> None:

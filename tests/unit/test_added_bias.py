@@ -13,7 +13,7 @@ from framework.model.load import build_meta
 from framework.model.mixtures import ADDED_BIAS, find_mixtures
 from framework.model.units import find_units
 from framework.parallel.zero.load_parameters import load_pretrained
-from framework.plan.page import describe_plan
+from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model
 from framework.verify.plain_bias import PlainBiases
@@ -93,5 +93,5 @@ def test_pretrained_weights_leave_an_added_bias_at_zero(tmp_path: Path) -> None:
 
 def test_a_plan_says_that_an_export_has_no_added_bias() -> None:
     recipe = replace(small_recipe("fp32", 1), model=ADDED)
-    page = "\n".join(describe_plan(make_plan(recipe, build_config(family("mixtral")))))
+    page = "\n".join(describe_run(make_plan(recipe, build_config(family("mixtral")))))
     assert "an exported model chooses its experts without it" in page

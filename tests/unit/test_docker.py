@@ -21,7 +21,7 @@ def test_a_dockerfile_has_no_finding(file):
     assert ":latest" not in text
 
 
-@pytest.mark.parametrize("file", ["docker/install.sh", "scripts/local_cluster.sh"])
+@pytest.mark.parametrize("file", ["docker/install.sh", "scripts/local_cluster.sh", "scripts/install_browser.sh"])
 def test_a_shell_script_has_no_finding(file):
     result = subprocess.run([BIN / "shellcheck", REPOSITORY / file], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout

@@ -20,7 +20,7 @@ from framework.plan.host_memory import (
     check_host_memory,
     find_node_bytes,
 )
-from framework.plan.page import describe_plan
+from framework.plan.page import describe_ranks
 from framework.plan.plan import Plan, make_plan
 from framework.plan.relief import find_relief
 from framework.recipe.compose import compose
@@ -76,10 +76,10 @@ def test_a_plan_without_offload_asks_nobody() -> None:
 
 
 def test_the_page_says_what_is_saved_and_where_it_goes(away: Plan) -> None:
-    page = "\n".join(describe_plan(away))
+    page = "\n".join(describe_ranks(away))
     assert "bytes of the host's memory that it takes for them" in page
     assert "a node of 4 ranks: at most" in page
-    assert "host's memory" not in "\n".join(describe_plan(plan_of("zero.stage=2")))
+    assert "host's memory" not in "\n".join(describe_ranks(plan_of("zero.stage=2")))
 
 
 def test_relief_names_offload_last_with_its_bytes() -> None:
@@ -136,8 +136,8 @@ def test_nodes_hold_two_steps_of_their_own_and_their_neighbours_ranks() -> None:
     plan = plan_of(*COPIES, "checkpoint.neighbor_copies=1")
     assert bytes_of_copies(plan) == pytest.approx(2 * 2 * 12 * plan.size.total / 2, rel=1e-3)
     assert bytes_of_copies(plan_of("zero.stage=0")) == 0
-    assert f"in {MEMORY}: two steps of its own ranks and of 1 other node (" in "\n".join(describe_plan(plan))
-    assert str(MEMORY) not in "\n".join(describe_plan(plan_of("zero.stage=2")))
+    assert f"in {MEMORY}: two steps of its own ranks and of 1 other node (" in "\n".join(describe_ranks(plan))
+    assert str(MEMORY) not in "\n".join(describe_ranks(plan_of("zero.stage=2")))
 
 
 def test_copies_that_do_not_fit_are_refused_with_the_key_and_what_is_there() -> None:

@@ -7,7 +7,7 @@ from framework.model.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.context import AttentionShape, ContextCost, Links, Method, Passes, attention_shapes, find_methods
 from framework.plan.context_page import describe_context
-from framework.plan.page import describe_plan
+from framework.plan.page import describe_ranks
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Launch, Recipe
@@ -177,7 +177,7 @@ def test_latent_attention_and_windows_have_shapes_of_their_own():
 
 
 def test_the_page_of_memory_names_the_tokens_of_a_rank():
-    page = "\n".join(describe_plan(plan_of("parallel.cp=8", "batch.context=131071")))
+    page = "\n".join(describe_ranks(plan_of("parallel.cp=8", "batch.context=131071")))
     assert "per microbatch for backward, of 16,384 of the 131,071 tokens of a sequence\n" in page
     assert "keys and values over cp\n" in page
 

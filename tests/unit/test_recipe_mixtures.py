@@ -9,7 +9,7 @@ from framework.model.flops import measure_model
 from framework.model.load import build_meta
 from framework.plan.check import check_layout, most_bytes
 from framework.plan.memory import show_bytes
-from framework.plan.page import describe_plan
+from framework.plan.page import describe_layouts, describe_ranks
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from tests.grid import few_of
@@ -72,7 +72,7 @@ def test_the_plan_says_where_there_are_too_few_gpus(experiment, nodes):
 
 def test_the_page_says_which_experts_a_rank_has_and_what_is_sent_to_them():
     plan = check_layout(compose_on("qwen3_30b_a3b", 4))
-    page = "\n".join(describe_plan(plan))
+    page = "\n".join([*describe_ranks(plan), *describe_layouts(plan)])
     assert "experts       128 in each of 48 layers, 8 for a token; 16 on a rank, ep 8 x 4 copies, whole\n" in page
     # gate, up and down of 16 experts in 48 layers, two bytes each
     assert show_bytes(16 * 48 * 3 * 2048 * 768 * 2) == "6.8 GiB"

@@ -5,10 +5,11 @@ from transformers import CONFIG_MAPPING
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError, TopologyError
+from framework.foresight.plan_command import plan_command
+from framework.foresight.wanted import Wanted
 from framework.mesh.axis import Axis
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
-from framework.plan.page import plan_command
 from framework.recipe.compose import compose
 from tests.families import build_config, family
 from tests.ranks.tensor_parity import recipe_of, split
@@ -56,7 +57,7 @@ def test_a_group_over_nodes_is_told_what_it_costs(capsys: pytest.CaptureFixture[
         "parallel.tp=4",
         "launch.tp_across_nodes=true",
     ]
-    plan_command(compose([*overrides, "batch.sequences_per_step=16"]).require())
+    plan_command(compose([*overrides, "batch.sequences_per_step=16"]).require(), Wanted(ranks=True))
     printed = capsys.readouterr().out
     assert "tp over 2 nodes" in printed
     assert "between 2 nodes" in printed

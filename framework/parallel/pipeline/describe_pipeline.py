@@ -9,14 +9,22 @@ from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from framework.parallel.pipeline.simulate import Costs, peak_live, simulate
 
 
-def describe_pipeline(pipeline: Pipeline, num_microbatches: int) -> str:
-    """Lines about a step with `num_microbatches`: what `meshwright plan` prints of the pipeline."""
+def describe_bubble(pipeline: Pipeline, num_microbatches: int) -> str:
+    """The schedule and its bubble in a line; stages take as long as their FLOPs say."""
     schedule = pipeline.make(num_microbatches)
-    timeline = simulate(schedule, pipeline.costs)
+    stages, ranks = schedule.num_stages, schedule.num_ranks
+    return (
+        f"pipeline      {schedule.name}: {stages} stage{'s' * (stages != 1)} on {ranks} rank{'s' * (ranks != 1)},"
+        f" {num_microbatches} microbatch{'es' * (num_microbatches != 1)}, bubble {simulate(schedule, pipeline.costs).bubble:.1%}"
+    )
+
+
+def describe_pipeline(pipeline: Pipeline, num_microbatches: int) -> str:
+    """Lines about a step with `num_microbatches`: what `meshwright plan --schedule` prints."""
+    schedule = pipeline.make(num_microbatches)
     slowest = max(pipeline.costs.forward) or 1.0
     lines = [
-        f"pipeline      {schedule.name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks,"
-        f" {num_microbatches} microbatches, bubble {timeline.bubble:.1%}",
+        describe_bubble(pipeline, num_microbatches),
         f"{'stage':<7}{'rank':<6}{'layers':<12}time of the slowest",
     ]
     for bounds, rank, cost in zip(pipeline.stages, schedule.rank_of_stage, pipeline.costs.forward, strict=True):

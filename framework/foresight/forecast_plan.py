@@ -1,0 +1,70 @@
+"""What is foretold of a plan: the forecasts by which a search ranks layouts, of the one that the recipe states."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from framework.foresight.candidate import Candidate
+from framework.foresight.forecast import Forecast
+from framework.foresight.memory import forecast_memory
+from framework.foresight.settings import Settings, chosen_counts, planned_candidate
+from framework.foresight.shape import ModelShape, make_shape
+from framework.foresight.time import TimeModel
+from framework.parallel.pipeline.simulate import Costs
+from framework.plan.cluster import Cluster
+from framework.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class PlanForecast:
+    """A plan with its forecasts. shape: of its model. costs: seconds of each stage's actions with one microbatch.
+    cautions: what of the recipe the step time does not have."""
+
+    plan: Plan
+    shape: ModelShape
+    cluster: Cluster
+    candidate: Candidate
+    forecast: Forecast
+    costs: Costs
+    cautions: tuple[str, ...] = ()
+
+
+def forecast_plan(plan: Plan) -> PlanForecast:
+    """On the recipe's cluster."""
+    cluster, cautions = Cluster.from_recipe(plan.recipe), []
+    shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
+    candidate = planned_candidate(_without_table(plan))
+    memory = forecast_memory(shape, candidate, settings, cluster, chosen_counts(plan))
+    if plan.recipe.memory.activation_checkpointing == "auto":
+        policies = Counter(policy for rank in plan.topology.ranks("pp", 0) for policy in plan.policies(rank).values())
+        candidate = replace(candidate, checkpointing=policies.most_common(1)[0][0])
+        if len(policies) > 1:
+            cautions.append(
+                f"the step time is that of activation checkpointing {candidate.checkpointing} for all layers"
+            )
+    times = TimeModel(shape, plan.recipe, cluster)
+    forecast, costs = Forecast(memory, times.forecast(candidate)), times.costs(candidate)
+    if plan.recipe.pipeline.table is not None:
+        cautions.append("memory and step time are those of pipeline.schedule=1f1b, not of pipeline.table")
+        costs = _scale(plan.pipeline.costs, costs)
+    return PlanForecast(plan, shape, cluster, candidate, forecast, costs, tuple(cautions))
+
+
+def _without_table(plan: Plan) -> Plan:
+    """The plan's recipe with a schedule that can be foretold in the place of the user's own."""
+    if plan.recipe.pipeline.table is None:
+        return plan
+    pipeline = replace(plan.recipe.pipeline, table=None, schedule="1f1b", virtual_stages=None)
+    return replace(plan, recipe=replace(plan.recipe, pipeline=pipeline))
+
+
+def _scale(flops: Costs, seconds: Costs) -> Costs:
+    """Seconds of stages of which only the FLOPs are known, as fast as others of the same model."""
+    forward, inputs, weight = (
+        [each * sum(own) / sum(counted) for each in counted]
+        for counted, own in (
+            (flops.forward, seconds.forward),
+            (flops.input, seconds.input),
+            (flops.weight, seconds.weight),
+        )
+    )
+    return Costs(forward, inputs, weight, seconds.message)

@@ -1,0 +1,111 @@
+"""Does a plan fit its device, and if not, which changes of the recipe make it fit at the least cost of a step?"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from framework.errors import MeshwrightError
+from framework.foresight.forecast import Forecast, MemoryForecast
+from framework.foresight.forecast_plan import PlanForecast
+from framework.foresight.layouts import candidate_of
+from framework.foresight.memory import forecast_memory
+from framework.foresight.settings import Settings
+from framework.foresight.shape import ModelShape
+from framework.foresight.time import TimeModel
+from framework.plan.cluster import Cluster
+from framework.plan.memory import show_bytes
+from framework.plan.relief import list_changes, set_key
+from framework.recipe.check import check_recipe
+from framework.recipe.derive import derive
+from framework.recipe.schema import Recipe
+
+# Changes that are said, and how many may be made together.
+SHOWN = 3
+MOST_TOGETHER = 2
+
+Setting = tuple[str, object]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings with which a layout fits, and what is foretold with them."""
+
+    settings: tuple[Setting, ...]
+    forecast: Forecast
+
+    @property
+    def overrides(self) -> str:
+        """As they are typed."""
+        return " ".join(f"{key}={str(value).lower()}" for key, value in self.settings)
+
+
+def describe_verdict(memory: MemoryForecast, machine: str) -> str:
+    """Such as `fits the 79.6 GiB of h100_ib with 9.1 GiB to spare`."""
+    limit = f"{show_bytes(memory.limit)} of {machine}"
+    if memory.spare < 0:
+        return f"does not fit: {show_bytes(-memory.spare)} over the {limit}"
+    return f"fits the {limit} with {show_bytes(memory.spare)} to spare"
+
+
+def find_changes(found: PlanForecast) -> list[Change]:
+    """The cheapest by step time; single ones before those that take two. Empty where nothing is missing, or nothing helps."""
+    if found.forecast.memory.spare >= 0:
+        return []
+    settings = _list_settings(found)
+    fitting: list[Change] = []
+    for together in range(1, MOST_TOGETHER + 1):
+        tried = (_try(found, each) for each in combinations(settings, together))
+        fits = [change for change in tried if change is not None and not _has_one_of(change, fitting)]
+        fitting += sorted(fits, key=lambda each: each.forecast.time.step_s)
+        if len(fitting) >= SHOWN:
+            break
+    return fitting[:SHOWN]
+
+
+def describe_changes(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
+    """A line for each, with what it costs; or what is left where none helps."""
+    if found.forecast.memory.spare >= 0:
+        return
+    before = found.forecast.time.step_s
+    for each in changes:
+        ratio = each.forecast.time.step_s / before - 1
+        yield f"{each.overrides}: {show_bytes(each.forecast.memory.spare)} to spare, step time {ratio:+.0%}"
+    if not changes:
+        yield "no two changes make it fit: more ranks, or `meshwright search` for another layout"
+
+
+def _has_one_of(change: Change, fitting: Sequence[Change]) -> bool:
+    """Whether a part of a change is enough."""
+    return any(set(each.settings) < set(change.settings) for each in fitting)
+
+
+def _list_settings(found: PlanForecast) -> list[Setting]:
+    derived = found.plan.derived
+    degrees = [derived.tp << power for power in range(1, 4) if derived.dp % (1 << power) == 0]
+    tp = [("parallel.tp", degree) for degree in degrees if degree <= found.cluster.ranks_per_node]
+    return list(dict.fromkeys([*list_changes(found.plan), *tp]))
+
+
+def _try(found: PlanForecast, settings: Sequence[Setting]) -> Change | None:
+    """None where the settings contradict one another, the recipe or the model, or do not fit the device either."""
+    recipe = found.plan.recipe
+    for key, value in settings:
+        recipe = set_key(recipe, key, value)
+    if len({key for key, _ in settings}) < len(settings) or check_recipe(recipe, {}):
+        return None
+    try:
+        forecast = _forecast(recipe, found.shape, found.cluster)
+    except MeshwrightError:
+        return None
+    return None if forecast is None else Change(tuple(settings), forecast)
+
+
+def _forecast(recipe: Recipe, shape: ModelShape, cluster: Cluster) -> Forecast | None:
+    derive(recipe)
+    candidate = candidate_of(recipe)
+    if shape.refusal(candidate):
+        return None
+    memory = forecast_memory(shape, candidate, Settings.of(recipe), cluster)
+    if memory.spare < 0:
+        return None
+    return Forecast(memory, TimeModel(shape, recipe, cluster).forecast(candidate))
