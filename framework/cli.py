@@ -392,7 +392,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from framework.launch.search import search_command
+    from framework.launch.search_command import search_command
 
     return search_command(arguments)
 

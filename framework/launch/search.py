@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.errors import EXIT_DONE, RecipeError
-from framework.launch.machine import check_measured
+from framework.errors import RecipeError
 from framework.recipe.layout_file import write_layout
 from framework.recipe.layout_pins import change_pins, compose_open, find_pins
 from framework.recipe.schema import Recipe
@@ -67,21 +66,8 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def search_command(arguments: argparse.Namespace) -> int:
-    """Search and print; with options write, try, read what was tried."""
-    asked = _ask(arguments)
-    check_measured(asked.recipe)
-    from framework.launch.try_layouts import read_tried, try_layouts
-
-    if arguments.tried is not None:
-        return read_tried(asked)
-    if arguments.try_best is not None:
-        return try_layouts(asked)
-    show(asked)
-    return EXIT_DONE
-
-
-def _ask(arguments: argparse.Namespace) -> Asked:
+def ask(arguments: argparse.Namespace) -> Asked:
+    """What the command line asks for. RecipeError with all that is wrong with it."""
     for name, least in (("best", 1), ("try_best", 1), ("try_steps", 3)):
         value = getattr(arguments, name)
         if value is not None and value < least:
