@@ -1,4 +1,4 @@
-"""What is foretold of a rank's memory is what ranks of this machine hold: `scripts/bench/foresight_memory.py` on a few layouts."""
+"""What is foretold of memory is what ranks of this machine hold: `scripts/bench/foresight_memory.py` on a few layouts."""
 
 import pytest
 
