@@ -63,7 +63,9 @@ def _commands() -> tuple[Command, ...]:
         Command("train", "check the recipe and train it here", _train, _add_train, True),
         Command("check", "every mistake of a recipe at once, or what it says in full", _check, _add_check, True),
         Command("verify", "the recipe's layout against stock Hugging Face in one process", _verify, _add_verify, True),
-        Command("plan", "does it fit, how long does it take, what does it cost: without any device", _plan, _add_plan, True),
+        Command(
+            "plan", "does it fit, how long does it take, what does it cost: without any device", _plan, _add_plan, True
+        ),
         Command("search", "the fastest layouts that fit, by forecast", _search, _add_search, True),
         Command("prepare", "text to token store, resumable and on all cores", _prepare, _add_prepare, True),
         Command("submit", "queue the recipe on a SLURM cluster", _submit, _add_submit, True),

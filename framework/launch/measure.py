@@ -50,7 +50,10 @@ def measure_command(recipe: Recipe, file: Path, overwrites: bool = False, effort
     refuse(recipe, file, here, overwrites)
     busy = describe_load(here)
     if busy:
-        print(f"caution  not a quiet machine, {busy}: what is measured now is slower than it is, and varies", file=sys.stderr)
+        print(
+            f"caution  not a quiet machine, {busy}: what is measured now is slower than it is, and varies",
+            file=sys.stderr,
+        )
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         order = make_order(recipe, here, result, effort)
