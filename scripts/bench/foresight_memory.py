@@ -229,7 +229,7 @@ def _held_at_marks(profiled: Any) -> Iterator[int]:
 def compare(recipe: Recipe, ranks: Sequence[tuple[dict[str, int], int]]) -> Counted:
     """ranks: what each counted."""
     plan = make_plan(recipe, load_config(recipe.model))
-    """What ranks at one place of the pipeline have on average: experts of one get more rows than the mean, others fewer."""
+    shape, candidate = make_shape(plan.config, plan.recipe), planned_candidate(plan)
     found = forecast_memory(
         shape, candidate, Settings.of(plan.recipe), Cluster.from_recipe(recipe), chosen_counts(plan)
     )
