@@ -37,7 +37,7 @@ def search(question: Question) -> SearchResult:
     config raises."""
     began = process_time()
     refuse_partial(question.recipe, question.pinned)
-    recipe = resolve_target(_closed(question.recipe))
+    recipe = resolved(question.recipe)
     config, cluster = load_config(recipe.model), question.cluster or Cluster.from_recipe(recipe)
     shape = make_shape(config, recipe)
     num_experts = max((count_experts(experts) for _, experts, _ in find_experts(shape.whole)), default=0)
@@ -51,7 +51,7 @@ def search(question: Question) -> SearchResult:
 
 def foretell(candidate: Candidate, recipe: Recipe, cluster: Cluster | None = None) -> Forecast:
     """What is foretold of one layout of a recipe."""
-    recipe = resolve_target(_closed(recipe))
+    recipe = resolved(recipe)
     shape = make_shape(load_config(recipe.model), recipe)
     engine = Engine.of(shape, Settings.of(recipe), cluster or Cluster.from_recipe(recipe))
     return Forecast(engine.memory(candidate), engine.time(candidate))
@@ -91,7 +91,7 @@ def values_for(ranked: Ranked, recipe: Recipe, pinned: frozenset[str]) -> dict[s
 
 def cluster_name(recipe: Recipe) -> str:
     """The cluster that is foretold for."""
-    cluster = Cluster.from_recipe(resolve_target(_closed(recipe)))
+    cluster = Cluster.from_recipe(resolved(recipe))
     return f"{cluster.name}{' (assumed)' if cluster.is_assumed else ''}"
 
 
@@ -109,6 +109,6 @@ def refuse_partial(recipe: Recipe, pinned: frozenset[str]) -> None:
         )
 
 
-def _closed(recipe: Recipe) -> Recipe:
-    """For what only asks for the device: a recipe that does not say `auto`."""
-    return replace(recipe, parallel=replace(recipe.parallel, layout="stated"))
+def resolved(recipe: Recipe) -> Recipe:
+    """The recipe with the device and the dtype of where it will run, whatever its layout is."""
+    return resolve_target(replace(recipe, parallel=replace(recipe.parallel, layout="stated")))

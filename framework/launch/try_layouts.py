@@ -7,6 +7,7 @@ cluster.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,7 +59,7 @@ def read_tried(asked: Asked) -> int:
 
 def _rank_again(asked: Asked, folder: Path) -> int:
     from framework.foresight.correction import Tried, correct, describe_factors, fit_factors, write_text
-    from framework.foresight.find import foretell
+    from framework.foresight.find import foretell, resolved
     from framework.plan.cluster import Cluster
     from framework.recipe.cluster_file import write_cluster_file
     from framework.recipe.clusters import find_cluster
@@ -68,14 +69,15 @@ def _rank_again(asked: Asked, folder: Path) -> int:
         raise RunError(f"{folder}: no run there has trained more than {WARM_UP} steps: see their logs below {folder}")
     tried = [Tried(foretell(layout, asked.recipe).time, step_s) for layout, step_s in measured.items()]
     factors = fit_factors(tried)
-    group = correct(find_cluster(asked.recipe)[0], factors, folder.name)
+    recipe = resolved(asked.recipe)
+    group = correct(find_cluster(recipe)[0], factors, folder.name)
     write_cluster_file(folder / CORRECTED, write_text(group, f"corrected by {len(tried)} layouts tried in {folder}"))
     print(
         "\n".join(
             ["", *_compare(tried, list(measured)), describe_factors(factors), f"cluster={folder / CORRECTED}", ""]
         )
     )
-    show(asked, Cluster.from_group(group))
+    show(asked, Cluster.from_recipe(replace(recipe, cluster=group)))
     return EXIT_DONE
 
 
