@@ -34,7 +34,7 @@ from framework.errors import NodeError, RunError
 from framework.launch.task import is_task, leave_out
 from framework.lease import Lease
 from framework.optim.optimizers import state_names
-from framework.plan.machine import Link, find_machine
+from framework.plan.cluster import Cluster
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
 
@@ -320,20 +320,14 @@ def _expect(plan: Plan, mesh: Mesh) -> Expected:
     is_gpu, here = mesh.device.type == "cuda", plan.derived.ranks_per_node
     # A save stages there what the node's ranks write; on CPUs they hold as much, and more.
     host = checkpoint_bytes(plan) // max(1, plan.derived.world // here) * (1 if is_gpu else 2)
-    machine = find_machine(plan.recipe.launch)
+    cluster = Cluster.from_recipe(plan.recipe)
     links = {}
-    if is_gpu and not machine.is_assumed:
+    if is_gpu and not cluster.is_assumed:
         for name in AXES:
             ranks = mesh.axis(name).ranks
-            link = machine.in_node if len({rank // here for rank in ranks}) == 1 else machine.between_nodes
-            links[name] = ring_s(link, len(ranks))
+            nodes = len({rank // here for rank in ranks})
+            links[name] = cluster.collective_seconds("all_reduce", BYTES_ON_GPU, len(ranks), nodes)
     return Expected(host, links, is_gpu)
-
-
-def ring_s(link: Link, size: int) -> float:
-    """Seconds of the probe's all-reduce on a ring: 2 (n-1) messages of an n-th."""
-    messages = 2 * (size - 1)
-    return link.seconds(messages / size * BYTES_ON_GPU, messages)
 
 
 def _leave_note(lease: Lease) -> str:

@@ -40,6 +40,7 @@ MAY_CHANGE = (
     ("zero.*", "every layout is the same training run"),
     ("memory.*", "the same values in other memory"),
     ("launch.*", "where it runs"),
+    ("cluster.*", "what is foretold of it"),
     ("checkpoint.*", "how often it saves"),
     ("track.*", "who watches"),
     ("data.root", "where the token stores lie; their fingerprints say what is in them"),

@@ -1,80 +1,343 @@
-"""A machine as data (`recipes/cluster/*.yaml`): how long a matmul, a pass over memory and a collective take there."""
+"""A machine as numbers, made from the recipe's group `cluster`: how long a matmul, a pass over memory and a collective take.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from math import log
-from typing import Literal
+Matmul [rows, inner] x [inner, columns]. The output is cut into tiles, of which `processors` are computed at the same time, so
+
+    seconds = overhead + max(waves * tile FLOPs * (inner + ramp) / inner / (rate of a processor), bytes / memory rate)
+
+with waves = ceil(tiles / processors). A measured file adds what this leaves out: on its grid of shapes the ratio of measured to
+modelled seconds, between them interpolated in the logarithm of all three sizes, beyond them the nearest.
+
+Collective of n ranks on k nodes, r = n / k of them on each. A ring passes k times between nodes and n - k times inside of one:
+
+    seconds = start + hops * latency of a hop + passes * (n - 1) / n * bytes / rate          passes: 2 of an all-reduce, else 1
+
+The rate is the bus bandwidth that nccl-tests reports for all devices of k nodes. What a node's network carries is divided among
+its devices, whose other groups send at the same time: a group with r of a node's d devices gets r / d of it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import ceil, exp, log, log2
+from typing import Literal, get_args
+
+from framework.recipe.clusters import find_cluster
+from framework.recipe.schema import Cluster as ClusterRecipe
+from framework.recipe.schema import Recipe
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+# What a ring sends over the network of a node all its ranks share; of an all-to-all or a message each rank sends its own.
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+# Where a matmul has too few tiles for all processors, libraries cut smaller ones. They load more bytes for a FLOP: (tiles in
+# place of one, share of the rate that they reach).
+SMALLER_TILES = ((1, 1.0), (2, 0.9), (4, 0.75))
 
 
 @dataclass(frozen=True)
 class Span:
-    """A collective among the ranks of so many nodes. bus_rate: bytes in a second by the convention of nccl-tests: what a
-    rank's link carries, so that n ranks take (n-1)/n of the bytes (all-reduce: twice) over it. latency_s: before a
-    message's first byte, for each of a ring's n - 1 steps (all-reduce: twice)."""
+    """One kind of collective among the ranks of so many nodes. rate: bytes in a second by the convention of nccl-tests, without
+    latencies; hop_s: latency of a step between the nodes."""
 
     nodes: int
+    rate: float
+    hop_s: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A kind of collective. spans: by rising number of nodes; start_s: latency before the first step."""
+
+    start_s: float
+    spans: tuple[Span, ...]
+
+    def at(self, nodes: int) -> Span:
+        """Between two measured numbers of nodes by the logarithms of nodes and rate; beyond the last as there."""
+        place = bisect_right([each.nodes for each in self.spans], nodes)
+        low, high = self.spans[max(place - 1, 0)], self.spans[min(place, len(self.spans) - 1)]
+        if low.nodes >= high.nodes:
+            return low
+        share = log(nodes / low.nodes) / log(high.nodes / low.nodes)
+        return Span(nodes, exp((1 - share) * log(low.rate) + share * log(high.rate)), high.hop_s)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one device sends over to another: bytes in a second, one way, and seconds before the first of a message arrives."""
+
+    rate: float
     latency_s: float
-    bus_rate: Mapping[Collective, float]
+
+    def seconds(self, num_bytes: float, messages: int = 1) -> float:
+        """Seconds of so many bytes in so many messages, one behind the other."""
+        return messages * self.latency_s + num_bytes / self.rate if num_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Values on a grid of points, interpolated in the logarithms of the coordinates; beyond the grid as at its nearest point.
+
+    axes: rising logarithms; values: one for each point, the last axis fastest."""
+
+    axes: tuple[tuple[float, ...], ...]
+    values: tuple[float, ...]
+
+    def at(self, *sizes: float) -> float:
+        """The value at these coordinates, not yet logarithms."""
+        corners = [(0, 1.0)]
+        for axis, size in zip(self.axes, sizes, strict=True):
+            low = min(max(bisect_right(axis, log(size)) - 1, 0), max(len(axis) - 2, 0))
+            high = min(low + 1, len(axis) - 1)
+            width = axis[high] - axis[low]
+            share = min(max((log(size) - axis[low]) / width, 0.0), 1.0) if width else 0.0
+            sides = ((low, 1 - share), (high, share))
+            corners = [
+                (place * len(axis) + side, weight * part) for place, weight in corners for side, part in sides if part
+            ]
+        return sum(weight * self.values[place] for place, weight in corners)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Rates of one device and of the links between devices.
+    """Rates of one device and of the links between devices, in bytes, FLOPs and seconds.
 
-    name: of the file. device: as the driver calls it. peak_flops: FLOP/s by dtype (fp64, fp32, tf32, bf16, fp16, fp8),
-    dense, by the maker's data sheet; of a measured CPU the best matmul. matmul_share: of the peak that a matmul of so many
-    FLOPs reaches, points of a curve by log FLOPs. attention_share: of the peak that attention reaches. memory_bytes: of a
-    device. memory_rate: bytes that it reads and writes in a second. host_rate: bytes from device to host in a second.
-    disk_rate: of one node. spans: by rising number of nodes. price_per_hour: of one device, in dollars.
-    failures_per_device_hour: expected. overhead_s: of launching one kernel. measured_on: fingerprint of the machine of a
-    measured file, empty for data sheets."""
+    name: of the file. is_assumed: the recipe names neither a cluster nor a GPU that one is known of. device: a part of the name
+    that the driver reports. ranks_per_node: devices of a node. peak_flops: FLOP/s by dtype, dense, by the maker's data sheet;
+    of a measured CPU the best matmul. matmul_share: of the peak that the best matmul reaches; corrections: logarithms of
+    measured over modelled seconds. attention_share: of the peak that attention reaches in forward, and in backward.
+    memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes.
+    host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one device, in dollars, 0 if
+    unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
 
     name: str
     device: str
     ranks_per_node: int
     memory_bytes: int
     peak_flops: Mapping[str, float]
-    matmul_share: tuple[tuple[float, float], ...]
+    matmul_share: Mapping[str, float]
     attention_share: float
+    attention_backward_share: float
     memory_rate: float
     host_rate: float
     disk_rate: float
-    spans: tuple[Span, ...]
-    price_per_hour: float
-    failures_per_device_hour: float
+    links: Mapping[Collective, Link]
+    price_per_hour: float = 0.0
+    failures_per_device_hour: float = 0.0
     overhead_s: float = 0.0
-    measured_on: str = ""
+    processors: int = 1
+    tile: tuple[int, int] = (1, 1)
+    ramp: int = 0
+    corrections: Mapping[str, Grid] = field(default_factory=dict)
+    memory_curve: Grid | None = None
+    is_assumed: bool = False
+    # What has been asked before: a search asks for the same shapes and groups thousands of times.
+    _matmuls: dict[tuple[int, int, int, str], float] = field(default_factory=dict, repr=False, compare=False)
+    _costs: dict[tuple[Collective, int, int], tuple[float, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> "Cluster":
+        """That of the recipe's `cluster`; where it names none that of launch.gres, of CPU ranks a laptop's."""
+        described, is_assumed = find_cluster(recipe)
+        return cls.from_group(described, is_assumed)
+
+    @classmethod
+    def from_group(cls, group: ClusterRecipe, is_assumed: bool = False) -> "Cluster":
+        """That of the keys of one file."""
+        assert group.name is not None, "a cluster's file names it"
+        bare = cls(
+            name=group.name,
+            device=group.device,
+            ranks_per_node=group.devices_per_node,
+            memory_bytes=round(group.memory_gb * 2**30),
+            peak_flops={dtype: each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
+            matmul_share={dtype: each.share for dtype, each in group.matmul.items()},
+            attention_share=group.attention_share,
+            attention_backward_share=group.attention_backward_share,
+            memory_rate=group.memory_gb_per_s * 1e9,
+            host_rate=group.host_gb_per_s * 1e9,
+            disk_rate=group.disk_gb_per_s * 1e9,
+            links={},
+            price_per_hour=group.price_per_hour or 0.0,
+            failures_per_device_hour=1 / group.device_mtbf_hours if group.device_mtbf_hours else 0.0,
+            overhead_s=group.overhead_us * 1e-6,
+            processors=group.processors,
+            tile=group.tile,
+            ramp=group.ramp,
+            is_assumed=is_assumed,
+        )
+        corrections = {
+            dtype: bare.compare(dtype, each.measured) for dtype, each in group.matmul.items() if each.measured
+        }
+        curve = _read_curve(group.memory_measured) if group.memory_measured else None
+        return replace(
+            bare, links=_read_links(group), corrections=corrections, memory_curve=curve, _matmuls={}, _costs={}
+        )
 
     def matmul_seconds(self, rows: int, inner: int, columns: int, dtype: str = "bf16") -> float:
-        """Of [rows, inner] times [inner, columns]."""
-        flops = 2.0 * rows * inner * columns
-        return flops / (self.peak_flops[dtype] * interpolate(self.matmul_share, flops)) + self.overhead_s
+        """Seconds of [rows, inner] times [inner, columns]."""
+        key = (rows, inner, columns, dtype)
+        known = self._matmuls.get(key)
+        if known is None:
+            known = self._model_matmul(rows, inner, columns, dtype)
+            grid = self.corrections.get(dtype)
+            if grid is not None:
+                known *= exp(grid.at(rows, inner, columns))
+            self._matmuls[key] = known
+        return known
+
+    def attention_seconds(self, flops: float, dtype: str = "bf16", *, backward: bool = False) -> float:
+        """Seconds of attention's matmuls of so many FLOPs."""
+        share = self.attention_backward_share if backward else self.attention_share
+        return flops / (share * self._peak(dtype)) + self.overhead_s
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Of a pass over memory that reads and writes so many bytes in all."""
-        return num_bytes / self.memory_rate + self.overhead_s
+        """Seconds of a pass over memory that reads and writes so many bytes in all."""
+        if not num_bytes:
+            return 0.0
+        rate = self.memory_rate if self.memory_curve is None else self.memory_curve.at(max(num_bytes, 1.0))
+        return num_bytes / rate + self.overhead_s
 
     def collective_seconds(self, kind: Collective, num_bytes: float, ranks: int, nodes: int) -> float:
-        """Of `ranks` ranks that lie on `nodes` nodes. num_bytes: of the whole tensor: what an all-gather returns, a
-        reduce-scatter or an all-reduce takes, an all-to-all takes of one rank, a message is."""
-        if ranks == 1 or not num_bytes:
+        """Seconds of a collective of `ranks` ranks that lie on `nodes` nodes. num_bytes: of the whole tensor: what an all-gather
+        returns, a reduce-scatter or an all-reduce takes, an all-to-all takes of one rank, a message is."""
+        if ranks < 2 or not num_bytes:
             return 0.0
-        span = next((each for each in self.spans if each.nodes >= nodes), self.spans[-1])
+        cost = self._costs.get((kind, ranks, nodes))
+        if cost is None:
+            cost = self._costs[kind, ranks, nodes] = self._cost(kind, ranks, nodes)
+        return cost[0] + cost[1] * num_bytes
+
+    def route(self, nodes: int = 1) -> Route:
+        """From a device to another one, of its own node or of another."""
+        latency_s, per_byte = self._cost("send", 2, nodes)
+        return Route(1 / per_byte, latency_s)
+
+    def shared_by(self, ranks: int) -> "Cluster":
+        """This cluster with so many ranks on a node, where they are more than its devices: cores of a CPU take turns."""
+        if ranks <= self.ranks_per_node:
+            return self
+        part = self.ranks_per_node / ranks
+        return replace(
+            self,
+            peak_flops={dtype: part * each for dtype, each in self.peak_flops.items()},
+            memory_rate=part * self.memory_rate,
+            memory_bytes=round(part * self.memory_bytes),
+            overhead_s=self.overhead_s / part,
+            ranks_per_node=ranks,
+            memory_curve=self.memory_curve
+            and Grid(self.memory_curve.axes, tuple(part * each for each in self.memory_curve.values)),
+            _matmuls={},
+            _costs={},
+        )
+
+    def compare(self, dtype: str, measured: Sequence[Sequence[float]]) -> Grid:
+        """Logarithms of measured over modelled seconds. measured: [rows, inner, columns, TFLOP/s] of a full grid of shapes."""
+        table = {(rows, inner, columns): tflops for rows, inner, columns, tflops in measured}
+        axes = [sorted({shape[axis] for shape in table}) for axis in range(3)]
+        values = [
+            log(2e-12 * rows * inner * columns / table[rows, inner, columns])
+            - log(self._model_matmul(int(rows), int(inner), int(columns), dtype))
+            for rows, inner, columns in product(*axes)
+        ]
+        return Grid(tuple(tuple(map(log, axis)) for axis in axes), tuple(values))
+
+    @cached_property
+    def _tiles(self) -> tuple[tuple[float, float, float], ...]:
+        """(rows, columns, share of the rate) of each size of tiles."""
+        rows, columns = self.tile
+        if self.processors == 1:
+            return ((rows, columns, 1.0),)
+        return tuple((rows / max(1, part // 2), columns / min(2, part), share) for part, share in SMALLER_TILES)
+
+    def _model_matmul(self, rows: int, inner: int, columns: int, dtype: str) -> float:
+        rate = self._peak(dtype) * self.matmul_share[self._known_dtype(dtype)]
+        least = min(
+            ceil(ceil(rows / tile_rows) * ceil(columns / tile_columns) / self.processors)
+            * (tile_rows * tile_columns / share)
+            for tile_rows, tile_columns, share in self._tiles
+        )
+        compute_s = 2.0 * least * self.processors * (inner + self.ramp) / rate
+        num_bytes = ITEMSIZE[dtype] * (rows * inner + inner * columns + rows * columns)
+        return self.overhead_s + max(compute_s, num_bytes / self.memory_rate)
+
+    def _peak(self, dtype: str) -> float:
+        """FLOP/s of a dtype, or of one that multiplies alike."""
+        return self.peak_flops[self._known_dtype(dtype)]
+
+    def _known_dtype(self, dtype: str) -> str:
+        """The dtype whose rate counts: of two that multiply alike a file may have one."""
+        alike = {"fp16": "bf16", "bf16": "fp16", "fp32": "tf32", "fp8": "bf16", "tf32": "fp32", "fp64": "fp32"}
+        return dtype if dtype in self.peak_flops else alike[dtype]
+
+    def _cost(self, kind: Collective, ranks: int, nodes: int) -> tuple[float, float]:
+        """(seconds of latency, seconds of a byte of the whole tensor)."""
+        link, near = self.links[kind], ceil(ranks / nodes)
+        inside, between = link.at(1), link.at(nodes)
+        rate = between.rate if nodes > 1 else inside.rate
+        if nodes > 1 and kind in RINGS:
+            rate *= min(1.0, near / self.ranks_per_node)
+        if nodes > 1 and near > 1:
+            rate = min(rate, inside.rate)
         if kind == "send":
-            return span.latency_s + num_bytes / span.bus_rate[kind]
+            return link.start_s + between.hop_s, 1 / rate
         passes = 2 if kind == "all_reduce" else 1
-        steps = passes * (ranks - 1)
-        return steps * span.latency_s + passes * (ranks - 1) / ranks * num_bytes / span.bus_rate[kind]
+        return count_latency_s(kind, link, ranks, nodes), passes * (ranks - 1) / ranks / rate
 
 
-def interpolate(points: tuple[tuple[float, float], ...], at: float) -> float:
-    """The value of a curve of points by rising abscissa, linear in the logarithm of the abscissa; constant beyond the
-    ends."""
-    for (left, low), (right, high) in pairwise(points):
-        if at <= right:
-            share = (log(max(at, left)) - log(left)) / (log(right) - log(left))
-            return low + share * (high - low)
-    return points[-1][1]
+def count_latency_s(kind: str, link: Link, ranks: int, nodes: int) -> float:
+    """Seconds of a collective without bytes: of the ring, or of an all-reduce the tree where that has fewer steps."""
+    near, passes = ceil(ranks / nodes), 2 if kind == "all_reduce" else 1
+    inside, between = link.at(1).hop_s, link.at(nodes).hop_s
+    steps_between = nodes - 1
+    if kind == "all_reduce":
+        steps_between = min(steps_between, ceil(log2(nodes)) if nodes > 1 else 0)
+        steps_inside = near - 1 if steps_between < nodes - 1 else ranks - nodes
+    elif kind == "all_to_all":
+        steps_inside = near - 1
+    else:
+        steps_inside = ranks - nodes
+    return link.start_s + passes * (steps_inside * inside + steps_between * between)
+
+
+def _read_links(group: ClusterRecipe) -> dict[Collective, Link]:
+    links: dict[Collective, Link] = {}
+    for kind in COLLECTIVES:
+        each = group.links[kind]
+        bare = Link(
+            each.start_us * 1e-6,
+            tuple(
+                Span(nodes, rate * 1e9, hop_us * 1e-6)
+                for nodes, rate, hop_us in zip(each.nodes, each.gb_per_s, each.hop_us, strict=True)
+            ),
+        )
+        if each.measured_mb is not None:
+            size = each.measured_mb * 1e6
+            spans = [
+                replace(span, rate=_without_latency(kind, bare, span, size, group.devices_per_node))
+                for span in bare.spans
+            ]
+            bare = replace(bare, spans=tuple(spans))
+        links[kind] = bare
+    return links
+
+
+def _without_latency(kind: str, link: Link, span: Span, num_bytes: float, devices: int) -> float:
+    """The bus bandwidth of a span without the latencies that were measured along with it."""
+    ranks = devices * span.nodes
+    if ranks < 2:
+        return span.rate
+    part = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
+    latency_s = link.start_s + span.hop_s if kind == "send" else count_latency_s(kind, link, ranks, span.nodes)
+    sending_s = part * num_bytes / span.rate
+    # Latency that would explain most of what was measured is wrong for this size: at least half is bytes.
+    return part * num_bytes / max(sending_s - latency_s, sending_s / 2)
+
+
+def _read_curve(measured: Sequence[Sequence[float]]) -> Grid:
+    ordered = sorted((size, rate) for size, rate in measured)
+    return Grid((tuple(log(1e6 * size) for size, _ in ordered),), tuple(1e9 * rate for _, rate in ordered))

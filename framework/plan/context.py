@@ -29,7 +29,7 @@ from framework.parallel.context.blocks import find_steps
 from framework.parallel.context.key_values import KeyValues, count_portions, group_heads
 from framework.parallel.context.ulysses import share_heads
 from framework.parallel.tensor import count_kv_heads
-from framework.plan.machine import Link, Machine
+from framework.plan.cluster import Cluster, Route
 from framework.recipe.context_rules import ulysses_degrees
 
 # Of a first row, which travels with Ulysses where documents are packed.
@@ -100,24 +100,33 @@ def find_methods(cp: int, heads: int) -> list[Method]:
 
 @dataclass(frozen=True)
 class Links:
-    """What the ranks of cp send over. size: of cp; stride: of its ranks, tp; ranks_per_node: neighbours of a node."""
+    """What the ranks of cp compute with and send over. stride: of its ranks, tp; ranks_per_node: neighbours of a node; dtype: of
+    attention."""
 
-    machine: Machine
+    cluster: Cluster
     stride: int
     ranks_per_node: int
+    dtype: str = "bf16"
 
-    def of_ring(self, method: Method) -> Link:
+    def stays(self, method: Method) -> bool:
+        """Whether all ranks of a ring are on one node."""
+        return self.stride * method.ulysses * method.ring <= self.ranks_per_node
+
+    def of_ring(self, method: Method) -> Route:
         """The slowest of a ring's: between nodes where any of its ranks is on another."""
-        stays = self.stride * method.ulysses * method.ring <= self.ranks_per_node
-        return self.machine.in_node if stays else self.machine.between_nodes
+        return self.cluster.route(1 if self.stays(method) else 2)
+
+    def attention_s(self, flops: float, *, backward: bool = False) -> float:
+        """Seconds of so many FLOPs of attention."""
+        return self.cluster.attention_seconds(flops, self.dtype, backward=backward)
 
     def exchange_s(self, method: Method, num_bytes: float) -> float:
         """Seconds of an all-to-all over Ulysses' ranks: of its bytes a share stays in the node, beside the others."""
         size = method.ulysses
         here = min(size, max(1, self.ranks_per_node // self.stride))
         outside = num_bytes * (size - here) / (size - 1) if size > 1 else 0
-        machine = self.machine
-        return max(machine.in_node.seconds(num_bytes - outside), machine.between_nodes.seconds(outside))
+        near, far = self.cluster.route(1), self.cluster.route(2)
+        return max(near.seconds(num_bytes - outside), far.seconds(outside))
 
 
 @dataclass(frozen=True)
@@ -282,8 +291,8 @@ class ContextCost:
         """(seconds of a ring step's messages, of its attention), in forward and in backward, where sums leave beside K/V."""
         link, steps, (_, messages) = links.of_ring(self.method), self.num_steps + 1, self.portions
         forward, backward = (
-            (link.seconds(sent, messages), flops / steps / links.machine.attention_flops)
-            for sent, flops in zip(self.step_bytes, self.flops, strict=True)
+            (link.seconds(sent, messages), links.attention_s(flops / steps, backward=back))
+            for sent, flops, back in zip(self.step_bytes, self.flops, (False, True), strict=True)
         )
         return forward, backward
 
@@ -296,14 +305,14 @@ class ContextCost:
     def _exchange_times(self, links: Links, num_bytes: int) -> Times:
         # A message is packed and unpacked: read and written, twice.
         copied = 4 * (self.queries + self.keys_values + self.outputs) * self.itemsize * (self.method.ulysses > 1)
-        return Times(0.0, links.exchange_s(self.method, num_bytes), copied / links.machine.memory_rate)
+        return Times(0.0, links.exchange_s(self.method, num_bytes), links.cluster.memory_seconds(copied))
 
     def _forward_times(self, links: Links) -> Times:
         (message_s, block_s), _ = self.step_s(links)
         late = self._late_gather_s(links, block_s) if self.method.gathers else self.num_steps * (message_s - block_s)
         # A block's output is widened, and interpolated into the sum.
         merged = self.num_steps * self.outputs * (self.itemsize + 4 * self.sum_size)
-        return Times((self.num_steps + 1) * block_s, max(late, 0.0), merged / links.machine.memory_rate)
+        return Times((self.num_steps + 1) * block_s, max(late, 0.0), links.cluster.memory_seconds(merged))
 
     def _backward_times(self, links: Links) -> Times:
         _, (message_s, block_s) = self.step_s(links)
@@ -315,7 +324,7 @@ class ContextCost:
             late = link.seconds(self.step_bytes[0] * (n > 0) / messages) + n * max(0.0, message_s - block_s)
         # Gradients are read, and added to theirs.
         added = n * (self.queries + self.keys_values) * (self.itemsize + 2 * self.sum_size)
-        return Times((n + 1) * block_s, late, added / links.machine.memory_rate)
+        return Times((n + 1) * block_s, late, links.cluster.memory_seconds(added))
 
     def _late_gather_s(self, links: Links, block_s: float) -> float:
         """What is not hidden of a gather: of each group of heads, the first message is under the block of the rank's own keys."""
@@ -324,12 +333,13 @@ class ContextCost:
         return sent_s - min(sent_s * groups / messages, block_s)
 
     def hidden_from(self, links: Links) -> int:
-        """The fewest tokens of a rank and sequence from which on a step of the ring is hidden, forward and backward, without its
-        latency: bytes grow with them, FLOPs with their square. Without a window."""
+        """The fewest tokens of a rank and sequence from which on a step of the ring is hidden, forward and backward, without
+        latencies: bytes grow with them, FLOPs with their square. Without a window."""
         key, value = self.shape.key_dim, self.shape.value_dim
         # Of a rank and step with n tokens, u n with heads exchanged: 2 (u n)^2 / 2 pairs of H/u heads, and u n keys.
-        per_pair = self.shape.heads * self.method.ulysses / links.machine.attention_flops
+        heads = self.shape.heads * self.method.ulysses
+        per_pair, per_pair_back = (heads * links.attention_s(1e15, backward=back) / 1e15 for back in (False, True))
         per_token = self.keys_values / self.tokens / links.of_ring(self.method).rate
         forward = per_token * self.itemsize / (per_pair * (key + value))
-        backward = per_token * (self.itemsize + self.sum_size) / (per_pair * (3 * key + 2 * value))
+        backward = per_token * (self.itemsize + self.sum_size) / (per_pair_back * (3 * key + 2 * value))
         return round(max(forward, backward))

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from functools import reduce
 from operator import add
 
+from framework.plan.cluster import Cluster
 from framework.plan.context import ContextCost, Links, Method, Times, find_methods
-from framework.plan.machine import find_machine
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
 
@@ -26,8 +26,10 @@ def describe_context(plan: Plan) -> Iterator[str]:
 
 
 def find_links(plan: Plan) -> Links:
-    """Those of the machine that the recipe names, or that is assumed."""
-    return Links(find_machine(plan.recipe.launch), plan.derived.tp, plan.derived.ranks_per_node)
+    """Those of the cluster that the recipe names, or that is assumed."""
+    compute = plan.recipe.precision.compute
+    dtype = "bf16" if compute == "fp8" else compute
+    return Links(Cluster.from_recipe(plan.recipe), plan.derived.tp, plan.derived.ranks_per_node, dtype)
 
 
 def compare_methods(plan: Plan, links: Links) -> list[tuple[Method, Times]]:
@@ -62,7 +64,7 @@ def _describe_step(cost: ContextCost, links: Links) -> Iterator[tuple[str, str]]
     messages, blocks = zip(*cost.step_s(links), strict=True)
     late = [max(0.0, message - block) for message, block in zip(messages, blocks, strict=True)]
     hidden = f"{_ms(*late)} exposed" if any(late) else "hidden"
-    where = "in a node" if links.of_ring(cost.method) is links.machine.in_node else "between nodes"
+    where = "in a node" if links.stays(cost.method) else "between nodes"
     yield (
         "step of the ring",
         f"{_both(cost.step_bytes)}: {_ms(*messages)} {where}, beside {_ms(*blocks)} of attention: {hidden}"
@@ -91,12 +93,11 @@ def _describe_heads(cost: ContextCost) -> str:
 
 
 def _describe_rates(links: Links) -> str:
-    machine = links.machine
-    name = f"{machine.name}s, which are assumed (launch.gres names none)" if machine.is_assumed else f"{machine.name}s"
-    return (
-        f"of {name}: {machine.attention_flops / 1e12:.0f} TFLOP/s in attention, {machine.in_node.rate / 1e9:.0f} GB/s in a node,"
-        f" {machine.between_nodes.rate / 1e9:.0f} GB/s between nodes"
-    )
+    cluster = links.cluster
+    name = f"cluster={cluster.name}" + ", which is assumed (the recipe names none)" * cluster.is_assumed
+    near, far = (cluster.route(nodes).rate / 1e9 for nodes in (1, 2))
+    attention = 1e-12 * 1e15 / links.attention_s(1e15)
+    return f"of {name}: {attention:.3g} TFLOP/s in attention, {near:.3g} GB/s in a node, {far:.3g} GB/s between nodes"
 
 
 def _both(sizes: tuple[int, int]) -> str:

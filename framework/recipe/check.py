@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from framework.recipe.clusters import find_cluster_problems
 from framework.recipe.context_rules import (
     find_attention_problems,
     find_degree_problems,
@@ -24,6 +25,7 @@ from framework.recipe.derive import (
 )
 from framework.recipe.elastic import find_range_problems
 from framework.recipe.launch_rules import launch_rules
+from framework.recipe.layout_keys import reads_layout
 from framework.recipe.memory_rules import (
     find_activation_offload_problems,
     find_checkpointing_problems,
@@ -47,6 +49,12 @@ COUNTED = (
     "launch.ranks_per_node",
 )  # what the number of ranks is read from
 
+DEGREES = tuple(f"parallel.{name}" for name in ("dp", "tp", "pp", "cp"))
+EXPERTS = ("parallel.ep", "parallel.expert_tp")
+MIXTURE = (
+    *(f"parallel.{name}" for name in ("ep", "expert_overlap", "expert_hierarchical")),
+    *(f"model.{name}" for name in ("experts", "expert_capacity", "expert_drop")),
+)
 CHECKPOINTING = tuple(
     f"memory.{name}" for name in ("activation_checkpointing", "kept_operations", "budget_gb", "compile")
 )
@@ -57,7 +65,10 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # what folders, wandb 
 def check_recipe(recipe: Recipe, origins: Mapping[str, str], broken: Collection[str] = ()) -> list[Problem]:
     """Everything that contradicts itself in a recipe whose single values are sound; `broken`: keys that are not."""
     problems: list[Problem] = []
+    is_open = recipe.parallel.layout == "auto"  # its rules are asked of the layout that is chosen
     for reads, rule in _rules():
+        if is_open and reads_layout(reads):
+            continue
         wrong = [*broken, *(problem.key for problem in problems)]
         if not any(key == read or key.startswith(f"{read}.") for key in wrong for read in reads):
             found = rule(recipe)
@@ -65,25 +76,33 @@ def check_recipe(recipe: Recipe, origins: Mapping[str, str], broken: Collection[
     return problems
 
 
+def layout_rules() -> list[tuple[tuple[str, ...], Rule]]:
+    """The rules that read a key of the layout, with all keys or groups that they read."""
+    return [(reads, rule) for reads, rule in _rules() if reads_layout(reads)]
+
+
 def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
     """(keys or groups that the rule reads, rule), in the order in which one mistake hides another."""
     return (
-        (("parallel",), find_degree_problems),
+        (("parallel.cp", "parallel.context"), find_degree_problems),
         (("parallel.cp", "parallel.context", "batch.context"), find_length_problems),
         (("parallel.tp", "parallel.cp", "parallel.context", "model.config"), find_head_problems),
         (("parallel.cp", "model.attention"), find_attention_problems),
-        (("parallel",), _experts),
+        (MIXTURE, _experts),
         (("model.router_bias", "model.router_bias_rate"), _router_bias),
         (("parallel.dp", "launch.spares", *COUNTED), find_range_problems),
-        (("parallel", *COUNTED), find_node_problems),
-        (("parallel", *COUNTED), find_world_problems),
-        (("parallel", *COUNTED, "batch"), find_batch_problems),
-        (("parallel", *COUNTED, "zero"), _zero),
-        (("parallel", "memory.gathered_inputs"), _needs_sequence),
+        ((*DEGREES, *COUNTED), find_node_problems),
+        ((*DEGREES, *EXPERTS, *COUNTED), find_world_problems),
+        ((*DEGREES, *COUNTED, "batch"), find_batch_problems),
+        ((*DEGREES, *COUNTED, "zero"), _zero),
+        (("parallel.sequence", "parallel.overlap", "memory.gathered_inputs"), _needs_sequence),
         (CHECKPOINTING, find_checkpointing_problems),
-        (("parallel.pp", "pipeline"), _stages),
+        (
+            ("parallel.pp", *(f"pipeline.{name}" for name in ("schedule", "virtual_stages", "layers", "table"))),
+            _stages,
+        ),
         (("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps"), _bubbles),
-        (("parallel", *COUNTED, "batch", "pipeline"), _microbatches),
+        ((*DEGREES, *COUNTED, "batch", "pipeline.schedule", "pipeline.table"), _microbatches),
         (
             (
                 "memory.offload",
@@ -110,13 +129,14 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("model.weights", "model.revision"), _revision),
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes", "checkpoint.interval", "checkpoint.mtbf_hours"), _checkpoint),
-        ((*COUNTED, "parallel", "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps"), _neighbors),
+        ((*COUNTED, *DEGREES, "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps"), _neighbors),
         (("train.on_spike", "checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.interval"), _rewinds),
-        ((*COUNTED, "parallel", "track.profile_steps", "track.profile_ranks"), _profile),
+        ((*COUNTED, *DEGREES, "track.profile_steps", "track.profile_ranks"), _profile),
         (("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles"), _best),
         (("run",), _run),
         *launch_rules(),
         (("launch",), find_deadline_problems),
+        (("cluster",), find_cluster_problems),
     )
 
 

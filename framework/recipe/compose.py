@@ -15,6 +15,7 @@ from framework.recipe.check import check_recipe
 from framework.recipe.convert import to_recipe
 from framework.recipe.files import compose_files, search_path
 from framework.recipe.keys import flatten
+from framework.recipe.layout_file import apply_layout
 from framework.recipe.origins import origin_of
 from framework.recipe.overrides import apply_values, expand_sweep, parse_overrides
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems
@@ -56,7 +57,8 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
     folders = search_path(recipe_dirs)
     command = parse_overrides(overrides, folders)
     tree, origins, unread = compose_files(folders, command.choices) if base is None else read_base(base)
-    misplaced = apply_values(tree, command.values, origins)
+    misplaced = [problem for file in command.layouts for problem in apply_layout(tree, file, origins)]
+    misplaced += apply_values(tree, command.values, origins)
     plain, unresolved = resolve(tree, origins)
     _let_ranks_follow(plain.get("launch"), origins)
     ambiguous = _let_steps_count(plain.get("train"), origins)

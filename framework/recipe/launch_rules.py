@@ -38,7 +38,7 @@ def launch_rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
     """(keys that the rule reads, rule), for `check.py`."""
     return (
         (("launch.time", "launch.signal_seconds_before_end", "launch.kind"), _time),
-        (("launch", "parallel.tp"), find_placement_problems),
+        (("launch", *(f"parallel.{name}" for name in ("dp", "tp", "pp", "cp"))), find_placement_problems),
         (("launch.container", "launch.kind"), _container),
         (("launch.sbatch", "launch.kind"), _options),
         (("launch.environment",), _environment),

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from framework.errors import RecipeError
 from framework.recipe.environment import HIDDEN, is_private
 from framework.recipe.keys import list_groups, list_keys
+from framework.recipe.layout_file import KEY
 from framework.recipe.origins import find_file, origin_of, remove_origin, trace_value
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
 from framework.recipe.schema import Run
@@ -31,10 +32,11 @@ from framework.recipe.suggest import explain_unknown, nearest
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Parsed overrides. `choices` are sound: each names a recipe that exists."""
+    """Parsed overrides. `choices` are sound: each names a recipe that exists. layouts: files that `layout=FILE` names."""
 
     choices: list[Override] = field(default_factory=list)
     values: list[Override] = field(default_factory=list)
+    layouts: list[Path] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -52,11 +54,22 @@ def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> Comman
         problem = _explain_form(override, folders)
         if problem:
             command.problems.append(problem)
+        elif (file := _layout_file(override, folders)) is not None:
+            command.layouts.append(file)
         elif is_choice(override, folders):
             command.choices.append(override)
         else:
             command.values.append(override)
     return command
+
+
+def _layout_file(override: Override, folders: Sequence[Path]) -> Path | None:
+    """The file of `layout=FILE`, which is no key and no group; but a user may have a folder `layout/`, a group as any other."""
+    value = override.value()
+    if override.key_or_group != KEY or override.is_delete() or not isinstance(value, str):
+        return None
+    is_file = value.endswith((".yaml", ".yml")) or not is_group(KEY, folders)
+    return Path(value).expanduser() if is_file else None
 
 
 def is_choice(override: Override, folders: Sequence[Path]) -> bool:

@@ -137,6 +137,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Parallel:
+    layout: Literal["stated", "auto"] = key(
+        "auto: in place of the degrees below, of pipeline.schedule, zero.stage and the other keys of a layout, the fastest layout"
+        " that `meshwright search` finds, chosen before the run begins; its recipe.yaml states it. What the command line sets"
+        " stays (docs/foresight.md)",
+        "stated",
+    )
     dp: int | None = key("data-parallel degree; null fills the world", None, low=1)
     tp: int = key("tensor-parallel degree", 1, low=1)
     sequence: bool = key(
@@ -491,6 +497,72 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class ClusterMatmul:
+    peak_tflops: float = key("TFLOP/s of a device, dense, by the maker's data sheet", low=1e-6)
+    share: float = key("of the peak that the best matmul reaches", 0.75, low=1e-3, high=1.0)
+    measured: list[list[float]] = key(
+        "[rows, inner, columns, TFLOP/s] of matmuls on a grid of shapes; the model is corrected by them, and between them",
+        [],
+    )
+
+
+@dataclass(frozen=True)
+class ClusterLink:
+    gb_per_s: list[float] = key(
+        "bus bandwidth among all ranks of so many nodes, in 10^9 bytes/s, as nccl-tests states it", low=1e-6
+    )
+    nodes: list[int] = key("numbers of nodes, rising, that gb_per_s and hop_us are of", [1], low=1)
+    hop_us: list[float] = key("latency of a step of a ring, the slowest among so many nodes", [0.0], low=0.0)
+    start_us: float = key("latency of the first step beside that", 0.0, low=0.0)
+    measured_mb: float | None = key(
+        "gb_per_s was measured with tensors of so many 10^6 bytes, latencies included; null: without them",
+        None,
+        low=1e-6,
+    )
+
+
+@dataclass(frozen=True)
+class ClusterMeasured:
+    processor: str | None = key("of the host; null: nothing was measured, the file is by data sheets", None)
+    cores: int = key("that ranks may use", 1, low=1)
+    gpus: list[str] = key("names of its GPUs, as the driver calls them", [])
+    torch: str | None = key("version that was measured with", None)
+    ranks: int = key("that were measured at the same time", 1, low=1)
+    threads: int = key("of each of them", 1, low=1)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: str | None = key(
+        "choose one by cluster=h100_ib, or a file of yours by cluster=PATH.yaml; null: by launch.gres (none named: h100_ib), of"
+        " CPU ranks laptop",
+        None,
+    )
+    device: str = key("what a rank computes on, by a part of the name that the driver reports", "")
+    devices_per_node: int = key("devices of a node; of CPUs its cores", 1, low=1)
+    memory_gb: float = key("memory of a device, in GB of 2^30 bytes; of CPUs a core's part", 1.0, low=1e-3)
+    matmul: dict[str, ClusterMatmul] = key("by dtype: fp8, bf16, fp16, tf32, fp32, fp64", {})
+    processors: int = key("of a device: tiles of a matmul that are computed at the same time", 1, low=1)
+    tile: tuple[int, int] = key("rows and columns of a matmul that a processor computes at a time", (1, 1), low=1)
+    ramp: int = key("columns of a matmul's first factor that a tile's start and end cost as much as", 0, low=0)
+    attention_share: float = key("of the peak that attention reaches in forward", 0.35, low=1e-3, high=1.0)
+    attention_backward_share: float = key("the same in backward", 0.35, low=1e-3, high=1.0)
+    memory_gb_per_s: float = key("10^9 bytes/s that a pass over memory reads and writes", 1.0, low=1e-6)
+    memory_measured: list[list[float]] = key("[10^6 bytes, 10^9 bytes/s] of passes over tensors of rising size", [])
+    overhead_us: float = key("of launching one kernel", 0.0, low=0.0)
+    host_gb_per_s: float = key("10^9 bytes/s between a device and its host's memory, one way", 1.0, low=1e-6)
+    disk_gb_per_s: float = key("10^9 bytes/s that a node writes to where checkpoints lie", 1.0, low=1e-6)
+    links: dict[str, ClusterLink] = key(
+        "by kind of message: all_reduce, all_gather, reduce_scatter, all_to_all, send", {}
+    )
+    price_per_hour: float | None = key("of a device, in dollars; null: unknown", None, low=0.0)
+    device_mtbf_hours: float | None = key(
+        "mean time between failures that a device causes, in hours; null: none are expected", None, low=1e-3
+    )
+    measured: ClusterMeasured = group(ClusterMeasured)
+
+
+@dataclass(frozen=True)
 class Run:
     root: str = key("folder of the run directories", "runs")
     id: str | None = key("names the run directory and the wandb run; null: the experiment's name and a number", None)
@@ -517,4 +589,5 @@ class Recipe:
     checkpoint: Checkpoint = group(Checkpoint)
     track: Track = group(Track)
     launch: Launch = group(Launch)
+    cluster: Cluster = group(Cluster)
     run: Run = group(Run)

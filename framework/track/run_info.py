@@ -5,10 +5,10 @@ import shlex
 import torch
 
 from framework.comm.connect import Mesh
-from framework.plan.machine import peak_flops
 from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
+from framework.track.flops import find_peak
 from framework.track.report import RunInfo
 
 
@@ -39,7 +39,7 @@ def describe_run(
         num_parameters=plan.size.total,
         num_parameters_active=plan.size.active,
         flops_per_token=plan.flops_per_token,
-        peak_flops=peak_flops(device),
+        peak_flops=find_peak(device, recipe.cluster),
         unigram_entropy=unigram_entropy,
         sources=sources,
         has_experts=bool(plan.mixtures),

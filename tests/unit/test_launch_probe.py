@@ -10,8 +10,8 @@ from framework.errors import EXIT_NODE, EXIT_USER, LeaseLost, NodeError, RunErro
 from framework.launch import probe, task
 from framework.launch.probe import Expected, Facts, check_room, compute_known, find_slow, hadamard, judge, refuse
 from framework.lease import Holder, Lease, take
-from framework.plan.machine import find_machine
-from framework.recipe.schema import Launch
+from framework.plan.cluster import Cluster
+from framework.recipe.schema import Launch, Recipe
 
 CPU = torch.device("cpu")
 WELL = Facts("n1", 1000.0, 0.001, "", 0.002, 1 << 34, True, {"world": (0, 0.004)})
@@ -111,8 +111,8 @@ def test_a_slow_group_over_two_nodes_condemns_neither():
 
 
 def test_links_far_below_their_rates_are_said():
-    link = find_machine(Launch(gres="gpu:h100")).between_nodes
-    planned_s = probe.ring_s(link, 4)
+    cluster = Cluster.from_recipe(Recipe(launch=Launch(gres="gpu:h100", device="cuda")))
+    planned_s = cluster.collective_seconds("all_reduce", probe.BYTES_ON_GPU, ranks=4, nodes=4)
     assert 0.001 < planned_s < 0.01
     facts = [replace(WELL, reduce_s={"world": (0, 20 * planned_s)})] * 4
     [(_, said, is_bad)] = texts(facts, Expected(0, {"world": planned_s}, True))

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from framework.plan.machine import peak_flops
-from framework.track.flops import mfu
+from framework.track.flops import mfu, peak_flops
 from framework.track.memory import peak_memory_bytes
 
 

@@ -1,0 +1,97 @@
+"""Machines as data: which file of `recipes/cluster/` a recipe means where it names none, and rules of their keys."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+
+import yaml
+from omegaconf._utils import get_yaml_loader
+
+from framework.recipe.convert import to_recipe
+from framework.recipe.problem import Problem, render_problems, shipped_recipes
+from framework.recipe.schema import Cluster, Launch, Recipe
+
+# The file for a GPU by a part of its name in launch.gres, such as gpu:h100, and of GPUs that nothing names.
+BY_GPU = {"A100": "a100_ib", "H100": "h100_ib", "H200": "h200_ib", "B200": "b200_ib"}
+ASSUMED = "h100_ib"
+OF_CPUS = "laptop"
+DTYPES = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+def find_cluster(recipe: Recipe) -> tuple[Cluster, bool]:
+    """(the recipe's cluster, whether it is assumed): the one that it names; else that of the GPU in launch.gres; else an H100's
+    nodes, which is an assumption. CPU ranks have a laptop's."""
+    if recipe.cluster.name is not None:
+        return recipe.cluster, False
+    if is_on_cpus(recipe.launch):
+        return read_shipped(OF_CPUS), True
+    words = re.split(r"[^A-Z0-9]+", (recipe.launch.gres or "").upper())
+    named = next((file for gpu, file in BY_GPU.items() if gpu in words), None)
+    return read_shipped(named or ASSUMED), named is None
+
+
+def is_on_cpus(launch: Launch) -> bool:
+    """Whether the recipe says that ranks compute on CPUs; `auto` on this machine says nothing of it."""
+    return launch.device == "cpu" or (launch.device == "auto" and launch.kind == "slurm" and launch.gres is None)
+
+
+@cache
+def read_shipped(name: str) -> Cluster:
+    """The keys of a shipped file of `recipes/cluster/`."""
+    text = (shipped_recipes() / "cluster" / f"{name}.yaml").read_text(encoding="utf-8")
+    recipe, problems = to_recipe({"cluster": yaml.load(text, Loader=get_yaml_loader())}, {})
+    assert not problems, render_problems(problems)
+    return recipe.cluster
+
+
+def find_cluster_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Of a cluster's file: dtypes and kinds that nothing knows, links that lack one, lists that do not fit one another."""
+    cluster = recipe.cluster
+    if cluster.name is None:
+        return
+    yield from _find_matmul_problems(cluster)
+    for kind in cluster.links.keys() - set(KINDS):
+        yield Problem(f"cluster.links.{kind}", None, "no such kind of message", f"one of {', '.join(KINDS)}")
+    missing = [kind for kind in KINDS if kind not in cluster.links]
+    if missing:
+        message = f"{', '.join(missing)} missing: how long these take is not known"
+        yield Problem("cluster.links", None, message, "give gb_per_s of each kind; `doctor --measure` writes them all")
+    for kind, link in cluster.links.items():
+        for name in ("gb_per_s", "hop_us"):
+            values = getattr(link, name)
+            if len(values) != len(link.nodes):
+                message = f"has {len(values)} values for the {len(link.nodes)} numbers of nodes {link.nodes}"
+                yield Problem(f"cluster.links.{kind}.{name}", values, message, "one for each of nodes")
+        if link.nodes[:1] != [1] or any(low >= high for low, high in pairwise(link.nodes)):
+            yield Problem(
+                f"cluster.links.{kind}.nodes", link.nodes, "must begin with 1 and rise", "such as [1, 2, 4, 8]"
+            )
+
+
+def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
+    for dtype in cluster.matmul.keys() - set(DTYPES):
+        yield Problem(f"cluster.matmul.{dtype}", None, "no such dtype", f"one of {', '.join(DTYPES)}")
+    if not cluster.matmul.keys() & {"bf16", "fp16", "fp32", "tf32"}:
+        message = "no rate of bf16 or fp32, which models are trained in"
+        yield Problem("cluster.matmul", None, message, "such as cluster.matmul.bf16.peak_tflops=989.4")
+    for dtype, matmul in cluster.matmul.items():
+        if any(len(row) != 4 or min(row) <= 0 for row in matmul.measured):
+            message = "each entry must be [rows, inner, columns, TFLOP/s], all above 0"
+            yield Problem(
+                f"cluster.matmul.{dtype}.measured", None, message, "measure anew: meshwright doctor --measure"
+            )
+            continue
+        shapes = {tuple(row[:3]) for row in matmul.measured}
+        sizes = [{shape[axis] for shape in shapes} for axis in range(3)]
+        if shapes and (
+            len(shapes) != len(matmul.measured) or len(shapes) != len(sizes[0]) * len(sizes[1]) * len(sizes[2])
+        ):
+            message = f"{len(matmul.measured)} entries are not a grid of {' x '.join(str(len(each)) for each in sizes)} shapes"
+            yield Problem(
+                f"cluster.matmul.{dtype}.measured", None, message, "each rows with each inner and columns, once"
+            )
+    if any(len(row) != 2 or min(row) <= 0 for row in cluster.memory_measured):
+        message = "each entry must be [10^6 bytes, 10^9 bytes/s], both above 0"
+        yield Problem("cluster.memory_measured", None, message, "measure anew: meshwright doctor --measure")
