@@ -35,6 +35,8 @@ KEPT_INNER = 8.0
 # Unsharded hidden states: the two buffers into which tp gathers, and what a reduce-scatter takes.
 GATHERED = 3.0
 BUCKET_BYTES = 25e6
+# cuBLAS on Hopper: 32 MiB for each pair of handle and stream; forward and backward, beside and inside of collectives.
+MATMUL_WORKSPACE = 4 * 32 * 2**20
 # Of a layer and microbatch: all-gathers and reduce-scatters of tp; and bytes that elementwise kernels read and write of a token,
 # for each hidden feature, each feature inside the MLP, and each logit.
 LAYER_COLLECTIVES = 10
@@ -56,9 +58,9 @@ class Fitted:
     link_share: float = 0.8
     ahead: float = 47.0
     reserve_gib: float = 11.0
-    bucket_s: float = 25e-3
+    bucket_s: float = 0.39e-3
+    far_s: float = 0.45
     repeated: float = 5e9
-    replicas: float = 16
 
 
 # Of each the unit, and what it is.
@@ -78,8 +80,8 @@ UNITS: Mapping[str, tuple[str, str]] = {
         "of unsharded hidden states, more where the host is ahead of the device: outputs of queued collectives",
     ),
     "reserve_gib": ("GiB", "of what the driver leaves that tensors never get: NCCL's buffers, fragments"),
-    "bucket_s": ("s", "of each of DDP's buckets of 25 MB, on 64 nodes"),
-    "replicas": ("", "of dp up to which the second campaign repeated runs of pipelines with ZeRO 1 on 32 nodes"),
+    "bucket_s": ("s", "of each of DDP's buckets of 25 MB and each node, where rings are slow"),
+    "far_s": ("s", "of a step on more than 32 nodes, more than all else"),
     "repeated": ("", "parameters up to which the second campaign repeated all runs of pipelines on 32 nodes"),
 }
 assert set(UNITS) == {field.name for field in fields(Fitted)}
@@ -147,7 +149,7 @@ class Llama:
 
 
 @lru_cache(maxsize=1024)
-def split_blocks(llama: Llama, pp: int) -> tuple[Blocks, ...]:
+def split_blocks(llama: Llama, pp: int, is_first: bool = False) -> tuple[Blocks, ...]:
     """The stages of a pipeline. Those behind the last block are empty."""
     layer = 4 * llama.hidden**2 + 3 * llama.hidden * llama.inner
     costs = [("embedding", 0), *(("layer", layer) for _ in range(llama.layers)), ("norm", 0)]
@@ -157,8 +159,11 @@ def split_blocks(llama: Llama, pp: int) -> tuple[Blocks, ...]:
     for name, cost in costs:
         found[stage].append(name)
         passed += cost
-        # The head's cost lies before blocks that cost nothing: each of these then goes one stage further.
-        if passed > total * (stage + 1) / pp:
+        # At a tie, as the 1B model has, the first campaign's bytes are those of one layer more, as the code says, the second's
+        # are not. The head's cost lies before blocks that cost nothing: each of these then goes one stage further.
+        share = total * (stage + 1)
+        is_full = passed * pp > share or (passed * pp == share and not is_first and stage + 1 < pp)
+        if is_full:
             stage += 1
     return tuple(Blocks(each.count("layer"), tuple(name for name in each if name != "layer")) for each in found)
 
@@ -216,7 +221,7 @@ class Nanotron:
             return candidate.pp > 2
         if candidate.nodes > 16:
             is_large = self.llama.parameters > self.fitted.repeated and candidate.sequences > 1
-            return is_large or (candidate.zero == 1 and candidate.dp > self.fitted.replicas)
+            return is_large or (candidate.zero == 1 and candidate.dp > candidate.tp * candidate.pp)
         return (
             candidate.zero == 0 and candidate.dp > 1 and candidate.pp > 2 and candidate.tp > 1 and candidate.nodes > 1
         )
@@ -233,21 +238,23 @@ class Nanotron:
 
     def memory(self, candidate: Candidate, choice: Choice) -> MemoryForecast:
         """Bytes of a rank of each stage, at the end of the last forward before the first backward."""
-        stages = split_blocks(self.llama, candidate.pp)
+        stages = split_blocks(self.llama, candidate.pp, choice.is_first)
         return MemoryForecast(
             tuple(self._stage_memory(candidate, choice, place, each) for place, each in enumerate(stages)), self.limit()
         )
 
     def first_stage(self, candidate: Candidate, choice: Choice) -> StageMemory:
         """Bytes of a rank of the first stage."""
-        return self._stage_memory(candidate, choice, 0, split_blocks(self.llama, candidate.pp)[0])
+        return self._stage_memory(candidate, choice, 0, split_blocks(self.llama, candidate.pp, choice.is_first)[0])
 
     def _stage_memory(self, candidate: Candidate, choice: Choice, place: int, blocks: Blocks) -> StageMemory:
         llama, fitted, tp = self.llama, self.fitted, candidate.tp
         numel = llama.numel(blocks, candidate.pp) / tp
         owners = candidate.dp if candidate.zero else 1
-        # Where nothing follows the warm-up, only forward's collectives are queued.
-        queued = fitted.ahead * choice.is_ahead * (0.5 if candidate.accumulation <= candidate.pp else 1.0)
+        # Where no further forward follows a backward, nothing but one forward's reduce-scatters is queued, two a layer.
+        queued = fitted.ahead * choice.is_ahead
+        if candidate.accumulation <= candidate.pp:
+            queued = min(queued, 2.0 * blocks.layers)
         buffers = GATHERED + queued if tp > 1 else 0.0
         tokens, flying = candidate.tokens, min(candidate.pp - place, candidate.accumulation)
         kept = blocks.layers * tokens * (KEPT_HIDDEN * llama.hidden + KEPT_INNER * llama.inner) / tp
@@ -258,7 +265,7 @@ class Nanotron:
             "optimizer": 8 * numel / owners,
             "activations": flying * kept,
             "logits": tokens * llama.vocabulary / tp * self._logit_bytes(blocks, flying, candidate.accumulation),
-            "workspace": 2.0 * tokens * llama.hidden * buffers,
+            "workspace": 2.0 * tokens * llama.hidden * buffers + MATMUL_WORKSPACE,
         }
         counted = {kind: int(size) for kind, size in held.items()}
         return StageMemory(counted, 0, {"step": counted})
@@ -275,12 +282,14 @@ class Nanotron:
 
     def time(self, candidate: Candidate, choice: Choice) -> TimeForecast:
         """Seconds of a step: every stage once, the slowest one for each further microbatch, then what nothing hides."""
-        stages = split_blocks(self.llama, candidate.pp)
+        stages = split_blocks(self.llama, candidate.pp, choice.is_first)
         layer = self._layer_seconds(candidate, choice)
         head = self._head_seconds(candidate)
+        # Embedding, head and loss have about as many collectives as a layer; most are the head's.
+        rings = self.ring_seconds(candidate, choice)
         numels = [self.llama.numel(each, candidate.pp) / candidate.tp for each in stages]
         seconds = [
-            each.layers * layer + each.has("head") * head + self.cluster.memory_seconds(10 * numel)
+            each.layers * layer + each.has("head") * (head + rings) + self.cluster.memory_seconds(10 * numel)
             for each, numel in zip(stages, numels, strict=True)
         ]
         neighbours = min(candidate.pp - 1, 2)
@@ -291,7 +300,8 @@ class Nanotron:
             "stages": candidate.accumulation * slowest,
             "bubble": sum(seconds) - slowest,
             "pp": further * message + 2 * (candidate.pp > 1) * (candidate.pp - 1) * message / max(neighbours, 1),
-            "dp": self._dp_seconds(candidate, max(numels)),
+            "dp": self._dp_seconds(candidate, choice, max(numels)),
+            "far": self.fitted.far_s * (candidate.nodes > 32),
             "optimizer": self.cluster.memory_seconds(max(numels) * (40 / owners + 12)),
         }
         step_s = sum(parts.values())
@@ -349,7 +359,7 @@ class Nanotron:
             "send", 2.0 * candidate.tokens * self.llama.hidden / candidate.tp, 2, nodes
         )
 
-    def _dp_seconds(self, candidate: Candidate, numel: float) -> float:
+    def _dp_seconds(self, candidate: Candidate, choice: Choice, numel: float) -> float:
         dp = candidate.dp
         if dp == 1:
             return 0.0
@@ -358,7 +368,8 @@ class Nanotron:
         seconds = 2 * 4 * part / self._rate("all_reduce", nodes)
         if candidate.zero:
             return seconds + 2 * part / self._rate("all_gather", nodes)
-        return seconds + (self.fitted.bucket_s * 2 * numel / BUCKET_BYTES if nodes > 32 else 0.0)
+        is_slow = self._has_slow_rings(candidate, choice)
+        return seconds + is_slow * self.fitted.bucket_s * nodes * 2 * numel / BUCKET_BYTES
 
     def _rate(self, kind: str, nodes: int) -> float:
         return self.cluster.links[kind].at(nodes).rate  # type: ignore[index]

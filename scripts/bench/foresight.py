@@ -37,8 +37,8 @@ from framework.recipe.clusters import read_shipped
 
 CONTEXT = 4096
 VOCABULARY = 131072
-# hidden, layers, heads, intermediate, whether the embeddings are tied. The playbook says that the 3B model has 24 heads; its script
-# for these runs has 32, and runs with tp=16 and 32 ran, which 24 heads do not allow. Neither bytes nor FLOPs depend on it.
+# hidden, layers, heads, intermediate, whether the embeddings are tied. The playbook says that the 3B model has 24 heads; its
+# script for these runs has 32, and runs with tp=16 and 32 ran, which 24 heads do not allow. Bytes and FLOPs do not depend on it.
 SIZES = {
     "1B": (2048, 16, 32, 8192, True),
     "3B": (3072, 28, 32, 8192, True),
