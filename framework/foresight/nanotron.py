@@ -50,15 +50,15 @@ class Fitted:
     """What is fitted to published runs. UNITS says what each one is."""
 
     host_layer_s: float = 4.8e-3
-    passes: float = 2.5
-    ring_step_s: float = 0.043e-3
-    slow_step_s: float = 0.237e-3
-    node_step_s: float = 0.041e-3
-    message_s: float = 0.47
-    link_share: float = 0.8
-    ahead: float = 47.0
+    passes: float = 2.75
+    ring_step_s: float = 0.041e-3
+    slow_step_s: float = 0.24e-3
+    node_step_s: float = 0.035e-3
+    message_s: float = 0.46
+    link_share: float = 0.97
+    ahead: float = 44.0
     reserve_gib: float = 11.0
-    bucket_s: float = 0.39e-3
+    bucket_s: float = 0.43e-3
     far_s: float = 0.45
     repeated: float = 5e9
 

@@ -396,14 +396,14 @@ def report_fit(rows: Sequence[Row], rounds: int, say: Callable[[str], None]) -> 
         say(f"{nodes:<8}" + render_numbers(held_out))
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, required=True, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="one object of eight numbers")
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="also list the N worst forecasts")
     parser.add_argument("--fit", action="store_true", help="fit the parameters anew and cross-validate: many minutes")
     parser.add_argument("--rounds", type=int, default=3, help="of the search of --fit")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         rows = read_rows(options.csv)
     except TableError as error:
