@@ -2,8 +2,8 @@
 
     python scripts/bench/foresight.py --csv FILE [--json] [--worst 10] [--fit]
 
-The file has a row for each run: size (1B, 3B, 8B, 80B), nodes of eight H100, dp, tp, pp, mbs, ga, zero; tps, tokens per second
-and GPU, and mem, peak allocated GiB of the first stage's rank, both empty where the run failed. Forecasts are those of
+The file has a row for each run: size (1B, 3B, 8B, 80B), nodes of eight H100, dp, tp, pp, mbs, ga, gbs, zero; tps, tokens per
+second and GPU, and mem, peak allocated GiB of the first stage's rank, both empty where the run failed. Forecasts are those of
 `framework/foresight/nanotron.py`; `--fit` fits its parameters to the file, and to the file without the runs of each number of
 nodes, on which it then reports the errors.
 
@@ -45,7 +45,7 @@ SIZES = {
     "8B": (4096, 32, 32, 14336, False),
     "80B": (8192, 80, 64, 28672, False),
 }
-COUNTS = ("nodes", "dp", "tp", "pp", "mbs", "ga", "zero")
+COUNTS = ("nodes", "dp", "tp", "pp", "mbs", "ga", "gbs", "zero")
 MEASURED = ("tps", "mem")
 
 
@@ -128,6 +128,8 @@ def _read_row(path: Path, line: int, cells: dict[str, Any]) -> Row:
     world = counts["dp"] * counts["tp"] * counts["pp"]
     if -(-world // 8) != counts["nodes"]:
         raise TableError(f"{path}:{line}: dp x tp x pp = {world} ranks are not {counts['nodes']} nodes of eight")
+    # A few rows name more microbatches than a step of gbs sequences has; the throughput they give is that of such a step.
+    accumulation, rest = divmod(counts["gbs"], counts["dp"] * counts["mbs"])
     candidate = Candidate(
         dp=counts["dp"],
         tp=counts["tp"],
@@ -136,7 +138,7 @@ def _read_row(path: Path, line: int, cells: dict[str, Any]) -> Row:
         zero=counts["zero"],
         shard=counts["dp"] if counts["zero"] else 1,
         sequences=counts["mbs"],
-        accumulation=counts["ga"],
+        accumulation=counts["ga"] if rest else accumulation,
         context=CONTEXT,
     )
     return Row(line, size, candidate, counts["nodes"], numbers["tps"], numbers["mem"])
