@@ -125,7 +125,7 @@ boot() { # boot NODE
 }
 
 # Clients ask a slurmd by its port, so its process is found in the node by its name.
-slurmd_of() { processes "$1" | awk '$2 ~ /(^|\/)slurmd$/ { print $1; exit }'; }
+slurmd_of() { processes "$1" | awk '$2 ~ /(^|\/)slurmd$/ && !pid { pid = $1 } END { print pid }'; }    # reads to the end: whoever writes into a closed pipe dies
 
 kill_daemon() { # kill_daemon NAME
   local pid

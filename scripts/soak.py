@@ -61,6 +61,8 @@ RECIPE = (
     "train.validation_sequences=8",
     "data.validation=0.2",
     "track.sample_ledger=true",
+    "zero=stage_0",  # two replicas of everything, of which the guard finds one that has changed
+    "train.divergence_check_steps=20",
 )
 SLURM = (
     "launch=slurm",
@@ -232,6 +234,10 @@ class Soak:
         rank, step = self.any_rank(), self.soon(room=5)
         return self.plan(f"flip rank={rank} step={step}", f"kill rank={rank} step={step + 2}")
 
+    def flip(self) -> str:
+        """The guard finds it, and the run goes on from a checkpoint of before."""
+        return self.plan(f"flip rank={self.any_rank()} step={self.soon(room=5)}")
+
     def damaged_checkpoint(self) -> str:
         """The newest one is damaged, then a rank dies: the run goes on from the one before."""
         self.wait(lambda: len(list_checkpoints(self.run / "checkpoints")) >= 2, "two checkpoints")
@@ -377,6 +383,7 @@ KINDS: dict[Callable[[Soak], str], tuple[int, bool]] = {
     Soak.unreadable_samples: (3, True),
     Soak.nan_then_death: (3, True),
     Soak.flip_then_death: (3, True),
+    Soak.flip: (3, True),
     Soak.damaged_checkpoint: (5, True),
     Soak.terminated_rank: (3, True),
     Soak.terminated_in_save: (3, True),
