@@ -11,13 +11,15 @@ class StageMemory:
 
     held: by kind, such as parameters, gradients, master, optimizer, gathered, activations, logits, workspace; slack: what the
     allocator reserves beside what tensors use. phases: the bytes of each kind at each phase of a step, of which `held` is the
-    largest. host: bytes in the host's memory.
+    largest. host: bytes in the host's memory. outside: bytes of the device that are not torch's: the driver's context, NCCL's
+    buffers.
     """
 
     held: Mapping[str, int]
     slack: int
     phases: Mapping[str, Mapping[str, int]]
     host: int = 0
+    outside: int = 0
 
     @property
     def allocated(self) -> int:
@@ -27,7 +29,7 @@ class StageMemory:
     @property
     def reserved(self) -> int:
         """Bytes that the device must have."""
-        return self.allocated + self.slack
+        return self.allocated + self.slack + self.outside
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,21 @@ class TimeForecast:
     """Of a step, in seconds of the rank that takes longest.
 
     parts: what adds up to `step_s`: matmuls, attention, elementwise, recomputation, tp, cp, ep and pp that nothing hides,
-    bubble, gathers and reductions that nothing hides, optimizer, offload, checkpoint. hidden: seconds of communication
-    behind computation, by axis. mfu: useful FLOPs over what the devices could do, by `model/flops.py`: the same for every
-    layout."""
+    bubble, gathers and reductions that nothing hides, contention, optimizer, offload, checkpoint, host (`foresight/time.py`).
+    hidden: seconds of communication behind computation, by axis. mfu: useful FLOPs over what the devices could do, by
+    `model/flops.py`: the same for every layout. goodput: share of the time that failures leave. hours, cost: of all of
+    train.steps, failures included; cost in the cluster's currency. estimated: share of the layers' FLOPs whose matmuls are not
+    known."""
 
     parts: Mapping[str, float]
     hidden: Mapping[str, float]
     tokens: int
     world: int
     mfu: float
+    goodput: float = 1.0
+    hours: float = 0.0
+    cost: float = 0.0
+    estimated: float = 0.0
 
     @property
     def step_s(self) -> float:

@@ -121,7 +121,9 @@ def _offloaded(offload: Offload) -> frozenset[str]:
     partial = {name: fraction for name, fraction in fractions.items() if fraction not in (0.0, 1.0)}
     if partial:
         name, fraction = next(iter(partial.items()))
-        raise RecipeError(f"memory.offload.{name}={fraction} offloads a part, and layouts are compared with all or none: 0 or 1")
+        raise RecipeError(
+            f"memory.offload.{name}={fraction} offloads a part, and layouts are compared with all or none: 0 or 1"
+        )
     return frozenset(name for name, fraction in fractions.items() if fraction)
 
 

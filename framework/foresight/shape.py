@@ -78,6 +78,11 @@ class RankUnit:
         return sum(layout.numel_local for layout in self.layouts.values())
 
     @cached_property
+    def has_experts(self) -> bool:
+        """Whether ranks divide experts of it in a way of their own."""
+        return any(layout.shard_axis == "expert_shard" for layout in self.layouts.values())
+
+    @cached_property
     def groups(self) -> tuple[str, ...]:
         """The optimizer groups of its parameters, in the order of their first one."""
         return tuple(dict.fromkeys(self.local.groups[name] for name in self.unit.parameters))
@@ -86,16 +91,24 @@ class RankUnit:
 @dataclass(frozen=True, eq=False)
 class StageUnits:
     """The units of a stage as a rank holds them: embedding and head where they are its own, and its layers by kind, with the
-    number of each. order: its optimizer groups, as its buffers have them."""
+    number of each. order: its optimizer groups, as its buffers have them. of_layers: of each layer its place in `layers`."""
 
     ends: tuple[RankUnit, ...]
     layers: tuple[tuple[RankUnit, int], ...]
     order: tuple[str, ...]
+    of_layers: tuple[int, ...]
 
     @property
     def counted(self) -> tuple[tuple[RankUnit, int], ...]:
         """All, with how many are alike."""
         return (*((each, 1) for each in self.ends), *self.layers)
+
+    @property
+    def in_order(self) -> list[tuple[str, RankUnit]]:
+        """Every unit in order of computation, by name; layers are numbered from the stage's first."""
+        layers = [(f"layers.{number}", self.layers[place][0]) for number, place in enumerate(self.of_layers)]
+        first = [(each.unit.name, each) for each in self.ends if each.unit.name == "embedding"]
+        return [*first, *layers, *((each.unit.name, each) for each in self.ends if each.unit.name != "embedding")]
 
     @property
     def numel(self) -> int:
@@ -224,20 +237,19 @@ class ModelShape:
     def _find_stage_units(self, bounds: StageBounds, degrees: Degrees) -> StageUnits:
         if self._is_laid_out_whole:
             found = self._lay_out(StageBounds(0, 1, 0, self.num_layers), degrees)
-            layers = [(each, 1) for name, each in found.items() if name.startswith("layers.")]
+            alone = [(each, 1) for name, each in found.items() if name.startswith("layers.")]
             ends = [each for name, each in found.items() if not name.startswith("layers.")]
-            return StageUnits(
-                tuple(ends), tuple(layers), _order_groups([*ends[:1], *(each for each, _ in layers), *ends[1:]])
-            )
+            order = _order_groups(list(found.values()))
+            return StageUnits(tuple(ends), tuple(alone), order, tuple(range(len(alone))))
         own = self.kinds[bounds.start : bounds.stop]
         by_kind = {kind: self._layer(kind, degrees) for kind in dict.fromkeys(own)}
         first = self._end("embedding", bounds, degrees) if bounds.is_first else None
         last = self._end("head", bounds, degrees) if bounds.is_last else None
         in_order = [each for each in (first, *by_kind.values(), last) if each is not None]
         ends = [each for each in (first, last) if each is not None]
-        return StageUnits(
-            tuple(ends), tuple((by_kind[kind], own.count(kind)) for kind in by_kind), _order_groups(in_order)
-        )
+        layers = tuple((by_kind[kind], own.count(kind)) for kind in by_kind)
+        places = {kind: place for place, kind in enumerate(by_kind)}
+        return StageUnits(tuple(ends), layers, _order_groups(in_order), tuple(places[kind] for kind in own))
 
     def _layer(self, kind: int, degrees: Degrees) -> RankUnit:
         number = self.kinds.index(kind)

@@ -63,10 +63,12 @@ and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`),
     a chunk, at once    c v 2 max(e, 4)        while it is computed: logits, softmax in fp32, the gradient of logits
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -79,6 +81,7 @@ from framework.model.loss import chunk_size
 from framework.model.stage import StageBounds
 from framework.model.units import find_layers
 from framework.parallel.activation_offload import choose_offloaded
+from framework.parallel.pipeline.simulate import LiveMoment
 from framework.plan.context import ContextCost
 from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts
 from framework.recipe.schema import Memory
@@ -173,6 +176,54 @@ def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths 
 
 
 @dataclass(frozen=True)
+class StageActivations:
+    """Bytes of a stage. Of each microbatch between its forward and its backward: kept by its layers, by what stands behind them
+    (head) and of logits; left, where gradients of weights wait: the factors of those. While it computes: recomputed and
+    transient, of one layer in backward; chunk, of the loss."""
+
+    kept: int
+    head: int
+    logits: int
+    left: int
+    recomputed: int
+    transient: int
+    chunk: int
+
+
+class Peak(NamedTuple):
+    """The bytes of a rank at one moment: activations, recomputed ones included, logits, and what is there beside them."""
+
+    activations: int = 0
+    logits: int = 0
+    beside: int = 0
+
+    @property
+    def total(self) -> int:
+        """All."""
+        return sum(self)
+
+
+def find_peaks(moments: Iterable[LiveMoment], stages: Mapping[int, StageActivations]) -> dict[str, Peak]:
+    """The most that a rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""
+    peaks = dict.fromkeys(("forward", "loss", "backward"), Peak())
+    for is_forward, index, live in moments:
+        own = stages[index]
+        kept = sum(
+            count * (stages[each].kept + stages[each].head) + left * stages[each].left for each, count, left in live
+        )
+        logits = sum(count * stages[each].logits for each, count, _ in live)
+        # In forward they are not there yet, in the backward of layers they have gone.
+        before = kept - own.head, logits - own.logits
+        if is_forward:
+            found = [("forward", Peak(*before)), ("loss", Peak(kept, logits, own.chunk))]
+        else:
+            found = [("backward", Peak(before[0] + own.recomputed, before[1], own.transient))]
+        for phase, peak in found[: 1 + bool(own.head)]:
+            peaks[phase] = max(peaks[phase], peak, key=lambda each: each.total)
+    return peaks
+
+
+@dataclass(frozen=True)
 class Activations:
     """Bytes of activations of one rank, of one microbatch. All ranks of a run hold as many in a layer.
 
@@ -223,7 +274,7 @@ class Activations:
         kept, flops = self._kept_outputs if policy == "selective" else (0, self._recomputed_flops(()))
         return PolicyCost(self.hidden_bytes + self._choice_bytes + kept, self._all_of_layer - kept, flops)
 
-    @property
+    @cached_property
     def costs(self) -> PolicyCosts:
         """Of all policies."""
         costs = {policy: self.cost_of(policy) for policy in POLICIES}
@@ -249,9 +300,22 @@ class Activations:
             incoming += self._num_tokens * self.width * e
         return max(rows * self.width * e + weighted, rows * (2 * inner - self.width) * e) + incoming
 
-    def stage_bytes(self, stage: StageBounds, counts: Counts) -> int:
-        """What is kept for the backward of a stage on the device. counts: of its layers, by policy."""
-        return self.costs.kept(counts) + self._head_bytes * stage.is_last - self.offloaded_bytes(stage)
+    def of_stage(self, stage: StageBounds, counts: Counts, sends: bool = True) -> "StageActivations":
+        """A stage's, on the device. counts: of its layers, by policy; sends: its output to another rank."""
+        # The executor holds what a stage has received until its backward. In a narrower dtype a norm keeps a copy in fp32; else,
+        # and where the layer is computed again, it is what the first layer keeps. What was sent is held until something that
+        # comes back shows that it was used.
+        keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
+        held = (not stage.is_first and keeps_copy) + (sends and not stage.is_last)
+        return StageActivations(
+            kept=self.costs.kept(counts) - self.offloaded_bytes(stage) + self._table_bytes + held * self.hidden_bytes,
+            head=self._behind_layers * stage.is_last,
+            logits=self._logits_bytes * stage.is_last,
+            left=self._factor_bytes * (stage.stop - stage.start) + self._head_factor_bytes * stage.is_last,
+            recomputed=self.costs.recomputed(counts),
+            transient=self.transient_bytes,
+            chunk=self.chunk_bytes * stage.is_last,
+        )
 
     def offloaded_bytes(self, stage: StageBounds) -> int:
         """What is kept for the backward of a stage on the host."""
@@ -394,13 +458,45 @@ class Activations:
         return self.expert_slices == self.tokens.tp.size
 
     @property
-    def _head_bytes(self) -> int:
-        tokens, shard = self._num_tokens, self.tokens.sequences * self.tokens.tokens_local
-        e, t = self.itemsize, self.tokens.tp.size
-        hidden = shard * (self.width * (4 + e) + 4) + tokens * self.width * e
+    def _table_bytes(self) -> int:
+        """Cosines and sines of rotary positions, which a microbatch computes once for all layers of a stage."""
+        widths = self.layer
+        return 0 if widths is None else 2 * self._sequence_length * (widths.q // widths.heads) * self.itemsize
+
+    @property
+    def _factor_bytes(self) -> int:
+        """What a layer's gradients of weights are matmuls of: inputs of linear layers, and gradients of what they return."""
+        widths = self.layer
+        if widths is None:
+            return self._all_of_layer
+        e, t, tokens, local = self.itemsize, self.tokens.tp.size, self._num_tokens, self.hidden_bytes // self.itemsize
+        q, kv, h = tokens * widths.q // t, tokens * (widths.kv // min(t, widths.kv_heads)), self.width
+        attention = self._gathered * h + q + q + 2 * kv + local
+        if (mixture := widths.mixture) is not None:
+            inner = -(-mixture.inner // (t if self._slices_experts else 1))
+            return (attention + self.rows_in_experts(mixture.top_k) * (2 * h + 3 * inner)) * e
+        return (attention + self._gathered * h + 3 * tokens * -(-widths.inner // t) + local) * e
+
+    @property
+    def _head_factor_bytes(self) -> int:
+        """The same of the head; computed at once where the loss is chunked."""
         if self.memory.chunked_loss:
-            return hidden + tokens * max(e, 4)
-        return hidden + tokens * -(-self.vocabulary // t) * (e if t > 1 else max(e, 4))
+            return 0
+        return self._num_tokens * (self.width + -(-self.vocabulary // self.tokens.tp.size)) * self.itemsize
+
+    @property
+    def _behind_layers(self) -> int:
+        """What the last norm and the head keep, without logits."""
+        tokens, shard = self._num_tokens, self.tokens.sequences * self.tokens.tokens_local
+        return shard * (self.width * (4 + self.itemsize) + 4) + tokens * self.width * self.itemsize
+
+    @property
+    def _logits_bytes(self) -> int:
+        """What the loss keeps."""
+        e, t, tokens = self.itemsize, self.tokens.tp.size, self._num_tokens
+        if self.memory.chunked_loss:
+            return tokens * max(e, 4)
+        return tokens * -(-self.vocabulary // t) * (e if t > 1 else max(e, 4))
 
     @property
     def chunk_bytes(self) -> int:

@@ -39,13 +39,10 @@ def resolve_chunked_loss(recipe: Recipe, whole: PreTrainedModel) -> tuple[Recipe
     return replace(recipe, memory=replace(recipe.memory, chunked_loss=found is not None)), found
 
 
-def logits_bytes(recipe: Recipe, vocabulary: int) -> int:
-    """Bytes of the logits of a microbatch on one rank, in compute dtype."""
-    derived, dtype = derive(recipe), DTYPES[recipe.precision.compute]
-    tokens = (
-        derived.sequences_per_microbatch * ContextSlices(derived.context, derived.ulysses, derived.ring).tokens_local
-    )
-    return tokens * -(-vocabulary // derived.tp) * dtype.itemsize
+def is_large(tokens: int, vocabulary: int, tp: int, itemsize: int, device: str) -> bool:
+    """Whether the logits of a microbatch on a rank, in compute dtype, are so large that `auto` is on. tokens: of a microbatch,
+    of a rank of cp."""
+    return tokens * -(-vocabulary // tp) * itemsize > SHARE * DEVICE_BYTES[device]
 
 
 def keep_chunked_loss(recipe: Recipe, config: PretrainedConfig) -> Recipe:
@@ -59,4 +56,7 @@ def keep_chunked_loss(recipe: Recipe, config: PretrainedConfig) -> Recipe:
 
 def are_logits_large(recipe: Recipe, vocabulary: int) -> bool:
     """Whether `auto` is on, for a recipe with a device and a compute dtype."""
-    return logits_bytes(recipe, vocabulary) > SHARE * DEVICE_BYTES[torch.device(recipe.launch.device).type]
+    derived, dtype = derive(recipe), DTYPES[recipe.precision.compute]
+    slices = ContextSlices(derived.context, derived.ulysses, derived.ring)
+    tokens = derived.sequences_per_microbatch * slices.tokens_local
+    return is_large(tokens, vocabulary, derived.tp, dtype.itemsize, torch.device(recipe.launch.device).type)

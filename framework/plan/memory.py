@@ -1,6 +1,6 @@
 """Bytes that a rank holds at the most, in closed form: the table of `parallel/zero/lifetimes.py`, padding included."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from framework.optim.disk_chunks import DiskShard, StateKind, file_bytes, place_chunks, ring_bytes
@@ -29,12 +29,64 @@ class RankMemory:
         return sum(self.held.values())
 
 
+@dataclass(frozen=True)
+class UnitMemory:
+    """Bytes of one unit on a rank. device, host: of its states by kind; casts: on the host, of masters on their way to the
+    device; unsharded, unreduced: what comes and goes with its full parameters and its full gradients."""
+
+    is_layer: bool
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    casts: int
+    unsharded: int
+    unreduced: int
+
+
+def measure_unit(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> UnitMemory:
+    """buffers: all of one unit, with the homes of their states."""
+    casts = sum(
+        each.numel_owned * each.dtypes.compute.itemsize
+        for each in buffers
+        if each.lifetimes.homes.master == Home.HOST and each.lifetimes.homes.parameters == Home.DEVICE
+    )
+    return UnitMemory(
+        buffers[0].unit.startswith("layers."),
+        _bytes_at(Home.DEVICE, buffers, states, moments),
+        _bytes_at(Home.HOST, buffers, states, moments),
+        casts,
+        sum(each.unsharded_bytes for each in buffers),
+        sum(each.unreduced_bytes for each in buffers),
+    )
+
+
+def measure_units(
+    buffers: Iterable[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32"
+) -> list[tuple[UnitMemory, int]]:
+    """Each unit of a rank, once."""
+    units: dict[str, list[BufferPlan]] = {}
+    for buffer in buffers:
+        units.setdefault(buffer.unit, []).append(buffer)
+    return [(measure_unit(each, states, moments), 1) for each in units.values()]
+
+
+def total_on_device(units: Sequence[tuple[UnitMemory, int]]) -> dict[str, int]:
+    """What lives on the device for the whole run, by kind, and the most that gathered parameters and unreduced gradients add.
+    units: of a rank, each with how many are alike."""
+    return _total([(each.device, count) for each, count in units]) | {"gathered": sum(count_gathered(units))}
+
+
+def total_on_host(units: Sequence[tuple[UnitMemory, int]]) -> dict[str, int]:
+    """What lives in the host's memory, by kind; of gathered the casts alone."""
+    casts = sum(each.casts * count for each, count in units)
+    return _total([(each.host, count) for each, count in units]) | {"gathered": casts}
+
+
 def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> dict[str, int]:
     """What lives on the device for the whole run, by kind, and the most that gathered parameters and unreduced gradients add.
 
     The table of `parallel/zero/lifetimes.py` in bytes, padding included.
     """
-    return _bytes_at(Home.DEVICE, buffers, states, moments) | {"gathered": _largest_gathered(buffers)}
+    return total_on_device(measure_units(buffers, states, moments))
 
 
 def bytes_on_host(
@@ -42,14 +94,9 @@ def bytes_on_host(
 ) -> dict[str, int]:
     """What lives in the host's memory, by kind. gradients: copies for the update; gathered: casts of masters on their way to the
     device, and the ring of buffers of states that live on a disk."""
-    casts = sum(
-        each.numel_owned * each.dtypes.compute.itemsize
-        for each in buffers
-        if each.lifetimes.homes.master == Home.HOST and each.lifetimes.homes.parameters == Home.DEVICE
-    )
+    held = total_on_host(measure_units(buffers, states, moments))
     shards = disk_shards(buffers, states)
-    ring = ring_bytes(place_chunks(shards)) if shards else 0
-    return _bytes_at(Home.HOST, buffers, states, moments) | {"gathered": casts + ring}
+    return held | {"gathered": held["gathered"] + (ring_bytes(place_chunks(shards)) if shards else 0)}
 
 
 def bytes_on_disk(buffers: Sequence[BufferPlan], states: Sequence[str]) -> int:
@@ -101,17 +148,25 @@ def _low_bit_bytes(buffer: BufferPlan, moments: MomentsDtype) -> int:
     return count_state_bytes(moments, intervals) if buffer.is_trained else 0
 
 
-def _largest_gathered(buffers: Sequence[BufferPlan]) -> int:
+def count_gathered(units: Sequence[tuple[UnitMemory, int]]) -> tuple[int, int]:
     """Two units' full parameters beside the larger of embedding and head, and three units' full gradients, where these come
     and go: one in use, one ahead; one being written, two under way."""
-    parameters: dict[str, int] = {}
-    gradients: dict[str, int] = {}
-    for buffer in buffers:
-        parameters[buffer.unit] = parameters.get(buffer.unit, 0) + buffer.unsharded_bytes
-        gradients[buffer.unit] = gradients.get(buffer.unit, 0) + buffer.unreduced_bytes
-    layers = sorted((num for unit, num in parameters.items() if unit.startswith("layers.")), reverse=True)
-    ends = [num for unit, num in parameters.items() if not unit.startswith("layers.")]
-    return sum(layers[:2]) + max(ends, default=0) + sum(sorted(gradients.values(), reverse=True)[:3])
+    layers = _largest([(each.unsharded, count) for each, count in units if each.is_layer], 2)
+    ends = max((each.unsharded for each, _ in units if not each.is_layer), default=0)
+    return sum(layers) + ends, sum(_largest([(each.unreduced, count) for each, count in units], 3))
+
+
+def _largest(sizes: Iterable[tuple[int, int]], most: int) -> list[int]:
+    """The largest of some sizes, each with how often it is there."""
+    return sorted((size for size, count in sizes for _ in range(min(count, most))), reverse=True)[:most]
+
+
+def _total(counted: Iterable[tuple[Mapping[str, int], int]]) -> dict[str, int]:
+    total = dict.fromkeys(KINDS, 0)
+    for sizes, count in counted:
+        for kind, size in sizes.items():
+            total[kind] += size * count
+    return total
 
 
 def show_bytes(size: int) -> str:

@@ -38,12 +38,12 @@ from framework.parallel.pipeline.actions import Schedule
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
-from framework.parallel.pipeline.simulate import live_counts, peak_live
+from framework.parallel.pipeline.simulate import LiveMoment, live_moments, peak_live
 from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import Activations, layer_widths, mixture_widths
+from framework.plan.activations import Activations, find_peaks, layer_widths, mixture_widths
 from framework.plan.context import ContextCost, Method, Passes, attention_shapes
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
@@ -192,7 +192,7 @@ class Plan:
         vocabulary divide."""
         place, schedule = self.topology.index("pp", rank), self.pipeline.make(self.derived.accumulation)
         on_the_way = max(map(self.activations.transfer_bytes, self._own_stages(rank)))
-        activations = self._activation_bytes(live_counts(schedule, place), self.checkpointing(rank)) + on_the_way
+        activations = self._activation_bytes(live_moments(schedule, place), self.checkpointing(rank)) + on_the_way
         buffers, states = self.of_rank(rank).buffers, state_names(self.recipe.optim)
         moments = self.recipe.precision.moments
         held = bytes_held(buffers, states, moments) | {"activations": activations}
@@ -207,15 +207,13 @@ class Plan:
             total += peak_live(schedule, sizes)[self.topology.index("pp", rank)]
         return total
 
-    def _activation_bytes(self, live: Sequence[Mapping[int, int]], chosen: Mapping[int, Counts]) -> int:
-        """The most activations of a rank. live: microbatches of its stages at a time; chosen: layers of each by policy."""
-        stages, activations = self.pipeline.stages, self.activations
-        kept = {index: activations.stage_bytes(stages[index], counts) for index, counts in chosen.items()}
-        most = max(sum(count * kept[index] for index, count in each.items()) for each in live)
-        while_computing = max(map(activations.costs.recomputed, chosen.values())) + activations.transient_bytes
-        if any(stages[index].is_last for index in chosen):
-            while_computing = max(while_computing, activations.chunk_bytes)  # before any layer's backward
-        return most + while_computing
+    def _activation_bytes(self, moments: Sequence[LiveMoment], chosen: Mapping[int, Counts]) -> int:
+        """The most activations of a rank. chosen: layers of each of its stages, by policy."""
+        stages = {
+            index: self.activations.of_stage(self.pipeline.stages[index], counts, self.pipeline.sends(index))
+            for index, counts in chosen.items()
+        }
+        return max(peak.total for peak in find_peaks(moments, stages).values())
 
     def checkpointing(self, rank: int) -> Mapping[int, Counts]:
         """Layers of each of the rank's stages, by its index, with each policy of activation checkpointing.
@@ -241,15 +239,14 @@ class Plan:
         buffers = [buffer for stage in stages for buffer in stage.buffers]
         states, moments = state_names(self.recipe.optim), self.recipe.precision.moments
         lasting = sum(bytes_held(buffers, states, moments).values())
-        # Many moments of a step are alike.
-        live = [dict(each) for each in {tuple(sorted(each.items())) for each in live_counts(schedule, place)}]
+        in_flight = live_moments(schedule, place)
         largest, budget_gb = max(sizes.values()), self.recipe.memory.budget_gb or 0.0
 
         def all_stages(counts: Counts) -> dict[int, Counts]:
             return {index: shorten(counts, size) for index, size in sizes.items()}
 
         def bytes_of(counts: Counts) -> int:
-            return lasting + self._activation_bytes(live, all_stages(counts))
+            return lasting + self._activation_bytes(in_flight, all_stages(counts))
 
         def flops_of(counts: Counts) -> float:
             return sum(map(self.activations.costs.flops, all_stages(counts).values()))

@@ -1,0 +1,115 @@
+"""The length of a pipeline's step: the simulator's timeline, remembered as its critical path.
+
+A timeline is as long as its longest path through actions that wait for one another, and which path that is changes little where
+costs change little. So each schedule is simulated once for costs that are rounded, and what is kept is the path: how many
+forwards and backwards of each stage, and how many messages, lie on it. The length with exact costs is the path's, and no less
+than the busiest rank's own work. Of many microbatches the last ones only repeat: lengths grow by the same amount for each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from framework.parallel.pipeline.actions import B, F, I, Kind, Schedule, W
+from framework.parallel.pipeline.schedules import make_schedule
+from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
+
+# Beyond so many microbatches for each rank of the pipeline lengths are taken to grow evenly.
+STEADY = 3
+# Steps in which costs are rounded, of the mean forward.
+ROUNDED = 0.125
+
+
+@dataclass(frozen=True)
+class Path:
+    """Actions on a timeline's longest path, by stage, and its messages between ranks."""
+
+    forwards: tuple[int, ...]
+    inputs: tuple[int, ...]
+    weights: tuple[int, ...]
+    messages: int
+
+    def length(self, costs: Costs) -> float:
+        """Time of all of them."""
+        total = self.messages * costs.message
+        for counts, times in ((self.forwards, costs.forward), (self.inputs, costs.input), (self.weights, costs.weight)):
+            total += sum(count * time for count, time in zip(counts, times, strict=True) if count)
+        return total
+
+
+class Lengths:
+    """Lengths of pipelines' steps."""
+
+    def __init__(self) -> None:
+        self._paths: dict[tuple[object, ...], Path] = {}
+
+    def length(self, name: str, num_ranks: int, num_microbatches: int, costs: Costs) -> float:
+        """Of the named schedule with `costs`, one for each stage: in their unit. Raises ScheduleError as `make_schedule` does."""
+        steady = STEADY * num_ranks
+        if num_microbatches <= steady + num_ranks:
+            return self._simulated(name, num_ranks, num_microbatches, costs)
+        # The groups of an interleaved schedule have num_ranks microbatches: the rest must be that of the whole.
+        fewer = steady - num_ranks + num_microbatches % num_ranks
+        short = self._simulated(name, num_ranks, fewer, costs)
+        more = self._simulated(name, num_ranks, fewer + num_ranks, costs)
+        return short + (more - short) * (num_microbatches - fewer) / num_ranks
+
+    def _simulated(self, name: str, num_ranks: int, num_microbatches: int, costs: Costs) -> float:
+        rounded = _round(costs)
+        key = (name, num_ranks, num_microbatches, rounded)
+        if key not in self._paths:
+            schedule = make_schedule(name, num_ranks, num_microbatches, len(costs.forward) // num_ranks)
+            relative = Costs(*rounded[:3], rounded[3])
+            self._paths[key] = find_path(schedule, simulate(schedule, relative), relative.message)
+        return self._paths[key].length(costs)
+
+
+def _round(costs: Costs) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], float]:
+    """Costs over the mean forward, in steps; none becomes nothing."""
+    unit = sum(costs.forward) / len(costs.forward) * ROUNDED or 1.0
+
+    def steps(times: Sequence[float]) -> tuple[float, ...]:
+        return tuple(max(round(time / unit), 1) * ROUNDED for time in times)
+
+    return steps(costs.forward), steps(costs.input), steps(costs.weight), round(costs.message / unit) * ROUNDED
+
+
+def find_path(schedule: Schedule, timeline: Timeline, message: float) -> Path:
+    """The longest path of a timeline, from its last end back to time 0."""
+    places = {
+        (timed.action.stage, _pass_of(timed.action.kind), timed.action.microbatch): (rank, position)
+        for rank, line in enumerate(timeline.ranks)
+        for position, timed in enumerate(line)
+        if timed.action.kind is not W
+    }
+    counts: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in (F, I, W)}
+    messages, tolerance = 0, 1e-9 * max(timeline.length, 1.0)
+    ends = [line[-1].end if line else 0.0 for line in timeline.ranks]
+    rank = ends.index(max(ends))
+    position = len(timeline.ranks[rank]) - 1
+    while position >= 0:
+        timed = timeline.ranks[rank][position]
+        stage, kind, microbatch = timed.action
+        for each in (I, W) if kind is B else (kind,):
+            counts[each][stage] += 1
+        if timed.start <= tolerance:
+            break
+        if position and timeline.ranks[rank][position - 1].end >= timed.start - tolerance:
+            position -= 1
+            continue
+        source = _source(stage, kind, schedule.num_stages)
+        other, position = places[source, _pass_of(F if kind is F or source == stage else I), microbatch]
+        messages += other != rank
+        rank = other
+    return Path(tuple(counts[F]), tuple(counts[I]), tuple(counts[W]), messages)
+
+
+def _pass_of(kind: Kind) -> bool:
+    """Whether it is a forward; B and I are both backwards."""
+    return kind is F
+
+
+def _source(stage: int, kind: Kind, num_stages: int) -> int:
+    """The stage whose action an action waits for that its own rank did not delay."""
+    if kind is F:
+        return stage - 1
+    return min(stage + 1, num_stages - 1)

@@ -1,0 +1,436 @@
+"""Bytes of a rank over a step, foretold for thousands of layouts: the Plan's own numbers, and what stands beside tensors.
+
+    kind            what                                                                    known by
+    parameters ...  states, and what of them is gathered: as `plan/memory.py` has them      exactly, padding included
+    activations     what layers keep, by microbatches in flight (`plan/activations.py`)     formulas, or estimated
+    logits          what the loss keeps                                                     exactly
+    temporaries     tensors inside of one layer's backward, or of the loss                  formulas
+    communication   hidden states that a pipeline sends and receives                        an upper bound
+    workspace       cuBLAS'                                                                 torch's default
+    outside         the driver's context and NCCL's buffers, not torch's memory             an assumption, below
+    slack           what the caching allocator has reserved beside tensors                  an assumption, below
+
+What a rank holds is the sum of two parts that are remembered by themselves: states, which depend on ZeRO and not on
+microbatches, and activations, for which it is the other way round.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from framework.comm.communicator import Communicator
+from framework.errors import ModelError
+from framework.foresight.candidate import Candidate
+from framework.foresight.forecast import MemoryForecast, StageMemory
+from framework.foresight.settings import Settings
+from framework.foresight.shape import Degrees, ModelShape, RankUnit, StageUnits
+from framework.mesh.axis import Axis
+from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import count_expert_shards
+from framework.model.logit_map import find_logit_map
+from framework.model.stage import StageBounds
+from framework.parallel.pipeline.schedules import make_schedule
+from framework.parallel.pipeline.simulate import LiveMoment, live_moments
+from framework.parallel.tensor import ranks_per_kv_head
+from framework.parallel.zero.choose_homes import choose_homes
+from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.plan.activations import Activations, Peak, find_peaks
+from framework.plan.cluster import Cluster
+from framework.plan.context import ContextCost, Method
+from framework.plan.logits import is_large
+from framework.plan.memory import (
+    KINDS,
+    UnitMemory,
+    bytes_held,
+    bytes_on_host,
+    count_gathered,
+    measure_unit,
+    measure_units,
+    total_on_device,
+    total_on_host,
+)
+from framework.plan.policies import Counts, uniform
+from framework.recipe.schema import Offload, Recipe
+
+PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
+MIB = 2**20
+# torch's default for one stream on Hopper (CUBLAS_WORKSPACE_CONFIG); 8.5 MiB on other GPUs. Computation has one stream.
+CUBLAS_BYTES = 32 * MIB
+# Assumed, not measured here: a CUDA context with torch's kernels loaded, and the buffers of a NCCL communicator over NVLink.
+CONTEXT_BYTES = 512 * MIB
+COMMUNICATOR_BYTES = 128 * MIB
+# Assumed: of what comes and goes (activations, logits, temporaries, gathered units) the caching allocator reserves this share
+# more than tensors fill, because free blocks do not fit what is asked for. What lives for the whole run is allocated first, in
+# blocks of its own.
+FRAGMENTATION = 0.04
+
+
+class Part(NamedTuple):
+    """A part of a rank's bytes. phases: by kind, of each of PHASES; totals: their sums; moving: of those what comes and goes;
+    host: in the host's memory; outside: not torch's."""
+
+    phases: tuple[Mapping[str, int], ...]
+    totals: tuple[int, ...]
+    moving: tuple[int, ...]
+    host: int
+    outside: int
+
+    @classmethod
+    def of(cls, phases: Sequence[Mapping[str, int]], lasting: int, host: int, outside: int) -> "Part":
+        """lasting: what is there in all phases."""
+        totals = tuple(sum(each.values()) for each in phases)
+        return cls(tuple(phases), totals, tuple(total - lasting for total in totals), host, outside)
+
+
+@dataclass(frozen=True)
+class Places:
+    """A model's stages on the ranks of a pipeline, as ranks with such degrees hold them. owners: the rank of each stage."""
+
+    stages: tuple[StageBounds, ...]
+    owners: tuple[int, ...]
+    degrees: Degrees
+
+    def sends(self, stage: StageBounds) -> bool:
+        """Whether a stage's output goes to another rank."""
+        return len(set(self.owners[stage.index : stage.index + 2])) == 2
+
+    @cached_property
+    def of_ranks(self) -> list[list[StageBounds]]:
+        """The stages of each rank, in order of computation."""
+        pairs = list(zip(self.stages, self.owners, strict=True))
+        return [[stage for stage, owner in pairs if owner == rank] for rank in range(max(self.owners) + 1)]
+
+
+NOTHING = Part(tuple({} for _ in PHASES), (0,) * len(PHASES), (0,) * len(PHASES), 0, 0)
+
+
+def forecast_memory(
+    shape: ModelShape,
+    candidate: Candidate,
+    settings: Settings | Recipe,
+    cluster: Cluster,
+    chosen: Mapping[int, Counts] | None = None,
+) -> MemoryForecast:
+    """The memory of a rank at each place of the pipeline: of the first one along all other axes, as `Plan.memory`.
+
+    settings: what is remembered is remembered with them; a recipe's are made of it. chosen: layers of each stage by policy of
+    activation checkpointing; None: all as the candidate says. Raises what the model's transforms raise for degrees that do not
+    fit (`ModelShape.refusal` asks first), RecipeError for more stages than layers.
+    """
+    states, activations = _forecaster(shape, settings).parts(candidate, chosen)
+    stages = tuple(_join(*each) for each in zip(states, activations, strict=True))
+    return MemoryForecast(stages, cluster.memory_bytes)
+
+
+def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
+    """`forecast_memory(...).spare` alone, for a search: negative where the fullest rank lacks so many."""
+    states, activations = _forecaster(shape, settings).parts(candidate, None)
+    return cluster.memory_bytes - max(map(_most, states, activations))
+
+
+def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
+    """What activations alone leave, wherever states lie: no candidate with other ZeRO has more to spare."""
+    found = _forecaster(shape, settings).activations(candidate)
+    return cluster.memory_bytes - max(_most(NOTHING, each) for each in found)
+
+
+def _forecaster(shape: ModelShape, settings: Settings | Recipe) -> "_Forecaster":
+    known = Settings.of(settings) if isinstance(settings, Recipe) else settings
+    forecaster: _Forecaster = known.remember(("memory", shape), lambda: _Forecaster(shape, known))
+    return forecaster
+
+
+def _most(states: Part, activations: Part) -> int:
+    return max(_reserve(states, activations, phase) for phase in range(len(PHASES)))
+
+
+def _reserve(states: Part, activations: Part, phase: int) -> int:
+    """What the device must have for one phase."""
+    moving = states.moving[phase] + activations.moving[phase]
+    return states.totals[phase] + activations.totals[phase] + _slack(moving) + states.outside
+
+
+def _slack(moving: int) -> int:
+    return int(FRAGMENTATION * moving)
+
+
+def _join(states: Part, activations: Part) -> StageMemory:
+    """Both parts of a rank."""
+    fullest = max(range(len(PHASES)), key=lambda phase: _reserve(states, activations, phase))
+    phases = {name: {**states.phases[index], **activations.phases[index]} for index, name in enumerate(PHASES)}
+    slack = _slack(states.moving[fullest] + activations.moving[fullest])
+    host = states.host + activations.host
+    return StageMemory(phases[PHASES[fullest]], slack, phases, host, states.outside)
+
+
+@dataclass(frozen=True, eq=False)
+class _Forecaster:
+    """Parts of memory of one model and one recipe, each remembered by what it depends on."""
+
+    shape: ModelShape
+    settings: Settings
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def parts(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> tuple[Sequence[Part], Sequence[Part]]:
+        """(states, activations) of each rank of the pipeline."""
+        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
+        zero = each.zero, each.shard, each.dp * each.cp, each.offload
+        states = self._remember(("states", layout, zero), lambda: self._states(each))
+        return states, self.activations(each) if chosen is None else self._activations(each, chosen)
+
+    def activations(self, each: Candidate) -> Sequence[Part]:
+        """Of each rank of the pipeline, its layers as the candidate says."""
+        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
+        microbatches = representative(each.schedule, each.pp, each.accumulation)
+        tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, each.offload, microbatches
+        found: Sequence[Part] = self._remember(("activations", layout, tokens), lambda: self._activations(each, None))
+        return found
+
+    def _places(self, each: Candidate) -> Places:
+        layers = self.settings.recipe.pipeline.layers
+        stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
+        return Places(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
+
+    # --- states
+
+    def _states(self, each: Candidate) -> list[Part]:
+        places = self._places(each)
+        memo: dict[Any, Part] = {}
+        parts = []
+        for stages in places.of_ranks:
+            units = [self.shape.stage_units(stage, places.degrees) for stage in stages]
+            key = tuple(map(id, units))
+            if key not in memo:
+                memo[key] = self._part_of_states(each, units)
+            parts.append(memo[key])
+        return parts
+
+    def _part_of_states(self, each: Candidate, stages: Sequence[StageUnits]) -> Part:
+        device, gathered, host = self._measure(each, stages)
+        lasting = {kind: device[kind] for kind in KINDS if kind != "gathered"}
+        parameters, gradients = gathered
+        by_phase = (parameters, parameters, parameters + gradients, gradients, 0)
+        phases = [{**lasting, "gathered": size} for size in by_phase]
+        return Part.of(phases, sum(lasting.values()), sum(host.values()), self._outside(each))
+
+    def _measure(
+        self, each: Candidate, stages: Sequence[StageUnits]
+    ) -> tuple[dict[str, int], tuple[int, int], dict[str, int]]:
+        """(bytes of the device by kind, gathered parameters and gradients, bytes of the host by kind) of such stages."""
+        offload, names, moments = self.settings.offload(each), self.settings.states, self._moments_dtype
+        fractions = {offload.optimizer, offload.parameters}
+        if fractions <= {0.0, 1.0} and offload.home == "host":
+            # All units of a kind then have the same homes.
+            units = [
+                (self._measure_unit(each, unit, stage.order, offload), count)
+                for stage in stages
+                for unit, count in stage.counted
+            ]
+            return total_on_device(units), count_gathered(units), total_on_host(units)
+        buffers = [buffer for stage in stages for buffer in choose_homes(self._buffers_in_order(each, stage), offload)]
+        units = measure_units(buffers, names, moments)
+        return bytes_held(buffers, names, moments), count_gathered(units), bytes_on_host(buffers, names, moments)
+
+    def _measure_unit(self, each: Candidate, unit: RankUnit, order: tuple[str, ...], offload: Offload) -> UnitMemory:
+        def measure() -> UnitMemory:
+            buffers = choose_homes(self._buffers(each, unit, order), offload)
+            return measure_unit(buffers, self.settings.states, self._moments_dtype)
+
+        return self._remember(("unit", id(unit), order, self._zero_key(each, unit), each.offload), measure)
+
+    def _buffers_in_order(self, each: Candidate, stage: StageUnits) -> list[BufferPlan]:
+        """Of all units of a stage, under names of their own."""
+        return [
+            replace(buffer, unit=name)
+            for name, unit in stage.in_order
+            for buffer in self._remember(
+                ("buffers", id(unit), stage.order, self._zero_key(each, unit)),
+                partial(self._buffers, each, unit, stage.order),
+            )
+        ]
+
+    def _buffers(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> list[BufferPlan]:
+        axes = {name: Communicator(Axis(name, size, 0)) for name, size in self._sizes(each, unit).items()}
+        # The order of a buffer's groups is that of the whole stage.
+        groups = {f"group {number}": group for number, group in enumerate(order)} | dict(unit.local.groups)
+        local = replace(unit.local, groups=groups)
+        return local.plan_buffers([unit.unit], self.settings.master, lifetimes_of(self.settings.zero(each)), axes)
+
+    def _zero_key(self, each: Candidate, unit: RankUnit) -> tuple[Any, ...]:
+        return each.zero, *self._sizes(each, unit).values()
+
+    def _sizes(self, each: Candidate, unit: RankUnit) -> dict[str, int]:
+        """Of the axes that the unit's buffers may name."""
+        batch, is_mixture = each.dp * each.cp, unit.has_experts
+        sizes = {
+            "tp": each.tp,
+            "kv": ranks_per_kv_head(self.shape.config, each.tp),
+            "ep": each.ep,
+            "embedding": 2,
+            "shard": each.shard,
+            "replica": batch // each.shard,
+            "expert_shard": 1,
+            "expert_replica": 1,
+        }
+        if is_mixture:
+            copies = batch * each.tp // (each.expert_tp * each.ep)
+            shard = self._expert_shard(each) if each.zero else 1
+            sizes |= {"expert_shard": shard, "expert_replica": copies // shard}
+        return sizes
+
+    def _expert_shard(self, each: Candidate) -> int:
+        degrees = each.shard, each.tp, each.ep, each.expert_tp, each.dp * each.cp
+        return self._remember(("expert shard", degrees), lambda: count_expert_shards(*degrees))
+
+    @property
+    def _moments_dtype(self) -> Any:
+        return self.settings.recipe.precision.moments
+
+    def _outside(self, each: Candidate) -> int:
+        if self.settings.device != "cuda":
+            return 0
+        sizes = (each.world, each.tp, each.dp * each.cp, each.pp, each.cp, each.ep)
+        return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in sizes)
+
+    # --- activations
+
+    def _activations(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
+        places, activations = self._places(each), self._activations_of(each)
+        moments = self._remember(
+            (
+                "moments",
+                each.schedule,
+                each.pp,
+                each.virtual,
+                representative(each.schedule, each.pp, each.accumulation),
+            ),
+            lambda: moments_of(each.schedule, each.pp, each.virtual, each.accumulation),
+        )
+        policy = each.checkpointing
+        counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in places.stages}
+        hidden = activations.hidden_bytes
+        parts = []
+        for rank, stages in enumerate(places.of_ranks):
+            by_stage = {
+                stage.index: activations.of_stage(stage, counts[stage.index], places.sends(stage)) for stage in stages
+            }
+            peaks = find_peaks(moments[rank], by_stage)
+            on_the_way = max(map(activations.transfer_bytes, stages))
+            # Received ahead of a forward; in backward a gradient is received ahead, and one is leaving.
+            ahead = hidden * (not all(stage.is_first for stage in stages))
+            messages = (ahead, ahead, 2 * hidden * (each.pp > 1))
+            beside = [{"workspace": self._workspace, "communication": size} for size in messages]
+            phases = [self._phase(peaks[name], on_the_way) | beside[number] for number, name in enumerate(PHASES[:3])]
+            nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
+            host = self._offloaded_bytes(activations, stages, moments[rank])
+            parts.append(Part.of([*phases, nothing, nothing], self._workspace, host, 0))
+        return parts
+
+    def _phase(self, peak: Peak, on_the_way: int) -> dict[str, int]:
+        kept = peak.activations + on_the_way if peak.total else 0
+        return {"activations": kept, "logits": peak.logits, "temporaries": peak.beside}
+
+    def _offloaded_bytes(
+        self, activations: Activations, stages: Sequence[StageBounds], moments: Sequence[LiveMoment]
+    ) -> int:
+        """Of activations on the host at the most. Each stage of the rank has blocks of its own."""
+        return sum(
+            activations.offloaded_bytes(stage)
+            * max(whole + left for each in moments for index, whole, left in each.live if index == stage.index)
+            for stage in stages
+        )
+
+    @property
+    def _workspace(self) -> int:
+        return CUBLAS_BYTES if self.settings.device == "cuda" else 0
+
+    def _activations_of(self, each: Candidate) -> Activations:
+        layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
+        key = layout, each.sequences, each.checkpointing, each.offload
+        return self._remember(("activations of", key), lambda: self._make_activations(each))
+
+    def _make_activations(self, each: Candidate) -> Activations:
+        shape, itemsize = self.shape, self.settings.compute.itemsize
+        slices = ContextSlices(each.context, each.ulysses, each.cp // each.ulysses)
+        tokens = TokenLayout(each.sequences, slices.tokens_local, Axis("tp", each.tp, 0), each.sequence, slices)
+        layers = shape.layer_flops(each.context)
+        memory = self.settings.memory(each, self._is_chunked(each, slices))
+        return Activations(
+            tokens,
+            shape.hidden,
+            shape.text.vocab_size,
+            itemsize,
+            shape.widths,
+            sum(layers) / len(layers),
+            memory,
+            each.expert_tp,
+            shape.mixture,
+            tuple({cost: None for cost in self._context_costs(each) if cost is not None}),
+        )
+
+    def _context_costs(self, each: Candidate) -> list[ContextCost | None]:
+        if each.cp == 1:
+            return []
+        method = Method(each.ulysses, each.cp // each.ulysses, each.is_gather)
+        lengths = each.sequences, each.context, self.settings.compute.itemsize
+        packs = self.settings.recipe.data.pack == "documents"
+        shapes = self.shape.attentions(each.tp, each.context)
+        return [None if shape is None else ContextCost(method, shape, *lengths, packs) for shape in shapes]
+
+    def _is_chunked(self, each: Candidate, slices: ContextSlices) -> bool:
+        asked = self.settings.recipe.memory.chunked_loss
+        tokens, itemsize = each.sequences * slices.tokens_local, self.settings.compute.itemsize
+        if asked == "auto":
+            asked = is_large(tokens, self.shape.vocabulary, each.tp, itemsize, self.settings.device)
+        return asked and self._remember("logit map", self._has_logit_map)
+
+    def _has_logit_map(self) -> bool:
+        try:
+            find_logit_map(self.shape.whole, self.settings.compute)
+        except ModelError:
+            return False
+        return True
+
+    def _remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+def representative(schedule: str, pp: int, accumulation: int) -> int:
+    """The fewest microbatches, of those that are known to do, with which a rank has as many in flight at once as with so many."""
+    if schedule == "gpipe":
+        return accumulation
+    if schedule != "interleaved":
+        return min(accumulation, 4 * pp)
+    # Groups of pp and, first, so many of pp + 1 as the division leaves over: beyond them the same comes again.
+    groups, longer = divmod(accumulation, pp)
+    return max(4, longer + 2) * pp + longer if groups > max(4, longer + 2) else accumulation
+
+
+def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[list[LiveMoment]]:
+    """Of each rank the moments at which it may have most: those at which no other has as much of each stage."""
+    if schedule == "gpipe":  # all at once
+        return [
+            [LiveMoment(is_forward, rank, ((rank, accumulation, 0),)) for is_forward in (True, False)]
+            for rank in range(pp)
+        ]
+    made = make_schedule(schedule, pp, representative(schedule, pp, accumulation), virtual)
+    return [_undominated(live_moments(made, rank)) for rank in range(pp)]
+
+
+def _undominated(moments: Sequence[LiveMoment]) -> list[LiveMoment]:
+    kept: dict[tuple[bool, int], list[LiveMoment]] = {}
+    for each in sorted(moments, key=lambda each: -sum(whole + left for _, whole, left in each.live)):
+        others = kept.setdefault((each.is_forward, each.stage), [])
+        if not any(_has_as_much(other, each) for other in others):
+            others.append(each)
+    return [each for group in kept.values() for each in group]
+
+
+def _has_as_much(one: LiveMoment, other: LiveMoment) -> bool:
+    pairs = zip(one.live, other.live, strict=True)
+    return all(a[1] >= b[1] and a[2] >= b[2] for a, b in pairs)

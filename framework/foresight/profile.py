@@ -1,0 +1,100 @@
+"""Implementation profiles: what a training system overlaps, fuses and adds, beside what the machine can do.
+
+A cluster says how fast kernels and links are. A profile says which kernels a system launches and what it hides behind what, so
+that another system is another value of the same dataclass. `OURS` is read off this repository's executor; the others are
+described from their documentation.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The elementwise kernels of one operation. passes: how often each of its elements is read or written, in units of the
+    compute dtype: x + y is three; wide: the same in fp32, where nothing is cast on the way. launches: of kernels."""
+
+    passes: float
+    wide: float
+    launches: int
+
+    def bytes(self, itemsize: int) -> float:
+        """Bytes that are moved for one element of so many bytes."""
+        return (self.passes if itemsize < 4 else self.wide) * itemsize
+
+
+# One kernel for each operation that transformers writes. RMS norm: to fp32, square, mean, scale, to the dtype, times its weight.
+EAGER_NORM = Kernels(18, 7, 8)
+# Rope of queries and keys: two products, the halves turned and joined, a sum.
+EAGER_ROPE = Kernels(9, 9, 10)
+# silu(gate) and its product with up, in passes over the features between the mlp's matmuls.
+EAGER_ACTIVATION = Kernels(5, 5, 2)
+RESIDUAL = Kernels(3, 3, 1)
+# To fp32, logarithm of the softmax, the loss of the labels; in passes over the logits.
+EAGER_LOSS = Kernels(7, 3, 4)
+# What torch.compile makes of a norm, of rope and of an activation: each element is read and written once.
+FUSED_NORM, FUSED_ROPE, FUSED_ACTIVATION = Kernels(3, 3, 1), Kernels(2, 2, 1), Kernels(3, 3, 1)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How a system runs a step.
+
+    Rates. matmul, attention: of the cluster's rates, the share that its kernels reach inside a step (clocks under load, layouts
+    of their factors). attention_backward: FLOPs of an attention's backward over its forward's: five matmuls for two.
+    attends_half: whether attention computes the causal half alone.
+
+    Elementwise. norm, rope, activation, residual, loss: their kernels in forward; backward_passes: bytes of their backward over
+    those of forward. gradient_bytes: for each weight and microbatch, of adding to its main gradient, beside the matmul itself.
+    optimizer_passes: of the update over all states, 1 where one kernel does all of it.
+
+    Overlap. gathers_ahead: units of parameters gathered before their use, 0: at their use. hides_gathers, hides_reductions,
+    hides_sums: share of the computation under which gathers of parameters, reductions to shards, and sums over replicas run.
+    hides_tp: share of the borders' collectives under matmuls, forward and backward; hides_tp_gradient: share of the weight
+    gradients under which the sum of a region's input gradient travels. hides_ep: share of the experts' computation under which
+    rows travel. hides_p2p: share of a message between stages that the schedule's other actions hide. stolen: share of the compute
+    device that a collective beside it takes: a GPU's multiprocessors, a CPU's core.
+
+    Overheads. microbatch_s: of each microbatch and stage on the host, which nothing hides. step_s: of each step: flags, data,
+    logs. layer_s: of each layer's forward on the host, twice that for its backward; counts where launches of kernels do.
+    restart_s: from a failure to the first step behind it.
+    """
+
+    name: str
+    matmul: float = 1.0
+    attention: float = 1.0
+    attention_backward: float = 2.5
+    attends_half: bool = True
+    norm: Kernels = EAGER_NORM
+    rope: Kernels = EAGER_ROPE
+    activation: Kernels = EAGER_ACTIVATION
+    residual: Kernels = RESIDUAL
+    loss: Kernels = EAGER_LOSS
+    backward_passes: float = 2.0
+    gradient_bytes: float = 8.0
+    optimizer_passes: float = 1.0
+    gathers_ahead: int = 1
+    hides_gathers: float = 1.0
+    hides_reductions: float = 1.0
+    hides_sums: float = 1.0
+    hides_tp: float = 0.0
+    hides_tp_gradient: float = 1.0
+    hides_ep: float = 0.0
+    hides_p2p: float = 1.0
+    stolen: float = 0.0
+    microbatch_s: float = 0.0
+    step_s: float = 0.0
+    layer_s: float = 0.0
+    restart_s: float = 300.0
+
+    def fused(self) -> "Profile":
+        """The same with torch.compile over each layer."""
+        return replace(
+            self, name=f"{self.name}, compiled", norm=FUSED_NORM, rope=FUSED_ROPE, activation=FUSED_ACTIVATION
+        )
+
+
+# NCCL's kernels hold some 16 of an H100's 132 multiprocessors while they run (its default of 16 channels, a block each).
+NCCL_STOLEN = 16 / 132
+OURS = Profile("meshwright", stolen=NCCL_STOLEN)
+# Ranks of CPUs: gloo's threads and copies need the core that would compute meanwhile, so nothing is gained by hiding them.
+OURS_ON_CPUS = replace(OURS, name="meshwright on CPUs", stolen=1.0)

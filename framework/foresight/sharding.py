@@ -1,0 +1,141 @@
+"""What ZeRO's collectives cost a stage beside what computation hides of them, by the order of parallel/zero/order.py.
+
+    forward    a unit is gathered while the one before it computes; nothing hides the first one's gather
+    backward   the same from the last unit to the first; a unit that forward has just left is still there. Reductions run under
+               what is left of backward, behind the gathers: on one link what is needed first is sent first
+    the end    nothing hides the reductions of the units that backward leaves last, the first layer and the embedding
+
+Parameters that are kept are gathered in a step's first forward alone; gradients that are kept are reduced in its last backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from framework.foresight.candidate import Candidate
+from framework.foresight.collectives import Groups, Links
+from framework.foresight.exposure import hide
+from framework.foresight.profile import Profile
+from framework.recipe.schema import Zero
+
+
+@dataclass(frozen=True)
+class ShardedUnit:
+    """Equal units of a stage. dense, experts: elements of one on a rank before ZeRO; forward, backward: its seconds."""
+
+    dense: float
+    experts: float
+    forward: float
+    backward: float
+    count: int = 1
+    is_embedding: bool = False
+    is_head: bool = False
+
+
+@dataclass(frozen=True)
+class ShardingTime:
+    """Seconds that nothing hides, of a microbatch in forward and in backward, and once a step; and those that are hidden."""
+
+    gathers: tuple[float, float] = (0.0, 0.0)
+    reductions: float = 0.0
+    gathers_once: float = 0.0
+    reductions_once: float = 0.0
+    hidden: float = 0.0
+    hidden_once: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """ZeRO's choices. zero: the recipe's, but for the stage, which is the candidate's; parameter_bytes: of one as it travels;
+    gradient_bytes: of one as it is reduced."""
+
+    zero: Zero
+    parameter_bytes: float
+    gradient_bytes: float
+    links: Links
+    profile: Profile
+
+    def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
+        """Of a stage, whose units are in order of computation."""
+        gathers = [self._gather_s(each, c, groups) for each in units]
+        keeps_parameters = c.zero < 3 or self.zero.keep_gathered
+        keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
+        late, hidden = self._forward(units, gathers)
+        if keeps_parameters:
+            gathers_once, hidden_once, per_microbatch, back, hidden_back = late, hidden, 0.0, 0.0, 0.0
+            hidden = 0.0
+        else:
+            gathers_once, hidden_once, per_microbatch = 0.0, 0.0, late
+            back, hidden_back = self._backward(units, gathers)
+        reductions = [self._reduce_s(each, groups) for each in units]
+        sums = [self._sum_s(each, c, groups) for each in units]
+        room = sum(each.count * each.backward for each in units) - hidden_back
+        room *= self.profile.hides_reductions
+        again_late, again_hidden = 0.0, 0.0
+        if not keeps_gradients:
+            # What a backward has left under way has the next forward's time as well.
+            whole = sum(each.count * seconds for each, seconds in zip(units, reductions, strict=True))
+            again_late, again_hidden = hide(whole, room + sum(each.count * each.forward for each in units))
+        final = [seconds + more for seconds, more in zip(reductions, sums, strict=True)] if keeps_gradients else sums
+        last = self._tail(units, final)
+        body = sum(each.count * seconds for each, seconds in zip(units, final, strict=True)) - last
+        body_late, body_hidden = hide(body, room - again_hidden)
+        return ShardingTime(
+            (per_microbatch, back),
+            again_late,
+            gathers_once,
+            last + body_late,
+            hidden + hidden_back + again_hidden,
+            hidden_once + body_hidden,
+        )
+
+    def _gather_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> float:
+        gather, size = self.links.collective, self.parameter_bytes
+        dense = gather("all_gather", unit.dense * size, groups.shard)
+        own = unit.dense / c.shard + unit.experts / groups.expert_shard.size
+        # Shards that live on the host come up first.
+        upload = own * size / self.links.cluster.host_rate if "parameters" in c.offload else 0.0
+        return upload + dense + gather("all_gather", unit.experts * size, groups.expert_shard)
+
+    def _reduce_s(self, unit: ShardedUnit, groups: Groups) -> float:
+        reduce, size = self.links.collective, self.gradient_bytes
+        dense = reduce("reduce_scatter", unit.dense * size, groups.shard)
+        return dense + reduce("reduce_scatter", unit.experts * size, groups.expert_shard)
+
+    def _sum_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> float:
+        """Of the sums over replicas of what a rank has of a unit."""
+        reduce, size = self.links.collective, self.gradient_bytes
+        dense = reduce("all_reduce", unit.dense / c.shard * size, groups.replica)
+        return dense + reduce("all_reduce", unit.experts / groups.expert_shard.size * size, groups.expert_replica)
+
+    def _forward(self, units: Sequence[ShardedUnit], gathers: Sequence[float]) -> tuple[float, float]:
+        """(what nothing hides, what is hidden) of all gathers in a forward."""
+        late = hidden = before = 0.0
+        for unit, seconds in zip(units, gathers, strict=True):
+            for times, behind in ((1, before), (unit.count - 1, unit.forward)):
+                shown, under = hide(seconds, behind * self.profile.hides_gathers)
+                late, hidden = late + times * shown, hidden + times * under
+            before = unit.forward
+        return late, hidden
+
+    def _backward(self, units: Sequence[ShardedUnit], gathers: Sequence[float]) -> tuple[float, float]:
+        late = hidden = 0.0
+        behind: float | None = None
+        for unit, seconds in zip(reversed(units), reversed(gathers), strict=True):
+            if unit.is_embedding:
+                continue  # its gradient needs no weight
+            # The head is the unit that forward read last: it is still there.
+            first = (0.0, 0.0) if behind is None and unit.is_head else hide(seconds, self._share(behind or 0.0))
+            others = hide(seconds, self._share(unit.backward))
+            late += first[0] + (unit.count - 1) * others[0]
+            hidden += first[1] + (unit.count - 1) * others[1]
+            behind = unit.backward
+        return late, hidden
+
+    def _share(self, seconds: float) -> float:
+        return seconds * self.profile.hides_gathers
+
+    def _tail(self, units: Sequence[ShardedUnit], seconds: Sequence[float]) -> float:
+        """Of the units that backward leaves last: the first layer, and an embedding before it, whose own backward is short."""
+        ends = [value for unit, value in zip(units, seconds, strict=True) if unit.is_embedding]
+        layers = [value for unit, value in zip(units, seconds, strict=True) if not unit.is_embedding]
+        return sum(ends) + sum(layers[:1])

@@ -1,0 +1,269 @@
+"""Predicted bytes beside counted: random layouts of 1 to 4 ranks on this machine, over gloo.
+
+    python scripts/bench/foresight_memory.py [--layouts 40] [--seed 1] [--json FILE]
+
+Layouts are drawn as `verify --random` draws them (`framework/verify/draws.py`), of small models whose activations have formulas.
+Each is built as `meshwright train` builds it and takes two steps, of which the second is counted:
+
+    states        distinct memory of parameters, gradients, masters and moments, before the step
+    activations   what torch's allocator has given out when a forward ends, above what there was before the step, without
+                  parameters that are gathered then: the most of all forwards of a rank
+
+Of a mixture the mean of the ranks at one place of the pipeline is compared: a router is not uniform, and what one rank's experts
+get more than the mean, others get less. What a rank has received ahead of its next forward is counted and predicted with
+activations. States have to be equal, activations within 3%. A forward's own temporaries are gone when it ends, and so is what it computes
+again in backward, so neither is counted.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import profile, record_function
+
+from framework.build import build
+from framework.comm.connect import connect
+from framework.data.pack import Microbatch
+from framework.data.slices import cut_context
+from framework.errors import MeshwrightError
+from framework.foresight.memory import forecast_memory
+from framework.foresight.settings import Settings, chosen_counts, planned_candidate
+from framework.foresight.shape import make_shape
+from framework.model.load import load_config
+from framework.plan.cluster import Cluster
+from framework.plan.memory import KINDS
+from framework.plan.plan import Plan, make_plan
+from framework.recipe.compose import compose
+from framework.recipe.schema import Recipe
+from framework.train.step import Run, train_step
+from framework.verify.draws import Drawn, draw, write
+from framework.verify.pool import RankPool
+
+RANKS = (1, 2, 4, 4)
+STATES = tuple(kind for kind in KINDS if kind != "gathered")
+# Of which layers are known by formulas, and values of their configs: wide enough for tensors of tokens to be more than tables.
+WIDTHS = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
+WIDTHS |= {"vocab_size": 1024, "head_dim": 16, "max_position_embeddings": 512}
+EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "mlp_only_layers": []}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen3": {},
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 96},
+    "qwen3_moe": EXPERTS,
+}
+# What is not drawn: it changes no byte; or it moves states and activations to the host, which on a CPU is the device.
+FIXED: dict[str, Any] = {f"memory.offload.{name}": 0.0 for name in ("optimizer", "parameters", "activations")}
+FIXED |= {
+    "train.steps": 5,
+    "model.attention": "auto",
+    "config.vocab_size": None,
+    "model.freeze": [],
+    "optim.clip_norm": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One layout. rank: of its ranks the one whose activations are off most, by predicted over counted."""
+
+    layout: str
+    rank: int
+    are_states_equal: bool
+    predicted: int
+    counted: int
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.counted
+
+
+def draw_recipe(seed: int, number: int) -> Recipe:
+    """The first attempt of a draw that the rules allow."""
+    names = tuple(FAMILIES)
+    for attempt in range(200):
+        rng = random.Random(f"memory {seed}/{number}/{attempt}")
+        family = names[number % len(names)]
+        given = FIXED | {"model.family": family, "launch.ranks": RANKS[number % len(RANKS)], "precision": "fp32"}
+        given["batch.context"] = rng.choice((64, 96, 128))
+        drawn = draw(seed, number, attempt, given)
+        recipe = _recipe_of(drawn, FAMILIES[family])
+        if recipe is not None:
+            return recipe
+    raise SystemExit(f"draw {number} of seed {seed}: no attempt is legal")
+
+
+def _recipe_of(drawn: Drawn, changes: Mapping[str, Any]) -> Recipe | None:
+    """None where it is refused."""
+    try:
+        recipe = compose([*write(drawn), "launch.device=cpu", "launch.threads_per_rank=1"]).require()
+        known = load_config(recipe.model).to_dict()
+        widths = {key: value for key, value in {**WIDTHS, **changes}.items() if key in known}
+        recipe = replace(recipe, model=replace(recipe.model, config=dict(recipe.model.config) | widths))
+        plan = make_plan(recipe, load_config(recipe.model))
+        plan.memory(0)
+    except MeshwrightError:
+        return None
+    return recipe
+
+
+# --- on the ranks
+
+
+def count(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[dict[str, int], int]:
+    """One rank: (bytes of its states by kind, the most bytes of activations behind a forward)."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    plan = make_plan(recipe, load_config(recipe.model))
+    mesh = connect(plan.topology, torch.device("cpu"), rendezvous, rank)
+    run = build(plan, mesh)
+    states = count_states(run)
+    batches = [_make_batch(plan, rank) for _ in range(2)]
+    train_step(run, batches[0], 0, 1e-4).read()
+    activations = count_activations(run, batches[1])
+    run.close()
+    mesh.close()
+    return states, activations
+
+
+def _make_batch(plan: Plan, rank: int) -> list[Microbatch]:
+    derived, slices = plan.derived, plan.context_slices(rank)
+    shape = derived.sequences_per_microbatch, derived.context + 1
+    tokens = [torch.randint(plan.vocabulary_size, shape) for _ in range(derived.accumulation)]
+    return [cut_context(Microbatch(each[:, :-1].clone(), each[:, 1:].clone(), None), slices) for each in tokens]
+
+
+def count_states(run: Run) -> dict[str, int]:
+    """Bytes of distinct memory; what two kinds share counts for the first of them."""
+    states = [
+        tensor
+        for shard in run.optimizer.shards
+        for tensor in run.optimizer.states_of(shard).memory(shard, 0, shard.value.numel())
+    ]
+    kinds: dict[str, list[Tensor]] = {
+        "parameters": [tensor for buffer in run.buffers for tensor in (buffer.full, buffer.shard)],
+        "gradients": [tensor for buffer in run.buffers for tensor in (buffer.gradient, buffer.reduced)],
+        "master": [buffer.master for buffer in run.buffers],
+        "optimizer": states,
+    }
+    seen: set[int] = set()
+    totals = {}
+    for kind, tensors in kinds.items():
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+        totals[kind] = sum(num_bytes for place, num_bytes in storages.items() if place not in seen)
+        seen |= storages.keys()
+    return totals
+
+
+def count_activations(run: Run, batch: Sequence[Microbatch]) -> int:
+    """The most that a step has allocated when a forward ends, without full parameters and gradients that have come since."""
+    came: list[int] = []
+    before = _bytes_of_buffers(run)
+    for stage in run.stages.values():
+        forward = stage.forward
+
+        def marked(*arguments: Any, forward: Any = forward) -> Any:
+            outputs = forward(*arguments)
+            came.append(_bytes_of_buffers(run) - before)
+            with record_function("a forward has ended"):
+                return outputs
+
+        stage.forward = marked  # type: ignore[method-assign]
+    with profile(profile_memory=True) as profiled:
+        train_step(run, batch, 1, 1e-4).read()
+    held = list(_held_at_marks(profiled))
+    assert len(held) == len(came), (len(held), len(came))
+    return max(there - of_buffers for there, of_buffers in zip(held, came, strict=True))
+
+
+def _bytes_of_buffers(run: Run) -> int:
+    tensors = [each for buffer in run.buffers for each in (buffer.full, buffer.gradient)]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def _held_at_marks(profiled: Any) -> Iterator[int]:
+    """Bytes allocated above those at the start, at each mark."""
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    moments = [(each["ts"], each["args"]["Bytes"]) for each in events if each["name"] == "[memory]"]
+    moments += [(each["ts"], None) for each in events if each["name"] == "a forward has ended"]
+    held = 0
+    for _, num_bytes in sorted(moments, key=lambda each: each[0]):
+        if num_bytes is None:
+            yield held
+        else:
+            held += num_bytes
+
+
+# --- beside what is foretold
+
+
+def compare(recipe: Recipe, ranks: Sequence[tuple[dict[str, int], int]]) -> Counted:
+    """ranks: what each counted."""
+    plan = make_plan(recipe, load_config(recipe.model))
+    shape, candidate = make_shape(plan.config, plan.recipe), planned_candidate(plan)
+    found = forecast_memory(
+        shape, candidate, Settings.of(plan.recipe), Cluster.from_recipe(recipe), chosen_counts(plan)
+    )
+    rows = []
+    for rank, (states, own) in enumerate(ranks):
+        counted = _mean_of_place(plan, rank, ranks) if plan.mixtures else own
+        stage = found.stages[plan.topology.index("pp", rank)]
+        phases = [stage.phases[name] for name in ("forward", "loss")]
+        predicted = max(each["activations"] + each["logits"] + each["communication"] for each in phases)
+        are_equal = all(states[kind] == stage.phases["backward"][kind] for kind in STATES)
+        rows.append(Counted(plan.title, rank, are_equal, predicted, counted))
+    return replace(
+        max(rows, key=lambda each: abs(each.ratio - 1)), are_states_equal=all(each.are_states_equal for each in rows)
+    )
+
+
+def _mean_of_place(plan: Plan, rank: int, ranks: Sequence[tuple[dict[str, int], int]]) -> int:
+    """What ranks at one place of the pipeline have on average: what experts of one get more rows than the mean, others get less."""
+    place = plan.topology.index("pp", rank)
+    found = [counted for each, (_, counted) in enumerate(ranks) if plan.topology.index("pp", each) == place]
+    return sum(found) // len(found)
+
+
+def count_layouts(recipes: Sequence[Recipe], pool: RankPool) -> Iterator[Counted]:
+    """Each recipe's layout, counted on ranks of this machine."""
+    for recipe in recipes:
+        world = make_plan(recipe, load_config(recipe.model)).topology.world
+        yield compare(recipe, pool.run(world, count, recipe, timeout_s=300))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    recipes = [draw_recipe(options.seed, number) for number in range(options.layouts)]
+    rows = []
+    with closing(RankPool(max(RANKS), "framework.build")) as pool:
+        for each in count_layouts(recipes, pool):
+            rows.append(each)
+            states = "equal" if each.are_states_equal else "DIFFER"
+            print(
+                f"{each.ratio:6.3f}  {each.predicted:>12,} of {each.counted:>12,}  states {states}  {each.layout}",
+                flush=True,
+            )
+    worst = max(rows, key=lambda each: abs(each.ratio - 1))
+    print(f"states equal in {sum(each.are_states_equal for each in rows)} of {len(rows)} layouts")
+    print(f"activations: the worst of all ranks is {worst.ratio - 1:+.1%}, {worst.layout}")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) | {"ratio": each.ratio} for each in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

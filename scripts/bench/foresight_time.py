@@ -1,0 +1,233 @@
+"""Predicted step time beside measured: random layouts of 1 to 4 ranks on this machine, over gloo.
+
+    meshwright doctor --measure=my_machine.yaml
+    python scripts/bench/foresight_time.py --cluster my_machine.yaml [--layouts 24] [--seed 1] [--json FILE]
+
+Layouts are drawn by a seed: a small Llama of random width and depth, degrees of dp, tp, cp and pp, ZeRO's stage, sequence
+parallelism, schedule, activation checkpointing, microbatches. Every layout is built as `meshwright train` builds it and takes
+some steps, one thread a rank; all of them in turn, and that several times over, so that what disturbs the machine disturbs all
+alike. Measured is the median of all of a layout's steps but the first of each time. The forecast has seen nothing of it: it
+reads the machine's file.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from framework.build import build
+from framework.comm.collectives import all_reduce
+from framework.comm.connect import connect
+from framework.data.pack import Microbatch
+from framework.data.slices import cut_context
+from framework.foresight.forecast import TimeForecast
+from framework.foresight.layouts import candidate_of
+from framework.foresight.shape import make_shape
+from framework.foresight.time import forecast_time
+from framework.model.load import load_config
+from framework.plan.cluster import Cluster
+from framework.plan.plan import make_plan
+from framework.recipe import schema
+from framework.recipe.check import check_recipe
+from framework.recipe.compose import compose
+from framework.recipe.schema import Recipe
+from framework.train.step import train_step
+from framework.verify.pool import RankPool
+
+RANKS = (1, 2, 4)
+WARMUP_STEPS, LR = 2, 1e-4
+PRELOAD = "framework.build"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layout. steps_s: of all its timed steps."""
+
+    recipe: Recipe
+    forecast: TimeForecast
+    steps_s: Sequence[float]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a typical step."""
+        return statistics.median(self.steps_s)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.forecast.step_s / self.step_s
+
+
+def draw(rng: random.Random, ranks: int) -> Recipe:
+    """A recipe of a random layout; it may be one that the rules refuse."""
+    degrees = dict.fromkeys(("dp", "tp", "pp", "cp"), 1)
+    rest = ranks
+    while rest > 1:
+        degrees[rng.choice(tuple(degrees))] *= 2
+        rest //= 2
+    hidden, accumulation = rng.choice((192, 256, 384)), rng.choice((1, 2, 4))
+    if degrees["pp"] > 1:
+        accumulation = max(accumulation, 2) * 2
+    sequences, context = rng.choice((1, 2)), rng.choice((128, 256, 512))
+    model = {
+        "hidden_size": hidden,
+        "num_hidden_layers": rng.choice((4, 6)),
+        "num_attention_heads": 8,
+        "num_key_value_heads": rng.choice((4, 8)),
+        "intermediate_size": hidden * 11 // 4 // 16 * 16,
+        "vocab_size": rng.choice((2048, 8192)),
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": rng.random() < 0.3,
+    }
+    return schema.Recipe(
+        train=schema.Train(steps=1000),
+        batch=schema.Batch(
+            sequences_per_step=sequences * accumulation * degrees["dp"],
+            sequences_per_microbatch=sequences,
+            context=context,
+        ),
+        model=schema.Model(family="llama", config=model),
+        data=schema.Data(
+            sources={"text": schema.Source("python-stdlib")}, bpe_vocab=2048
+        ),  # not read: tokens are drawn
+        precision=schema.Precision(compute="fp32"),
+        optim=schema.Optim(schedule=schema.LearningRateSchedule(name="constant")),
+        zero=schema.Zero(stage=rng.randrange(4)),
+        parallel=schema.Parallel(**degrees, sequence=rng.random() < 0.5),
+        pipeline=schema.Pipeline(schedule=rng.choice(("gpipe", "1f1b")) if degrees["pp"] > 1 else "1f1b"),
+        memory=schema.Memory(
+            activation_checkpointing=rng.choice(("none", "none", "selective", "full")), chunked_loss=False
+        ),
+        launch=schema.Launch(ranks=ranks, device="cpu", threads_per_rank=1),
+    )
+
+
+def draw_layouts(seed: int, count: int) -> list[Recipe]:
+    """Layouts that the rules allow, of every number of ranks equally many."""
+    rng, found = random.Random(seed), []
+    while len(found) < count:
+        recipe = draw(rng, RANKS[len(found) % len(RANKS)])
+        if not check_recipe(recipe, {}):
+            found.append(recipe)
+    return found
+
+
+def time_steps(rank: int, world: int, rendezvous: str, recipe: Recipe, num_steps: int) -> list[float]:
+    """One rank: seconds of each step behind the first ones, from when all ranks begin to when the last one has ended."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    plan = make_plan(recipe, load_config(recipe.model))
+    mesh = connect(plan.topology, torch.device("cpu"), rendezvous, rank)
+    run = build(plan, mesh)
+    slices, derived = plan.context_slices(rank), plan.derived
+    shape = (derived.sequences_per_microbatch, derived.context + 1)
+    everyone, seconds = mesh.axis("world"), []
+    for step in range(WARMUP_STEPS + num_steps):
+        tokens = [torch.randint(plan.vocabulary_size, shape) for _ in range(derived.accumulation)]
+        batch = [cut_context(Microbatch(each[:, :-1].clone(), each[:, 1:].clone(), None), slices) for each in tokens]
+        all_reduce(torch.zeros(1), everyone, label="all begin")
+        start = time.perf_counter()
+        train_step(run, batch, step, LR).read()
+        all_reduce(torch.zeros(1), everyone, label="all have ended")
+        seconds.append(time.perf_counter() - start)
+    run.close()
+    mesh.close()
+    return seconds[WARMUP_STEPS:]
+
+
+def measure(recipes: Sequence[Recipe], cluster: Cluster, rounds: int, num_steps: int) -> list[Measured]:
+    """All layouts in turn, `rounds` times over, each time in another order."""
+    seconds: list[list[float]] = [[] for _ in recipes]
+    order = list(range(len(recipes)))
+    with closing(RankPool(max(RANKS), PRELOAD)) as pool:
+        for _ in range(rounds):
+            for index in order:
+                recipe = recipes[index]
+                assert recipe.launch.ranks is not None, "draws state the ranks"
+                seconds[index] += pool.run(recipe.launch.ranks, time_steps, recipe, num_steps)[0]
+            order.reverse()
+    return [Measured(recipe, predict(recipe, cluster), steps) for recipe, steps in zip(recipes, seconds, strict=True)]
+
+
+def predict(recipe: Recipe, cluster: Cluster) -> TimeForecast:
+    """The forecast of a recipe; as `plan` makes it."""
+    return forecast_time(make_shape(load_config(recipe.model), recipe), candidate_of(recipe), recipe, cluster)
+
+
+def describe(recipe: Recipe) -> str:
+    """The layout in a few words."""
+    parallel, config = recipe.parallel, recipe.model.config
+    degrees = [f"{axis}{getattr(parallel, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(parallel, axis) > 1]
+    words = [*degrees, f"z{recipe.zero.stage}"]
+    if parallel.tp > 1 and parallel.sequence:
+        words.append("sp")
+    if parallel.pp > 1:
+        words.append(recipe.pipeline.schedule)
+    if recipe.memory.activation_checkpointing != "none":
+        words.append(recipe.memory.activation_checkpointing)
+    batch, candidate = recipe.batch, candidate_of(recipe)
+    words.append(f"{candidate.accumulation} x {batch.sequences_per_microbatch} x {batch.context}")
+    words.append(f"h{config['hidden_size']} L{config['num_hidden_layers']} V{config['vocab_size']}")
+    return " ".join(words)
+
+
+def print_table(found: Sequence[Measured]) -> None:
+    """A row for each layout, with the parts that the forecast is made of."""
+    print(
+        "| ranks | layout | measured ms | predicted ms | predicted / measured | parts, ms |\n|---|---|---|---|---|---|"
+    )
+    for each in found:
+        parts = sorted(each.forecast.parts.items(), key=lambda part: -part[1])[:5]
+        shown = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in parts)
+        print(
+            f"| {each.recipe.launch.ranks} | {describe(each.recipe)} | {1e3 * each.step_s:.0f}"
+            f" | {1e3 * each.forecast.step_s:.0f} | {each.ratio:.2f} | {shown} |"
+        )
+
+
+def summarise(found: Sequence[Measured]) -> dict[str, Any]:
+    """Errors over all layouts, and by number of ranks."""
+    errors = [abs(each.ratio - 1) for each in found]
+    by_ranks = {
+        ranks: statistics.median(each.ratio for each in found if each.recipe.launch.ranks == ranks) for ranks in RANKS
+    }
+    return {
+        "layouts": len(found),
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "median_ratio_by_ranks": by_ranks,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", default="laptop", help="a file that `doctor --measure` wrote, or a shipped one")
+    parser.add_argument("--layouts", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a layout in each round")
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    described = compose([f"cluster={options.cluster}", "experiment=quickstart"]).require()
+    cluster = Cluster.from_recipe(replace(described, launch=replace(described.launch, device="cpu")))
+    started = time.perf_counter()
+    found = measure(draw_layouts(options.seed, options.layouts), cluster, options.rounds, options.steps)
+    print_table(found)
+    summary = summarise(found)
+    print(f"\nmedian error {summary['median_error']:.1%}, worst {summary['worst_error']:.1%}; predicted over measured by ranks: "
+          + ", ".join(f"{ranks}: {ratio:.2f}" for ranks, ratio in summary["median_ratio_by_ranks"].items())
+          + f"; {time.perf_counter() - started:.0f} s")  # fmt: skip
+    if options.json is not None:
+        options.json.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What is foretold of a layout's memory is what its Plan counts, for every family, layout and option."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from framework.errors import MeshwrightError
+from framework.foresight.memory import forecast_memory, moments_of, spare_bytes
+from framework.foresight.settings import Settings, chosen_counts, planned_candidate
+from framework.foresight.shape import make_shape
+from framework.parallel.pipeline.schedules import make_schedule
+from framework.parallel.pipeline.simulate import LiveMoment, live_moments
+from framework.plan.cluster import Cluster
+from framework.plan.memory import KINDS
+from framework.plan.plan import Plan, make_plan
+from framework.recipe.check import check_recipe
+from framework.recipe.schema import Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero
+from tests.families import FAMILIES, Family, build_config, family
+from tests.ranks.parity import small_recipe
+
+
+def draw(rng: random.Random) -> Recipe:
+    """A layout of a random recipe, legal or not."""
+    pick = rng.choice
+    parallel = Parallel(
+        tp=pick((1, 1, 2, 4)),
+        pp=pick((1, 1, 2, 3)),
+        cp=pick((1, 1, 2)),
+        ep=pick((1, 1, 2, 4)),
+        sequence=pick((True, False)),
+    )
+    world = pick((1, 2, 4)) * parallel.tp * parallel.pp * parallel.cp
+    zero = Zero(pick((0, 1, 2, 3)))
+    if zero.stage:
+        within = pick((None, 1, 2))
+        zero = replace(zero, shard_within=within, optimizer_within="all" if within and pick((True, False)) else "shard")
+    if zero.stage >= 2:
+        zero = replace(
+            zero, accumulate=pick(("sharded", "local")), keep_gathered=zero.stage == 3 and pick((False, True))
+        )
+    offload = Offload(
+        optimizer=pick((0.0, 0.0, 0.5, 1.0)),
+        parameters=pick((0.0, 0.5, 1.0)) if zero.stage == 3 else 0.0,
+        activations=pick((0.0, 0.0, 0.4, 1.0)),
+    )
+    policies = ("none", "full") if offload.activations else ("none", "selective", "full", "sqrt")
+    memory = Memory(
+        pick(policies),
+        chunked_loss=pick((False, False, True)),
+        gathered_inputs="regather" if parallel.sequence and pick((True, False)) else "keep",
+        compile="never",
+        offload=offload,
+    )
+    schedule = pick(("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"))
+    recipe = small_recipe(pick(("fp32", "bf16")), world, pick((1, 2, 4, 6)), 48, None, zero, parallel)
+    return replace(
+        recipe,
+        memory=memory,
+        pipeline=Pipeline(schedule=schedule if parallel.pp > 1 else "1f1b"),  # type: ignore[arg-type]
+        batch=replace(recipe.batch, context=32),
+        precision=replace(recipe.precision, moments=pick(("fp32", "fp32", "bf16", "int8"))),
+        model=replace(recipe.model, freeze=pick(([], [], ["bias|norm|ln"], [r"\.0\."]))),
+        optim=pick((Optim(), Optim(groups={"slow": ParameterGroup("bias|norm|ln", lr_ratio=0.3)}))),
+    )
+
+
+def plans(family: Family, seed: int, count: int) -> Iterator[Plan]:
+    """Plans of random layouts of a family; those that are refused are drawn again, some times."""
+    rng, config, left = random.Random(f"{seed}/{family.name}"), build_config(family), 12 * count
+    while count and left:
+        left -= 1
+        recipe = draw(rng)
+        recipe = replace(recipe, launch=replace(recipe.launch, device="cuda", kind="local"))
+        try:
+            if any(not each.key.startswith(("data.", "model.tokenizer")) for each in check_recipe(recipe, {})):
+                continue
+            plan = make_plan(recipe, config)
+            plan.memory(0)
+        except MeshwrightError:
+            continue
+        count -= 1
+        yield plan
+
+
+def cluster_of(num_bytes: int) -> Cluster:
+    """Of which memory is all that is asked."""
+    found: Any = Cluster.__new__(Cluster)
+    object.__setattr__(found, "memory_bytes", num_bytes)
+    return found
+
+
+def assert_is_planned(plan: Plan) -> None:
+    shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
+    candidate = planned_candidate(plan)
+    assert shape.refusal(candidate) is None
+    found = forecast_memory(shape, candidate, settings, cluster_of(0), chosen_counts(plan))
+    for rank, stage in zip(plan.topology.ranks("pp", 0), found.stages, strict=True):
+        planned, title = plan.memory(rank), f"{plan.title}, rank {rank}: {candidate}"
+        backward = stage.phases["backward"]
+        assert {kind: backward[kind] for kind in KINDS} == {kind: planned.held[kind] for kind in KINDS}, title
+        assert stage.host == sum(planned.on_host.values()), title
+        kept = [sum(each[kind] for kind in ("activations", "logits")) for each in stage.phases.values()]
+        assert max(kept) <= planned.held["activations"], title
+    assert spare_bytes(shape, candidate, settings, cluster_of(0)) == found.spare
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_states_are_foretold_as_they_are_planned(name: str) -> None:
+    for plan in plans(family(name), seed=1, count=2):
+        assert_is_planned(plan)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("each", FAMILIES, ids=lambda each: each.name)
+def test_states_of_any_family_are_foretold_as_they_are_planned(each: Family) -> None:
+    for plan in plans(each, seed=2, count=6):
+        assert_is_planned(plan)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"])
+def test_in_flight_microbatches_are_those_of_the_whole_schedule(schedule: str) -> None:
+    """Of hundreds of microbatches a few are simulated: ranks have as many in flight at once."""
+    virtuals = {"interleaved": (2, 3), "zbv": (2,), "dualpipe_v": (2,)}.get(schedule, (1,))
+    for pp, virtual, accumulation in product((2, 3, 4, 6), virtuals, (13, 24, 50, 97)):
+        few = moments_of(schedule, pp, virtual, accumulation)
+        whole = make_schedule(schedule, pp, accumulation, virtual)
+        for rank in range(pp):
+            # Not one is missing, and none is more than there is.
+            there = live_moments(whole, rank)
+            assert set(few[rank]) <= set(there), (pp, virtual, accumulation, rank)
+            for each in there:
+                assert any(is_at_least(other, each) for other in few[rank]), (pp, virtual, accumulation, rank, each)
+
+
+def is_at_least(one: LiveMoment, other: LiveMoment) -> bool:
+    alike = one[:2] == other[:2]
+    return alike and all(a[1] >= b[1] and a[2] >= b[2] for a, b in zip(one.live, other.live, strict=True))

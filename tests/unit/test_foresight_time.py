@@ -1,0 +1,323 @@
+"""The seconds of a step: sums by hand on machines whose rates are round numbers, and what must hold of any layout."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+
+from framework.foresight.bubble import Lengths
+from framework.foresight.candidate import Candidate
+from framework.foresight.collectives import place_group, place_groups
+from framework.foresight.forecast import TimeForecast
+from framework.foresight.profile import Kernels, Profile
+from framework.foresight.shape import DEFAULT, ModelShape, make_shape
+from framework.foresight.time import PARTS, TimeModel, forecast_time
+from framework.foresight.update import expected_goodput
+from framework.parallel.pipeline.schedules import make_schedule
+from framework.parallel.pipeline.simulate import Costs, simulate
+from framework.plan.cluster import Cluster, Link, Span
+from framework.recipe import schema
+
+TFLOPS, HUGE = 1e12, 1e30
+NOTHING = Kernels(0, 0, 1)
+# Matmuls, attention and messages alone, nothing hidden behind anything.
+BARE = Profile(
+    *("bare", 1.0, 1.0, 2.5, True, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+    gradient_bytes=0.0,
+    hides_gathers=0.0,
+    hides_reductions=0.0,
+    hides_tp_gradient=0.0,
+)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Cluster:
+    """A cluster of 1 TFLOP/s in every matmul, whose links carry `rate` bytes a second without latency."""
+    links: Any = {kind: Link(0.0, (Span(1, rate, 0.0),)) for kind in KINDS}
+    values: dict[str, Any] = {
+        "peak_flops": {"bf16": TFLOPS},
+        "matmul_share": {"bf16": 1.0},
+        "attention_share": 1.0,
+        "attention_backward_share": 1.0,
+        "memory_rate": HUGE,
+        "host_rate": HUGE,
+        "disk_rate": HUGE,
+    }
+    return Cluster("machine", "H100", ranks_per_node, 2**36, links=links, **(values | changes))
+
+
+def llama(**changes: Any) -> PretrainedConfig:
+    values = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 512,
+        "tie_word_embeddings": False,
+    }
+    return AutoConfig.for_model("llama", **(values | changes))
+
+
+@cache
+def shape() -> ModelShape:
+    return make_shape(llama())
+
+
+@cache
+def mixture() -> ModelShape:
+    return make_shape(
+        AutoConfig.for_model(
+            "mixtral",
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            vocab_size=512,
+        )
+    )
+
+
+def of(candidate: Candidate, profile: Profile | None = BARE, **changes: Any) -> TimeForecast:
+    return forecast_time(shape(), candidate, DEFAULT, machine(**changes), profile)
+
+
+# Weights of a layer and of the head of `shape`.
+LAYER, HEAD = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160, 64 * 512
+T = 2 * 128
+ONE = Candidate(sequences=2, context=128)
+
+
+def test_one_rank_by_hand() -> None:
+    found = of(ONE)
+    assert found.parts["matmuls"] == pytest.approx(3 * 2 * T * (4 * LAYER + HEAD) / TFLOPS)
+    # 128 x 129 / 2 pairs of a sequence, a product and a sum of 8 heads of 8 features each, then five matmuls for two.
+    pairs = 2 * 128 * 129 / 2
+    assert found.parts["attention"] == pytest.approx(4 * 3.5 * 2 * pairs * 8 * (8 + 8) / TFLOPS)
+    assert found.step_s == pytest.approx(found.parts["matmuls"] + found.parts["attention"])
+    assert found.estimated == 0.0
+
+
+def test_useful_flops_are_mfu() -> None:
+    # The whole square of attention is useful by the definition, and half of it is computed.
+    found = of(ONE)
+    norms = (2 * 4 + 1) * 64  # a weight for each feature
+    per_token = 6 * (4 * LAYER + HEAD + norms) + 6 * 4 * 2 * 64 * 128
+    assert found.mfu == pytest.approx(per_token * T / found.step_s / TFLOPS)
+
+
+@pytest.mark.parametrize(("policy", "layers"), [("none", 0.0), ("full", 1.0), ("sqrt", 1.5)])
+def test_recomputation_by_hand(policy: Any, layers: float) -> None:
+    # Four layers are two groups: of each one layer's input is kept, and one forward more brings back the other's.
+    found = of(replace(ONE, checkpointing=policy))
+    last, attention = 64 * 160, 4 * 128 * 129 * 8 * 8 / 2
+    again = 2 * T * (4 * (LAYER - last)) + 4 * 2 * attention
+    more = (layers - 1) * 4 * (2 * T * LAYER + 2 * attention) if policy == "sqrt" else 0.0
+    assert found.parts["recomputation"] == pytest.approx((again * (layers > 0) + more) / TFLOPS)
+
+
+def test_accumulation_repeats_a_microbatch() -> None:
+    once, more = of(ONE), of(replace(ONE, accumulation=5))
+    assert more.parts["matmuls"] == pytest.approx(5 * once.parts["matmuls"])
+    assert more.tokens == 5 * once.tokens
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tp_divides_matmuls_and_sends_hidden_states(sequence: bool) -> None:
+    found = of(replace(ONE, tp=4, sequence=sequence), rate=1e9)
+    assert found.parts["matmuls"] == pytest.approx(of(ONE).parts["matmuls"] / 4)
+    # Of each layer two all-reduces, there and back, or as many gathers and scatters, of T x 64 values in bf16. The embedding's
+    # sum and the head's gradient are one more, with tokens divided each a pair.
+    passes = 4 * 2 * 2 + 2
+    assert found.parts["tp"] == pytest.approx(passes * 2 * 3 / 4 * T * 64 * 2 / 1e9)
+
+
+def test_weight_gradients_hide_the_sum_over_tp() -> None:
+    candidate = replace(ONE, tp=4)
+    shown, hidden = (of(candidate, replace(BARE, hides_tp_gradient=share), rate=1e12) for share in (0.0, 1.0))
+    assert hidden.parts["tp"] < shown.parts["tp"]
+    assert hidden.parts["tp"] + hidden.hidden["tp"] == pytest.approx(shown.parts["tp"])
+    # A schedule that leaves weight gradients for later has nothing to hide it under.
+    split = of(
+        replace(candidate, schedule="zb_h1", pp=2, accumulation=4), replace(BARE, hides_tp_gradient=1.0), rate=1e12
+    )
+    assert split.hidden.get("tp", 0.0) < hidden.hidden["tp"]
+
+
+def test_zero_gathers_and_reduces_by_hand() -> None:
+    # Parameters of a rank: layers with two norms, the last norm, embedding and head.
+    elements = 4 * (LAYER + 2 * 64) + 64 + 2 * HEAD
+    size, part = 1e9, 7 / 8
+    base = replace(ONE, dp=8, shard=8, accumulation=3)
+    first, third = of(replace(base, zero=1), rate=size), of(replace(base, zero=3), rate=size)
+    assert first.parts["gathers"] == pytest.approx(part * 2 * elements / size)
+    assert first.parts["reductions"] == pytest.approx(part * 4 * elements / size)
+    # Forward reads all units in each microbatch, backward the layers alone: the head is still there.
+    again = 4 * (LAYER + 2 * 64)
+    assert third.parts["gathers"] == pytest.approx(3 * part * 2 * (elements + again) / size)
+
+
+def test_without_shards_gradients_are_summed_over_replicas() -> None:
+    elements = 4 * (LAYER + 2 * 64) + 64 + 2 * HEAD
+    found = of(replace(ONE, dp=8), rate=1e9)
+    assert found.parts["gathers"] == 0.0
+    assert found.parts["reductions"] == pytest.approx(2 * 7 / 8 * 4 * elements / 1e9)
+
+
+def test_hidden_messages_slow_computation() -> None:
+    profile = replace(BARE, hides_gathers=1.0, hides_reductions=1.0, stolen=0.25)
+    found = of(replace(ONE, dp=8, shard=8, zero=3), profile, rate=1e12)
+    assert found.hidden["shard"] > 0
+    assert found.parts["contention"] == pytest.approx(0.25 * found.hidden["shard"])
+
+
+LAYOUTS = [
+    ONE,
+    replace(ONE, dp=4, shard=4, zero=3, checkpointing="selective"),
+    replace(ONE, dp=2, shard=2, zero=1, tp=4, sequence=True, accumulation=4),
+    replace(ONE, tp=2, pp=2, accumulation=8, schedule="1f1b"),
+    replace(ONE, pp=2, virtual=2, accumulation=8, schedule="interleaved", dp=4, shard=4, zero=2),
+    replace(ONE, pp=4, accumulation=16, schedule="zb_h1", tp=2, sequence=True),
+    replace(ONE, cp=2, dp=4, shard=8, zero=1),
+    replace(ONE, cp=4, ulysses=2, dp=2, shard=8, zero=3),
+    replace(ONE, cp=2, ulysses=2, tp=4),
+    replace(ONE, cp=2, is_gather=True, dp=8, shard=16, zero=1),
+]
+
+
+@pytest.mark.parametrize("candidate", LAYOUTS)
+def test_what_must_hold_of_any_layout(candidate: Candidate) -> None:
+    slow, fast = (of(candidate, None, rate=rate, memory_rate=1e12, overhead_s=1e-6) for rate in (1e10, 1e11))
+    assert set(slow.parts) == set(PARTS)
+    assert min(slow.parts.values()) >= 0.0
+    assert slow.step_s >= fast.step_s  # more bandwidth is never slower
+    slower_memory = of(candidate, None, rate=1e10, memory_rate=1e11, overhead_s=1e-6)
+    assert slower_memory.step_s >= slow.step_s
+    # One definition: MFU times step time depends on tokens and ranks alone.
+    flops = shape().flops_per_token(128) * candidate.tokens_per_step
+    assert slow.mfu * slow.step_s * slow.world * TFLOPS == pytest.approx(flops)
+
+
+def test_an_equal_step_has_an_equal_mfu() -> None:
+    found = [of(candidate, None, rate=1e10) for candidate in LAYOUTS]
+    ratios = {round(each.mfu * each.step_s * each.world / each.tokens * 1e9, 6) for each in found}
+    assert len(ratios) == 1
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"])
+@pytest.mark.parametrize("num_microbatches", [8, 24, 77])
+def test_lengths_are_the_simulators(name: str, num_microbatches: int) -> None:
+    virtual = 1 if name in ("gpipe", "1f1b", "zb_h1") else 2
+    stages = 4 * virtual
+    # The last stage has a head besides; a message takes a tenth of a forward.
+    costs = Costs(
+        [1.0] * (stages - 1) + [1.25], [1.0] * (stages - 1) + [1.125], [1.0] * (stages - 1) + [1.25], message=0.125
+    )
+    schedule = make_schedule(name, 4, num_microbatches, virtual)
+    exact = simulate(schedule, costs).length
+    assert Lengths().length(name, 4, num_microbatches, costs) == pytest.approx(exact, rel=0.01)
+    alike = Costs(*[[1.0] * stages] * 3, message=0.125)  # type: ignore[misc]
+    if num_microbatches == 8:  # nothing is rounded, nothing extrapolated
+        assert Lengths().length(name, 4, 8, alike) == pytest.approx(simulate(schedule, alike).length)
+    uneven = Costs([0.97 * x for x in costs.forward], [1.04 * x for x in costs.input], costs.weight, 0.11)
+    exact = simulate(schedule, uneven).length
+    assert Lengths().length(name, 4, num_microbatches, uneven) == pytest.approx(exact, rel=0.03)
+
+
+def test_bubble_is_the_simulators() -> None:
+    candidate = replace(ONE, pp=4, accumulation=8)
+    found = of(candidate)
+    stages = shape().stages(4, "1f1b", 1, 128)
+    each = 2 * T * LAYER / TFLOPS
+    attention = 2 * 128 * 129 * 8 * 16 / TFLOPS
+    layers, head = [stage.stop - stage.start for stage in stages], 2 * T * HEAD / TFLOPS
+    forward = [count * (each + attention) + head * stage.is_last for count, stage in zip(layers, stages, strict=True)]
+    inputs = [
+        count * (each + 2.5 * attention) + head * stage.is_last for count, stage in zip(layers, stages, strict=True)
+    ]
+    weights = [count * each + head * stage.is_last for count, stage in zip(layers, stages, strict=True)]
+    timeline = simulate(make_schedule("1f1b", 4, 8), Costs(forward, inputs, weights))
+    assert found.step_s == pytest.approx(timeline.length, rel=1e-6)
+    busiest = max(sum(8 * part[stage] for part in (forward, inputs, weights)) for stage in range(4))
+    assert found.parts["bubble"] == pytest.approx(timeline.length - busiest, rel=1e-6)
+
+
+def test_experts_compute_what_is_routed_to_them() -> None:
+    model = TimeModel(mixture(), DEFAULT, machine(rate=1e9), BARE)
+    alone = model.forecast(ONE)
+    attention, experts = 64 * (64 + 32 + 32 + 64), 2 * 3 * 64 * 96
+    assert alone.parts["matmuls"] == pytest.approx(3 * 2 * T * (2 * (attention + experts) + HEAD) / TFLOPS, rel=0.02)
+    spread = model.forecast(replace(ONE, dp=4, ep=4, expert_tp=1, shard=4, zero=1))
+    # There and back in forward and in backward, of two layers: two rows of 64 bf16 values for each token, 3/4 of them away.
+    assert spread.parts["ep"] == pytest.approx(2 * 4 * 3 / 4 * 2 * T * 64 * 2 / 1e9)
+    assert spread.parts["matmuls"] == pytest.approx(alone.parts["matmuls"])
+    halves = replace(DEFAULT, parallel=replace(DEFAULT.parallel, expert_overlap=True))
+    overlapped = forecast_time(mixture(), replace(ONE, dp=4, ep=4), halves, machine(rate=1e11), BARE)
+    waited = forecast_time(mixture(), replace(ONE, dp=4, ep=4), DEFAULT, machine(rate=1e11), BARE)
+    assert overlapped.parts["ep"] < waited.parts["ep"]
+
+
+def test_a_gpt2_is_known_by_its_operators() -> None:
+    found = make_shape(AutoConfig.for_model("gpt2", n_embd=64, n_layer=2, n_head=4, vocab_size=512, n_positions=128))
+    forecast = forecast_time(found, ONE, DEFAULT, machine(), BARE)
+    assert forecast.estimated == 0.0
+    assert forecast.parts["matmuls"] == pytest.approx(3 * 2 * T * (2 * 12 * 64 * 64 + HEAD) / TFLOPS)
+
+
+def test_a_model_of_another_form_is_told_by_its_flops() -> None:
+    config = AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=512, state_size=8)
+    found = make_shape(config)
+    forecast = forecast_time(found, ONE, DEFAULT, machine(), BARE)
+    assert forecast.step_s > 0
+    assert 0.0 <= forecast.estimated < 1.0
+    flops = 3 * T * sum(found.flops(128)[unit.name] for unit in found.units if unit.name != "embedding") / TFLOPS
+    assert forecast.parts["matmuls"] == pytest.approx(flops, rel=0.1)
+
+
+def test_axes_lie_where_the_mesh_puts_them() -> None:
+    assert place_group(8, 1, 8, 64).nodes == 1
+    assert place_group(16, 1, 8, 64).nodes == 2
+    assert place_group(4, 8, 8, 64).nodes == 4
+    assert place_group(4, 2, 8, 64).nodes == 1
+    assert place_group(8, 2, 8, 8).nodes == 1
+    groups = place_groups(Candidate(dp=4, tp=8, pp=2, shard=4, zero=1))
+    assert (groups.tp.nodes, groups.shard.nodes, groups.pp.nodes) == (1, 4, 2)
+
+
+def test_ranks_that_share_cores_take_turns() -> None:
+    cluster = machine(ranks_per_node=2)
+    two, four = (forecast_time(shape(), replace(ONE, dp=dp), DEFAULT, cluster, BARE) for dp in (2, 4))
+    assert four.parts["matmuls"] == pytest.approx(2 * two.parts["matmuls"])
+
+
+def test_update_saves_and_failures_by_hand() -> None:
+    elements = 4 * (LAYER + 2 * 64) + 64 + 2 * HEAD
+    saving = replace(DEFAULT, checkpoint=schema.Checkpoint(every_steps=10), train=schema.Train(steps=7200))
+    cluster = machine(memory_rate=1e9, host_rate=1e8, price_per_hour=2.0, failures_per_device_hour=0.5)
+    found = forecast_time(shape(), replace(ONE, dp=2, shard=2, zero=1), saving, cluster, BARE)
+    # Norm: fp32 gradients once. Update: master and two moments twice, the gradient once, the bf16 parameter once.
+    assert found.parts["optimizer"] == pytest.approx(elements / 2 * (4 + 30) / 1e9)
+    # A save copies master and moments to the host, each tenth step.
+    assert found.parts["checkpoint"] == pytest.approx(elements / 2 * 12 / 1e8 / 10)
+    interval_s = 10 * (found.step_s - found.parts["checkpoint"])
+    assert found.goodput == pytest.approx(1 / (1 + 2 * 0.5 / 3600 * (BARE.restart_s + interval_s / 2)))
+    assert found.hours == pytest.approx(2 * found.step_s / found.goodput)
+    assert found.cost == pytest.approx(found.hours * 2 * 2.0)
+
+
+def test_no_failures_lose_nothing() -> None:
+    assert expected_goodput(0.0, 3600.0, 300.0) == 1.0
+
+
+def test_offloaded_states_travel() -> None:
+    here, away = (
+        forecast_time(shape(), replace(ONE, offload=frozenset(names)), DEFAULT, machine(host_rate=1e9), BARE)
+        for names in ((), ("optimizer",))
+    )
+    assert here.parts["offload"] == 0.0
+    assert away.parts["offload"] > 0.0
