@@ -79,9 +79,7 @@ def _commands() -> tuple[Command, ...]:
         Command(
             "inject", "have a run suffer a fault: a death, a full disk, NaN, a flipped bit", _inject, _add_inject, False
         ),
-        Command(
-            "doctor", "what is installed and within reach, and how to fix what is not", _doctor, _add_nothing, True
-        ),
+        Command("doctor", "what is installed and within reach, and how to fix what is not", _doctor, _add_doctor, True),
         Command("generate", "let a trained model continue a text", _generate, _add_generate, False),
         Command("export", "a run's model as a folder that from_pretrained loads", _export, _add_export, False),
         Command("inspect", "what a checkpoint holds", _inspect, _add_inspect, False),
@@ -209,11 +207,37 @@ def _inject(arguments: argparse.Namespace) -> int:
     return inject_command(_find_run(arguments.run), arguments.words, arguments.here)
 
 
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure this machine in under two minutes and write what plan and search need of it, for cluster=FILE"
+        " (default: measured.yaml)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="with --measure: also a file of another machine")
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.measure is not None:
+        return _measure(arguments)
+    if arguments.overwrite:
+        raise RecipeError("--overwrite is for the file of --measure FILE")
     recipe = _compose(arguments)
     from framework.launch.doctor import doctor_command
 
     return doctor_command(recipe)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    typed = arguments.measure
+    if "=" in typed:  # argparse takes the override behind a lone --measure for its file
+        arguments.overrides, typed = [typed, *arguments.overrides], ""
+    recipe = _compose(arguments)
+    from framework.launch.measure import choose_file, measure_command
+
+    return measure_command(recipe, choose_file(typed, arguments.recipes), arguments.overwrite)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -340,7 +364,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
+    from framework.launch.machine import check_measured
     from framework.plan.page import plan_command
+
+    check_measured(recipe)
 
     return plan_command(recipe, arguments.schedule_to, arguments.options)
 

@@ -12,7 +12,9 @@ from itertools import islice
 from pathlib import Path
 
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError
+from framework.launch.machine import check_measured
 from framework.launch.slurm import partitions, reach
+from framework.recipe.clusters import find_cluster
 from framework.recipe.schema import Recipe
 
 # Changes of the recipe that would lower memory, of which this many are told.
@@ -45,6 +47,7 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
     for package in PACKAGES:
         yield _package(package)
     yield _devices(recipe)
+    yield from _measured(recipe)
     yield from _layout(recipe)
     yield _slurm(recipe)
     yield _writable("run root", Path(recipe.run.root), "run.root")
@@ -68,6 +71,27 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
     if cheapest:
         more = "meshwright plan --options has all, each by itself"
         yield Finding("memory", f"would be less with {', then '.join(cheapest)} ({more})")
+
+
+def _measured(recipe: Recipe) -> Iterator[Finding]:
+    """The cluster by which plan and search foretell, and whether its file is of this machine."""
+    from framework.plan.target import resolve_target
+
+    try:
+        described, is_assumed = find_cluster(resolve_target(recipe))
+    except MeshwrightError:  # the layout's line says why
+        return
+    found = (
+        f"{described.name}, by data sheets" if described.measured.processor is None else f"{described.name}, measured"
+    )
+    if is_assumed:
+        found += "; assumed, as the recipe names none (`meshwright doctor --measure` measures this machine)"
+    try:
+        check_measured(recipe)
+    except MeshwrightError as error:
+        yield Finding("cluster", found, str(error))
+        return
+    yield Finding("cluster", found)
 
 
 def _package(name: str) -> Finding:

@@ -24,6 +24,7 @@ from math import ceil, exp, log, log2
 from typing import Literal, get_args
 
 from framework.recipe.clusters import find_cluster
+from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.schema import Cluster as ClusterRecipe
 from framework.recipe.schema import Recipe
 
@@ -32,48 +33,18 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 # What a ring sends over the network of a node all its ranks share; of an all-to-all or a message each rank sends its own.
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+# Whose rate counts for a dtype of which a file has none, the first one first.
+ALIKE = {
+    "fp8": ("bf16", "fp16", "tf32", "fp32"),
+    "bf16": ("fp16", "tf32", "fp32"),
+    "fp16": ("bf16", "tf32", "fp32"),
+    "tf32": ("fp32", "bf16", "fp16"),
+    "fp32": ("tf32", "bf16", "fp16"),
+    "fp64": ("fp32", "tf32", "bf16", "fp16"),
+}
 # Where a matmul has too few tiles for all processors, libraries cut smaller ones. They load more bytes for a FLOP: (tiles in
 # place of one, share of the rate that they reach).
 SMALLER_TILES = ((1, 1.0), (2, 0.9), (4, 0.75))
-
-
-@dataclass(frozen=True)
-class Span:
-    """One kind of collective among the ranks of so many nodes. rate: bytes in a second by the convention of nccl-tests, without
-    latencies; hop_s: latency of a step between the nodes."""
-
-    nodes: int
-    rate: float
-    hop_s: float
-
-
-@dataclass(frozen=True)
-class Link:
-    """A kind of collective. spans: by rising number of nodes; start_s: latency before the first step."""
-
-    start_s: float
-    spans: tuple[Span, ...]
-
-    def at(self, nodes: int) -> Span:
-        """Between two measured numbers of nodes by the logarithms of nodes and rate; beyond the last as there."""
-        place = bisect_right([each.nodes for each in self.spans], nodes)
-        low, high = self.spans[max(place - 1, 0)], self.spans[min(place, len(self.spans) - 1)]
-        if low.nodes >= high.nodes:
-            return low
-        share = log(nodes / low.nodes) / log(high.nodes / low.nodes)
-        return Span(nodes, exp((1 - share) * log(low.rate) + share * log(high.rate)), high.hop_s)
-
-
-@dataclass(frozen=True)
-class Route:
-    """What one device sends over to another: bytes in a second, one way, and seconds before the first of a message arrives."""
-
-    rate: float
-    latency_s: float
-
-    def seconds(self, num_bytes: float, messages: int = 1) -> float:
-        """Seconds of so many bytes in so many messages, one behind the other."""
-        return messages * self.latency_s + num_bytes / self.rate if num_bytes else 0.0
 
 
 @dataclass(frozen=True)
@@ -101,37 +72,90 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Span:
+    """One kind of collective among the ranks of so many nodes. rate: bytes in a second by the convention of nccl-tests, without
+    latencies; hop_s: latency of a step between the nodes."""
+
+    nodes: int
+    rate: float
+    hop_s: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A kind of collective. spans: by rising number of nodes; start_s: latency before the first step; correction: logarithm of
+    measured over modelled seconds by bytes, among all ranks of a node."""
+
+    start_s: float
+    spans: tuple[Span, ...]
+    correction: Grid | None = None
+
+    def at(self, nodes: int) -> Span:
+        """Between two measured numbers of nodes by the logarithms of nodes and rate; beyond the last as there."""
+        place = bisect_right([each.nodes for each in self.spans], nodes)
+        low, high = self.spans[max(place - 1, 0)], self.spans[min(place, len(self.spans) - 1)]
+        if nodes <= low.nodes or low.nodes == high.nodes:
+            return low
+        share = log(nodes / low.nodes) / log(high.nodes / low.nodes)
+        return Span(nodes, exp((1 - share) * log(low.rate) + share * log(high.rate)), high.hop_s)
+
+    def slowed(self, turn: float) -> "Link":
+        """Where ranks copy the bytes themselves, with a part of the time for each."""
+        spans = tuple(Span(each.nodes, turn * each.rate, each.hop_s / turn) for each in self.spans)
+        return replace(self, start_s=self.start_s / turn, spans=spans)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one device sends over to another: bytes in a second, one way, and seconds before the first of a message arrives."""
+
+    rate: float
+    latency_s: float
+
+    def seconds(self, num_bytes: float, messages: int = 1) -> float:
+        """Seconds of so many bytes in so many messages, one behind the other."""
+        return messages * self.latency_s + num_bytes / self.rate if num_bytes else 0.0
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Rates of one device and of the links between devices, in bytes, FLOPs and seconds.
 
     name: of the file. is_assumed: the recipe names neither a cluster nor a GPU that one is known of. device: a part of the name
     that the driver reports. ranks_per_node: devices of a node. peak_flops: FLOP/s by dtype, dense, by the maker's data sheet;
-    of a measured CPU the best matmul. matmul_share: of the peak that the best matmul reaches; corrections: logarithms of
-    measured over modelled seconds. attention_share: of the peak that attention reaches in forward, and in backward.
-    memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes.
-    host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one device, in dollars, 0 if
-    unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
+    of a measured CPU the best matmul. matmul_...: what the model of a matmul computes with; corrections:
+    logarithms of measured over modelled seconds; alone: the same of one rank with all cores, each of whose ranks has `threads`
+    else. attention_share: of the peak that attention reaches in forward, and in backward; attention_curves: the same by context.
+    memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes; memory_alone:
+    of one rank with all cores. host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one
+    device, in dollars, 0 if unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
 
     name: str
     device: str
     ranks_per_node: int
     memory_bytes: int
     peak_flops: Mapping[str, float]
-    matmul_share: Mapping[str, float]
+    matmul_rate: Mapping[str, float]
     attention_share: float
     attention_backward_share: float
     memory_rate: float
     host_rate: float
     disk_rate: float
     links: Mapping[Collective, Link]
+    matmul_memory_rate: float
+    matmul_overhead_s: float
     price_per_hour: float = 0.0
     failures_per_device_hour: float = 0.0
     overhead_s: float = 0.0
     processors: int = 1
     tile: tuple[int, int] = (1, 1)
     ramp: int = 0
+    threads: int = 1
     corrections: Mapping[str, Grid] = field(default_factory=dict)
+    alone: Mapping[str, Grid] = field(default_factory=dict)
+    attention_curves: tuple[Grid, Grid] | None = None
     memory_curve: Grid | None = None
+    memory_alone: Grid | None = None
     is_assumed: bool = False
     # What has been asked before: a search asks for the same shapes and groups thousands of times.
     _matmuls: dict[tuple[int, int, int, str], float] = field(default_factory=dict, repr=False, compare=False)
@@ -141,9 +165,11 @@ class Cluster:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "Cluster":
-        """That of the recipe's `cluster`; where it names none that of launch.gres, of CPU ranks a laptop's."""
+        """That of the recipe's `cluster`, with as many ranks on a node as the recipe has; where it names none that of
+        launch.gres, of CPU ranks a laptop's."""
         described, is_assumed = find_cluster(recipe)
-        return cls.from_group(described, is_assumed)
+        ranks, launch = ceil(count_ranks(recipe) / count_nodes(recipe)), recipe.launch
+        return cls.from_group(described, is_assumed).for_ranks(ranks, launch.threads_per_rank or launch.cpus_per_rank)
 
     @classmethod
     def from_group(cls, group: ClusterRecipe, is_assumed: bool = False) -> "Cluster":
@@ -155,7 +181,9 @@ class Cluster:
             ranks_per_node=group.devices_per_node,
             memory_bytes=round(group.memory_gb * 2**30),
             peak_flops={dtype: each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
-            matmul_share={dtype: each.share for dtype, each in group.matmul.items()},
+            matmul_rate={dtype: each.share * each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
+            matmul_memory_rate=group.memory_gb_per_s * 1e9,
+            matmul_overhead_s=group.overhead_us * 1e-6,
             attention_share=group.attention_share,
             attention_backward_share=group.attention_backward_share,
             memory_rate=group.memory_gb_per_s * 1e9,
@@ -168,31 +196,45 @@ class Cluster:
             processors=group.processors,
             tile=group.tile,
             ramp=group.ramp,
+            threads=group.threads,
             is_assumed=is_assumed,
         )
-        corrections = {
-            dtype: bare.compare(dtype, each.measured) for dtype, each in group.matmul.items() if each.measured
-        }
-        curve = _read_curve(group.memory_measured) if group.memory_measured else None
         return replace(
-            bare, links=_read_links(group), corrections=corrections, memory_curve=curve, _matmuls={}, _costs={}
+            bare,
+            links=_read_links(group),
+            corrections={
+                dtype: bare.compare(dtype, each.measured) for dtype, each in group.matmul.items() if each.measured
+            },
+            alone={dtype: bare.compare(dtype, each.alone) for dtype, each in group.matmul.items() if each.alone},
+            attention_curves=_read_attention(group.attention_measured),
+            memory_curve=_read_curve(group.memory_measured),
+            memory_alone=_read_curve(group.memory_alone),
+            _matmuls={},
+            _costs={},
         )
 
     def matmul_seconds(self, rows: int, inner: int, columns: int, dtype: str = "bf16") -> float:
-        """Seconds of [rows, inner] times [inner, columns]."""
+        """Seconds of [rows, inner] times [inner, columns]; none of an empty one, such as of an expert without tokens."""
+        if not rows * inner * columns:
+            return 0.0
         key = (rows, inner, columns, dtype)
         known = self._matmuls.get(key)
         if known is None:
             known = self._model_matmul(rows, inner, columns, dtype)
-            grid = self.corrections.get(dtype)
+            grid = self.corrections.get(self._known_dtype(dtype))
             if grid is not None:
                 known *= exp(grid.at(rows, inner, columns))
             self._matmuls[key] = known
         return known
 
-    def attention_seconds(self, flops: float, dtype: str = "bf16", *, backward: bool = False) -> float:
-        """Seconds of attention's matmuls of so many FLOPs."""
+    def attention_seconds(
+        self, flops: float, dtype: str = "bf16", *, backward: bool = False, context: int | None = None
+    ) -> float:
+        """Seconds of attention's matmuls of so many FLOPs: of the pairs that its mask leaves, two matmuls in forward and five in
+        backward. context: tokens of a sequence, which a measured share depends on."""
         share = self.attention_backward_share if backward else self.attention_share
+        if self.attention_curves is not None and context is not None:
+            share = self.attention_curves[backward].at(context)
         return flops / (share * self._peak(dtype)) + self.overhead_s
 
     def memory_seconds(self, num_bytes: float) -> float:
@@ -207,33 +249,61 @@ class Cluster:
         returns, a reduce-scatter or an all-reduce takes, an all-to-all takes of one rank, a message is."""
         if ranks < 2 or not num_bytes:
             return 0.0
+        nodes = min(nodes, ranks)
         cost = self._costs.get((kind, ranks, nodes))
         if cost is None:
             cost = self._costs[kind, ranks, nodes] = self._cost(kind, ranks, nodes)
-        return cost[0] + cost[1] * num_bytes
+        seconds = cost[0] + cost[1] * num_bytes
+        correction = self.links[kind].correction
+        return seconds if correction is None else seconds * exp(correction.at(num_bytes))
 
     def route(self, nodes: int = 1) -> Route:
         """From a device to another one, of its own node or of another."""
         latency_s, per_byte = self._cost("send", 2, nodes)
         return Route(1 / per_byte, latency_s)
 
-    def shared_by(self, ranks: int) -> "Cluster":
-        """This cluster with so many ranks on a node, where they are more than its devices: cores of a CPU take turns."""
-        if ranks <= self.ranks_per_node:
+    def for_ranks(self, ranks: int, threads: int | None = None) -> "Cluster":
+        """This cluster with so many ranks on each node; threads: of a rank, None: the cores divided by the ranks.
+
+        On CPUs ranks that are more than the cores take turns, and fewer have several cores each: between the measured ranks and
+        one alone by the logarithm of its threads. A GPU has one rank."""
+        if self.device != "cpu":
             return self
-        part = self.ranks_per_node / ranks
+        cores = self.ranks_per_node * self.threads
+        threads = threads or max(1, cores // ranks)
+        turn, most = min(1.0, cores / (ranks * threads)), cores / self.threads
+        part = turn * min(1.0, threads / self.threads)
+        share = min(max(log(threads / self.threads) / log(most), 0.0), 1.0) if most > 1 else 0.0
+        faster = self._gain_alone**share
+        curve = _blend(self.memory_curve, self.memory_alone, share, part)
         return replace(
             self,
-            peak_flops={dtype: part * each for dtype, each in self.peak_flops.items()},
-            memory_rate=part * self.memory_rate,
-            memory_bytes=round(part * self.memory_bytes),
-            overhead_s=self.overhead_s / part,
             ranks_per_node=ranks,
-            memory_curve=self.memory_curve
-            and Grid(self.memory_curve.axes, tuple(part * each for each in self.memory_curve.values)),
+            threads=threads,
+            memory_bytes=self.memory_bytes * self.ranks_per_node // ranks,
+            peak_flops={dtype: part * faster * each for dtype, each in self.peak_flops.items()},
+            corrections={dtype: self._blend_matmul(dtype, share, part) for dtype in self.matmul_rate},
+            memory_rate=self.memory_rate * part * faster if curve is None else curve.values[-1],
+            memory_curve=curve,
+            overhead_s=self.overhead_s / turn,
+            links={kind: each.slowed(turn) for kind, each in self.links.items()},
             _matmuls={},
             _costs={},
         )
+
+    @property
+    def _gain_alone(self) -> float:
+        """How many times as fast one rank with all cores computes the largest measured matmul."""
+        pairs = [(self.corrections[dtype].values[-1], each.values[-1]) for dtype, each in self.alone.items()]
+        return max((exp(shared - alone) for shared, alone in pairs), default=self.ranks_per_node)
+
+    def _blend_matmul(self, dtype: str, share: float, part: float) -> Grid:
+        """Corrections between those of the measured ranks and of one alone, with a part of the time for each."""
+        shared = self.corrections.get(dtype, Grid(((0.0,),) * 3, (0.0,)))
+        alone = self.alone.get(dtype)
+        values = alone.values if alone is not None else tuple(each - log(self._gain_alone) for each in shared.values)
+        mixed = ((1 - share) * low + share * high - log(part) for low, high in zip(shared.values, values, strict=True))
+        return Grid(shared.axes, tuple(mixed))
 
     def compare(self, dtype: str, measured: Sequence[Sequence[float]]) -> Grid:
         """Logarithms of measured over modelled seconds. measured: [rows, inner, columns, TFLOP/s] of a full grid of shapes."""
@@ -255,7 +325,7 @@ class Cluster:
         return tuple((rows / max(1, part // 2), columns / min(2, part), share) for part, share in SMALLER_TILES)
 
     def _model_matmul(self, rows: int, inner: int, columns: int, dtype: str) -> float:
-        rate = self._peak(dtype) * self.matmul_share[self._known_dtype(dtype)]
+        rate = self.matmul_rate[self._known_dtype(dtype)]
         least = min(
             ceil(ceil(rows / tile_rows) * ceil(columns / tile_columns) / self.processors)
             * (tile_rows * tile_columns / share)
@@ -263,16 +333,15 @@ class Cluster:
         )
         compute_s = 2.0 * least * self.processors * (inner + self.ramp) / rate
         num_bytes = ITEMSIZE[dtype] * (rows * inner + inner * columns + rows * columns)
-        return self.overhead_s + max(compute_s, num_bytes / self.memory_rate)
+        return self.matmul_overhead_s + max(compute_s, num_bytes / self.matmul_memory_rate)
 
     def _peak(self, dtype: str) -> float:
         """FLOP/s of a dtype, or of one that multiplies alike."""
         return self.peak_flops[self._known_dtype(dtype)]
 
     def _known_dtype(self, dtype: str) -> str:
-        """The dtype whose rate counts: of two that multiply alike a file may have one."""
-        alike = {"fp16": "bf16", "bf16": "fp16", "fp32": "tf32", "fp8": "bf16", "tf32": "fp32", "fp64": "fp32"}
-        return dtype if dtype in self.peak_flops else alike[dtype]
+        """The dtype whose rate counts: of those that a file has, the one that multiplies most like it."""
+        return next(each for each in (dtype, *ALIKE[dtype]) if each in self.peak_flops)
 
     def _cost(self, kind: Collective, ranks: int, nodes: int) -> tuple[float, float]:
         """(seconds of latency, seconds of a byte of the whole tensor)."""
@@ -322,6 +391,8 @@ def _read_links(group: ClusterRecipe) -> dict[Collective, Link]:
                 for span in bare.spans
             ]
             bare = replace(bare, spans=tuple(spans))
+        if each.measured:
+            bare = replace(bare, correction=_compare_link(kind, bare, each.measured, group.devices_per_node))
         links[kind] = bare
     return links
 
@@ -338,6 +409,37 @@ def _without_latency(kind: str, link: Link, span: Span, num_bytes: float, device
     return part * num_bytes / max(sending_s - latency_s, sending_s / 2)
 
 
-def _read_curve(measured: Sequence[Sequence[float]]) -> Grid:
-    ordered = sorted((size, rate) for size, rate in measured)
-    return Grid((tuple(log(1e6 * size) for size, _ in ordered),), tuple(1e9 * rate for _, rate in ordered))
+def _compare_link(kind: str, link: Link, measured: Sequence[Sequence[float]], devices: int) -> Grid:
+    """Logarithms of measured over modelled seconds, by bytes."""
+    span, ranks = link.at(1), max(2, devices)
+    part = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
+    latency_s = link.start_s + span.hop_s if kind == "send" else count_latency_s(kind, link, ranks, 1)
+    points = [(1e6 * size, 1e-6 * micros) for size, micros in measured]
+    values = [log(seconds / (latency_s + part * num_bytes / span.rate)) for num_bytes, seconds in points]
+    return Grid((tuple(log(num_bytes) for num_bytes, _ in points),), tuple(values))
+
+
+def _read_curve(measured: Sequence[Sequence[float]]) -> Grid | None:
+    """Rates in bytes a second by bytes."""
+    if not measured:
+        return None
+    return Grid((tuple(log(1e6 * size) for size, _ in measured),), tuple(1e9 * rate for _, rate in measured))
+
+
+def _read_attention(measured: Sequence[Sequence[float]]) -> tuple[Grid, Grid] | None:
+    """Shares of the peak by context, in forward and in backward."""
+    if not measured:
+        return None
+    contexts = (tuple(log(context) for context, *_ in measured),)
+    return Grid(contexts, tuple(row[1] for row in measured)), Grid(contexts, tuple(row[2] for row in measured))
+
+
+def _blend(shared: Grid | None, alone: Grid | None, share: float, part: float) -> Grid | None:
+    """Rates between those of the measured ranks and of one alone, of which a rank has a part of the time."""
+    if shared is None:
+        return None
+    values = alone.values if alone is not None else shared.values
+    mixed = (
+        part * exp((1 - share) * log(low) + share * log(high)) for low, high in zip(shared.values, values, strict=True)
+    )
+    return Grid(shared.axes, tuple(mixed))

@@ -13,8 +13,11 @@ Device = Literal["cpu", "cuda"]
 
 
 def resolve_target(recipe: Recipe) -> Recipe:
-    """The recipe with no `auto` left in launch.device and precision.compute, for planning: nothing is checked of this machine."""
+    """The recipe with no `auto` left in launch.device and precision.compute, for planning: nothing is checked of this machine,
+    and a cluster that the recipe names says what its devices are."""
     device = target_device(recipe.launch)
+    if device is None and recipe.cluster.name is not None:
+        device = "cpu" if recipe.cluster.device == "cpu" else "cuda"
     if device is None:
         import torch
 

@@ -1,9 +1,11 @@
 """Machines as data: which file of `recipes/cluster/` a recipe means where it names none, and rules of their keys."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import cache
 from itertools import pairwise
+from math import prod
 
 import yaml
 from omegaconf._utils import get_yaml_loader
@@ -17,6 +19,7 @@ BY_GPU = {"A100": "a100_ib", "H100": "h100_ib", "H200": "h200_ib", "B200": "b200
 ASSUMED = "h100_ib"
 OF_CPUS = "laptop"
 DTYPES = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
+MEASURE_ANEW = "measure anew: meshwright doctor --measure"
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
@@ -27,9 +30,14 @@ def find_cluster(recipe: Recipe) -> tuple[Cluster, bool]:
         return recipe.cluster, False
     if is_on_cpus(recipe.launch):
         return read_shipped(OF_CPUS), True
-    words = re.split(r"[^A-Z0-9]+", (recipe.launch.gres or "").upper())
-    named = next((file for gpu, file in BY_GPU.items() if gpu in words), None)
+    named = name_of_gpu(recipe.launch.gres or "")
     return read_shipped(named or ASSUMED), named is None
+
+
+def name_of_gpu(text: str) -> str | None:
+    """The shipped file for the GPU that a text names, such as gpu:h100 or NVIDIA H100 80GB HBM3."""
+    words = re.split(r"[^A-Z0-9]+", text.upper())
+    return next((file for gpu, file in BY_GPU.items() if gpu in words), None)
 
 
 def is_on_cpus(launch: Launch) -> bool:
@@ -48,8 +56,14 @@ def read_shipped(name: str) -> Cluster:
 
 def find_cluster_problems(recipe: Recipe) -> Iterator[Problem]:
     """Of a cluster's file: dtypes and kinds that nothing knows, links that lack one, lists that do not fit one another."""
-    cluster = recipe.cluster
+    cluster, default = recipe.cluster, Cluster()
     if cluster.name is None:
+        for field in fields(cluster):
+            if getattr(cluster, field.name) != getattr(default, field.name):
+                message = "no cluster is named whose value this could change"
+                yield Problem(
+                    f"cluster.{field.name}", None, message, "choose one: cluster=h100_ib, say; or leave it out"
+                )
         return
     yield from _find_matmul_problems(cluster)
     for kind in cluster.links.keys() - set(KINDS):
@@ -68,6 +82,7 @@ def find_cluster_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"cluster.links.{kind}.nodes", link.nodes, "must begin with 1 and rise", "such as [1, 2, 4, 8]"
             )
+        yield from _find_curve_problems(f"cluster.links.{kind}.measured", link.measured, "10^6 bytes, microseconds")
 
 
 def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
@@ -77,21 +92,28 @@ def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
         message = "no rate of bf16 or fp32, which models are trained in"
         yield Problem("cluster.matmul", None, message, "such as cluster.matmul.bf16.peak_tflops=989.4")
     for dtype, matmul in cluster.matmul.items():
-        if any(len(row) != 4 or min(row) <= 0 for row in matmul.measured):
-            message = "each entry must be [rows, inner, columns, TFLOP/s], all above 0"
-            yield Problem(
-                f"cluster.matmul.{dtype}.measured", None, message, "measure anew: meshwright doctor --measure"
-            )
-            continue
-        shapes = {tuple(row[:3]) for row in matmul.measured}
-        sizes = [{shape[axis] for shape in shapes} for axis in range(3)]
-        if shapes and (
-            len(shapes) != len(matmul.measured) or len(shapes) != len(sizes[0]) * len(sizes[1]) * len(sizes[2])
-        ):
-            message = f"{len(matmul.measured)} entries are not a grid of {' x '.join(str(len(each)) for each in sizes)} shapes"
-            yield Problem(
-                f"cluster.matmul.{dtype}.measured", None, message, "each rows with each inner and columns, once"
-            )
-    if any(len(row) != 2 or min(row) <= 0 for row in cluster.memory_measured):
-        message = "each entry must be [10^6 bytes, 10^9 bytes/s], both above 0"
-        yield Problem("cluster.memory_measured", None, message, "measure anew: meshwright doctor --measure")
+        yield from _find_grid_problems(f"cluster.matmul.{dtype}.measured", matmul.measured)
+        yield from _find_grid_problems(f"cluster.matmul.{dtype}.alone", matmul.alone)
+    for name in ("memory_measured", "memory_alone"):
+        yield from _find_curve_problems(f"cluster.{name}", getattr(cluster, name), "10^6 bytes, 10^9 bytes/s")
+    columns = "context, share in forward, share in backward"
+    yield from _find_curve_problems("cluster.attention_measured", cluster.attention_measured, columns)
+
+
+def _find_grid_problems(key: str, measured: Sequence[Sequence[float]]) -> Iterator[Problem]:
+    if any(len(row) != 4 or min(row) <= 0 for row in measured):
+        yield Problem(key, None, "each entry must be [rows, inner, columns, TFLOP/s], all above 0", MEASURE_ANEW)
+        return
+    shapes = {tuple(row[:3]) for row in measured}
+    sizes = [len({shape[axis] for shape in shapes}) for axis in range(3)]
+    if shapes and not len(shapes) == len(measured) == prod(sizes):
+        message = f"{len(measured)} entries are not a grid of {' x '.join(map(str, sizes))} shapes"
+        yield Problem(key, None, message, "each rows with each inner and columns, once")
+
+
+def _find_curve_problems(key: str, measured: Sequence[Sequence[float]], columns: str) -> Iterator[Problem]:
+    """columns: what each entry has, the first of which rises."""
+    if any(len(row) != 1 + columns.count(",") or min(row) <= 0 for row in measured):
+        yield Problem(key, None, f"each entry must be [{columns}], all above 0", MEASURE_ANEW)
+    elif any(low[0] >= high[0] for low, high in pairwise(measured)):
+        yield Problem(key, None, f"the first number of [{columns}] must rise", "sort the entries by it")

@@ -12,6 +12,7 @@ from typing import Any
 
 from framework.errors import RecipeError
 from framework.recipe.check import check_recipe
+from framework.recipe.cluster_file import apply_cluster
 from framework.recipe.convert import to_recipe
 from framework.recipe.files import compose_files, search_path
 from framework.recipe.keys import flatten
@@ -58,6 +59,7 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
     command = parse_overrides(overrides, folders)
     tree, origins, unread = compose_files(folders, command.choices) if base is None else read_base(base)
     misplaced = [problem for file in command.layouts for problem in apply_layout(tree, file, origins)]
+    misplaced += [problem for file in command.clusters for problem in apply_cluster(tree, file, origins)]
     misplaced += apply_values(tree, command.values, origins)
     plain, unresolved = resolve(tree, origins)
     _let_ranks_follow(plain.get("launch"), origins)

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
+from framework.recipe.cluster_file import cluster_file
 from framework.recipe.environment import HIDDEN, is_private
 from framework.recipe.keys import list_groups, list_keys
 from framework.recipe.layout_file import KEY
@@ -32,11 +33,13 @@ from framework.recipe.suggest import explain_unknown, nearest
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Parsed overrides. `choices` are sound: each names a recipe that exists. layouts: files that `layout=FILE` names."""
+    """Parsed overrides. `choices` are sound: each names a recipe that exists. layouts, clusters: files that
+    `layout=FILE` and `cluster=FILE.yaml` name."""
 
     choices: list[Override] = field(default_factory=list)
     values: list[Override] = field(default_factory=list)
     layouts: list[Path] = field(default_factory=list)
+    clusters: list[Path] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -50,6 +53,9 @@ def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> Comman
                 raise OverrideParseException(text, "no key")
         except OverrideParseException:
             command.problems.append(_explain_grammar(text, folders))
+            continue
+        if not override.is_sweep_override() and (machine := cluster_file(override)) is not None:
+            command.clusters.append(machine)
             continue
         problem = _explain_form(override, folders)
         if problem:

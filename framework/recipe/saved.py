@@ -72,8 +72,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
     return tree, origins, []
 
 
+class _Dumper(get_omega_conf_dumper()):  # type: ignore[misc]
+    """OmegaConf's, with lists of numbers on a line: a measured cluster has hundreds of them."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.Node:
+        """As the dumper's own."""
+        is_row = bool(sequence) and all(isinstance(each, int | float) for each in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=True if is_row else flow_style)
+
+
 def _dump(tree: dict[str, Any], readable: bool) -> str:
-    return yaml.dump(tree, Dumper=get_omega_conf_dumper(), sort_keys=False, allow_unicode=readable, width=120)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=readable, width=120)
 
 
 def _reads_back(text: str, tree: dict[str, Any]) -> bool:

@@ -504,6 +504,9 @@ class ClusterMatmul:
         "[rows, inner, columns, TFLOP/s] of matmuls on a grid of shapes; the model is corrected by them, and between them",
         [],
     )
+    alone: list[list[float]] = key(
+        "CPUs: the same of one rank that has all cores of the node for its threads, at the same shapes", []
+    )
 
 
 @dataclass(frozen=True)
@@ -519,6 +522,9 @@ class ClusterLink:
         None,
         low=1e-6,
     )
+    measured: list[list[float]] = key(
+        "[10^6 bytes, microseconds] among all ranks of one node, by rising size; the model is corrected by them", []
+    )
 
 
 @dataclass(frozen=True)
@@ -527,8 +533,6 @@ class ClusterMeasured:
     cores: int = key("that ranks may use", 1, low=1)
     gpus: list[str] = key("names of its GPUs, as the driver calls them", [])
     torch: str | None = key("version that was measured with", None)
-    ranks: int = key("that were measured at the same time", 1, low=1)
-    threads: int = key("of each of them", 1, low=1)
 
 
 @dataclass(frozen=True)
@@ -539,16 +543,21 @@ class Cluster:
         None,
     )
     device: str = key("what a rank computes on, by a part of the name that the driver reports", "")
-    devices_per_node: int = key("devices of a node; of CPUs its cores", 1, low=1)
-    memory_gb: float = key("memory of a device, in GB of 2^30 bytes; of CPUs a core's part", 1.0, low=1e-3)
+    devices_per_node: int = key("devices of a node; of CPUs ranks that need not take turns on its cores", 1, low=1)
+    threads: int = key("CPUs: threads of a rank, and so cores of a device", 1, low=1)
+    memory_gb: float = key("memory of a device, in GB of 2^30 bytes; of CPUs a rank's part", 1.0, low=1e-3)
     matmul: dict[str, ClusterMatmul] = key("by dtype: fp8, bf16, fp16, tf32, fp32, fp64", {})
     processors: int = key("of a device: tiles of a matmul that are computed at the same time", 1, low=1)
     tile: tuple[int, int] = key("rows and columns of a matmul that a processor computes at a time", (1, 1), low=1)
     ramp: int = key("columns of a matmul's first factor that a tile's start and end cost as much as", 0, low=0)
-    attention_share: float = key("of the peak that attention reaches in forward", 0.35, low=1e-3, high=1.0)
-    attention_backward_share: float = key("the same in backward", 0.35, low=1e-3, high=1.0)
+    attention_share: float = key("of the peak that attention reaches in forward", 0.35, low=1e-6, high=1.0)
+    attention_backward_share: float = key("the same in backward", 0.35, low=1e-6, high=1.0)
+    attention_measured: list[list[float]] = key(
+        "[context, share in forward, in backward] by rising context, in place of the two", []
+    )
     memory_gb_per_s: float = key("10^9 bytes/s that a pass over memory reads and writes", 1.0, low=1e-6)
     memory_measured: list[list[float]] = key("[10^6 bytes, 10^9 bytes/s] of passes over tensors of rising size", [])
+    memory_alone: list[list[float]] = key("CPUs: the same of one rank that has all cores of the node", [])
     overhead_us: float = key("of launching one kernel", 0.0, low=0.0)
     host_gb_per_s: float = key("10^9 bytes/s between a device and its host's memory, one way", 1.0, low=1e-6)
     disk_gb_per_s: float = key("10^9 bytes/s that a node writes to where checkpoints lie", 1.0, low=1e-6)

@@ -1,0 +1,169 @@
+"""doctor --measure: what ranks measured becomes a file by which a plan foretells the same, of this machine and no other."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from framework.cli import main
+from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, RecipeError
+from framework.launch import measure
+from framework.launch.agent import Outcome
+from framework.launch.machine import check_measured, describe_machine, find_differences
+from framework.launch.measure import choose_file, measure_command
+from framework.launch.measure_order import Order
+from framework.launch.measured_file import describe_findings, describe_group, fit_line, write_text
+from framework.launch.measurements import combine
+from framework.launch.timings import Effort, choose_edges, iter_forever, time_call
+from framework.plan.cluster import COLLECTIVES, Cluster
+from framework.recipe.compose import compose
+from framework.recipe.schema import ClusterMeasured, Launch, Recipe
+
+CPU = torch.device("cpu")
+TINY = Effort(
+    edges=(16, 64),
+    memory_bytes=(1 << 16, 1 << 20),
+    message_bytes=(1 << 12, 1 << 20),
+    contexts=(32, 64),
+    tokens=64,
+    disk_bytes=1 << 20,
+    point_s=0.002,
+)
+HERE = ClusterMeasured("Some CPU, family 1, model 2", 4, [], "2.13.0")
+ORDER = Order("cpu", 2, 2, 4, ["bf16", "fp32"], ".", "result.json", {})
+SHAPES = [(m, k, n) for m in (16, 64) for k in (16, 64) for n in (16, 64)]
+FOUND = {
+    "edges": {"bf16": [16, 64], "fp32": [16, 64]},
+    "matmul": {"bf16": [(*s, 0.0002 * s[0]) for s in SHAPES], "fp32": [(*s, 0.0001 * s[0]) for s in SHAPES]},
+    "alone": {"bf16": [(*s, 0.0004 * s[0]) for s in SHAPES], "fp32": [(*s, 0.0002 * s[0]) for s in SHAPES]},
+    "memory": [(0.1, 20.0), (10.0, 8.0)],
+    "memory_alone": [(0.1, 25.0), (10.0, 12.0)],
+    "attention": [(32, 1e9, 0.9e9), (64, 2e9, 1.5e9)],
+    "overhead_s": 4e-6,
+    "host_rate": 6e9,
+    "disk_rate": 1e9,
+    "links": {kind: [(0.004, 80.0), (1.0, 700.0), (8.0, 6000.0)] for kind in COLLECTIVES},
+}
+
+
+def cluster_of(text, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    return Cluster.from_group(compose(["experiment=quickstart", f"cluster={file}"]).require().cluster)
+
+
+def test_a_plan_by_the_file_takes_as_long_as_what_was_measured(tmp_path):
+    group = describe_group(ORDER, FOUND, HERE, 8 << 30)
+    cluster = cluster_of(write_text("mine", group, ORDER, HERE), tmp_path)
+    assert (cluster.ranks_per_node, cluster.threads, cluster.memory_bytes) == (2, 2, 8 << 30)
+    for dtype in ORDER.dtypes:
+        for (m, k, n, tflops), (*_, alone) in zip(FOUND["matmul"][dtype], FOUND["alone"][dtype], strict=True):
+            for ranks, expected in ((2, tflops), (1, alone)):
+                seconds = cluster.for_ranks(ranks).matmul_seconds(m, k, n, dtype)
+                assert 2e-12 * m * k * n / seconds == pytest.approx(expected, rel=1e-3)
+    for kind in COLLECTIVES:
+        for size, micros in FOUND["links"][kind]:
+            assert cluster.collective_seconds(kind, size * 1e6, 2, 1) == pytest.approx(micros * 1e-6, rel=1e-3)
+    flops = 1e9
+    for context, forward, backward in FOUND["attention"]:
+        for rate, back in ((forward, False), (backward, True)):
+            seconds = cluster.attention_seconds(flops, "bf16", backward=back, context=context)
+            assert seconds - 4e-6 == pytest.approx(flops / rate, rel=1e-3)
+    assert cluster.memory_seconds(1e7) == pytest.approx(1e7 / 8e9 + 4e-6, rel=1e-3)
+    assert any("best 12.8 GFLOP/s" in line for line in describe_findings(group, ORDER))
+
+
+def test_a_gpus_file_has_its_data_sheets_peak_and_between_nodes_what_is_shipped(tmp_path):
+    here = replace(HERE, gpus=["NVIDIA H100 80GB HBM3"] * 2)
+    order = replace(ORDER, device="cuda", ranks=2, threads=8, dtypes=["bf16", "fp32"])
+    found = {name: value for name, value in FOUND.items() if "alone" not in name}
+    found["matmul"] = {dtype: [(*s, 10.0 * s[0]) for s in SHAPES] for dtype in order.dtypes}
+    cluster = cluster_of(write_text("mine", describe_group(order, found, here, 80 << 30), order, here), tmp_path)
+    assert cluster.peak_flops["bf16"] == 989.4e12
+    assert cluster.peak_flops["fp8"] == 1978.9e12
+    assert cluster.device == "NVIDIA H100 80GB HBM3"
+    assert (cluster.processors, cluster.tile) == (132, (128, 256))
+    assert [span.nodes for span in cluster.links["all_gather"].spans] == [1, 2, 8, 64]
+    assert cluster.links["all_gather"].spans[1].rate == 345e9
+    assert 2e-12 * 64**3 / cluster.matmul_seconds(64, 64, 64) == pytest.approx(640.0, rel=1e-3)
+
+
+def test_a_line_has_the_least_relative_errors_and_no_negative_part():
+    assert fit_line([(1.0, 12.0), (10.0, 30.0), (100.0, 210.0)]) == pytest.approx((10.0, 2.0))
+    latency, slope = fit_line([(1.0, 1.0), (10.0, 14.0), (100.0, 160.0)])
+    assert latency == 0.0
+    assert 1.0 < slope < 1.7
+    assert fit_line([(1.0, 50.0), (2.0, 40.0)])[1] > 0
+
+
+def test_of_what_ranks_found_the_medians_count():
+    ranks = [{"a": [(1, 2.0)], "b": 1.0}, {"a": [(1, 9.0)], "b": 5.0}, {"a": [(1, 3.0)], "b": 2.0}]
+    assert combine(ranks) == {"a": [[1, 3.0]], "b": 2.0}
+
+
+def test_a_call_that_is_held_up_now_and_then_moves_no_median():
+    pauses = iter_forever([0.002] * 4 + [0.1])
+    assert 0.002 < time_call(lambda: time.sleep(next(pauses)), CPU, 0.0) < 0.05
+
+
+def test_edges_that_would_take_too_long_are_left_out():
+    assert choose_edges(CPU, torch.float32, replace(TINY, pass_s=60.0)) == TINY.edges
+    assert choose_edges(CPU, torch.float32, replace(TINY, edges=(8, 16, 64), pass_s=0.0)) == (8, 16)
+
+
+def test_a_measured_file_is_of_one_machine(capsys):
+    here = describe_machine()
+    assert find_differences(here, here) == []
+    own = Recipe(cluster=replace(compose(["cluster=laptop"]).draft.cluster, measured=here))
+    check_measured(own)
+    assert capsys.readouterr().err == ""
+    check_measured(replace(own, cluster=replace(own.cluster, measured=replace(here, torch="1.0"))))
+    assert "measured with torch 1.0" in capsys.readouterr().err
+    for change in ({"processor": "Another, family 1, model 1"}, {"cores": 999}, {"gpus": ["NVIDIA H100"] * 8}):
+        other = replace(own, cluster=replace(own.cluster, measured=replace(here, **change)))
+        with pytest.raises(RecipeError, match="cluster=laptop was measured on another machine than this one"):
+            check_measured(other)
+        check_measured(replace(other, launch=Launch(kind="slurm")))  # which runs there
+
+
+def test_files_of_others_are_kept_and_names_that_no_choice_could_have_refused(tmp_path):
+    with pytest.raises(RecipeError, match="name ends in"):
+        choose_file("machine", [])
+    assert str(choose_file("", [])) == "measured.yaml"
+    assert choose_file("", [tmp_path]) == tmp_path / "cluster" / "measured.yaml"
+    text = write_text("mine", describe_group(ORDER, FOUND, HERE, 8 << 30), ORDER, HERE)
+    for content, said in ((text, "of another machine"), ("name: x\n", "which doctor has not measured"), ("[", "not")):
+        file = tmp_path / "mine.yaml"
+        file.write_text(content)
+        with pytest.raises(RecipeError, match=said):
+            measure_command(Recipe(), file)
+        assert file.read_text() == content
+    with pytest.raises(RecipeError, match="this is a folder"):
+        measure_command(Recipe(), tmp_path)
+    with pytest.raises(RecipeError, match="measures the machine that it stands on"):
+        measure_command(Recipe(launch=Launch(kind="slurm")), tmp_path / "new.yaml")
+
+
+def test_an_interrupted_measurement_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "run_ranks", lambda *_: Outcome(EXIT_INTERRUPTED))
+    assert measure_command(Recipe(), tmp_path / "new.yaml", effort=TINY) == EXIT_INTERRUPTED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_ranks_of_this_machine_write_a_file_that_plan_reads(tmp_path, capsys):
+    file = tmp_path / "cluster" / "here.yaml"
+    recipe = Recipe(run=replace(Recipe().run, root=str(tmp_path)))
+    assert measure_command(recipe, file, effort=TINY) == EXIT_DONE
+    assert f"cluster={file}" in capsys.readouterr().out
+    written = yaml.safe_load(file.read_text())
+    assert written["measured"]["processor"] == describe_machine().processor
+    assert [row[:3] for row in written["matmul"]["fp32"]["measured"]][:2] == [[16, 16, 16], [16, 16, 64]]
+    assert [size for size, _ in written["links"]["send"]["measured"]] == [0.004096, 1.0486]
+    assert [each.name for each in tmp_path.iterdir()] == ["cluster"], "what was written to time the disk is gone"
+    assert main(["check", "experiment=quickstart", "--recipes", str(tmp_path), "cluster=here"]) == EXIT_DONE
+    assert "devices_per_node: 2" in capsys.readouterr().out
+    # Of the same machine it may be written anew; by the command a lone --measure does not take an override for its file.
+    assert main(["doctor", "--measure", "train.stepz=3"]) == EXIT_USER
+    assert "train.stepz" in capsys.readouterr().err
