@@ -35,6 +35,10 @@ KEPT_INNER = 8.0
 # Unsharded hidden states: the two buffers into which tp gathers, and what a reduce-scatter takes.
 GATHERED = 3.0
 BUCKET_BYTES = 25e6
+# GiB, a twentieth of a device: the forecast's own error. A run that misses the limit by less may have been made.
+MARGIN = 4
+# With a pipeline: share of the time of slow rings from which on a layer's kernels keep the device behind the host.
+AHEAD_SHARE = 0.8
 # cuBLAS on Hopper: 32 MiB for each pair of handle and stream; forward and backward, beside and inside of collectives.
 MATMUL_WORKSPACE = 4 * 32 * 2**20
 # Of a layer and microbatch: all-gathers and reduce-scatters of tp; and bytes that elementwise kernels read and write of a token,
@@ -205,7 +209,7 @@ class Nanotron:
         """What made the row of a layout, as far as the layout tells: the second campaign where it came as far, and fitted."""
         is_ahead = candidate.pp != 2 or self._is_device_bound(candidate)
         second, first = Choice(False, is_ahead), Choice(True, False)
-        if self._is_first_only(candidate) or self.memory(candidate, second).spare < 0:
+        if self._is_first_only(candidate) or self.memory(candidate, second).spare < -MARGIN * GIB:
             return first
         return second
 
@@ -228,7 +232,7 @@ class Nanotron:
 
     def _is_device_bound(self, candidate: Candidate) -> bool:
         """Whether the host gets ahead where each collective of tp keeps it waiting."""
-        return self.device_seconds(candidate) > 0.8 * self.ring_seconds(candidate, Choice(True, False))
+        return self.device_seconds(candidate) > AHEAD_SHARE * self.ring_seconds(candidate, Choice(True, False))
 
     # --- memory
 
@@ -251,7 +255,8 @@ class Nanotron:
         llama, fitted, tp = self.llama, self.fitted, candidate.tp
         numel = llama.numel(blocks, candidate.pp) / tp
         owners = candidate.dp if candidate.zero else 1
-        # Where no further forward follows a backward, nothing but one forward's reduce-scatters is queued, two a layer.
+        # In no more microbatches than stages the host does not get further ahead than one forward: its reduce-scatters, two a
+        # layer.
         queued = fitted.ahead * choice.is_ahead
         if candidate.accumulation <= candidate.pp:
             queued = min(queued, 2.0 * blocks.layers)
