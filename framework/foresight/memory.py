@@ -55,6 +55,9 @@ from framework.plan.memory import (
 from framework.plan.policies import Counts, uniform
 from framework.recipe.schema import Offload, Recipe
 
+# Counted over estimated activations of models without formulas, the least and the most: `scripts/bench/foresight_memory.py
+# --estimated`; opt and bloom, on a CPU, whose attention with ALiBi has a matrix of scores.
+ESTIMATE_OFF = (0.75, 2.1)
 PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
 MIB = 2**20
 # torch's default for one stream on Hopper (CUBLAS_WORKSPACE_CONFIG); 8.5 MiB on other GPUs. Computation has one stream.
@@ -123,6 +126,20 @@ def forecast_memory(
     states, activations = _forecaster(shape, settings).parts(candidate, chosen)
     stages = tuple(_join(*each) for each in zip(states, activations, strict=True))
     return MemoryForecast(stages, cluster.memory_bytes)
+
+
+def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
+    """What of a forecast is estimated, and by how much it may be off; None where all of it has formulas."""
+    if shape.has_formulas:
+        return None
+    low, high = ESTIMATE_OFF
+    kept = (
+        "activations of layers" if candidate.checkpointing in ("none", "selective") else "what one layer computes again"
+    )
+    return (
+        f"{kept} are estimated: {shape.text.model_type} has layers of another form than Llama's. Counted bytes of such models"
+        f" were between {low:g} and {high:g} of the estimate; states, inputs of layers and logits are exact"
+    )
 
 
 def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
@@ -323,15 +340,20 @@ class _Forecaster:
             ahead = hidden * (not all(stage.is_first for stage in stages))
             messages = (ahead, ahead, 2 * hidden * (each.pp > 1))
             beside = [{"workspace": self._workspace, "communication": size} for size in messages]
-            phases = [self._phase(peaks[name], on_the_way) | beside[number] for number, name in enumerate(PHASES[:3])]
+            has_loss = any(stage.is_last for stage in stages)
+            more = (0, activations.loss_temporaries * has_loss, activations.backward_temporaries)
+            phases = [
+                self._phase(peaks[name], on_the_way, more[number]) | beside[number]
+                for number, name in enumerate(PHASES[:3])
+            ]
             nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
             host = self._offloaded_bytes(activations, stages, moments[rank])
             parts.append(Part.of([*phases, nothing, nothing], self._workspace, host, 0))
         return parts
 
-    def _phase(self, peak: Peak, on_the_way: int) -> dict[str, int]:
+    def _phase(self, peak: Peak, on_the_way: int, more: int) -> dict[str, int]:
         kept = peak.activations + on_the_way if peak.total else 0
-        return {"activations": kept, "logits": peak.logits, "temporaries": peak.beside}
+        return {"activations": kept, "logits": peak.logits, "temporaries": peak.beside + more}
 
     def _offloaded_bytes(
         self, activations: Activations, stages: Sequence[StageBounds], moments: Sequence[LiveMoment]

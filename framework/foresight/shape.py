@@ -336,7 +336,9 @@ class ModelShape:
         return self._ask(("tp", degrees), check)
 
     def refusal_of_experts(self, ep: int, expert_tp: int = 1, tp: int = 1) -> str | None:
-        """Of an expert-parallel degree."""
+        """Of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
+        if ep == 1 and not self.mixtures:
+            return None
         capacity, is_whole = self.recipe.model.expert_capacity, expert_tp < tp
         return self._ask(("ep", ep, is_whole), lambda: check_experts(self.whole, ep, capacity, is_whole))
 

@@ -499,6 +499,25 @@ class Activations:
         return tokens * -(-self.vocabulary // t) * (e if t > 1 else max(e, 4))
 
     @property
+    def loss_temporaries(self) -> int:
+        """What is there beside what is kept while the whole loss is computed: without a divided vocabulary logits, in compute
+        dtype and if that is narrower in fp32; with it a copy in fp32. In chunks: `chunk_bytes`."""
+        if self.memory.chunked_loss:
+            return 0
+        t, e = self.tokens.tp.size, self.itemsize
+        return self._num_tokens * -(-self.vocabulary // t) * (max(e, 4) + (e if t == 1 and e < 4 else 0))
+
+    @property
+    def backward_temporaries(self) -> int:
+        """Gradients inside of a layer, beside what the layer keeps and what of that has gone: of the mlp's features twice, and of
+        hidden states. Of a mixture `transient_bytes` has them."""
+        gathered = self._num_tokens * self.width * self.itemsize * (self.tokens.num_parts > 1)
+        if self.mixture is not None or self.layer is None:
+            return 0
+        inner = -(-self.layer.inner // self.tokens.tp.size)
+        return 2 * self._num_tokens * inner * self.itemsize + self.hidden_bytes + gathered
+
+    @property
     def chunk_bytes(self) -> int:
         """What is there beside what is kept while a chunk of the loss is computed; 0 where it is not chunked."""
         if not self.memory.chunked_loss:

@@ -1,6 +1,6 @@
 """Predicted bytes beside counted: random layouts of 1 to 4 ranks on this machine, over gloo.
 
-    python scripts/bench/foresight_memory.py [--layouts 40] [--seed 1] [--json FILE]
+    python scripts/bench/foresight_memory.py [--layouts 40] [--seed 1] [--estimated] [--json FILE]
 
 Layouts are drawn as `verify --random` draws them (`framework/verify/draws.py`), of small models whose activations have formulas.
 Each is built as `meshwright train` builds it and takes two steps, of which the second is counted:
@@ -11,16 +11,18 @@ Each is built as `meshwright train` builds it and takes two steps, of which the 
 
 Of a mixture the mean of the ranks at one place of the pipeline is compared: a router is not uniform, and what one rank's experts
 get more than the mean, others get less. What a rank has received ahead of its next forward is counted and predicted with
-activations. States have to be equal, activations within 3%. A forward's own temporaries are gone when it ends, and so is what it computes
-again in backward, so neither is counted.
+activations. States have to be equal, activations within 3%. A forward's own temporaries are gone when it ends, and so is what
+backward computes again, so neither is counted. With --estimated: models whose layers have no formulas, to see how far the
+estimate is off.
 """
 
 import argparse
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,7 +44,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.memory import KINDS
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.compose import compose
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
 from framework.train.step import Run, train_step
 from framework.verify.draws import Drawn, draw, write
 from framework.verify.pool import RankPool
@@ -60,6 +62,22 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "intermediate_size": 96},
     "qwen3_moe": EXPERTS,
 }
+# Of which layers are estimated, and what of their configs differs from the above.
+ESTIMATED: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"n_embd": 128, "n_head": 8, "n_layer": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 512, "word_embed_proj_dim": 128, "dropout": 0.0},
+    "bloom": {"n_layer": 4, "n_head": 8},
+    "phi": {},
+    "phi3": {},
+    "gemma2": {},
+    "cohere": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 96},
+    "deepseek_v3": {"n_routed_experts": 8, "moe_intermediate_size": 96, "q_lora_rank": 64, "kv_lora_rank": 32},
+}
+ESTIMATED_POLICIES = ("none", "full")
 # What is not drawn: it changes no byte; or it moves states and activations to the host, which on a CPU is the device.
 FIXED: dict[str, Any] = {f"memory.offload.{name}": 0.0 for name in ("optimizer", "parameters", "activations")}
 FIXED |= {
@@ -229,26 +247,50 @@ def compare(recipe: Recipe, ranks: Sequence[tuple[dict[str, int], int]]) -> Coun
 
 
 def _mean_of_place(plan: Plan, rank: int, ranks: Sequence[tuple[dict[str, int], int]]) -> int:
-    """What ranks at one place of the pipeline have on average: what experts of one get more rows than the mean, others get less."""
+    """What ranks at one place of the pipeline have on average."""
     place = plan.topology.index("pp", rank)
     found = [counted for each, (_, counted) in enumerate(ranks) if plan.topology.index("pp", each) == place]
     return sum(found) // len(found)
 
 
-def count_layouts(recipes: Sequence[Recipe], pool: RankPool) -> Iterator[Counted]:
+def count_layouts(recipes: Iterable[Recipe], pool: RankPool) -> Iterator[Counted]:
     """Each recipe's layout, counted on ranks of this machine."""
     for recipe in recipes:
         world = make_plan(recipe, load_config(recipe.model)).topology.world
         yield compare(recipe, pool.run(world, count, recipe, timeout_s=300))
 
 
+def estimated_recipes() -> Iterator[Recipe]:
+    """Models without formulas, on one rank, in bf16: what is kept of layers, and what of their inputs."""
+    for (family, changes), policy in product(ESTIMATED.items(), ESTIMATED_POLICIES):
+        model = Model(family=family, config={})
+        known = load_config(model).to_dict()
+        values = {
+            **WIDTHS,
+            "num_hidden_layers": 4,
+            "pad_token_id": None,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **changes,
+        }
+        yield Recipe(
+            batch=Batch(sequences_per_step=2, sequences_per_microbatch=2, context=128),
+            model=replace(model, config={key: value for key, value in values.items() if key in known}),
+            precision=Precision(compute="bf16"),
+            memory=Memory(policy, chunked_loss=False, compile="never"),  # type: ignore[arg-type]
+            launch=Launch(ranks=1, device="cpu", threads_per_rank=1),
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--estimated", action="store_true", help="models without formulas in place of random layouts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    recipes = [draw_recipe(options.seed, number) for number in range(options.layouts)]
+    drawn = (draw_recipe(options.seed, number) for number in range(options.layouts))
+    recipes = estimated_recipes() if options.estimated else drawn
     rows = []
     with closing(RankPool(max(RANKS), "framework.build")) as pool:
         for each in count_layouts(recipes, pool):

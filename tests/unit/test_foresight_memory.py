@@ -9,16 +9,24 @@ from typing import Any
 import pytest
 
 from framework.errors import MeshwrightError
-from framework.foresight.memory import forecast_memory, moments_of, spare_bytes
+from framework.foresight.candidate import Candidate
+from framework.foresight.memory import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    describe_estimate,
+    forecast_memory,
+    moments_of,
+    spare_bytes,
+)
 from framework.foresight.settings import Settings, chosen_counts, planned_candidate
-from framework.foresight.shape import make_shape
+from framework.foresight.shape import DEFAULT, make_shape
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import LiveMoment, live_moments
 from framework.plan.cluster import Cluster
 from framework.plan.memory import KINDS
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.check import check_recipe
-from framework.recipe.schema import Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero
+from framework.recipe.schema import Batch, Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero
 from tests.families import FAMILIES, Family, build_config, family
 from tests.ranks.parity import small_recipe
 
@@ -139,3 +147,41 @@ def test_in_flight_microbatches_are_those_of_the_whole_schedule(schedule: str) -
 def is_at_least(one: LiveMoment, other: LiveMoment) -> bool:
     alike = one[:2] == other[:2]
     return alike and all(a[1] >= b[1] and a[2] >= b[2] for a, b in zip(one.live, other.live, strict=True))
+
+
+def test_a_model_without_formulas_says_what_is_estimated() -> None:
+    candidate = Candidate(checkpointing="full")
+    assert describe_estimate(make_shape(build_config(family("llama"))), candidate) is None
+    words = describe_estimate(make_shape(build_config(family("gpt2"))), candidate)
+    assert words is not None
+    assert "gpt2" in words
+    assert "computes again" in words
+
+
+def test_the_fullest_phase_is_what_a_rank_holds_and_slack_is_beside_it() -> None:
+    """By hand, a rank on a GPU: what is reserved is the largest phase, its slack, and what is not torch's."""
+    shape, settings = make_shape(build_config(family("llama"))), Settings.of(replace(DEFAULT, batch=Batch(1)))
+    found = forecast_memory(shape, Candidate(sequences=8, context=64), settings, cluster_of(10**9))
+    (stage,) = found.stages
+    assert stage.held == max(stage.phases.values(), key=lambda each: sum(each.values()))
+    assert stage.reserved == sum(stage.held.values()) + stage.slack + stage.outside
+    assert stage.outside == CONTEXT_BYTES
+    moving = sum(stage.held[kind] for kind in ("gathered", "activations", "logits", "temporaries", "communication"))
+    assert stage.slack == int(FRAGMENTATION * moving)
+    assert found.spare == 10**9 - stage.reserved
+
+
+@pytest.mark.parametrize(
+    ("candidate", "words"),
+    [
+        (Candidate(tp=3), "parallel.tp=3 does not divide the 4 heads"),
+        (Candidate(ep=2), "llama has no stacked experts"),
+        (Candidate(pp=4), "parallel.pp=4 makes 4 stages, and the model has 3 layers"),
+        (Candidate(cp=8, ulysses=8), "a Ulysses degree of 8 does not divide the 4 heads"),
+    ],
+)
+def test_a_degree_is_refused_with_the_words_of_the_rules(candidate: Candidate, words: str) -> None:
+    refusal = make_shape(build_config(family("llama"))).refusal(replace(candidate, context=64))
+    assert refusal is not None
+    assert words in refusal
+    assert "\n" not in refusal
