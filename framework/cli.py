@@ -64,6 +64,7 @@ def _commands() -> tuple[Command, ...]:
         Command("check", "every mistake of a recipe at once, or what it says in full", _check, _add_check, True),
         Command("verify", "the recipe's layout against stock Hugging Face in one process", _verify, _add_verify, True),
         Command("plan", "layouts and bytes per rank, without any device", _plan, _add_plan, True),
+        Command("search", "the fastest layouts that fit, by forecast", _search, _add_search, True),
         Command("prepare", "text to token store, resumable and on all cores", _prepare, _add_prepare, True),
         Command("submit", "queue the recipe on a SLURM cluster", _submit, _add_submit, True),
         Command(
@@ -255,6 +256,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from framework.foresight.auto import require_layout
     from framework.mesh.placement import place
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
@@ -273,7 +275,7 @@ def _check(arguments: argparse.Namespace) -> int:
         print(describe_keys(arguments.keys))
         return EXIT_DONE
     composition = compose(arguments.overrides, arguments.recipes)
-    recipe = composition.require()
+    recipe = require_layout(composition, arguments.overrides, arguments.recipes)
     need = _describe_need(recipe, composition.origins) if arguments.model else ""
     text = describe_sources(recipe, composition.origins) if arguments.sources else to_yaml(recipe).rstrip()
     print(hide_secrets(text))
@@ -372,6 +374,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     return plan_command(recipe, arguments.schedule_to, arguments.options)
 
 
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    from framework.launch.search import add_search_options
+
+    add_search_options(parser)
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    from framework.launch.search import search_command
+
+    return search_command(arguments)
+
+
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
 
@@ -430,9 +444,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _compose(arguments: argparse.Namespace) -> Recipe:
+    from framework.foresight.auto import require_layout
     from framework.recipe.compose import compose
 
-    return compose(arguments.overrides, arguments.recipes).require()
+    return require_layout(compose(arguments.overrides, arguments.recipes), arguments.overrides, arguments.recipes)
 
 
 def _compose_run(arguments: argparse.Namespace) -> Recipe:

@@ -44,6 +44,8 @@ class Lengths:
 
     def length(self, name: str, num_ranks: int, num_microbatches: int, costs: Costs) -> float:
         """Of the named schedule with `costs`, one for each stage: in their unit. Raises ScheduleError as `make_schedule` does."""
+        if name == "gpipe":
+            return _gpipe(num_ranks, num_microbatches, costs)
         steady = STEADY * num_ranks
         if num_microbatches <= steady + num_ranks:
             return self._simulated(name, num_ranks, num_microbatches, costs)
@@ -61,6 +63,13 @@ class Lengths:
             relative = Costs(*rounded[:3], rounded[3])
             self._paths[key] = find_path(schedule, simulate(schedule, relative), relative.message)
         return self._paths[key].length(costs)
+
+
+def _gpipe(num_ranks: int, num_microbatches: int, costs: Costs) -> float:
+    """All forwards, then all backwards: each is a line of stages, as long as one passage and the slowest stage's other ones."""
+    backward = [more + weight for more, weight in zip(costs.input, costs.weight, strict=True)]
+    passage = sum(costs.forward) + sum(backward) + 2 * (num_ranks - 1) * costs.message
+    return passage + (num_microbatches - 1) * (max(costs.forward) + max(backward))
 
 
 def _round(costs: Costs) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], float]:

@@ -121,18 +121,21 @@ def expose_ep(
     """Of rows that travel to experts and back."""
     if c.ep == 1 or layer.experts is None:
         return NOTHING
-    rows = c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)
+    rows = profile.rows_sent * c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)
     once = links.collective("all_to_all", rows * layer.hidden * links.itemsize, groups.ep)
-    there, hidden_there = hide(once, work.shared)
-    back, hidden_back = once, 0.0
-    share = 0.5 if own.halves else profile.hides_ep
-    if share:
-        # Of two halves the second's way there, and the first's way back, are under the other's experts.
-        there, hidden_there = hide(once, share * work.inside + work.shared)
-        back, hidden_back = hide(once, share * work.inside)
-        if own.halves:
-            there, back = max(there, once / 2), max(back, once / 2)
-            hidden_there, hidden_back = once - there, once - back
     passes = 2 if c.checkpointing != "none" else 1
-    # Backward's experts take twice as long, and its rows are as many.
-    return Exposure(there + back, passes * (there + back), (1 + passes) * (hidden_there + hidden_back))
+    if own.halves:
+        # The second half's way there and the first half's way back are under the other half's experts; the others are not.
+        there, _ = hide(once / 2, work.inside / 2 + work.shared)
+        back, _ = hide(once / 2, work.inside / 2)
+        forward = once + there + back
+        hidden = 2 * once - forward
+        return Exposure(forward, passes * forward, (1 + passes) * hidden)
+    there, hidden_there = hide(once, work.shared)
+    if not profile.hides_ep:
+        # Backward has no shared experts left to compute under.
+        return Exposure(there + once, (passes - 1) * (there + once) + 2 * once, passes * hidden_there)
+    late, hidden = hide(there + once, profile.hides_ep * work.forward.total)
+    late_back, hidden_back = hide(2 * once, profile.hides_ep * work.backward)
+    again = (passes - 1) * (there + once)
+    return Exposure(late, late_back + again, hidden_there + hidden + hidden_back)

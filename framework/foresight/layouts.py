@@ -43,7 +43,7 @@ def candidate_of(recipe: Recipe) -> Candidate:
 
 def recipe_of(candidate: Candidate, base: Recipe, pinned: frozenset[str] = frozenset()) -> Recipe:
     """`base` with the candidate's layout. pinned: keys that stay as `base` has them, for the rules to judge."""
-    parallel, home = base.parallel, base.memory.offload
+    parallel = base.parallel
     recipe = replace(
         base,
         parallel=replace(
@@ -63,7 +63,12 @@ def recipe_of(candidate: Candidate, base: Recipe, pinned: frozenset[str] = froze
         memory=replace(
             base.memory,
             activation_checkpointing=candidate.checkpointing,
-            offload=replace(home, **{name: float(name in candidate.offload) for name in OFFLOADED}),
+            offload=replace(
+                base.memory.offload,
+                optimizer=float("optimizer" in candidate.offload),
+                parameters=float("parameters" in candidate.offload),
+                activations=float("activations" in candidate.offload),
+            ),
         ),
         batch=replace(base.batch, sequences_per_microbatch=candidate.sequences),
     )

@@ -154,6 +154,11 @@ def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Sett
     return cluster.memory_bytes - max(_most(NOTHING, each) for each in found)
 
 
+def activations_of(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> Activations:
+    """Bytes of a candidate's activations, by layer and by head, with the loss chunked or not as the recipe says of its size."""
+    return _forecaster(shape, settings).activations_of(candidate)
+
+
 def _forecaster(shape: ModelShape, settings: Settings | Recipe) -> "_Forecaster":
     known = Settings.of(settings) if isinstance(settings, Recipe) else settings
     forecaster: _Forecaster = known.remember(("memory", shape), lambda: _Forecaster(shape, known))
@@ -315,7 +320,7 @@ class _Forecaster:
     # --- activations
 
     def _activations(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
-        places, activations = self._places(each), self._activations_of(each)
+        places, activations = self._places(each), self.activations_of(each)
         moments = self._remember(
             (
                 "moments",
@@ -369,7 +374,8 @@ class _Forecaster:
     def _workspace(self) -> int:
         return CUBLAS_BYTES if self.settings.device == "cuda" else 0
 
-    def _activations_of(self, each: Candidate) -> Activations:
+    def activations_of(self, each: Candidate) -> Activations:
+        """Of one rank and microbatch."""
         layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
         key = layout, each.sequences, each.checkpointing, each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))

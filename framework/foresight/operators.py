@@ -264,16 +264,21 @@ class Rates:
         rates = self.cluster.peak_flops
         return rates["bf16" if self.itemsize == 2 and "bf16" in rates else self.dtype]
 
-    def matmul(self, rows: float, inner: int, columns: int) -> float:
-        """Seconds of [rows, inner] times [inner, columns]."""
+    def matmul(self, rows: float, inner: int, columns: int, narrow: bool = True) -> float:
+        """Seconds of [rows, inner] times [inner, columns]. narrow: in fp8 where the recipe says so, with the casts of both
+        factors; else in bf16 then."""
         if rows <= 0:
             return 0.0
-        return self.cluster.matmul_seconds(max(1, round(rows)), inner, columns, self.dtype) / self.profile.matmul
+        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        seconds = self.cluster.matmul_seconds(max(1, round(rows)), inner, columns, dtype) / self.profile.matmul
+        casts = self.elementwise(inner * (rows + columns), self.profile.cast) if dtype == "fp8" else 0.0
+        return seconds + casts
 
-    def attention(self, flops: float, *, backward: bool = False) -> float:
-        """Seconds of so many FLOPs in an attention's kernel."""
+    def attention(self, flops: float, context: int, *, backward: bool = False) -> float:
+        """Seconds of so many FLOPs in an attention's kernel. context: tokens of a sequence."""
         dtype = "bf16" if self.dtype == "fp8" else self.dtype
-        return self.cluster.attention_seconds(flops, dtype, backward=backward) / self.profile.attention
+        seconds = self.cluster.attention_seconds(flops, dtype, backward=backward, context=context)
+        return seconds / self.profile.attention
 
     def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
         """Seconds of an operation's kernels over so many elements, which move equally much each. times: backward's bytes over
@@ -290,8 +295,8 @@ class LayerTimes:
     """Seconds of units of one model on one cluster by one profile. They are remembered by the numbers of a candidate that they
     depend on, because a search asks for the same layer in thousands of layouts."""
 
-    def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str], chunks_loss: bool):
-        self.operators, self.rates, self.kept, self.chunks_loss = operators, rates, kept, chunks_loss
+    def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str]):
+        self.operators, self.rates, self.kept = operators, rates, kept
         self._layers: dict[tuple[object, ...], UnitWork] = {}
 
     def layer(self, layer: LayerOperators, candidate: Candidate) -> UnitWork:
@@ -310,17 +315,19 @@ class LayerTimes:
         gradients = {
             each.name: self._weight_gradient(tokens, *each.of_rank(c.tp), c.accumulation > 1) for each in layer.linears
         }
-        attention = self._attention_flops(layer, c)
+        attention, context = self._attention_flops(layer, c), self.operators.context
         experts, expert_gradient, routed = self._experts(layer, c)
         rest = layer.estimated * layer.flops * tokens / c.tp
         if rest:
             # A square matmul of as many FLOPs: nobody knows its shape.
             side = round((rest / 2) ** (1 / 3)) or 1
             matmuls[""] = gradients[""] = rates.matmul(side, side, side)
-        spent = rates.attention(attention) if attention else 0.0
+        spent = rates.attention(attention, context) if attention else 0.0
         elementwise = partial(self._elementwise, layer, c, outside)
         forward = Work(sum(matmuls.values()) + experts, spent, elementwise(1.0) + routed + profile.layer_s)
-        backward_s = rates.attention(profile.attention_backward * attention, backward=True) if attention else 0.0
+        backward_s = (
+            rates.attention(profile.attention_backward * attention, context, backward=True) if attention else 0.0
+        )
         passes = profile.backward_passes
         inputs = Work(forward.matmuls, backward_s, elementwise(passes) + routed * passes + 2 * profile.layer_s)
         weights = Work(sum(gradients.values()) + expert_gradient)
@@ -337,11 +344,11 @@ class LayerTimes:
             shared=sum(matmuls[each.name] for each in layer.linears if each.is_shared),
         )
 
-    def _weight_gradient(self, rows: float, inner: int, columns: int, adds: bool) -> float:
+    def _weight_gradient(self, rows: float, inner: int, columns: int, adds: bool, narrow: bool = True) -> float:
         # The first of several microbatches only writes as well; that it is one of many is not worth another layer to remember.
         num_bytes = self.rates.profile.gradient_bytes * (1.0 if adds else 0.5)
         return (
-            self.rates.matmul(inner, round(rows), columns)
+            self.rates.matmul(inner, max(1, round(rows)), columns, narrow)
             + inner * columns * num_bytes / self.rates.cluster.memory_rate
         )
 
@@ -364,12 +371,10 @@ class LayerTimes:
         rows = self.rows(layer, c)
         local, inner = max(1, mixture.count // c.ep), -(-mixture.inner // c.expert_tp)
         first = inner * (2 if mixture.has_gate else 1)
-        each = rows / local
-        forward = local * (rates.matmul(each, layer.hidden, first) + rates.matmul(each, inner, layer.hidden))
-        weight = local * (
-            self._weight_gradient(each, layer.hidden, first, c.accumulation > 1)
-            + self._weight_gradient(each, inner, layer.hidden, c.accumulation > 1)
-        )
+        each, adds, narrow = rows / local, c.accumulation > 1, rates.profile.narrows_experts
+        sizes = (layer.hidden, first), (inner, layer.hidden)
+        forward = local * sum(rates.matmul(each, *size, narrow) for size in sizes)
+        weight = local * sum(self._weight_gradient(each, *size, adds, narrow) for size in sizes)
         activated = rates.elementwise(rows * inner, rates.profile.activation)
         # Spread to rows, sorted on arrival, sorted back, summed by token: each reads and writes all rows.
         sorted_s = 4 * rates.moved(2 * rows * layer.hidden * rates.itemsize)
@@ -420,19 +425,19 @@ class LayerTimes:
             Work(),
         )
 
-    def head(self, candidate: Candidate) -> UnitWork:
-        """The last norm, the output embedding and the loss."""
+    def head(self, candidate: Candidate, chunks_loss: bool) -> UnitWork:
+        """The last norm, the output embedding and the loss; in chunks both are computed again in backward."""
         rates, profile, c, hidden = self.rates, self.rates.profile, candidate, self.operators.hidden
         columns = -(-self.operators.vocabulary // c.tp)
-        key = ("head", c.tokens, c.tp, c.sequence, c.accumulation > 1)
+        key = ("head", c.tokens, c.tp, c.sequence, c.accumulation > 1, chunks_loss)
         if key in self._layers:
             return self._layers[key]
         outside = c.tokens / c.tp if c.sequence else c.tokens
         norm = rates.elementwise(outside * hidden, profile.norm)
         loss = rates.elementwise(c.tokens * columns, profile.loss)
-        multiplied = rates.matmul(c.tokens, hidden, columns)
-        again = Work(multiplied, 0.0, loss) if self.chunks_loss else Work()
-        gradient = self._weight_gradient(c.tokens, hidden, columns, c.accumulation > 1)
+        multiplied = rates.matmul(c.tokens, hidden, columns, narrow=False)
+        again = Work(multiplied, 0.0, loss) if chunks_loss else Work()
+        gradient = self._weight_gradient(c.tokens, hidden, columns, c.accumulation > 1, narrow=False)
         self._layers[key] = UnitWork(
             Work(multiplied, 0.0, norm + loss),
             Work(multiplied, 0.0, profile.backward_passes * norm + loss),

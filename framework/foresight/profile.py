@@ -31,8 +31,12 @@ EAGER_ACTIVATION = Kernels(5, 5, 2)
 RESIDUAL = Kernels(3, 3, 1)
 # To fp32, logarithm of the softmax, the loss of the labels; in passes over the logits.
 EAGER_LOSS = Kernels(7, 3, 4)
-# What torch.compile makes of a norm, of rope and of an activation: each element is read and written once.
+# A matmul's factor to fp8: its largest absolute value, the scaled and clamped values, the cast.
+EAGER_CAST = Kernels(8.5, 0, 6)
+# What torch.compile makes of a norm, of rope, of an activation and of a cast: each element is read and written once, of a cast
+# read twice, because the scale is known behind the first pass.
 FUSED_NORM, FUSED_ROPE, FUSED_ACTIVATION = Kernels(3, 3, 1), Kernels(2, 2, 1), Kernels(3, 3, 1)
+FUSED_CAST = Kernels(2.5, 0, 2)
 
 
 @dataclass(frozen=True)
@@ -43,16 +47,18 @@ class Profile:
     of their factors). attention_backward: FLOPs of an attention's backward over its forward's: five matmuls for two.
     attends_half: whether attention computes the causal half alone.
 
-    Elementwise. norm, rope, activation, residual, loss: their kernels in forward; backward_passes: bytes of their backward over
+    Elementwise. norm, rope, activation, residual, loss: their kernels in forward; cast: of each factor of an fp8 matmul;
+    narrows_experts: whether experts are multiplied in fp8 as linear layers are; backward_passes: bytes of their backward over
     those of forward. gradient_bytes: for each weight and microbatch, of adding to its main gradient, beside the matmul itself.
     optimizer_passes: of the update over all states, 1 where one kernel does all of it.
 
-    Overlap. gathers_ahead: units of parameters gathered before their use, 0: at their use. hides_gathers, hides_reductions,
-    hides_sums: share of the computation under which gathers of parameters, reductions to shards, and sums over replicas run.
-    hides_tp: share of the borders' collectives under matmuls, forward and backward; hides_tp_gradient: share of the weight
-    gradients under which the sum of a region's input gradient travels. hides_ep: share of the experts' computation under which
-    rows travel. hides_p2p: share of a message between stages that the schedule's other actions hide. stolen: share of the compute
-    device that a collective beside it takes: a GPU's multiprocessors, a CPU's core.
+    Overlap. hides_gathers, hides_reductions: share of the computation under which gathers of the next unit's parameters, and
+    reductions, run. gather_copies, reduce_copies: passes over memory of a gathered unit's bytes, and of a reduced one's, to copy
+    them out of and into the buffers of collectives. hides_tp: share of the borders' collectives under matmuls, forward and
+    backward; hides_tp_gradient: share of the weight gradients under which the sum of a region's input gradient travels.
+    hides_ep: share of a layer's computation, of another microbatch, under which rows travel; rows_sent: bytes of rows that
+    leave a rank over those of each expert's rows in the compute dtype. hides_p2p: share of a message between stages that holds
+    nobody up. stolen: share of the compute device that a collective beside it takes: a GPU's multiprocessors, a CPU's core.
 
     Overheads. microbatch_s: of each microbatch and stage on the host, which nothing hides. step_s: of each step: flags, data,
     logs. layer_s: of each layer's forward on the host, twice that for its backward; counts where launches of kernels do.
@@ -69,16 +75,19 @@ class Profile:
     activation: Kernels = EAGER_ACTIVATION
     residual: Kernels = RESIDUAL
     loss: Kernels = EAGER_LOSS
+    cast: Kernels = EAGER_CAST
+    narrows_experts: bool = False
     backward_passes: float = 2.0
     gradient_bytes: float = 8.0
     optimizer_passes: float = 1.0
-    gathers_ahead: int = 1
     hides_gathers: float = 1.0
     hides_reductions: float = 1.0
-    hides_sums: float = 1.0
+    gather_copies: float = 0.0
+    reduce_copies: float = 0.0
     hides_tp: float = 0.0
     hides_tp_gradient: float = 1.0
     hides_ep: float = 0.0
+    rows_sent: float = 1.0
     hides_p2p: float = 1.0
     stolen: float = 0.0
     microbatch_s: float = 0.0
@@ -88,13 +97,56 @@ class Profile:
 
     def fused(self) -> "Profile":
         """The same with torch.compile over each layer."""
-        return replace(
-            self, name=f"{self.name}, compiled", norm=FUSED_NORM, rope=FUSED_ROPE, activation=FUSED_ACTIVATION
-        )
+        fused = {"norm": FUSED_NORM, "rope": FUSED_ROPE, "activation": FUSED_ACTIVATION, "cast": FUSED_CAST}
+        return replace(self, name=f"{self.name}, compiled", **fused)  # type: ignore[arg-type]
 
 
 # NCCL's kernels hold some 16 of an H100's 132 multiprocessors while they run (its default of 16 channels, a block each).
 NCCL_STOLEN = 16 / 132
 OURS = Profile("meshwright", stolen=NCCL_STOLEN)
+# Ranks of CPUs: gloo's threads and copies need the core that would compute meanwhile, so nothing is gained by hiding them.
+# torchtitan with FSDP2, end of 2024: rms_norm and rope (in fp32, as complex numbers) are several kernels unless compiled; the
+# loss is computed of fp32 logits. A gather is issued a unit ahead, a reduction under the next unit's backward; both copy, a
+# parameter at a time, out of and into one buffer. TP's borders are waited for.
+TORCHTITAN = Profile(
+    "torchtitan",
+    norm=Kernels(14, 7, 6),
+    rope=Kernels(10, 6, 6),
+    gather_copies=2.0,
+    reduce_copies=2.0,
+    hides_tp_gradient=0.0,
+    stolen=NCCL_STOLEN,
+)
+# The same with async TP: pieces over symmetric memory, by copy engines, under the matmuls beside them.
+TORCHTITAN_ASYNC = replace(TORCHTITAN, name="torchtitan, async TP", hides_tp=1.0)
+# Megatron-Core with Transformer Engine: fused norms and activations, a cross-entropy over divided logits in several kernels
+# (some 19 passes forward and 7 backward), cuDNN's attention (the FlashAttention-3 paper measures it at 1.6 times
+# FlashAttention-2), weight gradients added inside of the matmul, --tp-comm-overlap, and gathers and reductions under
+# computation.
+MEGATRON = Profile(
+    "Megatron-Core",
+    attention=1.6,
+    norm=FUSED_NORM,
+    rope=FUSED_ROPE,
+    activation=FUSED_ACTIVATION,
+    loss=Kernels(13, 7, 8),
+    cast=FUSED_CAST,
+    hides_tp=1.0,
+    stolen=NCCL_STOLEN,
+)
+# NeMo AutoModel: FSDP2 with prefetching, transformers' models with Transformer Engine's optimizer and torch.compile.
+AUTOMODEL = replace(TORCHTITAN, name="AutoModel").fused()
+# DeepSeek's own framework, by its report: all-to-alls between nodes are hidden behind another microbatch's attention and experts
+# (DualPipe), with 20 of 132 multiprocessors set aside for them. A token goes to 4 nodes for 8 experts, once to each, and there
+# in fp8, back in bf16: 4/8 of the rows, 3/4 of the bytes.
+DEEPSEEK = replace(
+    MEGATRON,
+    name="DeepSeek",
+    narrows_experts=True,
+    hides_ep=1.0,
+    rows_sent=4 / 8 * 3 / 4,
+    hides_tp=0.0,
+    stolen=20 / 132,
+)
 # Ranks of CPUs: gloo's threads and copies need the core that would compute meanwhile, so nothing is gained by hiding them.
 OURS_ON_CPUS = replace(OURS, name="meshwright on CPUs", stolen=1.0)

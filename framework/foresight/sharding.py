@@ -60,12 +60,16 @@ class Sharding:
         keeps_parameters = c.zero < 3 or self.zero.keep_gathered
         keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
         late, hidden = self._forward(units, gathers)
+        copied = self._copies_s(units, self.parameter_bytes, self.profile.gather_copies, groups)
+        reduced = self._copies_s(units, self.gradient_bytes, self.profile.reduce_copies, groups)
+        late += copied
         if keeps_parameters:
             gathers_once, hidden_once, per_microbatch, back, hidden_back = late, hidden, 0.0, 0.0, 0.0
             hidden = 0.0
         else:
             gathers_once, hidden_once, per_microbatch = 0.0, 0.0, late
             back, hidden_back = self._backward(units, gathers)
+            back += copied
         reductions = [self._reduce_s(each, groups) for each in units]
         sums = [self._sum_s(each, c, groups) for each in units]
         room = sum(each.count * each.backward for each in units) - hidden_back
@@ -81,9 +85,9 @@ class Sharding:
         body_late, body_hidden = hide(body, room - again_hidden)
         return ShardingTime(
             (per_microbatch, back),
-            again_late,
+            again_late + (0.0 if keeps_gradients else reduced),
             gathers_once,
-            last + body_late,
+            last + body_late + (reduced if keeps_gradients else 0.0),
             hidden + hidden_back + again_hidden,
             hidden_once + body_hidden,
         )
@@ -95,6 +99,13 @@ class Sharding:
         # Shards that live on the host come up first.
         upload = own * size / self.links.cluster.host_rate if "parameters" in c.offload else 0.0
         return upload + dense + gather("all_gather", unit.experts * size, groups.expert_shard)
+
+    def _copies_s(self, units: Sequence[ShardedUnit], size: float, passes: float, groups: Groups) -> float:
+        """Seconds of copying what is gathered or reduced, which the compute device does."""
+        rate = self.links.cluster.memory_rate
+        dense = sum(each.count * each.dense for each in units) * (groups.shard.size > 1)
+        experts = sum(each.count * each.experts for each in units) * (groups.expert_shard.size > 1)
+        return passes * size * (dense + experts) / rate
 
     def _reduce_s(self, unit: ShardedUnit, groups: Groups) -> float:
         reduce, size = self.links.collective, self.gradient_bytes

@@ -119,7 +119,8 @@ class StageSum:
         bounds_s = profile.microbatch_s
         forward_gather, backward_gather = sharding.gathers
         hidden = self._hidden | {"shard": sharding.hidden}
-        slowed = profile.stolen * sum(hidden.values())
+        # What goes to the host and back is carried by copy engines.
+        slowed = profile.stolen * sum(seconds for axis, seconds in hidden.items() if axis != "offload")
         slowed_once = profile.stolen * sharding.hidden_once
         # What a message slows is somewhere in forward and backward: a third and two.
         forward = self._forward + forward_gather + waits + bounds_s / 3 + slowed / 3

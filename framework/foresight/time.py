@@ -21,8 +21,10 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import Groups, Links, place_groups
 from framework.foresight.exposure import NOTHING, Exposure, Overlaps, expose_cp, expose_ep, expose_tp, hide
 from framework.foresight.forecast import TimeForecast
+from framework.foresight.memory import activations_of
 from framework.foresight.operators import LayerTimes, ModelOperators, Rates, UnitWork, read_operators
 from framework.foresight.profile import OURS, OURS_ON_CPUS, Profile
+from framework.foresight.settings import Settings
 from framework.foresight.shape import Degrees, ModelShape, RankUnit
 from framework.foresight.sharding import Sharding
 from framework.foresight.stage_time import Seconds, StageForm, StageSum, StageTime, UnitTime
@@ -30,6 +32,7 @@ from framework.foresight.update import Update, expected_goodput
 from framework.model.precision import DTYPES
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.simulate import Costs
+from framework.plan.activations import Activations
 from framework.plan.cluster import Cluster, Collective
 from framework.recipe.derive import SPLIT_BACKWARDS, compiles
 from framework.recipe.schema import Recipe
@@ -42,7 +45,8 @@ PARTS = (
 
 class TimeModel:
     """Forecasts of one model with one recipe's choices on one cluster, by one profile, ours where none is given. What a layout
-    shares with others is computed once. Callers are one thread."""
+    shares with others is computed once. Callers are one thread. cluster: with as many ranks on a node as candidates have
+    (`Cluster.for_ranks`)."""
 
     def __init__(self, shape: ModelShape, settings: Recipe, cluster: Cluster, profile: Profile | None = None):
         compute = settings.precision.compute
@@ -64,15 +68,13 @@ class TimeModel:
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self._sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
         self._update = Update(settings, cluster, self.profile, itemsize)
+        self._resolved = Settings.of(settings)
         self._lengths = Lengths()
         self._known: dict[Any, Any] = {}
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
         """Of a candidate that the model and the recipe allow."""
         c = candidate
-        on_node = min(c.world, c.ranks_per_node)
-        if on_node > self.cluster.ranks_per_node:  # cores take turns
-            return self._shared_by(on_node).forecast(c)
         groups, (forms, order, owners) = self._groups(c), self._stages(c)
         found = [self._stage(form, c, groups) for form in forms]
         stages = [found[index] for index in order]
@@ -94,12 +96,6 @@ class TimeModel:
         parts["optimizer"] += self.links.collective("all_reduce", flags, groups.world)
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(owned))
-
-    def _shared_by(self, on_node: int) -> "TimeModel":
-        def share() -> TimeModel:
-            return TimeModel(self.shape, self.settings, self.cluster.shared_by(on_node), self.profile)
-
-        return self._remember(("shared", on_node), share)
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)
@@ -163,10 +159,8 @@ class TimeModel:
         )
 
     def _times(self, context: int) -> LayerTimes:
-        kept, chunked = frozenset(self.settings.memory.kept_operations), self.settings.memory.chunked_loss is True
-        return self._remember(
-            ("times", context), lambda: LayerTimes(self._operators(context), self.rates, kept, chunked)
-        )
+        kept = frozenset(self.settings.memory.kept_operations)
+        return self._remember(("times", context), lambda: LayerTimes(self._operators(context), self.rates, kept))
 
     def _stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int], Sequence[int]]:
         """(stages that differ, which of them each stage is, the rank of each)."""
@@ -204,7 +198,8 @@ class TimeModel:
         for kind, number in form.layers:
             total.add(self._layer(kind, c, groups, grouped), number, elements[kind])
         if bounds.is_last:
-            total.add(self._end(times.head(c), c, groups), 1, elements["head"], "head")
+            head = times.head(c, self._activations(c).memory.chunked_loss is True)
+            total.add(self._end(head, c, groups), 1, elements["head"], "head")
         sharding = self._sharding.time(total.units, c, groups)
         waits = self._message_s(c, groups) * (1 - self.profile.hides_p2p) if c.pp > 1 else 0.0
         return total.conclude(sharding, waits, self.profile, c, groups.expert_shard.size)
@@ -217,7 +212,19 @@ class TimeModel:
             axis: expose(layer, work, c, groups, self.links, self.profile, own)
             for axis, expose in (("tp", expose_tp), ("cp", expose_cp), ("ep", expose_ep))
         }
+        if "activations" in c.offload:
+            found["offload"] = self._offload(work, c)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped)
+
+    def _offload(self, work: UnitWork, c: Candidate) -> Exposure:
+        """Of a layer's activations to the host under the next layer's forward, and back under its backward."""
+        seconds = self._activations(c).layer_bytes / self.cluster.host_rate
+        late, hidden = hide(seconds, work.forward.total)
+        late_back, hidden_back = hide(seconds, work.backward)
+        return Exposure(late, late_back, hidden + hidden_back)
+
+    def _activations(self, c: Candidate) -> Activations:
+        return activations_of(self.shape, c, self._resolved)
 
     def _end(self, work: UnitWork, c: Candidate, groups: Groups) -> UnitTime:
         """Embedding or head, with the border of hidden states that a divided vocabulary needs."""

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from framework.errors import RunError
+from framework.foresight.auto import require_layout
 from framework.launch.directory import RunDirectory
 from framework.launch.settle import keep_settled
 from framework.recipe.compose import compose, load_recipe
 from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
+from framework.recipe.layout_keys import with_layout_of
 from framework.recipe.overrides import parse_overrides, write_resume
 from framework.recipe.problem import show
 from framework.recipe.schema import Recipe, Run
@@ -71,6 +73,9 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     saved, chooses = load_recipe(run.recipe), bool(parse_overrides(overrides, search_path(recipe_dirs)).choices)
     resumed = _compose_settled(saved, overrides, recipe_dirs, run.recipe)
     composed = _compose_settled(saved, overrides, recipe_dirs) if chooses else resumed
+    is_open = composed.parallel.layout == "auto"  # by a choice of recipes, parallel=auto, which the beginning has followed
+    if is_open:
+        composed = with_layout_of(composed, saved)
     changes = find_changes(saved, resumed)
     refused = {change.key: change for change in changes if not change.is_allowed}
     others = [change for change in find_changes(saved, composed) if not change.is_allowed]
@@ -78,13 +83,18 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     if refused and run.has_trained:
         raise RunError(explain_refusal(run, list(refused.values()), saved.launch.kind))
     if refused:  # nothing was trained under the saved recipe, so this one takes its place as a whole
+        if is_open:
+            composed = require_layout(compose(overrides, recipe_dirs), overrides, recipe_dirs)
+            composed = keep_settled(saved, composed)
         resumed, changes = composed, find_changes(saved, composed)
     return resumed, [change for change in changes if change.key not in OWN_KEYS]
 
 
 def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base: Path | None = None) -> Recipe:
     composition = compose(overrides, dirs, base)
-    return keep_settled(saved, composition.require(), composition.origins)
+    # parallel.layout=auto that is typed chooses anew, for the ranks that the run goes on with.
+    recipe = composition.require() if base is None else require_layout(composition, overrides, dirs)
+    return keep_settled(saved, recipe, composition.origins)
 
 
 def refuse_missing(run: Run) -> NoReturn:

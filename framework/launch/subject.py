@@ -6,6 +6,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 
 from framework.errors import RecipeError
+from framework.foresight.auto import require_layout
 from framework.launch.resume import refuse_missing
 from framework.recipe.compose import compose
 from framework.recipe.describe import describe_experiments
@@ -27,9 +28,9 @@ def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe
     if (saved := find_saved(run)) is None:
         if run.id is not None and not recipe_dirs and not has_subject(overrides):
             refuse_missing(run)
-        recipe = composition.require()
+        composition.require()
         require_subject(overrides, recipe_dirs)
-        return recipe
+        return require_layout(composition, overrides, recipe_dirs)
     if not parse_overrides(overrides, search_path(recipe_dirs)).choices:
         composition = compose(overrides, recipe_dirs, base=saved)
     return composition.require()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from framework.errors import EXIT_DONE, RecipeError
+from framework.foresight.auto import require_layout
 from framework.launch.directory import RunDirectory
 from framework.launch.subject import find_saved, require_subject
 from framework.recipe.compose import compose, expand_sweep
@@ -37,7 +38,7 @@ def compose_sweep(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> tupl
     recipes, mistakes, combinations = [], [], expand_sweep(overrides)
     for combination in combinations:
         try:
-            recipes.append(compose(combination, recipe_dirs).require())
+            recipes.append(require_layout(compose(combination, recipe_dirs), combination, recipe_dirs))
         except RecipeError as error:
             mistakes.append(f"{' '.join(map(hide_override, combination))}\n{error}")
     if mistakes:

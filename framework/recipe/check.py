@@ -114,7 +114,10 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
             ),
             find_offload_problems,
         ),
-        (("memory.offload", "memory.activation_checkpointing"), find_activation_offload_problems),
+        (
+            ("memory.offload.activations", "memory.activation_checkpointing", "launch.device"),
+            find_activation_offload_problems,
+        ),
         (("precision",), find_precision_problems),
         (("precision.compute", "memory.compile"), find_fp8_problems),
         (("optim.schedule", "train.steps", "train.epochs"), _schedule),

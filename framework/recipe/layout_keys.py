@@ -1,11 +1,13 @@
 """The keys of a recipe that make its layout: what `meshwright search` chooses, and what has to follow from that choice.
 
-A layout never changes what a run learns (docs/architecture.md), so these keys may be chosen by predicted time. `parallel.layout=auto`
-leaves them open until the run begins; rules that read one of them are asked of the chosen recipe.
+A layout never changes what a run learns (docs/architecture.md), so these keys may be chosen by predicted time.
+`parallel.layout=auto` leaves them open until the run begins; rules that read one of them are asked of the chosen recipe.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from framework.recipe.derive import count_virtual_stages
@@ -32,16 +34,17 @@ FOLLOWING_KEYS = (
 
 def value_of(recipe: Recipe, key: str) -> Any:
     """The value of a dotted key."""
-    value: Any = recipe
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(key)(recipe)
 
 
 def with_value(group: Any, key: str, value: Any) -> Any:
     """A recipe, or a group of it, with another value at a dotted key."""
     name, _, rest = key.partition(".")
     return replace(group, **{name: with_value(getattr(group, name), rest, value) if rest else value})
+
+
+# A search makes thousands of recipes, of which most follow already.
+DEFAULTS: Mapping[str, Any] = MappingProxyType({key: value_of(Recipe(), key) for key in FOLLOWING_KEYS})
 
 
 def reads_layout(reads: Iterable[str]) -> bool:
@@ -52,10 +55,20 @@ def reads_layout(reads: Iterable[str]) -> bool:
 def let_rest_follow(recipe: Recipe, pinned: frozenset[str]) -> Recipe:
     """The recipe of a chosen layout, where values that it has no use for are the schema's; what is pinned stays, for the rules
     to refuse. Of a searched recipe nothing is left to `auto`."""
-    reset = (key for key in _useless(recipe) if key not in pinned)
-    for key in reset:
-        recipe = with_value(recipe, key, value_of(Recipe(), key))
-    return with_value(recipe, "parallel.layout", "stated")
+    if recipe.parallel.layout != "stated":
+        recipe = with_value(recipe, "parallel.layout", "stated")
+    for key in _useless(recipe):
+        default = DEFAULTS[key]
+        if key not in pinned and value_of(recipe, key) != default:
+            recipe = with_value(recipe, key, default)
+    return recipe
+
+
+def with_layout_of(recipe: Recipe, other: Recipe) -> Recipe:
+    """`recipe` with the other's layout."""
+    for key in ("parallel.layout", *LAYOUT_KEYS, *FOLLOWING_KEYS):
+        recipe = with_value(recipe, key, value_of(other, key))
+    return recipe
 
 
 def _useless(recipe: Recipe) -> Iterator[str]:

@@ -60,13 +60,16 @@ def find_activation_offload_problems(recipe: Recipe) -> Iterator[Problem]:
         )
         other = "full or none" + (" and ~memory.budget_gb" if policy == "auto" else "")
         yield Problem(key, fraction, message, f"{key}=0; or memory.activation_checkpointing={other}")
-    if fraction and recipe.memory.offload.home == "disk":
-        message = "memory.offload.home=disk is for masters and moments: activations go to the host's memory only"
-        yield Problem(key, fraction, message, f"{key}=0; or memory.offload.home=host")
+    if recipe.launch.device == "cpu":  # said by the rule of all offload; a search asks this one first
+        yield from (problem for problem in find_offload_to_device(recipe) if problem.key == key)
 
 
 def _disk(recipe: Recipe) -> Iterator[Problem]:
     offload = recipe.memory.offload
+    if offload.home == "disk" and offload.activations:
+        key = "memory.offload.activations"
+        message = "memory.offload.home=disk is for masters and moments: activations go to the host's memory only"
+        yield Problem(key, offload.activations, message, f"{key}=0; or memory.offload.home=host")
     if offload.home == "disk" and offload.disk_path is None:
         message = "home=disk needs a folder for the files of the states"
         yield Problem("memory.offload.disk_path", None, message, "name a folder on a disk of each node; or home=host")

@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -143,7 +144,7 @@ def time_steps(rank: int, world: int, rendezvous: str, recipe: Recipe, num_steps
     return seconds[WARMUP_STEPS:]
 
 
-def measure(recipes: Sequence[Recipe], cluster: Cluster, rounds: int, num_steps: int) -> list[Measured]:
+def measure(recipes: Sequence[Recipe], rounds: int, num_steps: int) -> list[Measured]:
     """All layouts in turn, `rounds` times over, each time in another order."""
     seconds: list[list[float]] = [[] for _ in recipes]
     order = list(range(len(recipes)))
@@ -152,14 +153,18 @@ def measure(recipes: Sequence[Recipe], cluster: Cluster, rounds: int, num_steps:
             for index in order:
                 recipe = recipes[index]
                 assert recipe.launch.ranks is not None, "draws state the ranks"
-                seconds[index] += pool.run(recipe.launch.ranks, time_steps, recipe, num_steps)[0]
+                seconds[index] += pool.run(recipe.launch.ranks, time_steps, recipe, num_steps, timeout_s=600)[0]
+                print(
+                    f"{describe(recipe)}: {1e3 * statistics.median(seconds[index]):.0f} ms", file=sys.stderr, flush=True
+                )
             order.reverse()
-    return [Measured(recipe, predict(recipe, cluster), steps) for recipe, steps in zip(recipes, seconds, strict=True)]
+    return [Measured(recipe, predict(recipe), steps) for recipe, steps in zip(recipes, seconds, strict=True)]
 
 
-def predict(recipe: Recipe, cluster: Cluster) -> TimeForecast:
-    """The forecast of a recipe; as `plan` makes it."""
-    return forecast_time(make_shape(load_config(recipe.model), recipe), candidate_of(recipe), recipe, cluster)
+def predict(recipe: Recipe) -> TimeForecast:
+    """The forecast of a recipe on its cluster; as `plan` makes it."""
+    shape = make_shape(load_config(recipe.model), recipe)
+    return forecast_time(shape, candidate_of(recipe), recipe, Cluster.from_recipe(recipe))
 
 
 def describe(recipe: Recipe) -> str:
@@ -212,14 +217,15 @@ def main() -> None:
     parser.add_argument("--cluster", default="laptop", help="a file that `doctor --measure` wrote, or a shipped one")
     parser.add_argument("--layouts", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of a layout in each round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a layout in each round")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    described = compose([f"cluster={options.cluster}", "experiment=quickstart"]).require()
-    cluster = Cluster.from_recipe(replace(described, launch=replace(described.launch, device="cpu")))
+    # A recipe that trains on nothing is refused, whatever its cluster is: any experiment will do.
+    cluster = compose(["experiment=quickstart", f"cluster={options.cluster}"]).require().cluster
     started = time.perf_counter()
-    found = measure(draw_layouts(options.seed, options.layouts), cluster, options.rounds, options.steps)
+    recipes = [replace(each, cluster=cluster) for each in draw_layouts(options.seed, options.layouts)]
+    found = measure(recipes, options.rounds, options.steps)
     print_table(found)
     summary = summarise(found)
     print(f"\nmedian error {summary['median_error']:.1%}, worst {summary['worst_error']:.1%}; predicted over measured by ranks: "

@@ -19,6 +19,7 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.cluster import Cluster, Link, Span
 from framework.recipe import schema
+from framework.recipe.clusters import read_shipped
 
 TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)
@@ -34,18 +35,22 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Cluster:
-    """A cluster of 1 TFLOP/s in every matmul, whose links carry `rate` bytes a second without latency."""
+    """A cluster of 1 TFLOP/s in every matmul, whose links carry `rate` bytes a second without latency. No kernel takes time to
+    launch, and memory none to read."""
     links: Any = {kind: Link(0.0, (Span(1, rate, 0.0),)) for kind in KINDS}
     values: dict[str, Any] = {
         "peak_flops": {"bf16": TFLOPS},
-        "matmul_share": {"bf16": 1.0},
+        "matmul_rate": {"bf16": TFLOPS},
         "attention_share": 1.0,
         "attention_backward_share": 1.0,
-        "memory_rate": HUGE,
-        "host_rate": HUGE,
-        "disk_rate": HUGE,
+        "price_per_hour": 0.0,
+        "failures_per_device_hour": 0.0,
     }
-    return Cluster("machine", "H100", ranks_per_node, 2**36, links=links, **(values | changes))
+    values |= dict.fromkeys(("memory_rate", "matmul_memory_rate", "host_rate", "disk_rate"), HUGE)
+    values |= dict.fromkeys(("overhead_s", "matmul_overhead_s"), 0.0) | {"processors": 1, "tile": (1, 1), "ramp": 0}
+    shipped = Cluster.from_group(read_shipped("h100_ib"))
+    fresh = {"_matmuls": {}, "_costs": {}}
+    return replace(shipped, ranks_per_node=ranks_per_node, links=links, **(values | fresh | changes))
 
 
 def llama(**changes: Any) -> PretrainedConfig:
@@ -289,12 +294,6 @@ def test_axes_lie_where_the_mesh_puts_them() -> None:
     assert (groups.tp.nodes, groups.shard.nodes, groups.pp.nodes) == (1, 4, 2)
 
 
-def test_ranks_that_share_cores_take_turns() -> None:
-    cluster = machine(ranks_per_node=2)
-    two, four = (forecast_time(shape(), replace(ONE, dp=dp), DEFAULT, cluster, BARE) for dp in (2, 4))
-    assert four.parts["matmuls"] == pytest.approx(2 * two.parts["matmuls"])
-
-
 def test_update_saves_and_failures_by_hand() -> None:
     elements = 4 * (LAYER + 2 * 64) + 64 + 2 * HEAD
     saving = replace(DEFAULT, checkpoint=schema.Checkpoint(every_steps=10), train=schema.Train(steps=7200))
@@ -321,3 +320,17 @@ def test_offloaded_states_travel() -> None:
     )
     assert here.parts["offload"] == 0.0
     assert away.parts["offload"] > 0.0
+
+
+def test_activations_on_the_host_travel_under_their_neighbours() -> None:
+    away = replace(ONE, offload=frozenset({"activations"}))
+    found = forecast_time(shape(), away, DEFAULT, machine(host_rate=1e12), BARE)
+    assert found.parts["offload"] == 0.0 < found.hidden["offload"]
+    slow = forecast_time(shape(), away, DEFAULT, machine(host_rate=1e9), BARE)
+    assert slow.parts["offload"] + slow.hidden["offload"] == pytest.approx(1000 * found.hidden["offload"])
+
+
+def test_a_chunked_loss_computes_the_head_again() -> None:
+    chunked = replace(DEFAULT, memory=replace(DEFAULT.memory, chunked_loss=True))
+    found = forecast_time(shape(), ONE, chunked, machine(), BARE)
+    assert found.parts["recomputation"] == pytest.approx(2 * T * HEAD / TFLOPS)

@@ -1,0 +1,104 @@
+"""A search of a recipe: what is asked of the model and of the cluster once, then all layouts; and `parallel.layout=auto`."""
+
+from dataclasses import dataclass, replace
+from time import process_time
+
+from framework.errors import RecipeError
+from framework.foresight.engine import Engine
+from framework.foresight.layouts import OFFLOADED, recipe_of, values_of
+from framework.foresight.rejections import collect_constraints, describe, group_rejections
+from framework.foresight.search import By, Ranked, Search, SearchResult
+from framework.foresight.settings import Settings
+from framework.foresight.shape import make_shape
+from framework.foresight.space import Space
+from framework.model.experts import count_experts, find_experts
+from framework.model.load import load_config
+from framework.plan.cluster import Cluster
+from framework.plan.target import resolve_target
+from framework.recipe.layout_keys import value_of
+from framework.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is searched. recipe: its layout but for `pinned` is open; cluster: None for that of the recipe."""
+
+    recipe: Recipe
+    pinned: frozenset[str] = frozenset()
+    by: By = "time"
+    best: int = 20
+    cluster: Cluster | None = None
+
+
+def search(question: Question) -> SearchResult:
+    """All layouts of a recipe. Raises RecipeError where what is fixed is nothing that a search compares, and what the model's
+    config raises."""
+    began = process_time()
+    refuse_partial(question.recipe, question.pinned)
+    recipe = resolve_target(_closed(question.recipe))
+    config, cluster = load_config(recipe.model), question.cluster or Cluster.from_recipe(recipe)
+    shape = make_shape(config, recipe)
+    num_experts = max((count_experts(experts) for _, experts, _ in find_experts(shape.whole)), default=0)
+    space = Space(recipe, question.pinned, shape.num_layers, num_experts)
+    engine = Engine.of(shape, Settings.of(recipe), cluster)
+    found = Search(
+        space, collect_constraints(space, shape), engine, question.by, question.best, cluster.price_per_hour
+    ).run()
+    return replace(found, cpu_s=process_time() - began)
+
+
+def best_of(result: SearchResult) -> Ranked:
+    """The best. RecipeError where no layout fits, with the reasons that most layouts are refused for."""
+    if result.ranked:
+        return result.ranked[0]
+    reasons = [f"  {count:,}: {each.line}" for each, count in group_rejections(result.rejections)[:8]]
+    near = [each for each in result.rejections if each.kind == "memory"]
+    hint = "ask for more nodes, or fix less" if near else "fix less, or change the batch"
+    raise RecipeError(
+        "\n".join(
+            [f"none of {result.num_layouts:,} layouts of {result.space.world} ranks can be trained: {hint}", *reasons]
+        )
+    )
+
+
+def choose_layout(recipe: Recipe, pinned: frozenset[str]) -> tuple[Recipe, str]:
+    """(the recipe with the fastest layout, what was chosen and why in a line). For parallel.layout=auto."""
+    result = search(Question(recipe, pinned, best=1))
+    best = best_of(result)
+    time, memory = best.forecast.time, best.forecast.memory
+    line = (
+        f"layout   {describe(best.candidate)}: the fastest of {result.num_layouts:,} by forecast on {cluster_name(recipe)},"
+        f" {time.step_s:.3g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank,"
+        f" {memory.fullest.reserved / 2**30:.1f} GB with {memory.spare / 2**30:.1f} to spare"
+    )
+    return recipe_of(best.candidate, recipe, pinned), line
+
+
+def values_for(ranked: Ranked, recipe: Recipe, pinned: frozenset[str]) -> dict[str, object]:
+    """What a file states so that the recipe has this layout."""
+    return values_of(recipe_of(ranked.candidate, recipe, pinned), recipe)
+
+
+def cluster_name(recipe: Recipe) -> str:
+    """The cluster that is foretold for."""
+    cluster = Cluster.from_recipe(resolve_target(_closed(recipe)))
+    return f"{cluster.name}{' (assumed)' if cluster.is_assumed else ''}"
+
+
+def refuse_partial(recipe: Recipe, pinned: frozenset[str]) -> None:
+    """Raises RecipeError for fixed values that no candidate has."""
+    for name in OFFLOADED:
+        key = f"memory.offload.{name}"
+        if key in pinned and value_of(recipe, key) not in (0.0, 1.0):
+            raise RecipeError(f"{key}={value_of(recipe, key)}: a search compares all or none: 0, 1, or --free {key}")
+    key = "memory.activation_checkpointing"
+    if key in pinned and value_of(recipe, key) == "auto":
+        raise RecipeError(
+            f"{key}=auto chooses by layer once a layout is known, and a search compares none, selective, full and sqrt:"
+            f" leave it out, or --free {key}"
+        )
+
+
+def _closed(recipe: Recipe) -> Recipe:
+    """For what only asks for the device: a recipe that does not say `auto`."""
+    return replace(recipe, parallel=replace(recipe.parallel, layout="stated"))

@@ -1,0 +1,134 @@
+"""What `meshwright search` prints: the best layouts as a table, and what became of the others."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from framework.foresight.rejections import GB, describe, group_rejections
+from framework.foresight.search import By, Ranked, SearchResult
+from framework.recipe.saved import plain
+from framework.recipe.schema import Recipe
+
+# What a step is for; the largest of the other parts is what holds it up.
+USEFUL = ("matmuls", "attention")
+SHOWN_REASONS = 8
+RANKED_BY = {"time": "seconds of a step", "cost": "cost of a token", "memory": "bytes of the fullest rank"}
+
+
+def describe_search(result: SearchResult, cluster: str, pinned: frozenset[str], shown: int) -> Iterator[str]:
+    """The page, in lines."""
+    fixed = f"; fixed: {', '.join(sorted(pinned))}" if pinned else ""
+    yield f"{result.num_layouts:,} layouts of {result.space.world} ranks on {cluster}, by {RANKED_BY[result.by]}{fixed}"
+    yield ""
+    yield from _table(_rows(result.ranked[:shown], result.by))
+    yield ""
+    yield from _describe_others(result)
+
+
+def describe_rejections(result: SearchResult) -> Iterator[str]:
+    """Each rejection in a line, with the number of layouts that it stands for."""
+    for each in result.rejections:
+        yield f"{each.count:>9,}  {each.line}"
+
+
+def _describe_others(result: SearchResult) -> Iterator[str]:
+    groups = group_rejections(result.rejections)
+    illegal = sum(count for each, count in groups if each.kind != "memory")
+    large = sum(count for each, count in groups if each.kind == "memory")
+    yield (
+        f"{result.num_forecast:,} forecast; {illegal:,} refused by a rule or the model; {large:,} do not fit;"
+        f" {result.num_slower:,} not forecast, as a lower bound of theirs is above the best {len(result.ranked)}"
+    )
+    for each, count in groups[:SHOWN_REASONS]:
+        nearest = "the nearest: " if each.kind == "memory" else "such as "
+        yield f"  {count:>11,}  {nearest}{each.line}"
+    if len(groups) > SHOWN_REASONS:
+        yield f"  and {len(groups) - SHOWN_REASONS} more reasons: --rejections lists all"
+    yield f"took {result.cpu_s:.2f} s of one core"
+
+
+def _rows(ranked: Sequence[Ranked], by: By) -> list[tuple[str, ...]]:
+    rows = [("", "layout", "step s", "tokens/s/rank", "MFU", "GB", "spare", "held up by")]
+    if any(each.price for each in ranked):
+        rows = [(*rows[0][:-1], "$/10^9 tokens", rows[0][-1])]
+    for place, each in enumerate(ranked, start=1):
+        time, memory = each.forecast.time, each.forecast.memory
+        cells = [
+            str(place),
+            describe(each.candidate),
+            f"{time.step_s:.4g}",
+            f"{time.tokens_per_s_and_rank:,.0f}",
+            f"{time.mfu:.1%}",
+            f"{memory.fullest.reserved / GB:.1f}",
+            f"{memory.spare / GB:.1f}",
+        ]
+        if each.price:
+            cells.append(f"{each.cost_per_token * 1e9:,.0f}")
+        rows.append((*cells, find_bottleneck(each)))
+    return rows
+
+
+def find_bottleneck(ranked: Ranked) -> str:
+    """The largest part of the step that is neither matmuls nor attention, with its share."""
+    parts = {name: seconds for name, seconds in ranked.forecast.time.parts.items() if name not in USEFUL}
+    name = max(parts, key=lambda each: parts[each])
+    return f"{name} {parts[name] / ranked.step_s:.0%}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Aligned columns: numbers to the right, words to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        words = {1, len(row) - 1}
+        cells = [
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def to_json(
+    result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """All that the page says. recipes: what a file states for each of the best."""
+    return {
+        "by": result.by,
+        "cluster": cluster,
+        "world": result.space.world,
+        "fixed": sorted(pinned),
+        "layouts": result.num_layouts,
+        "forecast": result.num_forecast,
+        "not_forecast": result.num_slower,
+        "rejected": result.num_rejected,
+        "cpu_s": result.cpu_s,
+        "best": [_ranked_json(each, values) for each, values in zip(result.ranked, recipes, strict=True)],
+        "rejections": [
+            {"kind": each.kind, "reason": each.reason, "such_as": each.layout, "layouts": count}
+            for each, count in group_rejections(result.rejections)
+        ],
+    }
+
+
+def _ranked_json(each: Ranked, values: dict[str, Any]) -> dict[str, Any]:
+    time, memory = each.forecast.time, each.forecast.memory
+    return {
+        "layout": describe(each.candidate),
+        "recipe": plain(values),
+        "step_s": time.step_s,
+        "parts": dict(time.parts),
+        "tokens_per_s_and_rank": time.tokens_per_s_and_rank,
+        "mfu": time.mfu,
+        "bytes": each.bytes,
+        "spare_bytes": memory.spare,
+        "cost_per_10e9_tokens": each.cost_per_token * 1e9 if each.price else None,
+        "held_up_by": find_bottleneck(each),
+    }
+
+
+def comment_of(ranked: Ranked, cluster: str, recipe: Recipe) -> str:
+    """What a written layout is of."""
+    time, memory = ranked.forecast.time, ranked.forecast.memory
+    return (
+        f"{describe(ranked.candidate)}\nfor {recipe.model.family} on {ranked.candidate.world} ranks of {cluster}, as `meshwright search`"
+        f" foretells: {time.step_s:.4g} s a step,\n{time.tokens_per_s_and_rank:,.0f} tokens/s a rank, MFU {time.mfu:.1%},"
+        f" {memory.fullest.reserved / GB:.1f} GB with {memory.spare / GB:.1f} to spare. Use it: layout=THIS_FILE"
+    )
