@@ -222,10 +222,10 @@ def test_parts_of_a_step_answer_to_their_parameter():
     slow, fast = Choice(True, False), Choice(False, True)
     machine = _machine()
     assert machine.time(candidate, slow).parts["pp"] > 50 * machine.time(candidate, fast).parts["pp"]
-    assert _machine(message_s=0.94).time(candidate, slow).parts["pp"] == pytest.approx(
+    assert _machine(message_s=2 * Fitted().message_s).time(candidate, slow).parts["pp"] == pytest.approx(
         2 * machine.time(candidate, slow).parts["pp"]
     )
-    assert _machine(link_share=0.4).time(candidate, fast).parts["dp"] == pytest.approx(
+    assert _machine(link_share=Fitted().link_share / 2).time(candidate, fast).parts["dp"] == pytest.approx(
         2 * machine.time(candidate, fast).parts["dp"]
     )
     few, many = (machine.time(replace(candidate, accumulation=count), fast).step_s for count in (8, 64))
