@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from framework.checkpoint import folder as checkpoint_folder
 from framework.checkpoint import save, staging, storage
 from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.commit import COMMITTED_POINTS, RANK_POINTS, SAVE_POINTS, Retention, list_checkpoints, step_of
@@ -296,7 +297,7 @@ class ChangedOnTheWay:
 def check_changed_memory(root, monkeypatch):
     """Memory that is changed between staging and the disk does not become a checkpoint that looks whole."""
     with monkeypatch.context() as patch:
-        patch.setattr(save, "DirectFile", lambda path: ChangedOnTheWay(DirectFile(path)))
+        patch.setattr(checkpoint_folder, "DirectFile", lambda path: ChangedOnTheWay(DirectFile(path)))
         saver = open_saver(root)
         saver.start(1, one_entry(1), {"step": 1})
         saver.finish()
