@@ -79,11 +79,12 @@ class ObjectFolder(Folder):
                     (self._root / name).unlink()
 
     def prepare(self, lease: Lease) -> None:
-        """What has no manifest, and is not kept as evidence, a failed save has left. Of newer epochs nothing is touched."""
+        """What has no manifest, and is not kept as evidence, a failed save has left. Nothing is touched of newer epochs, nor where
+        a name has none: a user may be about to copy it there."""
         for name in self._steps():
-            path = self._root / name
-            is_older = int(STEP.fullmatch(name)[2] or 0) <= lease.epoch  # type: ignore[index]
-            if is_older and not any(each.startswith(MANIFEST) for each in read(path.list, path)):
+            path, epoch = self._root / name, name.partition(".")[2]
+            is_ours = epoch != "" and int(epoch) <= lease.epoch
+            if is_ours and not any(each.startswith(MANIFEST) for each in read(path.list, path)):
                 lease.check()
                 with reported(f"an unfinished checkpoint cannot be removed, {path}"):
                     path.remove_all()
