@@ -79,8 +79,8 @@ class ObjectFolder(Folder):
                     (self._root / name).unlink()
 
     def prepare(self, lease: Lease) -> None:
-        """What has no manifest, and is not kept as evidence, a failed save has left. Nothing is touched of newer epochs, nor where
-        a name has none: a user may be about to copy it there."""
+        """What has no manifest, and is not kept as evidence, a failed save has left. Nothing is touched of newer epochs, nor
+        where a name has none: a user may be about to copy it there."""
         for name in self._steps():
             path, epoch = self._root / name, name.partition(".")[2]
             is_ours = epoch != "" and int(epoch) <= lease.epoch
