@@ -1,9 +1,10 @@
-"""How a checkpoint becomes visible: all at once, by one rename, after everything in it is on the disk.
+"""How a checkpoint becomes visible: all at once, after everything in it is durable. What differs between a file system and an
+object store is in `Folder` (folder.py, object_folder.py), which this asks.
 
-    begin     clear what failed saves left; is there room?; make `.epoch-E/step-N`, in the workplace of the run's lease
+    begin     clear what failed saves left; is there room?; a place that no reader looks at
     (write)   every rank writes its file there and syncs it                                          save.py
-    finish    write the manifest, sync it and the folder; rename to `step-N`: *this is the commit*; sync the parent
-    note      write beside the folder that this step was committed, should it ever be gone
+    finish    write the manifest; *the commit*: on a file system a rename to `step-N`, in a store the manifest's put
+    note      write beside the run's checkpoints that this step was committed, should it ever be gone
     retain    only now may older checkpoints go
 
 A crash at any point leaves the former checkpoints alone, or the former ones and the new one. A checkpoint is never
@@ -12,8 +13,9 @@ overwritten: the two steps of an overwrite are where others lose both or, worse,
 A run goes on from the newest whole checkpoint (`find_newest`). One that has or had a checkpoint never starts over by itself,
 and an error of the file system is no damage: it is tried again, and then ends the rank with an exit code that is tried again.
 
-Every name is changed by a rename out of or into the workplace of the lease (framework/lease.py), which a newer start takes away:
-a process that was held for dead changes nothing, wherever in a save it wakes up.
+On a file system every name is changed by a rename out of or into the workplace of the lease (framework/lease.py), which a newer
+start takes away: a process that was held for dead changes nothing, wherever in a save it wakes up. In a store what it commits
+does not count.
 """
 
 import errno
@@ -68,6 +70,7 @@ SAVE_POINTS = (
 COMMITTED_POINTS = SAVE_POINTS[SAVE_POINTS.index("renamed") :]
 # Those of all ranks; the others are rank 0's alone.
 RANK_POINTS = SAVE_POINTS[: SAVE_POINTS.index("indexed")]
+
 # Errors that another start would meet again, so that only the user can end them: no room (EFBIG is a limit on the size of a
 # file), no right, no folder. The rest may pass, or be this node's (EROFS: Linux remounts a disk so after errors).
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
