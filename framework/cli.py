@@ -444,13 +444,16 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's id or folder: its newest")
+    parser.add_argument(
+        "path", metavar="CHECKPOINT", help="a checkpoint's folder or URL, or a run's id or folder: its newest"
+    )
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.inspect import inspect_command
+    from framework.checkpoint.place import is_url, open_place
 
-    return inspect_command(_find_run(arguments.path))
+    return inspect_command(open_place(arguments.path) if is_url(arguments.path) else _find_run(arguments.path))
 
 
 # --- recipes and runs

@@ -48,6 +48,10 @@ newest_step() { # of the checkpoints. Whether one is damaged rank 0 finds out, w
   for path in "$run"/checkpoints/step-*; do    # in the order of their numbers, which have leading zeros
     if [[ ${path##*/} =~ ^step-([0-9]+)$ && -e $path/manifest.json ]]; then newest=$((10#${BASH_REMATCH[1]})); fi
   done
+  if [ -e "$run/checkpoints.url" ]; then    # they lie in an object store: what was committed last stands beside the run
+    path=$(grep -o '[0-9][0-9]*' "$run/checkpoints.json" 2>/dev/null || true)
+    newest=${path:-0}
+  fi
   # A start from a step that nodes held is progress, too: where the newest start began is in the run's lineage.
   if [ "${copies:-0}" -gt 0 ]; then
     path=$(grep -o '"first": [0-9]*' "$run/lineage.json" 2>/dev/null | tail -n 1)

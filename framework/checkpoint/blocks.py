@@ -21,13 +21,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from framework.checkpoint.place import ObjectPath, ObjectReader, Place
 from framework.checkpoint.storage import read
 from framework.errors import CheckpointError
 
 HASH = np.dtype("<u8")
 
 # Path, level and number of a block.
-Key = tuple[Path, int, int]
+Key = tuple[Place, int, int]
 
 GONE_HERE = "the rank that opened the checkpoint has seen the file whole"
 
@@ -132,21 +133,21 @@ class OpenFiles:
 
     def __init__(self, sleep: Callable[[float], None]) -> None:
         self._sleep = sleep
-        self._descriptors: OrderedDict[Path, _Descriptor] = OrderedDict()
-        self._expected: dict[Path, deque[tuple[int, int]]] = {}
+        self._descriptors: OrderedDict[Place, _Descriptor | ObjectReader] = OrderedDict()
+        self._expected: dict[Place, deque[tuple[int, int]]] = {}
 
-    def expect(self, path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+    def expect(self, path: Place, ranges: Iterable[tuple[int, int]]) -> None:
         """Bytes [start, stop) of a file will be read soon, in this order: ask the disk for them ahead of the reader."""
         self._expected[path] = deque(ranges)
 
-    def read(self, path: Path, into: np.ndarray, start: int, *, afresh: bool = False) -> None:
+    def read(self, path: Place, into: np.ndarray, start: int, *, afresh: bool = False) -> None:
         """Fill `into` from byte `start` of a file on. afresh: not from the system's page cache.
 
         Raises StorageError for what the file system refuses and goes on refusing.
         """
         read(partial(self._read, path, into, start, afresh), path, self._sleep)
 
-    def _read(self, path: Path, into: np.ndarray, start: int, afresh: bool) -> None:
+    def _read(self, path: Place, into: np.ndarray, start: int, afresh: bool) -> None:
         try:
             descriptor = self._open(path)
             self._ask_ahead(path, descriptor, start)
@@ -158,7 +159,7 @@ class OpenFiles:
                 raise OSError(errno.ESTALE, GONE_HERE) from error
             raise
 
-    def _ask_ahead(self, path: Path, descriptor: "_Descriptor", start: int) -> None:
+    def _ask_ahead(self, path: Place, descriptor: "_Descriptor | ObjectReader", start: int) -> None:
         expected = self._expected.get(path)
         # A block of hashes lies behind all data: that it is read says nothing of how far the reader has come.
         if not expected or start > expected[0][0]:
@@ -169,9 +170,9 @@ class OpenFiles:
                 expected.appendleft((low + ADVISED_BYTES, high))
             descriptor.ask(low, min(high - low, ADVISED_BYTES))
 
-    def _open(self, path: Path) -> "_Descriptor":
+    def _open(self, path: Place) -> "_Descriptor | ObjectReader":
         if path not in self._descriptors:
-            self._descriptors[path] = _Descriptor(path)
+            self._descriptors[path] = ObjectReader(path) if isinstance(path, ObjectPath) else _Descriptor(path)
             if len(self._descriptors) > MAX_DESCRIPTORS:
                 self._descriptors.popitem(last=False)
         self._descriptors.move_to_end(path)
@@ -187,7 +188,7 @@ class BlockFile:
     """
 
     def __init__(
-        self, path: Path, num_bytes: int, block_bytes: int, root: int, cache: BlockCache, hashes: tuple[int, ...] = ()
+        self, path: Place, num_bytes: int, block_bytes: int, root: int, cache: BlockCache, hashes: tuple[int, ...] = ()
     ) -> None:
         self.path, self.num_bytes, self.block_bytes = path, num_bytes, block_bytes
         self._root, self._cache, self._hashes = root, cache, hashes

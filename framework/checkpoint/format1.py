@@ -1,11 +1,11 @@
 """Checkpoints of format 1, for runs that have them: every piece and every hash stands in the manifest; there is no index."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.blocks import BlockCache, BlockFile
 from framework.checkpoint.pieces import EntryRecord, Piece
+from framework.checkpoint.place import Place
 from framework.mesh.box import Box
 
 
@@ -17,7 +17,7 @@ def entry_records(entries: dict[str, Any]) -> dict[str, EntryRecord]:
 class Format1Index:
     """An `Index` for checkpoints of format 1, whose manifest has the pieces in its body."""
 
-    def __init__(self, path: Path, body: dict[str, Any], cache: BlockCache) -> None:
+    def __init__(self, path: Place, body: dict[str, Any], cache: BlockCache) -> None:
         self.world = len(body["files"])
         self._path, self._body, self._cache = path, body, cache
         self._names = list(body["files"])

@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.blocks import BlockCache, DamagedCheckpoint
-from framework.checkpoint.commit import FoundCheckpoints, find_newest, report, step_of
+from framework.checkpoint.commit import FoundCheckpoints, find_newest, step_of
+from framework.checkpoint.folder import report
 from framework.checkpoint.index import Entry, Manifest, open_index, read_manifest
 from framework.checkpoint.lineage import newest_listed, read_lineage, was_rewound
 from framework.checkpoint.load import BUFFER_BYTES, Reader, refuse_poisoned
 from framework.checkpoint.neighbors import HEAD, Neighbours, verify_file, verify_head
 from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, map_file
 from framework.checkpoint.pieces import file_name
+from framework.checkpoint.place import Place
 from framework.comm.communicator import Communicator
 from framework.comm.objects import gather_to_first, share_errors, tell, tell_from
 from framework.comm.streams import pass_bytes
@@ -100,7 +102,7 @@ class HeldSteps:
         """Whether this rank acts for its node."""
         return self.neighbours.is_first(self.world.rank)
 
-    def find_start(self, run_dir: Path, checkpoints: Path) -> Start:
+    def find_start(self, run_dir: Path, checkpoints: Place) -> Start:
         """Decide on rank 0 where all go on from: from the newest step that is whole.
 
         A step that nodes hold counts as much as a checkpoint; of equal steps it is taken, and then no checkpoint is opened.
@@ -200,7 +202,7 @@ class HeldSteps:
             report(f"passing over the copy of step {name.step:,} in the nodes' memory: {why}")
 
 
-def _look(run_dir: Path, checkpoints: Path, listings: Sequence[Listing]) -> Look:
+def _look(run_dir: Path, checkpoints: Place, listings: Sequence[Listing]) -> Look:
     """On rank 0: which held steps may be taken, and what the disk has where that must be known. listings: of each rank."""
     offers = _find_offers(listings, run_dir, checkpoints)
     listed = newest_listed(checkpoints) if offers else 0
@@ -216,7 +218,7 @@ def _look(run_dir: Path, checkpoints: Path, listings: Sequence[Listing]) -> Look
     return Look(tuple(each for each in offers if each.name.step >= saved), found)
 
 
-def _find_offers(listings: Sequence[Listing], run_dir: Path, checkpoints: Path) -> tuple[Offer, ...]:
+def _find_offers(listings: Sequence[Listing], run_dir: Path, checkpoints: Place) -> tuple[Offer, ...]:
     """The steps that nodes hold and that are of this run's past, newest first; the others are said."""
     names = sorted({name for listing in listings for name in listing}, reverse=True)
     if not names:

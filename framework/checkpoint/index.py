@@ -12,10 +12,11 @@ other has saved. The manifest has its own hash and that of the index, which has 
 reader of a part verifies that part and reads no more (blocks.py).
 """
 
+import errno
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import xxhash
 from framework.checkpoint.blocks import BlockCache, BlockFile, DamagedCheckpoint
 from framework.checkpoint.format1 import Format1Index, entry_records
 from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, EntryRecord, FileRecord, Index
+from framework.checkpoint.place import Place, sizes_in
 from framework.checkpoint.storage import read
 from framework.errors import CheckpointError
 from framework.mesh.layout import Layout, Shard
@@ -94,7 +96,7 @@ def encode_manifest(manifest: Manifest) -> str:
     return _head(xxhash.xxh3_64_hexdigest(text.encode())) + text + "}"
 
 
-def replace_state(path: Path, state: dict[str, Any]) -> str:
+def replace_state(path: Place, state: dict[str, Any]) -> str:
     """The manifest of the checkpoint folder `path` with another state. Raises DamagedCheckpoint as `read_manifest`."""
     read_manifest(path)
     body = _verified_body((path / MANIFEST).read_bytes())
@@ -104,7 +106,7 @@ def replace_state(path: Path, state: dict[str, Any]) -> str:
     return _head(xxhash.xxh3_64_hexdigest(text.encode())) + text + "}"
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """The manifest of the checkpoint folder `path`. Raises DamagedCheckpoint when it is missing or changed, StorageError when the
     file system does not let it be read."""
     body = None
@@ -119,28 +121,30 @@ def read_manifest(path: Path) -> Manifest:
     raise DamagedCheckpoint(f"{path / MANIFEST} was cut or changed after it was written: its hash does not fit")
 
 
-def open_index(path: Path, manifest: Manifest, cache: BlockCache) -> Index | Format1Index:
+def open_index(path: Place, manifest: Manifest, cache: BlockCache) -> Index | Format1Index:
     """The index of the checkpoint `path`: in which file each element is, and at which offset."""
     if manifest.format1 is not None:
         return Format1Index(path, manifest.format1, cache)
     return Index(path, manifest.entries, manifest.index, manifest.world, manifest.block_bytes, cache)
 
 
-def verify_sizes(path: Path, manifest: Manifest) -> None:
+def verify_sizes(path: Place, manifest: Manifest) -> None:
     """Raise DamagedCheckpoint unless every file is there in its full size; costs one stat per file, so one rank does it for all.
+    An object store lists all of them at once.
 
     Raises StorageError when the file system does not say.
     """
     index = open_index(path, manifest, BlockCache(2 * INDEX_BLOCK_BYTES))
+    size_of = sizes_in(path)
     for file in index.all_files():
-        _verify_size(file)
+        _verify_size(file, size_of)
 
 
-def _verify_size(file: BlockFile) -> None:
+def _verify_size(file: BlockFile, size_of: Callable[[str], int]) -> None:
     try:
-        size = read(file.path.stat, file.path).st_size
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{file.path} is missing ({error.strerror})") from error
+        size = size_of(file.path.name)
+    except (FileNotFoundError, KeyError) as error:
+        raise DamagedCheckpoint(f"{file.path} is missing ({os.strerror(errno.ENOENT)})") from error
     if size != file.size:
         raise DamagedCheckpoint(f"{file.path} has {size} bytes, {file.size} were saved")
 
@@ -166,7 +170,7 @@ def _encode_entry(record: EntryRecord) -> dict[str, Any]:
     }
 
 
-def _decode(path: Path, body: dict[str, Any]) -> Manifest:
+def _decode(path: Place, body: dict[str, Any]) -> Manifest:
     if body["format"] == 1:
         entries = entry_records(body["entries"])
         return Manifest(

@@ -9,10 +9,11 @@ import torch
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.index import MANIFEST, EntryRecord, Manifest, read_manifest
 from framework.checkpoint.load import verify_files
+from framework.checkpoint.place import Place, checkpoints_of
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
 
 
-def inspect_command(path: Path) -> int:
+def inspect_command(path: Place) -> int:
     """Print the checkpoint at `path` and verify every byte of it; for a run directory, its newest checkpoint.
 
     Returns 0, or 86 when something is damaged. Raises CheckpointError when there is nothing to look at.
@@ -28,18 +29,18 @@ def inspect_command(path: Path) -> int:
     return EXIT_USER if damages else EXIT_DONE
 
 
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself if it is a checkpoint, else the newest one of the run directory `path`."""
+def find_checkpoint(path: Place) -> Place:
+    """`path` itself if it is a checkpoint, else the newest one of the run directory, or of the folder of checkpoints, `path`."""
     if path.name.startswith("step-") and path.is_dir():
         return path
-    for root in (path / "checkpoints", path):
+    for root in (*([checkpoints_of(path)] if isinstance(path, Path) else []), path):
         newest = newest_checkpoint(root)
         if newest is not None:
             return newest
     raise CheckpointError(f"{path} is neither a checkpoint (a folder step-N with a {MANIFEST}) nor a run with one")
 
 
-def describe(path: Path, manifest: Manifest) -> list[str]:
+def describe(path: Place, manifest: Manifest) -> list[str]:
     """The lines of the table: state, files, and entries by kind (what stands before the first slash of their names)."""
     lines = [f"path          {path}", f"step          {manifest.step:,}"]
     lines += [f"{name:<13} {value}" for name, value in manifest.state.items() if name != "step" and value is not None]

@@ -14,8 +14,10 @@ import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from framework.checkpoint.commit import list_checkpoints, noted_step, step_of, sync_folder
+from framework.checkpoint.commit import list_checkpoints, noted_step, step_of
+from framework.checkpoint.folder import sync_folder
 from framework.checkpoint.node_memory import HeldName
+from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.storage import read, retry, storage_error
 from framework.lease import Lease
 
@@ -74,7 +76,7 @@ def begin_generation(lease: Lease, step: int) -> str:
     """Record that a start goes on from `step`; returns its name. For rank 0, once the step is loaded. In every start, also of a
     run that keeps no copies: it may leave a branch of which nodes hold a step. Raises StorageError,
     LeaseLost."""
-    name, checkpoints = secrets.token_hex(4), lease.run / "checkpoints"
+    name, checkpoints = secrets.token_hex(4), checkpoints_of(lease.run)
     lineage = read_lineage(lease.run).begin(step, name, newest_listed(checkpoints), noted_step(checkpoints) or 0)
     path = lease.run / RECORD
     try:
@@ -84,13 +86,13 @@ def begin_generation(lease: Lease, step: int) -> str:
     return name
 
 
-def newest_listed(checkpoints: Path) -> int:
+def newest_listed(checkpoints: Place) -> int:
     """The step of the newest checkpoint by its name, 0 without one. It is not looked into."""
     listed = list_checkpoints(checkpoints)
     return step_of(listed[0]) if listed else 0
 
 
-def was_rewound(lineage: Lineage, checkpoints: Path) -> bool:
+def was_rewound(lineage: Lineage, checkpoints: Place) -> bool:
     """Whether a checkpoint that the run had is gone, such as moved away by a user who wants to go on from an older one."""
     noted = noted_step(checkpoints) or 0
     # One that was noted since then is of the newest generation; what was noted before, may have been damaged and set aside by it.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from framework.checkpoint.commit import (
     newest_checkpoint,
     open_checkpoint,
     set_aside_newer,
+    unleased,
 )
 from framework.checkpoint.index import (
     DamagedCheckpoint,
@@ -35,6 +35,7 @@ from framework.checkpoint.index import (
     verify_sizes,
 )
 from framework.checkpoint.pieces import Piece
+from framework.checkpoint.place import Place
 from framework.comm.communicator import Communicator
 from framework.comm.objects import share_errors, tell
 from framework.errors import CheckpointError, StorageError
@@ -50,7 +51,7 @@ MAX_NEEDS = 1 << 16
 
 
 def load_checkpoint(
-    path: Path,
+    path: Place,
     entries: Iterable[Entry],
     world: Communicator,
     buffer_bytes: int = BUFFER_BYTES,
@@ -79,7 +80,7 @@ def load_checkpoint(
 
 
 def load_newest(
-    root: Path,
+    root: Place,
     entries: Iterable[Entry],
     world: Communicator,
     found: FoundCheckpoints | None = None,
@@ -94,7 +95,7 @@ def load_newest(
     None for a folder that nobody launches. finite: names of entries whose values are.
     """
     entries = list(entries)
-    damaged: dict[Path, DamagedCheckpoint] = {}
+    damaged: dict[Place, DamagedCheckpoint] = {}
     while True:
         found = found or tell(partial(find_newest, root, damaged), world)
         if found.newest is None:
@@ -109,11 +110,11 @@ def load_newest(
             found = None
             continue
         if world.rank == 0:
-            set_aside_newer(found, lease or Lease(root.parent))
+            set_aside_newer(found, lease or unleased(root))
         return state
 
 
-def refuse_poisoned(path: Path, entries: Iterable[Entry]) -> None:
+def refuse_poisoned(path: Place, entries: Iterable[Entry]) -> None:
     """Raises DamagedCheckpoint where an entry that was loaded from `path` has values that are not finite."""
     for entry in entries:
         if not all(_is_finite(piece) for piece in entry.pieces()):
@@ -127,12 +128,12 @@ def _is_finite(values: torch.Tensor) -> bool:
     return not values.numel() or all(bool(each.isfinite()) for each in torch.aminmax(values.detach()))
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Place) -> dict[str, Any]:
     """The state that was saved with the checkpoint `path`."""
     return read_manifest(path).state
 
 
-def verify_files(path: Path, manifest: Manifest) -> list[DamagedCheckpoint]:
+def verify_files(path: Place, manifest: Manifest) -> list[DamagedCheckpoint]:
     """Read everything and compare with the hashes: one finding per file that is not as it was saved; only the first where a file
     is missing or short, or the index is damaged, without which the others cannot be told apart."""
     damages: list[DamagedCheckpoint] = []
@@ -155,7 +156,7 @@ class Reader:
     DamagedCheckpoint, when opened and when read, if the files are not what was saved. cache: all memory that it needs.
     """
 
-    def __init__(self, path: Path, buffer_bytes: int = BUFFER_BYTES, manifest: Manifest | None = None) -> None:
+    def __init__(self, path: Place, buffer_bytes: int = BUFFER_BYTES, manifest: Manifest | None = None) -> None:
         self.path = path
         self.manifest = open_checkpoint(path) if manifest is None else manifest
         self.cache = BlockCache(buffer_bytes)

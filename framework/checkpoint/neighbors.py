@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from framework.checkpoint.blocks import BlockCache, BlockFile, BlockHashes, DamagedCheckpoint
-from framework.checkpoint.commit import Fault, no_fault, report
+from framework.checkpoint.folder import Fault, no_fault, report
 from framework.checkpoint.index import BLOCK_BYTES, MANIFEST, encode_manifest, open_index, read_manifest
 from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, map_file
 from framework.checkpoint.pieces import INDEX, FileRecord, file_name

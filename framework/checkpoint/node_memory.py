@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from framework.checkpoint.commit import report
+from framework.checkpoint.folder import report
 from framework.errors import CheckpointError
 from framework.plan.host_memory import MEMORY
 

@@ -14,12 +14,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from framework.checkpoint.blocks import BlockCache, BlockFile
+from framework.checkpoint.place import Place
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout, Shard
 
@@ -91,7 +91,7 @@ class Index:
 
     def __init__(
         self,
-        path: Path,
+        path: Place,
         entries: Mapping[str, EntryRecord],
         record: FileRecord,
         world: int,

@@ -7,81 +7,54 @@ Killed between the two, a start goes on from the older checkpoint as it was save
 goes back again. Killed before, it meets it from the newest of those that have their names. Tensors are never written to.
 """
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from framework.checkpoint.commit import (
-    Fault,
-    explain,
-    find_damage,
-    list_checkpoints,
-    no_fault,
-    report,
-    reported,
-    step_of,
-    sync_folder,
-)
-from framework.checkpoint.index import MANIFEST, replace_state
+from framework.checkpoint.commit import explain, find_damage, folder_of, list_checkpoints, step_of
+from framework.checkpoint.folder import REWOUND, Fault, no_fault, report, reported
+from framework.checkpoint.index import replace_state
+from framework.checkpoint.place import Place
 from framework.checkpoint.storage import retry
 from framework.lease import Lease
 
-REWOUND = ".rewound"
+T = TypeVar("T")
+
 # Names of the moments at which going back can die.
 RETIRE_POINTS = ("retired", "amending", "amended")
 
 
-def has_whole(root: Path, last_step: int) -> bool:
+def has_whole(root: Place, last_step: int) -> bool:
     """Whether `root` has a checkpoint of `last_step` or before, by its manifest and sizes."""
     return any(step_of(path) <= last_step and find_damage(path) is None for path in list_checkpoints(root))
 
 
-def retire_newer(root: Path, lease: Lease, last_step: int, fault: Fault = no_fault) -> Sequence[Path]:
+def retire_newer(root: Place, lease: Lease, last_step: int, fault: Fault = no_fault) -> Sequence[Place]:
     """Take their names from all checkpoints of steps after `last_step`, and remove those that were retired before: evidence of
     the last time is enough. Returns what they are called now."""
-    for former in root.glob(f"step-*{REWOUND}"):
+    folder = folder_of(root)
+    for former in folder.list_retired():
         with reported(f"a checkpoint that an earlier rewind has left cannot be removed, {former}"):
-            lease.remove(former, root)
+            folder.discard(lease, former)
     retired = []
     for path in (path for path in list_checkpoints(root) if step_of(path) > last_step):
-        target = path.with_name(path.name + REWOUND)
-        _explained(root, partial(_rename, lease, path, target))
+        retired.append(_explained(root, partial(folder.rename, lease, path, REWOUND)))
         fault("retired")
-        retired.append(target)
-    _explained(root, lambda: sync_folder(root))
     return retired
 
 
-def _rename(lease: Lease, path: Path, target: Path) -> None:
-    """Through the workplace: a start that was held for dead takes no name away."""
-    withdrawn = lease.withdraw(path, target.name, path.parent)
-    if withdrawn is not None:
-        lease.publish(withdrawn, target)
-    lease.tidy(path.parent)
-
-
-def amend(path: Path, lease: Lease, state: dict[str, Any], fault: Fault = no_fault) -> None:
+def amend(path: Place, lease: Lease, state: dict[str, Any], fault: Fault = no_fault) -> None:
     """Give the checkpoint `path` another state: it has the old one or the new one, whenever this is cut."""
-    _explained(path.parent, lambda: _amend(path, lease, state, fault))
+    _explained(path.parent, partial(_amend, path, lease, state, fault))
 
 
-def _amend(path: Path, lease: Lease, state: dict[str, Any], fault: Fault) -> None:
-    text = replace_state(path, state)
-    with lease.replacing(path / MANIFEST, path.parent) as made:
-        with open(made, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        fault("amending")
-    sync_folder(path)
-    fault("amended")
+def _amend(path: Place, lease: Lease, state: dict[str, Any], fault: Fault) -> None:
+    folder_of(path.parent).amend(lease, path, replace_state(path, state), fault)
 
 
-def _explained(root: Path, work: Any) -> None:
+def _explained(root: Place, work: Callable[[], T]) -> T:
     try:
-        retry(work, "go back to an older checkpoint in", root)
+        return retry(work, "go back to an older checkpoint in", root)
     except OSError as error:
         raise explain(error, root, 0) from error
 

@@ -22,7 +22,6 @@ their loops by the same; what was not committed is not there.
 """
 
 import errno
-import os
 import re
 import threading
 import time
@@ -32,26 +31,13 @@ from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from framework.checkpoint.blocks import BlockHashes
-from framework.checkpoint.commit import (
-    Fault,
-    Retention,
-    begin,
-    committed_name,
-    explain,
-    finish,
-    give_up,
-    no_fault,
-    report,
-    retain,
-)
-from framework.checkpoint.direct import DirectFile
+from framework.checkpoint.commit import Retention, begin, explain, finish, folder_of, give_up, locate, retain, unleased
 from framework.checkpoint.divide import (
     DESCRIBES,
     WRITES,
@@ -63,8 +49,10 @@ from framework.checkpoint.divide import (
     owned_entries,
     pack_claims,
 )
+from framework.checkpoint.folder import Fault, no_fault, report
 from framework.checkpoint.index import BLOCK_BYTES, Entry, Manifest
 from framework.checkpoint.pieces import INDEX, INDEX_BLOCK_BYTES, EntryRecord, FileRecord, encode_index, file_name
+from framework.checkpoint.place import Place
 from framework.checkpoint.staging import StagedFile, StagingMemory, place_entries
 from framework.checkpoint.storage import retry
 from framework.comm.collectives import all_reduce
@@ -144,7 +132,7 @@ class PendingSave:
     is_last: bool = False
     goal: Goal = Goal.DISK
     arrival: Arrival = field(default_factory=Arrival)
-    ended: "Future[Path | None]" = field(default_factory=Future)
+    ended: "Future[Place | None]" = field(default_factory=Future)
 
     def release(self, arrival: Arrival) -> None:
         """The tensors may change behind `arrival`."""
@@ -171,7 +159,7 @@ class Saver:
 
     def __init__(
         self,
-        root: Path,
+        root: Place,
         world: Communicator,
         retention: Retention,
         memory: StagingMemory | None = None,
@@ -186,7 +174,7 @@ class Saver:
         self.started = 0
         self.failures = self.failures_in_a_row = 0
         self._root, self._world, self._retention, self._fault = root, world, retention, fault
-        self._lease = lease or Lease(root.parent)
+        self._lease = lease or unleased(root)
         self._memory = memory or StagingMemory(CPU, max_bytes=0)
         self._is_async, self._max_failures, self._on_end = is_async, max_failures, on_end
         self._hold = hold
@@ -290,7 +278,7 @@ class Saver:
             if pending.is_last or isinstance(error, LeaseLost) or self.failures_in_a_row >= self._max_failures:
                 raise
 
-    def _save(self, pending: PendingSave) -> Path | None:
+    def _save(self, pending: PendingSave) -> Place | None:
         """In the thread."""
         began, path = time.monotonic(), None
         try:
@@ -317,7 +305,7 @@ class Saver:
                 f" training goes on, and the next save tries again: {error}"
             )
 
-    def _write(self, pending: PendingSave) -> Path | None:
+    def _write(self, pending: PendingSave) -> Place | None:
         plan = self._find_plan(pending.entries)
         self._fault("planned")
         chosen = [pending.entries[place] for place in plan.chosen]
@@ -333,15 +321,15 @@ class Saver:
             self._hold(staged, plan.index, pending.step, pending.state)
         return self._commit(pending, plan, staged) if Goal.DISK in pending.goal else None
 
-    def _commit(self, pending: PendingSave, plan: SavePlan, staged: StagedFile) -> Path:
+    def _commit(self, pending: PendingSave, plan: SavePlan, staged: StagedFile) -> Place:
         """Write what is staged, and commit the checkpoint."""
         world, fault = self._world, self._fault
         root, lease = self._root, self._lease
         explained = partial(_explained, root, lease, plan.bytes_needed)
-        folder = tell(
+        folder, is_committed = tell(
             lambda: explained(lambda: begin(root, lease, pending.step, pending.state, plan.bytes_needed)), world
         )
-        if folder == committed_name(self._root, pending.step):
+        if is_committed:
             return folder
         fault("begun")
         try:
@@ -363,7 +351,7 @@ class Saver:
             retain(root, lease, self._retention, fault, pending.state.get("best_step"))
         return committed
 
-    def _finish(self, folder: Path, pending: PendingSave, plan: SavePlan, written: Sequence[FileRecord]) -> Path:
+    def _finish(self, folder: Place, pending: PendingSave, plan: SavePlan, written: Sequence[FileRecord]) -> Place:
         """Write the index and commit, on rank 0, when all ranks have written. Returns the checkpoint's folder."""
         assert plan.index is not None, "only rank 0 commits"
         index, lease = plan.index, self._lease
@@ -387,14 +375,14 @@ class Saver:
 
 
 def save_checkpoint(
-    root: Path,
+    root: Place,
     step: int,
     entries: Iterable[Entry],
     state: dict[str, Any],
     world: Communicator,
     keep: int,
     fault: Fault = no_fault,
-) -> Path:
+) -> Place:
     """Commit `step-N` under `root`; the newest `keep` stay, and that of `state["best_step"]`. Collective over `world`. Returns
     the new folder.
 
@@ -409,7 +397,9 @@ def save_checkpoint(
     devices = [entry.data.device for entry in entries if isinstance(entry.data, torch.Tensor)]
     saver.start(step, entries, state, next((device for device in devices if device.type != "cpu"), CPU))
     saver.finish()
-    return committed_name(root, step)
+    committed = tell(lambda: locate(root, step), world)
+    assert committed is not None, f"{root} has no step {step}, which was committed"
+    return committed
 
 
 def plan_save(entries: Sequence[Entry], world: Communicator) -> SavePlan:
@@ -445,13 +435,9 @@ def plan_index(division: Division, files: Sequence[FilePlan]) -> IndexPlan:
     return IndexPlan(division.located([np.array(each.offsets, np.uint64) for each in files]), records)
 
 
-def write_file(path: Path, staged: StagedFile, fault: Fault = no_fault) -> None:
-    """Write what is staged and the tree of its hashes; durable on return.
-
-    What a failed attempt has left goes first: after a failed fsync nobody knows which of its pages are on the disk.
-    """
-    path.unlink(missing_ok=True)
-    with DirectFile(path) as file:
+def write_file(path: Place, staged: StagedFile, fault: Fault = no_fault) -> None:
+    """Write what is staged and the tree of its hashes; durable on return."""
+    with folder_of(path.parent).create(path, staged.num_bytes) as file:
         for view in staged.views():
             file.write(view)
             fault("writing")
@@ -460,7 +446,7 @@ def write_file(path: Path, staged: StagedFile, fault: Fault = no_fault) -> None:
 
 
 def write_index(
-    folder: Path,
+    folder: Place,
     step: int,
     state: dict[str, Any],
     plan: IndexPlan,
@@ -472,11 +458,7 @@ def write_index(
     hashes = BlockHashes(index_block_bytes)
     hashes.add(memoryview(data))
     tree, root = hashes.finish()
-    with open(folder / INDEX, "wb") as file:
-        file.write(data)
-        file.write(tree)
-        file.flush()
-        os.fsync(file.fileno())
+    folder_of(folder.parent).write(folder / INDEX, data + tree)
     record = FileRecord(len(data), index_block_bytes, root)
     return Manifest(step, len(written), state, plan.records, record, written[0].block_bytes)
 
@@ -488,7 +470,7 @@ def _duties(division: Division) -> list[Duty]:
     return [Duty(flags, division.bytes_needed) for flags in division.duties]
 
 
-def _explained(root: Path, lease: Lease, bytes_needed: int, work: Callable[[], T]) -> T:
+def _explained(root: Place, lease: Lease, bytes_needed: int, work: Callable[[], T]) -> T:
     """The result of `work`, its OSError in words."""
     try:
         return work()

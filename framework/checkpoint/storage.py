@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from framework.errors import StorageError
@@ -38,11 +37,12 @@ LASTING = frozenset(
 )
 
 
-def retry(work: Callable[[], T], doing: str, path: Path, sleep: Callable[[float], None] = time.sleep) -> T:
+def retry(work: Callable[[], T], doing: str, path: object, sleep: Callable[[float], None] = time.sleep) -> T:
     """The result of `work`, which is called again after each of `PAUSES_S` while it raises an OSError that may pass.
 
     `work` begins afresh at each call: it opens the file itself, because a stale handle stays stale. doing: for messages, such as
-    "read". Raises StorageError when the last attempt fails too, and at once an OSError whose errno is in LASTING.
+    "read"; path: of what, a Path or an ObjectPath. Raises StorageError when the last attempt fails too, and at once an OSError
+    whose errno is in LASTING.
     """
     for pause_s in PAUSES_S:
         try:
@@ -61,7 +61,7 @@ def retry(work: Callable[[], T], doing: str, path: Path, sleep: Callable[[float]
         raise storage_error(error, doing, path, attempts=len(PAUSES_S) + 1) from error
 
 
-def read(work: Callable[[], T], path: Path, sleep: Callable[[float], None] = time.sleep) -> T:
+def read(work: Callable[[], T], path: object, sleep: Callable[[float], None] = time.sleep) -> T:
     """`retry` for work that reads: FileNotFoundError passes, for the caller to judge; every other error is a StorageError."""
     try:
         return retry(work, "read", path, sleep)
@@ -71,12 +71,15 @@ def read(work: Callable[[], T], path: Path, sleep: Callable[[float], None] = tim
         raise storage_error(error, "read", path) from error
 
 
-def storage_error(error: OSError, doing: str, path: Path, attempts: int = 1) -> StorageError:
+def storage_error(error: OSError, doing: str, path: object, attempts: int = 1) -> StorageError:
     """The StorageError for an error of the file system."""
     tried = f" ({attempts} attempts)" if attempts > 1 else ""
+    look = "the file system (is it mounted, is its server up?), at the disk, and at `ulimit -n`"
+    if "://" in str(path):
+        look = "the object store: does this node reach it, with this endpoint and these credentials?"
     return StorageError(
         f"cannot {doing} {path}: {error_text(error)}{tried}. Nothing was renamed or removed, and the next start tries again. Look"
-        " at the file system (is it mounted, is its server up?), at the disk, and at `ulimit -n`"
+        f" at {look}"
     )
 
 

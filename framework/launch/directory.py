@@ -8,7 +8,8 @@ runs/quickstart-001/
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
     lease           the epoch of the run, which every start raises, and who took it: framework/lease.py
     .epoch-N/       where the start of epoch N makes files before they get their names; also in checkpoints/
-    checkpoints/    step-N folders
+    checkpoints/    step-N folders; a link, where checkpoint.root names another folder
+    checkpoints.url  in its place: where an object store has them, as checkpoint.root says
     exports/        step-N folders that from_pretrained loads, of checkpoint.export_every_steps
     request-save, request-stop  what `meshwright save` and `stop` ask of a run that runs
     lineage.json    which starts have trained the steps that the run goes on from; what nodes hold of others is not theirs
@@ -38,6 +39,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
+from framework.checkpoint.place import (
+    CHECKPOINTS,
+    KEY,
+    POINTER,
+    ObjectPath,
+    Place,
+    checkpoints_of,
+    find_probe_error,
+    open_place,
+)
 from framework.checkpoint.storage import LASTING, storage_error
 from framework.errors import LeaseLost, RunError, RunInUse
 from framework.lease import Holder, Lease, read_lease, take
@@ -84,8 +95,8 @@ class RunDirectory:
         return self.path / "recipe.yaml"
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def checkpoints(self) -> Place:
+        return checkpoints_of(self.path)
 
     @property
     def exports(self) -> Path:
@@ -119,7 +130,7 @@ class RunDirectory:
     def has_trained(self) -> bool:
         """Whether a rank has left a step or a checkpoint: what has not may be begun anew under another recipe."""
         metrics = self.path / "metrics.jsonl"
-        has_saved = any(self.checkpoints.glob("step-*")) or self.checkpoints.with_name("checkpoints.json").exists()
+        has_saved = any((self.path / CHECKPOINTS).glob("step-*")) or (self.path / "checkpoints.json").exists()
         return has_saved or (metrics.exists() and metrics.stat().st_size > 0)
 
     @classmethod
@@ -308,14 +319,47 @@ class RunDirectory:
         )
 
 
-def refuse_unwritable(root: Path) -> None:
-    """Raises RunError where no run can be made below `root`. It tries, for what permissions say does not hold on every file
-    system, and leaves nothing: data is prepared first, which may take hours."""
+def place_checkpoints(run: RunDirectory, root: str | None) -> None:
+    """Note in a new run's folder where its checkpoints lie, as checkpoint.root says: a link to a folder, or a file with a URL.
+    Before anybody takes its lease, which has a workplace there. Raises RunError where it has checkpoints elsewhere."""
+    link, pointer = run.path / CHECKPOINTS, run.path / POINTER
+    if run.has_trained:
+        return
+    place = None if root is None else open_place(root)
+    with explain_errors(link):
+        pointer.unlink(missing_ok=True)
+        if link.is_symlink():
+            link.unlink()
+        if isinstance(place, ObjectPath):
+            write_private(pointer, f"{place / run.id}\n")
+        elif place is not None:
+            target = place.expanduser().absolute() / run.id
+            target.mkdir(parents=True, exist_ok=True)
+            if link.is_dir():
+                link.rmdir()
+            link.symlink_to(target)
+
+
+def refuse_unreachable(root: str | None) -> None:
+    """Raises RunError where checkpoint.root is a place that cannot be written to: it tries, and leaves nothing."""
+    place = None if root is None else open_place(root)
+    if isinstance(place, Path):
+        refuse_unwritable(place.expanduser(), KEY)
+    elif place is not None and (problem := find_probe_error(place)) is not None:
+        raise RunError(
+            f"{KEY}={root}: an object cannot be written there, read and removed ({problem}). Is the bucket there, are the"
+            " credentials and the endpoint in the environment or in fsspec's configuration? docs/checkpoint.md"
+        )
+
+
+def refuse_unwritable(root: Path, key: str = "run.root") -> None:
+    """Raises RunError where no run can be made below `root`, which `key` of the recipe says. It tries, for what permissions say
+    does not hold on every file system, and leaves nothing: data is prepared first, which may take hours."""
     made = [each for each in (root.absolute(), *root.absolute().parents) if not each.exists()]
     place = made[-1].parent if made else root.absolute()
     if not place.is_dir():
-        raise RunError(f"run.root={root}: {place} is no folder. Set run.root to a folder of yours")
-    with explain_errors(root):
+        raise RunError(f"{key}={root}: {place} is no folder. Set {key} to a folder of yours")
+    with explain_errors(root, key):
         try:
             root.mkdir(parents=True, exist_ok=True)
             Path(tempfile.mkdtemp(prefix=".try-", dir=root)).rmdir()
@@ -326,7 +370,7 @@ def refuse_unwritable(root: Path) -> None:
 
 
 @contextmanager
-def explain_errors(path: Path) -> Iterator[None]:
+def explain_errors(path: Path, key: str = "run.root") -> Iterator[None]:
     """What the file system says against writing at `path`: a RunError where only the user can mend it, else a StorageError, for
     a job that an EIO or a stale handle has ended is to be started again."""
     try:
@@ -335,10 +379,10 @@ def explain_errors(path: Path) -> Iterator[None]:
         place = error.filename or path
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(
-                f"no room at {place} ({error.strerror}): free space, or set run.root to a larger disk"
+                f"no room at {place} ({error.strerror}): free space, or set {key} to a larger disk"
             ) from error
         if error.errno in LASTING or error.errno in NO_LOCKS:
-            raise RunError(f"cannot write at {place} ({error.strerror}): set run.root to a folder of yours") from error
+            raise RunError(f"cannot write at {place} ({error.strerror}): set {key} to a folder of yours") from error
         raise storage_error(error, "use", Path(place)) from error
 
 

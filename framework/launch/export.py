@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from framework.checkpoint.commit import committed_name, list_checkpoints, newest_checkpoint, step_of
+from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, step_of
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import Reader
+from framework.checkpoint.place import Place
 from framework.data.tokenize import load_tokenizer
 from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
@@ -68,25 +69,25 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     return model, reader.manifest.step
 
 
-def _choose_checkpoint(directory: RunDirectory, best: bool = False, step: int | None = None) -> Path:
+def _choose_checkpoint(directory: RunDirectory, best: bool = False, step: int | None = None) -> Place:
     """The newest whole checkpoint, the best, or that of a step."""
     root = directory.checkpoints
     if step is not None:
-        if committed_name(root, step).exists():
-            return committed_name(root, step)
+        if (found := locate(root, step)) is not None:
+            return found
         steps = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(root)) or "none"
         raise RunError(f"{directory.path} has no checkpoint of step {step:,}; it has those of steps: {steps}")
     newest = newest_checkpoint(root)
     if newest is None:
         raise RunError(f"{directory.path} has no whole checkpoint yet: nothing to export")
-    return find_best(root, newest) if best else newest
+    return find_best(directory, newest) if best else newest
 
 
 def _tokenizer_files(directory: RunDirectory) -> list[Path]:
     return [path for path in sorted(directory.tokenizer.iterdir()) if path.name != "info.json"]
 
 
-def _plan_model(directory: RunDirectory, settings: Model, checkpoint: Path) -> tuple[PreTrainedModel, Reader]:
+def _plan_model(directory: RunDirectory, settings: Model, checkpoint: Place) -> tuple[PreTrainedModel, Reader]:
     """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens, and its checkpoint. settings: the
     recipe's."""
     model = build_meta(load_config(settings), settings.attention)
@@ -96,15 +97,18 @@ def _plan_model(directory: RunDirectory, settings: Model, checkpoint: Path) -> t
     return model, Reader(checkpoint)
 
 
-def find_best(root: Path, newest: Path) -> Path:
+def find_best(run: RunDirectory, newest: Place) -> Place:
     """The checkpoint with the lowest validation loss, as the newest one knows it. Raises RunError where none was kept as such."""
     step = Reader(newest).manifest.state.get("best_step")
     if step is None:
         raise RunError(
-            f"{root.parent} has kept no best checkpoint: checkpoint.keep_best=true does from now on. Leave --best out for step"
+            f"{run.path} has kept no best checkpoint: checkpoint.keep_best=true does from now on. Leave --best out for step"
             f" {step_of(newest):,}, the newest"
         )
-    return committed_name(root, step)
+    found = locate(run.checkpoints, step)
+    if found is None:
+        raise RunError(f"{run.path} has lost its best checkpoint, of step {step:,}")
+    return found
 
 
 def _read_units(reader: Reader, model: PreTrainedModel, units: list[Unit]) -> Iterator[dict[str, Tensor]]:

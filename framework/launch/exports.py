@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from framework.checkpoint.commit import committed_name, list_checkpoints, report, step_of
+from framework.checkpoint.commit import list_checkpoints, step_of
+from framework.checkpoint.folder import committed_name, report
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, committed_name, newest_checkpoint, step_of
+from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, newest_checkpoint, step_of
 from framework.checkpoint.index import MANIFEST
 from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory, explain_errors
@@ -213,12 +213,14 @@ def _corrupt(run: RunDirectory, fault: Fault) -> int:
                 f"{run.path} has no whole checkpoint" + (f" of step {fault.step:,} or later" if fault.step else "")
             )
         time.sleep(POLL_S)
+    if not isinstance(found, Path):
+        raise RunError(f"{found} is in an object store: only a checkpoint in a folder is damaged on request")
     how = fault.how or "flip"
     file = found / (MANIFEST if how == "manifest" else f"rank-{fault.rank:05d}.bin")
     note_fault(run.path, fault, fault.rank, step=step_of(found))
     with explain_errors(file):
         damage(file, how)
-    print(f"suffered {fault.describe()}: {how} of {committed_name(run.checkpoints, step_of(found)).name}/{file.name}")
+    print(f"suffered {fault.describe()}: {how} of {found.name}/{file.name}")
     return EXIT_DONE
 
 

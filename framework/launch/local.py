@@ -15,7 +15,13 @@ from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError, RunError
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
-from framework.launch.directory import RunDirectory, explain_errors, refuse_unwritable
+from framework.launch.directory import (
+    RunDirectory,
+    explain_errors,
+    place_checkpoints,
+    refuse_unreachable,
+    refuse_unwritable,
+)
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
 from framework.launch.resume import resume_recipe
@@ -103,6 +109,7 @@ def rank_variables(recipe: Recipe) -> dict[str, str]:
 def _begin(recipe: Recipe, overrides: list[str]) -> int:
     """A new run. Its directory is made once the data is there: bad data leaves no run behind."""
     refuse_unwritable(Path(recipe.run.root))
+    refuse_unreachable(recipe.checkpoint.root)
     recipe = settle(recipe)
     model_type = check_model(recipe)
     recipe = settle_steps(recipe)
@@ -112,6 +119,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
+    place_checkpoints(run, recipe.checkpoint.root)
     with run.lock() as lease:
         if run.recipe.exists():
             raise RunError(

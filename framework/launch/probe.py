@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from framework.checkpoint.commit import list_checkpoints
+from framework.checkpoint.place import ObjectPath, checkpoints_of
 from framework.checkpoint.staging import free_bytes
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
@@ -149,7 +150,9 @@ def find_slow(seconds: Mapping[int, float], noise_s: float) -> dict[int, float]:
 
 def check_room(plan: Plan, run_dir: Path) -> list[Finding]:
     """Whether the disk has room for the checkpoints that the run keeps at a time: `keep`, and one that is being written."""
-    keep, here = plan.recipe.checkpoint.keep, run_dir / "checkpoints"
+    keep, here = plan.recipe.checkpoint.keep, checkpoints_of(run_dir)
+    if isinstance(here, ObjectPath):
+        return []  # a store does not say how much room it has
     try:
         each, free = checkpoint_bytes(plan), shutil.disk_usage(run_dir).free
     except OSError:

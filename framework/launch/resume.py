@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
+from framework.checkpoint.place import KEY
 from framework.errors import RunError
 from framework.foresight.auto import require_layout
 from framework.launch.directory import RunDirectory
@@ -43,7 +44,7 @@ MAY_CHANGE = (
     ("memory.*", "the same values in other memory"),
     ("launch.*", "where it runs"),
     ("cluster.*", "what is foretold of it"),
-    ("checkpoint.*", "how often it saves"),
+    ("checkpoint.*", "how often it saves; not checkpoint.root: that is noted in the run's folder"),
     ("track.*", "who watches"),
     ("data.root", "where the token stores lie; their fingerprints say what is in them"),
     ("run.*", "the directory, which names itself"),
@@ -60,7 +61,7 @@ class Change:
 
     @property
     def is_allowed(self) -> bool:
-        return any(fnmatch(self.key, pattern) for pattern, _ in MAY_CHANGE)
+        return self.key != KEY and any(fnmatch(self.key, pattern) for pattern, _ in MAY_CHANGE)
 
 
 def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> tuple[Recipe, list[Change]]:

@@ -12,19 +12,21 @@ the memory of nodes, and what a rewind leaves.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
-from framework.checkpoint.commit import Retention, no_fault, report
+from framework.checkpoint.commit import Retention, explain, folder_of
+from framework.checkpoint.folder import no_fault, report
 from framework.checkpoint.held import HeldSteps, Start
 from framework.checkpoint.index import Entry
 from framework.checkpoint.lineage import begin_generation
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
 from framework.checkpoint.node_memory import memory_of
+from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.save import Goal, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_node
 from framework.comm.objects import tell
+from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
 from framework.launch.fault_door import FaultDoor
 from framework.lease import Lease
@@ -55,9 +57,9 @@ class Saves:
     phases: Phases
     door: FaultDoor | None = None
 
-    @property
-    def root(self) -> Path:
-        return self.lease.run / "checkpoints"
+    @cached_property
+    def root(self) -> Place:
+        return checkpoints_of(self.lease.run)
 
     @cached_property
     def neighbours(self) -> Neighbours:
@@ -71,6 +73,8 @@ class Saves:
     def start(self) -> Start:
         """Where this start goes on from. Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start
         over while others resume."""
+        # Before it looks: what a former start commits from here on must not count.
+        tell(self._enter, self.mesh.axis("world"))
         return self.copies.find_start(self.lease.run, self.root)
 
     @cached_property
@@ -176,6 +180,15 @@ class Saves:
     def end(self) -> None:
         """End the export that is under way, if there is one."""
         self.exports.end()
+
+    def _enter(self) -> None:
+        """On rank 0."""
+        run = RunDirectory(self.lease.run)
+        created = run.read_record()["created"] if run.record.exists() else "no launch"
+        try:
+            folder_of(self.root).enter(self.lease, f"{run.id} of {created}")
+        except OSError as error:
+            raise explain(error, self.root, 0) from error
 
     def _begin_generation(self, step: int) -> None:
         self.keeper.generation = tell(partial(begin_generation, self.lease, step), self.mesh.axis("world"))

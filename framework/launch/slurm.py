@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 
+from framework.checkpoint.place import open_place
 from framework.errors import RunError
 from framework.recipe.derive import Derived, derive
 from framework.recipe.elastic import can_move, has_range, node_counts
@@ -310,8 +311,11 @@ def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
 
 
 def _mounts(recipe: Recipe, run_dir: Path, here: Path) -> list[str]:
-    """Folders that a container needs from outside: the place of the recipe's relative paths, runs, and token stores."""
+    """Folders that a container needs from outside: the place of the recipe's relative paths, runs, token stores, checkpoints."""
     folders = [here, run_dir.parent, (here / recipe.data.root).resolve()]
+    checkpoints = open_place(recipe.checkpoint.root or ".")
+    if isinstance(checkpoints, Path):
+        folders.append((here / checkpoints.expanduser()).resolve())
     outer = [
         folder for folder in dict.fromkeys(folders) if not any(folder.is_relative_to(o) for o in folders if o != folder)
     ]

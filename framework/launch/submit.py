@@ -13,7 +13,13 @@ from typing import TextIO
 
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
-from framework.launch.directory import RunDirectory, explain_errors, write_private
+from framework.launch.directory import (
+    RunDirectory,
+    explain_errors,
+    place_checkpoints,
+    refuse_unreachable,
+    write_private,
+)
 from framework.launch.elastic import NodeCount, describe_counts, legal_counts, plan_counts
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.local import keep_tokenizer, refuse_leftovers, resume_command, saved_step, summarize
@@ -57,6 +63,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
+    place_checkpoints(run, recipe.checkpoint.root)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock(partial(refuse_leftovers, run)) as lease:
         _write(run, lease, recipe, prepared.tokenizer, legal_counts(recipe, counts))
@@ -98,6 +105,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     recipes = [settle_tokens(recipe, tokenizer) for recipe, tokenizer in zip(recipes, tokenizers, strict=True)]
     sweep = RunDirectory.create(root, first.run.id, name)
     runs = [RunDirectory.create(root, f"{sweep.id}-{index}", name) for index in range(len(recipes))]
+    for run, recipe in zip(runs, recipes, strict=True):
+        place_checkpoints(run, recipe.checkpoint.root)
     for run in (sweep, *runs):
         refuse_leftovers(run)
     with explain_errors(sweep.path):
@@ -148,6 +157,8 @@ def check_machine(recipe: Recipe, dry_run: bool) -> None:
         root = Path(recipe.run.root)
         with explain_errors(root):
             root.mkdir(parents=True, exist_ok=True)
+        if container.kind == "none":  # whose libraries and variables are not those of this machine
+            refuse_unreachable(recipe.checkpoint.root)
 
 
 def active_job(run: RunDirectory) -> str | None:

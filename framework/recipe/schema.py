@@ -344,6 +344,11 @@ class Optim:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    root: str | None = key(
+        "where checkpoints lie: a folder, or a URL that fsspec knows (s3://bucket/runs, gs://, abfs://, ...); each run has"
+        " ROOT/RUN-ID. null: RUN/checkpoints",
+        None,
+    )
     every_steps: int | None = key("save after every so many steps; null: only at the end and when stopped", None, low=1)
     every_minutes: float | None = key("save after so many minutes; null: never by the clock", None, low=0.0)
     interval: Literal["young_daly"] | None = key(

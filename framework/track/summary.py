@@ -315,6 +315,7 @@ def _files(run_dir: Path) -> list[str]:
         (GOODPUT_FILE, "where the time of each start went"),
         (GOODPUT_PICTURE, "the same, drawn"),
         ("checkpoints", "states to resume from"),
+        ("checkpoints.url", "where they lie"),
         ("wandb", "the mirror for wandb"),
     )
     rows = [(str(run_dir / name), what) for name, what in names if (run_dir / name).exists()]

@@ -11,11 +11,12 @@ from it: a resume, on whatever layout, is the run that went on.
 """
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from framework.checkpoint.commit import committed_name, report
+from framework.checkpoint.commit import locate
+from framework.checkpoint.folder import report
+from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.retire import amend, has_whole, retire_newer
 from framework.checkpoint.save import Saver
 from framework.comm.objects import tell
@@ -34,16 +35,14 @@ def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
     """Go back, as `loop.rewind_due` says. Collective. Raises NumericsError, on all ranks, after `train.max_rewinds`, and where no
     checkpoint is old enough."""
     due, spiked, world = loop.rewind_due, loop.state, loop.run.mesh.axis("world")
-    root = lease.run / "checkpoints"
+    root = checkpoints_of(lease.run)
     assert due is not None, "nothing to go back for"
     saver.settle()
     loop.run.optimizer.wait_for_readers()
     tell(partial(_retire, lease, root, due, spiked.rewinds, loop.recipe.train.max_rewinds), world)
     state = restore(loop.run, root, lease=lease)
     best = state.best_step
-    if best is not None and not tell(
-        lambda: committed_name(root, best).exists(), world
-    ):  # a later one had taken its place
+    if best is not None and not tell(lambda: locate(root, best) is not None, world):  # a later one had taken its place
         state.best_step = state.best_validation_loss = None
     state.rewinds = spiked.rewinds + 1
     state.skipped_samples = leave_out(spiked.skipped_samples, state.samples, due.samples)
@@ -57,7 +56,7 @@ def leave_out(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
     return add_skipped(skipped, int(low), int(high))
 
 
-def _retire(lease: Lease, root: Path, due: RewindDue, done: int, most: int) -> None:
+def _retire(lease: Lease, root: Place, due: RewindDue, done: int, most: int) -> None:
     """On rank 0."""
     what = f"spikes persist since step {due.first_spike:,}, as seen at step {due.step:,}, and the run does not go back"
     way_out = (
@@ -75,9 +74,11 @@ def _retire(lease: Lease, root: Path, due: RewindDue, done: int, most: int) -> N
         report(f"checkpoint of a step behind a rewind is now called {path}")
 
 
-def _record(lease: Lease, root: Path, state: RunState, due: RewindDue) -> None:
+def _record(lease: Lease, root: Place, state: RunState, due: RewindDue) -> None:
     """On rank 0."""
-    amend(committed_name(root, state.step), lease, state.to_json())
+    loaded = locate(root, state.step)
+    assert loaded is not None, f"{root} has lost step {state.step}, which was just loaded"
+    amend(loaded, lease, state.to_json())
     report(
         f"spikes persist since step {due.first_spike:,}: after step {due.step:,} the run goes back to step {state.step:,} and"
         f" leaves out the samples since, {due.samples - state.samples:,} (rewind {state.rewinds}; all that were left out:"

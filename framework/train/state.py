@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from framework.checkpoint.commit import FoundCheckpoints
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
+from framework.checkpoint.place import Place
 from framework.errors import StorageError
 from framework.lease import Lease
 from framework.mesh.layout import Layout
@@ -53,7 +53,7 @@ class RunState:
 
 def restore(
     run: Run,
-    checkpoints: Path,
+    checkpoints: Place,
     found: FoundCheckpoints | None = None,
     lease: Lease | None = None,
     load_held: Callable[[Sequence[Entry]], dict[str, Any] | None] = lambda entries: None,

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from framework.checkpoint import folder as checkpoint_folder
 from framework.checkpoint import save, staging, storage
 from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.commit import COMMITTED_POINTS, RANK_POINTS, SAVE_POINTS, Retention, list_checkpoints, step_of
@@ -38,14 +39,14 @@ def deaths():
             yield from (Death(rank, point, when) for when in WHENS if not (early and when == "next due"))
 
 
-def run_ranks(folder, death=None, is_whole=True):
-    """Both ranks, each a process of its own: exit codes, and what each has returned."""
+def run_ranks(folder, death=None, is_whole=True, root=None):
+    """Both ranks, each a process of its own: exit codes, and what each has returned. root: of the checkpoints, if elsewhere."""
     context = multiprocessing.get_context("fork")
     found, rendezvous = context.Queue(), folder / f"rendezvous-{len(os.listdir(folder))}"
     rendezvous.parent.mkdir(exist_ok=True)
 
     def body(rank):
-        found.put((rank, train(rank, rendezvous, folder / "checkpoints", death, is_whole)))
+        found.put((rank, train(rank, rendezvous, root or folder / "checkpoints", death, is_whole)))
         found.close()
         found.join_thread()
         os._exit(0)  # as ranks end: past Python's teardown, which waits for the thread that saves
@@ -60,12 +61,12 @@ def run_ranks(folder, death=None, is_whole=True):
     return codes, dict(found.get(timeout=5) for code in codes if code == 0)
 
 
-def check_death(folder, death, is_whole=True):
+def check_death(folder, death, is_whole=True, root=None):
     """The rank dies, the other ends, and a resume goes on from whole steps, at most one interval back, to the known end."""
-    codes, _ = run_ranks(folder, death, is_whole)
+    codes, _ = run_ranks(folder, death, is_whole, root)
     assert codes[death.rank] == -signal.SIGKILL
     assert codes[1 - death.rank] not in (0, None, -signal.SIGKILL)
-    codes, found = run_ranks(folder)
+    codes, found = run_ranks(folder, root=root)
     assert codes == [0, 0]
     [began] = {step for step, _ in found.values()}
     assert all(is_right for _, is_right in found.values())
@@ -296,7 +297,7 @@ class ChangedOnTheWay:
 def check_changed_memory(root, monkeypatch):
     """Memory that is changed between staging and the disk does not become a checkpoint that looks whole."""
     with monkeypatch.context() as patch:
-        patch.setattr(save, "DirectFile", lambda path: ChangedOnTheWay(DirectFile(path)))
+        patch.setattr(checkpoint_folder, "DirectFile", lambda path: ChangedOnTheWay(DirectFile(path)))
         saver = open_saver(root)
         saver.start(1, one_entry(1), {"step": 1})
         saver.finish()

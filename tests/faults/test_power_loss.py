@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from framework.checkpoint import commit
 from framework.checkpoint.commit import Retention, find_newest, step_of
+from framework.checkpoint.folder import LocalFolder
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import CPU, Saver
@@ -101,15 +101,15 @@ def test_sabotaged_each_fsync_that_is_left_out_is_noticed(tmp_path):
 
 
 def test_sabotaged_a_checkpoint_that_gets_its_name_before_its_manifest_is_noticed(tmp_path, monkeypatch):
-    write, name = commit._write_manifest, commit._commit
+    write, name = LocalFolder.write_manifest, LocalFolder.give_name
 
-    def name_first(path, text):
-        final = tmp_path / "run" / "checkpoints" / path.parent.name
-        name(Lease(tmp_path / "run"), path.parent, final)
-        write(final / path.name, text)
+    def name_first(folder, unfinished, text):
+        final = folder.root / unfinished.name
+        name(folder, Lease(tmp_path / "run"), unfinished, final)
+        write(folder, final, text)
 
-    monkeypatch.setattr(commit, "_write_manifest", name_first)
-    monkeypatch.setattr(commit, "_commit", lambda *args: None)
+    monkeypatch.setattr(LocalFolder, "write_manifest", name_first)
+    monkeypatch.setattr(LocalFolder, "give_name", lambda *args: None)
     with pytest.raises(Torn, match="damaged"):
         lose_power(tmp_path, 1, 2)
 

@@ -14,22 +14,41 @@ PACKAGE = Path(framework.__file__).parent
 ROOMS = ("checkpoint", "track", "train", "launch", "lease.py")
 WRITES = {
     "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
-    "savefig", "mkstemp", "mkdtemp", "symlink_to",
+    "savefig", "mkstemp", "mkdtemp", "symlink_to", "remove_all", "pipe_file", "rm", "rm_file",
 }  # fmt: skip
 
 CHECKED = "the lease is checked right before"
 IN_WORKPLACE = "in the workplace, which is gone for a stale process, or renames out of it"
+EPOCH = (
+    "below names of this epoch, and counted only by it; what is removed or amended: the lease is checked right before"
+)
 OUTSIDE = "before there is a run, or outside of it"
 ASKED = "a request of a user's, who holds no lease; rank 0 takes it away by its lease"
 MEMORY = "this node's memory, of a generation whose name no other start has"
 LOCK = "the lock itself; an empty file, or the name of the holder once the lock is had"
 
 KNOWN = {
-    "checkpoint/commit.py retain": IN_WORKPLACE,
-    "checkpoint/commit.py _begin": IN_WORKPLACE,
-    "checkpoint/commit.py _write_manifest": IN_WORKPLACE,
-    "checkpoint/commit.py _commit": IN_WORKPLACE,
-    "checkpoint/commit.py _note": IN_WORKPLACE,
+    "checkpoint/commit.py set_aside": IN_WORKPLACE,
+    "checkpoint/folder.py LocalFolder.begin": IN_WORKPLACE,
+    "checkpoint/folder.py LocalFolder.create": IN_WORKPLACE,
+    "checkpoint/folder.py LocalFolder.give_name": IN_WORKPLACE,
+    "checkpoint/folder.py LocalFolder.prepare": IN_WORKPLACE,
+    "checkpoint/folder.py LocalFolder.remove": IN_WORKPLACE,
+    "checkpoint/folder.py LocalFolder.write": IN_WORKPLACE,
+    "checkpoint/folder.py write_note": IN_WORKPLACE,
+    "checkpoint/object_folder.py ObjectFolder.begin": EPOCH,
+    "checkpoint/object_folder.py ObjectFolder.discard": EPOCH,
+    "checkpoint/object_folder.py ObjectFolder.enter": EPOCH,
+    "checkpoint/object_folder.py ObjectFolder.give_up": EPOCH,
+    "checkpoint/object_folder.py ObjectFolder.prepare": EPOCH,
+    "checkpoint/object_folder.py ObjectFolder.remove": EPOCH,
+    "checkpoint/object_folder.py ObjectFolder.rename": EPOCH,
+    "checkpoint/object_folder.py ObjectFolder.write": EPOCH,
+    "checkpoint/place.py ObjectPath.create": "the few ways to change a store; who calls them stands here as well",
+    "checkpoint/place.py ObjectPath.remove_all": "the few ways to change a store; who calls them stands here as well",
+    "checkpoint/place.py ObjectPath.unlink": "the few ways to change a store; who calls them stands here as well",
+    "checkpoint/place.py ObjectPath.write_bytes": "the few ways to change a store; who calls them stands here as well",
+    "checkpoint/place.py find_probe_error": OUTSIDE,
     "checkpoint/held.py HeldSteps._load": MEMORY,
     "checkpoint/held.py _keep_head": MEMORY,
     "checkpoint/lineage.py _write": IN_WORKPLACE,
@@ -39,14 +58,12 @@ KNOWN = {
     "checkpoint/node_memory.py NodeMemory.clear": MEMORY,
     "checkpoint/node_memory.py NodeMemory.make": MEMORY,
     "checkpoint/node_memory.py make_file": MEMORY,
-    "checkpoint/retire.py _amend": IN_WORKPLACE,
-    "checkpoint/save.py write_file": IN_WORKPLACE,
-    "checkpoint/save.py write_index": IN_WORKPLACE,
     "launch/directory.py RunDirectory.create": OUTSIDE,
     "launch/directory.py RunDirectory.lock": LOCK,
     "launch/directory.py RunDirectory.attend": LOCK,
     "launch/directory.py RunDirectory._try_lock": LOCK,
     "launch/directory.py RunDirectory._replace_lock": LOCK,
+    "launch/directory.py place_checkpoints": OUTSIDE,
     "launch/directory.py refuse_unwritable": OUTSIDE,
     "launch/directory.py _claim_next": OUTSIDE,
     "launch/directory.py write_private": "called for files of a workplace, or for a run that is just made",

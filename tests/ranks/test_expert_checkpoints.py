@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from framework.build import build
-from framework.checkpoint.commit import committed_name
+from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect

@@ -123,7 +123,7 @@ def test_a_rewound_run_is_bitwise_the_run_that_never_saw_the_data(
     assert read_state(run_dir / "checkpoints" / f"step-{TARGET:08d}")["rewinds"] == 1
 
 
-POINTS = ("framework.train.rewind._retire", "framework.train.rewind._record", "framework.checkpoint.retire.os.replace")
+POINTS = ("framework.train.rewind._retire", "framework.train.rewind._record", "framework.checkpoint.folder.os.replace")
 
 
 @pytest.mark.parametrize("point", few_of(POINTS, lambda point: point.endswith("replace")))

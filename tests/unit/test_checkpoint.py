@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.checkpoint.commit import begin, committed_name, finish, list_checkpoints
+from framework.checkpoint.commit import begin, finish, list_checkpoints
 from framework.checkpoint.divide import WRITES, describe, divide, owned_entries, pack_claims
+from framework.checkpoint.folder import committed_name
 from framework.checkpoint.index import DamagedCheckpoint, Entry, read_manifest
 from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
@@ -102,7 +103,7 @@ def save_world(root, step, ranks, state, block_bytes, memory=None):
     ranks = [owned_entries(entries) for entries in ranks]
     division = divide([pack_claims(entries) for entries in ranks])
     assert division.disagreement is None
-    folder = begin(root, Lease(root.parent), step, state, 0)
+    folder, _ = begin(root, Lease(root.parent), step, state, 0)
     written = []
     for rank, (entries, flags) in enumerate(zip(ranks, division.duties, strict=True)):
         chosen = [entry for entry, flag in zip(entries, flags, strict=True) if flag & WRITES]
@@ -345,7 +346,7 @@ def test_piece_that_the_index_lacks_is_an_error_that_counts(tmp_path):
     manifest = read_manifest(path)
     record = manifest.entries["weight/w"]
     holed = replace(manifest, step=2, state={}, entries={"weight/w": replace(record, count=0)})
-    folder = begin(tmp_path, Lease(tmp_path.parent), 2, {}, 0)
+    folder, _ = begin(tmp_path, Lease(tmp_path.parent), 2, {}, 0)
     for name in ("rank-00000.bin", "index.bin"):
         (folder / name).write_bytes((path / name).read_bytes())
     with pytest.raises(CheckpointError, match="lacks 15 of the 15 elements of weight/w"):

@@ -205,14 +205,14 @@ def fail(monkeypatch, owner, name, number, times, when=lambda *args: True):
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
 def test_a_folder_that_cannot_be_listed_for_a_moment_is_listed(root, monkeypatch, number):
     save(root, 1)
-    fail(monkeypatch, commit.os, "scandir", number, times=2)
+    fail(monkeypatch, os, "scandir", number, times=2)
     assert load(root) == 1
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
 def test_a_folder_that_cannot_be_listed_is_no_folder_without_checkpoints(root, monkeypatch, number):
     save(root, 1)
-    fail(monkeypatch, commit.os, "scandir", number, times=99)
+    fail(monkeypatch, os, "scandir", number, times=99)
     with pytest.raises(StorageError, match=errno.errorcode[number]) as caught:
         load(root)
     assert caught.value.exit_code == EXIT_FAILED
@@ -236,7 +236,7 @@ def test_a_save_that_the_file_system_refuses_is_the_users_only_where_the_user_ca
 
 
 def test_room_that_cannot_be_asked_for_does_not_hide_the_error(tmp_path, monkeypatch):
-    fail(monkeypatch, commit.shutil, "disk_usage", errno.ESTALE, times=99)
+    fail(monkeypatch, shutil, "disk_usage", errno.ESTALE, times=99)
     assert explain(OSError(errno.EDQUOT, "quota", "f"), tmp_path, 7).exit_code == EXIT_USER
 
 
@@ -297,7 +297,7 @@ def test_a_rename_whose_answer_was_lost_is_a_commit(root, monkeypatch):
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(root, monkeypatch, capsys, number):
     save(root, 1)
-    fail(monkeypatch, commit.shutil, "rmtree", number, times=99)
+    fail(monkeypatch, shutil, "rmtree", number, times=99)
     assert save(root, 2, keep=1).is_dir()
     assert "the new checkpoint is safe, but an old one cannot be removed" in capsys.readouterr().err
     assert save(root, 3, keep=1).is_dir()  # nor what is left of it, when the next one is begun

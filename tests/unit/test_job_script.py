@@ -69,6 +69,13 @@ def test_a_start_from_what_nodes_held_is_progress_of_a_run_that_keeps_copies(tmp
     assert call("copies=0; newest_step", tmp_path) == "20"
 
 
+def test_what_an_object_store_has_is_known_by_the_note_beside_the_run(tmp_path):
+    (tmp_path / "checkpoints.url").write_text("s3://bucket/runs/run\n")
+    assert call("newest_step", tmp_path) == "0"
+    (tmp_path / "checkpoints.json").write_text('{"committed_step": 120}')
+    assert call("newest_step", tmp_path) == "120"
+
+
 def test_the_script_forgets_the_folder_that_nodes_have(tmp_path):
     run = tmp_path / "a run's"
     run.mkdir()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import framework
-from framework.checkpoint.commit import Retention, committed_name, list_checkpoints, retain, step_of
+from framework.checkpoint.commit import Retention, list_checkpoints, retain, step_of
+from framework.checkpoint.folder import committed_name
 from framework.launch import exports as exports_module
 from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended

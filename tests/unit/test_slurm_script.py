@@ -19,7 +19,7 @@ from framework.errors import EXIT_USER
 from framework.launch.slurm import find_script_problems, render
 from framework.recipe.check import check_recipe
 from framework.recipe.overrides import parse_overrides, write_override
-from framework.recipe.schema import Batch, Container, Launch, Recipe, Run
+from framework.recipe.schema import Batch, Checkpoint, Container, Launch, Recipe, Run
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 HOSTILE = 'it\'s "a" $HOME `id` $(id) %j #c *?! ;& {a} [b] ~ größe'
@@ -237,6 +237,13 @@ def test_folders_that_do_not_get_through_are_refused_with_the_key(root, containe
     problems = list(find_script_problems(recipe, Path("/here")))
     assert [problem.key for problem in problems] == (["run.root"] if is_found else [])
     assert all(is_found in problem.message and "run.root" in problem.fix for problem in problems)
+
+
+@pytest.mark.parametrize(("root", "is_mounted"), [("/other", True), ("s3://bucket/other", False)])
+def test_a_container_has_the_folder_of_checkpoints(root, is_mounted):
+    recipe = replace(ONE_STEP, launch=Launch(kind="slurm", ranks=1, container=Container("apptainer", "a")))
+    recipe = replace(recipe, checkpoint=Checkpoint(root=root))
+    assert ("/other:/other" in render(recipe, Path("/runs/a"), Path("/here")).text) == is_mounted
 
 
 def test_a_submission_from_a_folder_that_does_not_get_through_is_refused_before_anything_is_made(

@@ -1,0 +1,228 @@
+"""A folder of checkpoints in an object store, which puts an object as a whole and renames nothing.
+
+    URL/RUN-ID/
+        .epoch-7.json               the newest start's record: whose run this is, and what was committed before it
+        step-00000100.7/            of the start of epoch 7
+            rank-00000.bin ...      each put by its rank
+            index.bin
+            manifest.json           put last: *this is the commit*
+            manifest.json.bad       in its place, of a damaged checkpoint; .rewound of one behind a rewind
+
+What has no manifest is no checkpoint: a save that was cut leaves objects that nobody reads and the next save removes.
+
+**Fencing.** A start that was held for dead may wake up in front of any put. Its objects lie below a name with its own epoch, so
+it overwrites none of a newer start's. And what it commits does not count: a checkpoint counts if the newest record, by its
+epoch, lists it, or if it is of that epoch itself. Each start puts its record, with all that counted until then, after it has
+taken the lease of the run and before it looks for checkpoints. So nothing is asked of the store but that an object is put as a
+whole and is listed and read from then on, which S3, GCS and Azure promise. What is left to a stale start is what stands right
+behind a check of the lease: to remove a checkpoint that its own retention had chosen, or to amend one for its own rewind.
+"""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from framework.checkpoint.folder import BAD, REWOUND, Fault, Folder, NewFile, reported
+from framework.checkpoint.index import MANIFEST
+from framework.checkpoint.place import KEY, ObjectPath, Place, as_os_errors
+from framework.checkpoint.storage import read, retry
+from framework.errors import CheckpointError, MeshwrightError
+from framework.lease import Lease
+
+RECORD = re.compile(r"\.epoch-(\d+)\.json")
+STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
+
+
+class ObjectFolder(Folder):
+    """The folder of a run below a URL."""
+
+    key = KEY
+
+    def __init__(self, root: ObjectPath) -> None:
+        super().__init__(root, None if root.run is None else root.run / "checkpoints.json")
+        self._root = root
+
+    def list(self) -> Sequence[ObjectPath]:
+        names = self._names()
+        counts = self._find_counted(names)
+        return [self._root / name for name in names if counts(name) and self._has(self._root / name, MANIFEST)]
+
+    def list_damaged(self) -> Sequence[str]:
+        return [name for name in self._steps() if self._has(self._root / name, MANIFEST + BAD)]
+
+    def list_retired(self) -> Sequence[ObjectPath]:
+        found = [self._root / name for name in self._steps()]
+        return [path for path in found if self._has(path, MANIFEST + REWOUND) and not self._has(path, MANIFEST)]
+
+    def enter(self, lease: Lease, owner: str) -> None:
+        """Raises CheckpointError where the folder is another run's."""
+        epoch, record = self._newest_record(self._names())
+        if record is not None and (record["run"] != owner or epoch > lease.epoch):
+            lease.check()
+            raise CheckpointError(
+                f"{self._root} holds the checkpoints of another run, {record['run']} (start {epoch}); this one is {owner}. Choose"
+                f" another run.id or {KEY}. If these are the same run, whose folder was lost: remove {self._root}/.epoch-*.json"
+            )
+        counted = sorted(path.name for path in self.list())
+        text = json.dumps({"run": owner, "epoch": lease.epoch, "before": counted})
+        path = self._root / f".epoch-{lease.epoch}.json"
+        retry(lambda: path.write_bytes(text.encode()), "write", path)
+        lease.check()
+        for name in self._names():
+            if (found := RECORD.fullmatch(name)) and int(found[1]) < lease.epoch:
+                with reported(f"the record of an older start cannot be removed, {self._root / name}"):
+                    (self._root / name).unlink()
+
+    def prepare(self, lease: Lease) -> None:
+        """What has no manifest, and is not kept as evidence, a failed save has left. Nothing is touched of newer epochs, nor
+        where a name has none: a user may be about to copy it there."""
+        for name in self._steps():
+            path, epoch = self._root / name, name.partition(".")[2]
+            is_ours = epoch != "" and int(epoch) <= lease.epoch
+            if is_ours and not any(each.startswith(MANIFEST) for each in read(path.list, path)):
+                lease.check()
+                with reported(f"an unfinished checkpoint cannot be removed, {path}"):
+                    path.remove_all()
+
+    def check_room(self, lease: Lease, bytes_needed: int) -> None:
+        """A store does not say, and has."""
+
+    def begin(self, lease: Lease, step: int) -> ObjectPath:
+        unfinished = self._root / f"step-{step:08d}.{lease.epoch}"
+        # What was committed under this name is not there any more: of this step a rewind or damage has left something.
+        lease.check()
+        unfinished.remove_all()
+        return unfinished
+
+    def create(self, path: Place, num_bytes: int) -> NewFile:
+        assert isinstance(path, ObjectPath), path
+        return Upload(path, num_bytes)
+
+    def write(self, path: Place, data: bytes) -> None:
+        assert isinstance(path, ObjectPath), path
+        path.write_bytes(data)
+
+    def commit(self, lease: Lease, unfinished: Place, step: int, manifest: str, fault: Fault) -> Place:
+        path = unfinished / MANIFEST
+        fault("manifest")
+
+        def put() -> None:
+            lease.check()
+            self.write(path, manifest.encode())
+
+        retry(put, "write", path)
+        # A newer start may have listed the checkpoints before the put, and then this one does not count.
+        retry(lease.check, "read the lease of", lease.run)
+        fault("renamed")
+        return unfinished
+
+    def give_up(self, lease: Lease, unfinished: Place) -> None:
+        """The next save removes what cannot be removed now."""
+        assert isinstance(unfinished, ObjectPath), unfinished
+        with suppress(OSError, MeshwrightError):
+            lease.check()
+            (unfinished / MANIFEST).unlink()  # first: it may be there, by a put whose answer was lost
+            unfinished.remove_all()
+
+    def remove(self, lease: Lease, path: Place, fault: Fault) -> None:
+        assert isinstance(path, ObjectPath), path
+        lease.check()
+        (path / MANIFEST).unlink()
+        fault("retiring")
+        path.remove_all()
+        fault("retained")
+
+    def rename(self, lease: Lease, path: Place, suffix: str) -> ObjectPath:
+        """Its manifest gets another name, and it has none."""
+        assert isinstance(path, ObjectPath), path
+        manifest, target = path / MANIFEST, path / f"{MANIFEST}{suffix}"
+        if not manifest.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        target.write_bytes(manifest.read_bytes())
+        lease.check()
+        manifest.unlink()
+        return target
+
+    def discard(self, lease: Lease, retired: Place) -> None:
+        assert isinstance(retired, ObjectPath), retired
+        lease.check()
+        retired.remove_all()
+
+    def amend(self, lease: Lease, path: Place, manifest: str, fault: Fault) -> None:
+        lease.check()
+        fault("amending")
+        self.write(path / MANIFEST, manifest.encode())
+        fault("amended")
+
+    def commands_to_start_over(self) -> str:
+        return f"remove all below {self._root}, and {self.note}"
+
+    def _names(self) -> Sequence[str]:
+        return sorted(read(self._root.list, self._root))
+
+    def _steps(self) -> Sequence[str]:
+        return [name for name in self._names() if STEP.fullmatch(name)]
+
+    def _has(self, path: ObjectPath, name: str) -> bool:
+        return read((path / name).exists, path / name)
+
+    def _find_counted(self, names: Sequence[str]) -> Any:
+        """Whether the checkpoint of a name counts, if it has a manifest."""
+        epoch, record = self._newest_record(names)
+        before = set(record["before"]) if record is not None else set()
+
+        def counts(name: str) -> bool:
+            match = STEP.fullmatch(name)
+            return match is not None and (
+                record is None or match[2] is None or int(match[2]) == epoch or name in before
+            )
+
+        return counts
+
+    def _newest_record(self, names: Sequence[str]) -> tuple[int, dict[str, Any] | None]:
+        """The newest start's epoch and record; (0, None) where none was put."""
+        epochs = sorted(int(match[1]) for name in names if (match := RECORD.fullmatch(name)))
+        if not epochs:
+            return 0, None
+        path = self._root / f".epoch-{epochs[-1]}.json"
+        try:
+            return epochs[-1], json.loads(read(path.read_bytes, path))
+        except FileNotFoundError:
+            # Removed since it was listed, because there is a newer one.
+            return self._newest_record(self._names())
+        except ValueError as error:
+            raise CheckpointError(f"{path} is no record of a start: {error}") from error
+
+
+class Upload:
+    """A new object, which appears as a whole when it is synced. Left by an error it does not."""
+
+    def __init__(self, path: ObjectPath, num_bytes: int) -> None:
+        self._file = path.create(num_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        # A file that is closed, by the garbage collector for instance, would put what was written so far.
+        with suppress(Exception), as_os_errors():
+            self._file.discard()
+        with suppress(AttributeError):
+            self._file.closed = True
+
+    def write(self, view: memoryview) -> None:
+        with as_os_errors():
+            self._file.write(view)
+
+    def sync(self) -> None:
+        with as_os_errors():
+            self._file.close()
