@@ -109,7 +109,7 @@ def first_tokens(case: Case, rank: int) -> list[int]:
     return [int(batch.input_ids[(WORLD + rank) * rows, 0]) for batch in case.batches()]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", few_of(["adamw", "lion", "sgd"], lambda name: name == "adamw"))
 def test_parameters_that_some_or_all_ranks_leave_out_equal_one_process(
     pool: RankPool, stages: Sequence[Zero], name: Any
 ) -> None:
@@ -121,7 +121,7 @@ def test_parameters_that_some_or_all_ranks_leave_out_equal_one_process(
     assert_equal(pool, WORLD, [opened])
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd"])
+@pytest.mark.parametrize("name", few_of(["lion", "sgd"], lambda name: name == "lion"))
 def test_parameters_left_out_of_a_whole_step_rest_in_it(pool: RankPool, stages: Sequence[Zero], name: Any) -> None:
     """Layer 1 runs in the first and in the last step. With AdamW it differs from stock: see docs/verify.md."""
     case = Case("spare", SPARE, optim_recipes(stages, name=name), by_microbatch=True)
@@ -135,7 +135,7 @@ def test_router_balancing_terms_equal_one_process(pool: RankPool, stages: Sequen
     assert_equal(pool, WORLD, [Case(name, family(name), recipes(stages), changes, by_microbatch=True)])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("schedule", few_of(["cosine", "wsd"], lambda schedule: schedule == "wsd"))
 def test_learning_rate_schedules_equal_one_process(pool: RankPool, stages: Sequence[Zero], schedule: Any) -> None:
     layouts = optim_recipes(stages, schedule=LearningRateSchedule(schedule, warmup_steps=1))
     assert_equal(pool, WORLD, [Case("llama", family("llama"), layouts)])
