@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
+from functools import cached_property
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,7 @@ from framework.data.prepare import prepare
 from framework.launch import rank as rank_program
 from framework.launch import train
 from framework.launch.directory import RunDirectory
+from framework.launch.saves import Saves
 from framework.recipe.compose import compose, save_recipe
 from framework.train.loop import Loop
 
@@ -433,7 +435,7 @@ def run_rank(rank: int, world: int, phase: str, run_dir: Path, counts: Counts, f
     HERE.environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % 8),
                         "LOCAL_WORLD_SIZE": str(min(8, world)), "GROUP_WORLD_SIZE": str(max(1, world // 8))}  # fmt: skip
     try:
-        rank_program._train(run_dir)
+        rank_program._train(run_dir, None)
     except BaseException as error:
         failures.append(error)
 
@@ -504,6 +506,10 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
             stack.enter_context(
                 patch.object(train, "Watch", lambda *_: nullcontext(SimpleNamespace(stop_talking=list)))
             )
+            # Python 3.11 has one lock for a property of all objects: a rank that meets the others in it would wait for ever.
+            for found in vars(Saves).values():
+                if isinstance(found, cached_property) and hasattr(found, "lock"):
+                    stack.enter_context(patch.object(found, "lock", nullcontext()))
             stack.enter_context(patch.object(save, "ThreadPoolExecutor", AtOnce))
             stack.enter_context(patch.object(train, "Loop", SaveOnly))
             stack.enter_context(patch.object(rank_program, "take_fingerprint", take_fingerprint_apart))
