@@ -23,11 +23,18 @@ def seconds_of_tree(pid: int) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         tasks = os.listdir(f"/proc/{pid}/task")
-        children = [child for task in tasks for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     except OSError:  # it has ended meanwhile; its parent waits for it, and counts it then
         return 0.0
     own = sum(int(field) for field in fields[11:15]) / TICKS
-    return own + sum(seconds_of_tree(int(child)) for child in children)
+    return own + sum(seconds_of_tree(child) for task in tasks for child in _children(pid, task))
+
+
+def _children(pid: int, task: str) -> list[int]:
+    """Processes that a thread has started; none of a thread that has ended meanwhile."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
