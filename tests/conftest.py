@@ -4,22 +4,29 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
-import transformers  # noqa: F401  most tests need it, and what it makes is frozen here
 from hypothesis import settings
 
 from tests.grid import NUM_PARTS, part_of, part_of_day
 from tests.ranks.pool import RankPool
 
-# A property must hold, not be fast: a busy machine is no counter-example.
-settings.register_profile("meshwright", deadline=None)
+# A property must hold, not be fast: a busy machine is no counter-example. Each run draws other examples, so a week of them draws
+# more than a hundred of each.
+settings.register_profile("meshwright", deadline=None, max_examples=40)
 settings.load_profile("meshwright")
 
-# Small tensors, often beside the ranks of the pool: a second thread would wait for a core more than it helps.
-torch.set_num_threads(1)
 
-# What libraries have made stays: collections need not look through it again and again.
-gc.freeze()
+def pytest_configure(config: pytest.Config) -> None:
+    """What most tests need, imported once; not where xdist's workers run the tests, and each imports for itself."""
+    if getattr(config.option, "numprocesses", None):
+        return
+    import torch
+    import transformers  # noqa: F401
+
+    # Small tensors, often beside the ranks of the pool: a second thread would wait for a core more than it helps.
+    torch.set_num_threads(1)
+
+    # What libraries have made stays: collections need not look through it again and again.
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

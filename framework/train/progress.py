@@ -3,12 +3,15 @@
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TYPE_CHECKING
 
-from framework.comm.communicator import Communicator
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.recipe.deadlines import FLOOR_S, Deadlines
 from framework.train.phases import Current, Phase, Phases
+
+if TYPE_CHECKING:
+    from framework.comm.communicator import Communicator
 
 # The pace is that of so many last steps.
 RECENT_STEPS = 50
@@ -96,7 +99,7 @@ class Progress:
     pace: StepPace = field(default_factory=StepPace)
     is_timed: bool = False
     saves: deque[Save] = field(default_factory=deque)
-    communicators: dict[str, tuple[Communicator, ...]] = field(default_factory=dict)
+    communicators: "dict[str, tuple[Communicator, ...]]" = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     lease: Lease | None = None
 

@@ -2,12 +2,11 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -131,7 +130,20 @@ def test_interrupted_run_goes_on_bitwise_as_if_it_had_not_been(capsys):
     assert_same_weights("stopped", "whole")
 
 
-# Python reads it when a process starts: its ring is killed half through a write of some step.
+def in_child(program, *overrides):
+    """The exit code of a run in a process of its own, which runs `program` first. It is forked and has imported torch."""
+
+    def work():
+        exec(program, {})
+        raise SystemExit(train(*overrides))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
+# A ring that is killed half through a write of some step.
 KILL_IN_A_WRITE = """
 import os, signal, threading
 pwritev, writes = os.pwritev, []
@@ -152,16 +164,10 @@ def test_a_run_that_is_killed_in_a_step_on_the_disk_goes_on_bitwise_as_one_in_me
         pytest.skip(f"{tmp_path} is memory: such a folder is refused")
     disk = tmp_path / "disk"
     disk.mkdir()
-    (tmp_path / "sitecustomize.py").write_text(KILL_IN_A_WRITE)
     offload = ("memory.offload.optimizer=1", "memory.offload.home=disk", f"memory.offload.disk_path={disk}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
-        command = ("train", *RECIPE, "run.id=offloaded", *offload, "checkpoint.every_steps=3")
-        began = time.monotonic()
-        killed = subprocess.run(
-            [sys.executable, "-m", "framework", *command], check=False, capture_output=True, text=True
-        )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    began = time.monotonic()
+    ended = in_child(KILL_IN_A_WRITE, "run.id=offloaded", *offload, "checkpoint.every_steps=3")
+    assert ended == -signal.SIGKILL
     assert len(list(disk.glob("offloaded/*/rank-0"))) == 1, "a killed process removes nothing"
     assert 0 < newest("offloaded").manifest.step < STEPS
     time.sleep(0.5)  # nobody runs it, and nobody has stopped it
@@ -206,14 +212,10 @@ os.fsync = sync_and_die
 
 @pytest.mark.grid
 @pytest.mark.parametrize("number", [18, 20, 22, 24])
-def test_a_run_that_is_killed_in_a_save_behind_training_goes_on_bitwise(tmp_path, number):
-    (tmp_path / "sitecustomize.py").write_text(KILL_IN_A_SAVE.format(number=number))
+def test_a_run_that_is_killed_in_a_save_behind_training_goes_on_bitwise(number):
     run_id = f"killed-{number}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
-        command = [sys.executable, "-m", "framework", "train", *RECIPE, f"run.id={run_id}", "checkpoint.every_steps=3"]
-        killed = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    ended = in_child(KILL_IN_A_SAVE.format(number=number), f"run.id={run_id}", "checkpoint.every_steps=3")
+    assert ended == -signal.SIGKILL
     assert newest(run_id).manifest.step in (6, 9)
     assert resume(run_id) == EXIT_DONE
     assert losses(run_id) == losses("whole")
@@ -231,8 +233,11 @@ def test_run_goes_on_with_another_number_of_ranks(capfd):
         assert torch.allclose(weight, weights("whole")[name], rtol=1e-4, atol=1e-6), name
 
 
-def test_a_run_saves_and_stops_as_it_is_asked_from_outside(capfd):
-    codes, run = [], RunDirectory(Path("runs/asked"))
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.grid)])
+def test_a_run_saves_and_stops_as_it_is_asked_from_outside(ranks, capfd):
+    """Two ranks that agree on a stop: `piped`."""
+    run_id = f"asked-{ranks}"
+    codes, run = [], RunDirectory(Path("runs", run_id))
 
     def ask():
         while not (run.path / "metrics.jsonl").exists():
@@ -242,14 +247,15 @@ def test_a_run_saves_and_stops_as_it_is_asked_from_outside(capfd):
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    assert train("run.id=asked", "train.steps=100000", "checkpoint.every_steps=null", "launch.ranks=2") == EXIT_RESUME
+    words = ("train.steps=100000", "checkpoint.every_steps=null", f"launch.ranks={ranks}")
+    assert train(f"run.id={run_id}", *words) == EXIT_RESUME
     asking.join()
     assert codes == [EXIT_DONE, EXIT_DONE]
     saved = [int(path.name.removeprefix("step-")) for path in sorted(run.checkpoints.glob("step-*"))]
     assert len(saved) == 2
     out = capfd.readouterr().out
     assert f"saved    step {saved[0]:,}\n" in out
-    assert f"stopped  step {saved[1]:,}\nresume   meshwright train run.id=asked" in out
+    assert f"stopped  step {saved[1]:,}\nresume   meshwright train run.id={run_id}" in out
     assert not list(run.path.glob("request-*"))
 
 
@@ -459,19 +465,19 @@ def test_export_is_what_from_pretrained_loads(tmp_path, capsys):
 
 
 def test_exports_while_training_are_what_the_command_writes_byte_for_byte(tmp_path, capfd):
-    keys = ("run.id=exported", "train.steps=4", "checkpoint.export_every_steps=2")
+    keys = ("run.id=exported", "train.steps=4", "checkpoint.every_steps=2", "checkpoint.export_every_steps=4")
     assert train(*keys) == EXIT_DONE
     said = capfd.readouterr().err
     run = RunDirectory(Path("runs/exported"))
     assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [4, 2]
-    for step in (2, 4):
-        assert f"exported step {step} to" in said
-        made, plain = run.exports / f"step-{step:08d}", tmp_path / str(step)
-        assert main(["export", "exported", "--step", str(step), "--to", str(plain)]) == EXIT_DONE
-        names = sorted(path.name for path in plain.iterdir())
-        assert names == sorted(path.name for path in made.iterdir())
-        assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
-        assert all((made / name).read_bytes() == (plain / name).read_bytes() for name in names)
+    assert [path.name for path in run.exports.iterdir()] == ["step-00000004"]
+    assert "exported step 4 to" in said
+    made, plain = run.exports / "step-00000004", tmp_path / "4"
+    assert main(["export", "exported", "--step", "4", "--to", str(plain)]) == EXIT_DONE
+    names = sorted(path.name for path in plain.iterdir())
+    assert names == sorted(path.name for path in made.iterdir())
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
+    assert all((made / name).read_bytes() == (plain / name).read_bytes() for name in names)
     model, step = load_model(run.path)
     stock = AutoModelForCausalLM.from_pretrained(run.exports / "step-00000004", dtype=model.dtype)
     ids = AutoTokenizer.from_pretrained(run.exports / "step-00000004")("mesh axis", return_tensors="pt").input_ids

@@ -1,6 +1,6 @@
 """Layers that are computed again in backward, by any policy, in any layout: bitwise what they are when all is kept."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +11,15 @@ from framework.plan.operations import find_operations
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.verify.evidence import Evidence
 from tests.families import build_config, family
-from tests.grid import few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import Case, small_recipe, train_layouts
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parity_options import assert_bitwise_equal
 
 WORLD = 4
+EVERYTHING = "everything"  # is kept: selective, of which every operation is kept
 POLICIES = ("selective", "sqrt")  # full is among the layouts of other files
+ALL_POLICIES = (*POLICIES, EVERYTHING)
 
 
 def layout(parallel: Parallel, zero: int = 0, schedule: str = "1f1b", regathers: bool = False) -> Recipe:
@@ -41,33 +42,42 @@ MIXTURES = {
 }
 
 
-def with_policies(layouts: Mapping[str, Recipe], operations: list[str]) -> dict[str, Recipe]:
+def with_policies(layouts: Mapping[str, Recipe], operations: list[str], policies: Sequence[str]) -> dict[str, Recipe]:
     found = {}
     for label, recipe in layouts.items():
-        for policy in ("none", *POLICIES):
-            memory = replace(recipe.memory, activation_checkpointing=policy)
+        everything = replace(recipe.memory, activation_checkpointing="selective", kept_operations=operations)
+        for policy in ("none", *policies):
+            memory = replace(recipe.memory, activation_checkpointing=policy) if policy != EVERYTHING else everything
             found[f"{label} {policy}"] = replace(recipe, memory=memory)
-        kept = replace(recipe.memory, activation_checkpointing="selective", kept_operations=operations)
-        found[f"{label} everything"] = replace(recipe, memory=kept)
     return found
 
 
-def train(pool: RankPool, name: str, layouts: Mapping[str, Recipe], changes: Mapping[str, Any]) -> dict[str, Evidence]:
+def train(
+    pool: RankPool,
+    name: str,
+    layouts: Mapping[str, Recipe],
+    changes: Mapping[str, Any],
+    policies: Sequence[str] = ALL_POLICIES,
+) -> dict[str, Evidence]:
     operations = find_operations(build_meta(build_config(family(name))))
-    case = Case(name, family(name), with_policies(layouts, operations), changes)
+    case = Case(name, family(name), with_policies(layouts, operations, policies), changes)
     return {label: each for (_, label), each in pool.run(WORLD, train_layouts, [case], timeout_s=300)[0].items()}
 
 
 @pytest.mark.parametrize(
-    ("name", "label"),
-    few_of(
-        [*(("llama", label) for label in DENSE), *(("mixtral", label) for label in MIXTURES)],
-        lambda _, label: label == "tp2 ep2, zero 3",
-    ),
+    ("name", "label", "policies"),
+    [
+        # All operations kept: unit/test_activation_checkpointing.py.
+        pytest.param("mixtral", "tp2 ep2, zero 3", POLICIES, id="few"),
+        *(pytest.param("llama", label, ALL_POLICIES, marks=pytest.mark.grid, id=f"llama {label}") for label in DENSE),
+        *(pytest.param("mixtral", label, ALL_POLICIES, marks=pytest.mark.grid, id=label) for label in MIXTURES),
+    ],
 )
-def test_every_policy_is_bitwise_what_keeping_all_is(pool: RankPool, name: str, label: str) -> None:
-    found = train(pool, name, {label: (DENSE | MIXTURES)[label]}, {"num_hidden_layers": 4})
-    for policy in (*POLICIES, "everything"):
+def test_every_policy_is_bitwise_what_keeping_all_is(
+    pool: RankPool, name: str, label: str, policies: Sequence[str]
+) -> None:
+    found = train(pool, name, {label: (DENSE | MIXTURES)[label]}, {"num_hidden_layers": 4}, policies)
+    for policy in policies:
         assert_bitwise_equal(found[f"{label} none"], found[f"{label} {policy}"])
 
 
@@ -102,5 +112,5 @@ def test_every_pair_of_options_is_bitwise_what_keeping_all_is(pool: RankPool, na
         )
     found = train(pool, name, layouts, {})
     for label in layouts:
-        for policy in (*POLICIES, "everything"):
+        for policy in ALL_POLICIES:
             assert_bitwise_equal(found[f"{label} none"], found[f"{label} {policy}"])

@@ -200,7 +200,7 @@ def loses_gradients(graph: Any, example_inputs: Any) -> Callable[..., Any]:
     return lambda *inputs: graph(*(x.detach() if isinstance(x, nn.Parameter) else x for x in inputs))
 
 
-@pytest.mark.parametrize("backend", [reads_old_weights, loses_gradients])
+@pytest.mark.parametrize("backend", few_of([reads_old_weights, loses_gradients], lambda x: x is reads_old_weights))
 def test_the_comparison_sees_a_compiler_that(pool: RankPool, kernels: str, backend: Callable[..., Any]) -> None:
     case = Case("llama", family("llama"), {"stage 3": lay_out(zero=3, dp=2)})
     (_, rows), _ = pool.run(2, train, case, backend, kernels)
@@ -240,7 +240,7 @@ def find_expert_views(rank: int, world: int, rendezvous: str, recipe: Recipe) ->
     return found
 
 
-@pytest.mark.parametrize("zero", few_of([0, 3], lambda zero: zero == 3))
+@pytest.mark.parametrize("zero", few_of([0, 3], lambda zero: False))
 def test_experts_that_dispatch_are_left_alone(pool: RankPool, kernels: str, zero: int) -> None:
     layouts = {f"stage {zero}": lay_out("fp64", zero, Parallel(ep=2), dp=2)}
     compile_case(pool, Case("qwen3_moe", family("qwen3_moe"), layouts), "eager", kernels)

@@ -24,6 +24,7 @@ from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
+from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankFailure, RankPool
 
@@ -356,11 +357,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("recipe", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_closed_run_leaves_no_thread_behind(pool: RankPool, recipe: Recipe) -> None:
+@pytest.mark.parametrize("name", few_of(LAYOUTS, lambda name: name == "pp"))
+def test_a_closed_run_leaves_no_thread_behind(pool: RankPool, name: str) -> None:
     """Each process group has some, which live until nothing refers to the group any more."""
-    pool.run(2, train_once, recipe)  # what a first step starts may stay: autograd's threads
+    pool.run(2, train_once, LAYOUTS[name])  # what a first step starts may stay: autograd's threads
     before = pool.run(2, count_threads)
     for _ in range(2):
-        pool.run(2, train_once, recipe)
+        pool.run(2, train_once, LAYOUTS[name])
     assert pool.run(2, count_threads) == before

@@ -23,6 +23,7 @@ from framework.recipe.derive import context_degrees
 from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.stage import StepInputs
 from tests.families import build_config, family
+from tests.grid import few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, STAGE_0, Case, assert_equal, small_recipe, topology_of
 from tests.ranks.pool import RankPool
@@ -265,8 +266,13 @@ def expect_to_see(window: int | None, layers: int, packs: bool) -> Tensor:
     return seen.bool()
 
 
-@pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize(("name", "window"), [("llama", None), ("mistral", 5)])
+@pytest.mark.parametrize(
+    ("name", "window", "packs"),
+    few_of(
+        [("llama", None, False), ("llama", None, True), ("mistral", 5, False), ("mistral", 5, True)],
+        lambda name, window, packs: packs == (window is not None),
+    ),
+)
 def test_a_changed_token_changes_exactly_what_may_see_it(
     pool: RankPool, name: str, window: int | None, packs: bool
 ) -> None:

@@ -109,7 +109,7 @@ def first_tokens(case: Case, rank: int) -> list[int]:
     return [int(batch.input_ids[(WORLD + rank) * rows, 0]) for batch in case.batches()]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", few_of(["adamw", "lion", "sgd"], lambda name: name == "adamw"))
 def test_parameters_that_some_or_all_ranks_leave_out_equal_one_process(
     pool: RankPool, stages: Sequence[Zero], name: Any
 ) -> None:
@@ -121,7 +121,7 @@ def test_parameters_that_some_or_all_ranks_leave_out_equal_one_process(
     assert_equal(pool, WORLD, [opened])
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd"])
+@pytest.mark.parametrize("name", few_of(["lion", "sgd"], lambda name: name == "lion"))
 def test_parameters_left_out_of_a_whole_step_rest_in_it(pool: RankPool, stages: Sequence[Zero], name: Any) -> None:
     """Layer 1 runs in the first and in the last step. With AdamW it differs from stock: see docs/verify.md."""
     case = Case("spare", SPARE, optim_recipes(stages, name=name), by_microbatch=True)
@@ -135,7 +135,7 @@ def test_router_balancing_terms_equal_one_process(pool: RankPool, stages: Sequen
     assert_equal(pool, WORLD, [Case(name, family(name), recipes(stages), changes, by_microbatch=True)])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("schedule", few_of(["cosine", "wsd"], lambda schedule: schedule == "wsd"))
 def test_learning_rate_schedules_equal_one_process(pool: RankPool, stages: Sequence[Zero], schedule: Any) -> None:
     layouts = optim_recipes(stages, schedule=LearningRateSchedule(schedule, warmup_steps=1))
     assert_equal(pool, WORLD, [Case("llama", family("llama"), layouts)])
@@ -148,8 +148,8 @@ DROPOUT = {"resid_pdrop": 0.2, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "n_layer": 
 @pytest.mark.parametrize(
     ("name", "changes", "policies"),
     [
-        # Each policy once, and all where units come and go.
-        pytest.param("gpt2", DROPOUT, {0: ("full",), 3: POLICIES}, id="gpt2 with dropout"),
+        # All where units come and go.
+        pytest.param("gpt2", DROPOUT, {3: POLICIES}, id="gpt2 with dropout"),
         *(
             pytest.param(name, changes, dict.fromkeys(range(4), POLICIES), marks=pytest.mark.grid, id=f"all of {name}")
             for name, changes in (("gpt2", DROPOUT), ("gemma2", {}), ("mixtral", {}))
@@ -190,13 +190,17 @@ def test_a_rank_without_any_label_equals_one_process(pool: RankPool, stages: Seq
     assert_equal(pool, 4, [Case("llama", family("llama"), layouts)])
 
 
-def test_dropout_is_the_same_in_every_layout(pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    "ways",
+    [((1, 0), (4, 3)), pytest.param(tuple(product((1, 2, 4), (0, 3))), marks=pytest.mark.grid)],
+    ids=["few", "all"],
+)
+def test_dropout_is_the_same_in_every_layout(pool: RankPool, ways: Sequence[tuple[int, int]]) -> None:
     """Masks are drawn for a microbatch of the global batch, whichever rank computes it."""
     changes = {"resid_pdrop": 0.3, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
     layouts = {
         f"{world} ranks, zero {stage}": small_recipe("fp64", world, 4 // world, sequences=8, zero=Zero(stage=stage))
-        for world in (1, 2, 4)
-        for stage in (0, 3)
+        for world, stage in ways
     }
     found = train(pool, 4, Case("gpt2", family("gpt2"), layouts, changes))
     alone = "1 ranks, zero 0"

@@ -135,18 +135,26 @@ def test_a_typed_error_does_not_explain_a_crash_of_another_rank(pool):
     assert failure.value.explanation is None
 
 
-def test_a_death_is_reported_and_the_pool_replaced(pool):
+@pytest.fixture
+def forked():
+    """Ranks that are all forked: another set of them costs no imports."""
+    ranks = AnyRankPool(4, "tests.ranks.preload")
+    yield ranks
+    ranks.close()
+
+
+def test_a_death_is_reported_and_the_pool_replaced(forked):
     with pytest.raises(RankFailure, match="rank 2 died with exit code 7"):
-        pool.run(3, die_on_last_rank)
-    assert len(pool.run(4, sum_ranks, 1)) == 4
+        forked.run(3, die_on_last_rank)
+    assert len(forked.run(4, sum_ranks, 1)) == 4
 
 
-def test_a_hang_names_the_rank_and_where_it_waits(pool):
+def test_a_hang_names_the_rank_and_where_it_waits(forked):
     with pytest.raises(RankFailure, match=r"rank 0 hung: not ended after 1 s") as failure:
-        pool.run(2, sleep_on_rank_0, timeout_s=1)
+        forked.run(2, sleep_on_rank_0, timeout_s=1)
     assert "in sleep_on_rank_0" in str(failure.value)
     assert "rank 1" not in str(failure.value)
-    assert len(pool.run(4, sum_ranks, 1)) == 4
+    assert len(forked.run(4, sum_ranks, 1)) == 4
 
 
 def test_ranks_end_with_the_process_that_made_them(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def entries_of_world(placed, tensors):
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     pairs=pairs_of_placements(),
     dtype=st.sampled_from(DTYPES),

@@ -27,11 +27,15 @@ def test_a_shell_script_has_no_finding(file):
     assert result.returncode == 0, result.stdout
 
 
-def test_the_install_script_is_the_readmes_line_and_installs_the_program(tmp_path):
-    """With --no-deps, and the packages of this environment: what is tested is ours, not PyPI."""
+def test_the_install_script_is_the_readmes_line():
     script = (REPOSITORY / "docker" / "install.sh").read_text()
     assert script.splitlines()[-1] == "make install"
     assert "make install" in (REPOSITORY / "README.md").read_text()
+
+
+@pytest.mark.grid
+def test_the_install_script_installs_the_program(tmp_path):
+    """With --no-deps, and the packages of this environment: what is tested is ours, not PyPI."""
     clone = tmp_path / "clone"
     ignored = shutil.ignore_patterns(".git", ".venv", "runs", "tokens", "__pycache__", "*.egg-info", ".*_cache")
     shutil.copytree(REPOSITORY, clone, ignore=ignored)
