@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from framework.foresight.rejections import GB, describe, group_rejections
+from framework.foresight.rejections import describe, group_rejections
 from framework.foresight.search import By, Ranked, SearchResult
 from framework.recipe.saved import plain
 from framework.recipe.schema import Recipe
@@ -11,6 +11,7 @@ from framework.recipe.schema import Recipe
 # What a step is for; the largest of the other parts is what holds it up.
 USEFUL = ("matmuls", "attention")
 SHOWN_REASONS = 8
+GIB = 2**30
 RANKED_BY = {"time": "seconds of a step", "cost": "cost of a token", "memory": "bytes of the fullest rank"}
 
 
@@ -47,7 +48,7 @@ def _describe_others(result: SearchResult) -> Iterator[str]:
 
 
 def _rows(ranked: Sequence[Ranked], by: By) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("", "layout", "step s", "tokens/s/rank", "MFU", "GB", "spare", "held up by")]
+    rows: list[tuple[str, ...]] = [("", "layout", "step s", "tokens/s/rank", "MFU", "GiB", "spare", "held up by")]
     if any(each.price for each in ranked):
         rows = [(*rows[0][:-1], "$/10^9 tokens", rows[0][-1])]
     for place, each in enumerate(ranked, start=1):
@@ -58,8 +59,8 @@ def _rows(ranked: Sequence[Ranked], by: By) -> list[tuple[str, ...]]:
             f"{time.step_s:.4g}",
             f"{time.tokens_per_s_and_rank:,.0f}",
             f"{time.mfu:.1%}",
-            f"{memory.fullest.reserved / GB:.1f}",
-            f"{memory.spare / GB:.1f}",
+            f"{memory.fullest.reserved / GIB:.1f}",
+            f"{memory.spare / GIB:.1f}",
         ]
         if each.price:
             cells.append(f"{each.cost_per_token * 1e9:,.0f}")
@@ -131,7 +132,7 @@ def comment_of(ranked: Ranked, cluster: str, recipe: Recipe) -> str:
         describe(ranked.candidate),
         f"for {recipe.model.family} on {ranked.candidate.world} ranks of {cluster}, as `meshwright search` foretells:",
         f"{time.step_s:.4g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank, MFU {time.mfu:.1%},"
-        f" {memory.fullest.reserved / GB:.1f} GB with {memory.spare / GB:.1f} to spare.",
+        f" {memory.fullest.reserved / GIB:.1f} GiB with {memory.spare / GIB:.1f} to spare.",
         "Use it: layout=THIS_FILE",
     )
     return "\n".join(lines)
