@@ -25,6 +25,7 @@ EPOCH = (
 OUTSIDE = "before there is a run, or outside of it"
 ASKED = "a request of a user's, who holds no lease; rank 0 takes it away by its lease"
 MEMORY = "this node's memory, of a generation whose name no other start has"
+TEMPORARY = "a temporary folder, which `doctor --measure` makes, hands to its ranks and removes: there is no run"
 LOCK = "the lock itself; an empty file, or the name of the holder once the lock is had"
 
 KNOWN = {
@@ -70,6 +71,9 @@ KNOWN = {
     "launch/exports.py Exports._export": CHECKED,
     "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/local.py keep_tokenizer": IN_WORKPLACE,
+    "launch/measure.py measure_command": TEMPORARY,
+    "launch/measure_order.py Order.save": TEMPORARY,
+    "launch/measure_rank.py _measure": TEMPORARY,
     "launch/probe.py probe": IN_WORKPLACE,
     "launch/probe.py _leave_note": IN_WORKPLACE,
     "launch/request.py _wait_until_taken": ASKED,
@@ -80,6 +84,9 @@ KNOWN = {
     "launch/submit.py _write": "makes RUN/slurm, under the lock and the lease",
     "launch/task.py leave_out": CHECKED,
     "launch/task.py claim_outcome": "checked, and the file is of this restart alone",
+    "launch/timings.py time_disk": "a file of this process's own beside runs, which it removes: no start reads it",
+    "launch/try_layouts.py try_layouts": "the folder of a search, made under a name of its own, which holds runs and is none",
+    "launch/try_layouts.py _rank_again": "the same folder's cluster.yaml: of a search, no rank writes or reads it",
     "track/goodput_log.py Lines.__init__": "checked before each note, once the lease is had; lines are added",
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py Jsonl.rewind": "as `Jsonl.open`",
