@@ -156,8 +156,8 @@ class TestFolders:
         assert recipe_of("optim=own", folders=[folder]).optim.lr == 0.125
 
     def test_a_group_of_the_users_own_is_added_with_plus(self, mine):
-        folder = mine("cluster/a", "# @package _global_\nlaunch: {ranks: 4}\n")
-        assert recipe_of("+cluster=a", folders=[folder]).launch.ranks == 4
+        folder = mine("mine/a", "# @package _global_\nlaunch: {ranks: 4}\n")
+        assert recipe_of("+mine=a", folders=[folder]).launch.ranks == 4
 
     def test_a_folder_that_is_not_there_is_an_error(self, tmp_path):
         with pytest.raises(RecipeError, match="no such folder"):
