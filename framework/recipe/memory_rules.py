@@ -66,7 +66,8 @@ def find_activation_offload_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _disk(recipe: Recipe) -> Iterator[Problem]:
     offload = recipe.memory.offload
-    if offload.home == "disk" and offload.activations:
+    # On a CPU they have no home at all: `find_offload_to_device` says so.
+    if offload.home == "disk" and offload.activations and recipe.launch.device != "cpu":
         key = "memory.offload.activations"
         message = "memory.offload.home=disk is for masters and moments: activations go to the host's memory only"
         yield Problem(key, offload.activations, message, f"{key}=0; or memory.offload.home=host")
