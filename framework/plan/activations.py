@@ -459,9 +459,9 @@ class Activations:
 
     @property
     def _table_bytes(self) -> int:
-        """Cosines and sines of rotary positions, which a microbatch computes once for all layers of a stage."""
+        """Cosines and sines of the positions of a rank's tokens, which a microbatch computes once for all layers of a stage."""
         widths = self.layer
-        return 0 if widths is None else 2 * self._sequence_length * (widths.q // widths.heads) * self.itemsize
+        return 0 if widths is None else 2 * self.tokens.context * (widths.q // widths.heads) * self.itemsize
 
     @property
     def _factor_bytes(self) -> int:
