@@ -39,7 +39,7 @@ def test_bytes_do_not_depend_on_what_was_asked_before() -> None:
 
 def test_nodes_on_the_command_line_are_slurms_for_plan_and_search() -> None:
     assert compose_for_nodes(["launch.nodes=4", "batch.sequences_per_step=256"], []).require().launch.kind == "slurm"
-    assert compose_for_nodes(["launch.nodes=4", "launch=local"], []).require().launch.kind == "local"
+    assert compose_for_nodes(["launch.nodes=4", "launch.kind=local"], []).require().launch.kind == "local"
     assert compose_for_nodes([], []).require().launch.kind == Recipe().launch.kind == "local"
 
 
