@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from framework.foresight.rejections import describe, group_rejections
+from framework.foresight.rejections import Rejection, describe, group_rejections
 from framework.foresight.search import By, Ranked, SearchResult
 from framework.recipe.saved import plain
 from framework.recipe.schema import Recipe
@@ -18,11 +18,15 @@ RANKED_BY = {"time": "seconds of a step", "cost": "cost of a token", "memory": "
 def describe_search(result: SearchResult, cluster: str, pinned: frozenset[str], shown: int) -> Iterator[str]:
     """The page, in lines."""
     fixed = f"; fixed: {', '.join(sorted(pinned))}" if pinned else ""
-    yield f"{result.num_layouts:,} layouts of {result.space.world} ranks on {cluster}, by {RANKED_BY[result.by]}{fixed}"
+    yield f"{result.num_layouts:,} layouts of {_count_ranks(result.space.world)} on {cluster}, by {RANKED_BY[result.by]}{fixed}"
     yield ""
     yield from _table(_rows(result.ranked[:shown], result.by))
     yield ""
     yield from _describe_others(result)
+
+
+def _count_ranks(world: int) -> str:
+    return f"{world:,} rank{'s' * (world != 1)}"
 
 
 def describe_rejections(result: SearchResult) -> Iterator[str]:
@@ -88,9 +92,10 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 
 def to_json(
-    result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]]
+    result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]], is_full: bool = False
 ) -> dict[str, Any]:
-    """All that the page says. recipes: what a file states for each of the best."""
+    """All that the page says. recipes: what a file states for each of the best; is_full: every rejection, not one of each
+    reason."""
     return {
         "by": result.by,
         "cluster": cluster,
@@ -104,9 +109,13 @@ def to_json(
         "best": [_ranked_json(each, values) for each, values in zip(result.ranked, recipes, strict=True)],
         "rejections": [
             {"kind": each.kind, "reason": each.reason, "such_as": each.layout, "layouts": count}
-            for each, count in group_rejections(result.rejections)
+            for each, count in _choose_rejections(result, is_full)
         ],
     }
+
+
+def _choose_rejections(result: SearchResult, is_full: bool) -> list[tuple[Rejection, int]]:
+    return [(each, each.count) for each in result.rejections] if is_full else group_rejections(result.rejections)
 
 
 def _ranked_json(each: Ranked, values: dict[str, Any]) -> dict[str, Any]:
