@@ -81,7 +81,7 @@ from framework.model.loss import chunk_size
 from framework.model.stage import StageBounds
 from framework.model.units import find_layers
 from framework.parallel.activation_offload import choose_offloaded
-from framework.parallel.pipeline.simulate import LiveMoment
+from framework.parallel.pipeline.live import LiveMoment
 from framework.plan.context import ContextCost
 from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts
 from framework.recipe.schema import Memory
@@ -179,7 +179,7 @@ def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths 
 class StageActivations:
     """Bytes of a stage. Of each microbatch between its forward and its backward: kept by its layers, by what stands behind them
     (head) and of logits; left, where gradients of weights wait: the factors of those. While it computes: recomputed and
-    transient, of one layer in backward; chunk, of the loss."""
+    transient, of one layer in backward; chunk, of the loss. hidden: of hidden states between two stages."""
 
     kept: int
     head: int
@@ -188,14 +188,17 @@ class StageActivations:
     recomputed: int
     transient: int
     chunk: int
+    hidden: int = 0
 
 
 class Peak(NamedTuple):
-    """The bytes of a rank at one moment: activations, recomputed ones included, logits, and what is there beside them."""
+    """The bytes of a rank at one moment: activations, recomputed ones included, logits, what is there beside them, and hidden
+    states between stages."""
 
     activations: int = 0
     logits: int = 0
     beside: int = 0
+    between: int = 0
 
     @property
     def total(self) -> int:
@@ -206,8 +209,9 @@ class Peak(NamedTuple):
 def find_peaks(moments: Iterable[LiveMoment], stages: Mapping[int, StageActivations]) -> dict[str, Peak]:
     """The most that a rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""
     peaks = dict.fromkeys(("forward", "loss", "backward"), Peak())
-    for is_forward, index, live in moments:
+    for is_forward, index, live, num_between in moments:
         own = stages[index]
+        between = num_between * own.hidden
         kept = sum(
             count * (stages[each].kept + stages[each].head) + left * stages[each].left for each, count, left in live
         )
@@ -215,9 +219,9 @@ def find_peaks(moments: Iterable[LiveMoment], stages: Mapping[int, StageActivati
         # In forward they are not there yet, in the backward of layers they have gone.
         before = kept - own.head, logits - own.logits
         if is_forward:
-            found = [("forward", Peak(*before)), ("loss", Peak(kept, logits, own.chunk))]
+            found = [("forward", Peak(*before, 0, between)), ("loss", Peak(kept, logits, own.chunk, between))]
         else:
-            found = [("backward", Peak(before[0] + own.recomputed, before[1], own.transient))]
+            found = [("backward", Peak(before[0] + own.recomputed, before[1], own.transient, between))]
         for phase, peak in found[: 1 + bool(own.head)]:
             peaks[phase] = max(peaks[phase], peak, key=lambda each: each.total)
     return peaks
@@ -300,13 +304,12 @@ class Activations:
             incoming += self._num_tokens * self.width * e
         return max(rows * self.width * e + weighted, rows * (2 * inner - self.width) * e) + incoming
 
-    def of_stage(self, stage: StageBounds, counts: Counts, sends: bool = True) -> "StageActivations":
-        """A stage's, on the device. counts: of its layers, by policy; sends: its output to another rank."""
+    def of_stage(self, stage: StageBounds, counts: Counts) -> "StageActivations":
+        """A stage's, on the device. counts: of its layers, by policy."""
         # The executor holds what a stage has received until its backward. In a narrower dtype a norm keeps a copy in fp32; else,
-        # and where the layer is computed again, it is what the first layer keeps. What was sent is held until something that
-        # comes back shows that it was used.
+        # and where the layer is computed again, it is what the first layer keeps.
         keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
-        held = (not stage.is_first and keeps_copy) + (sends and not stage.is_last)
+        held = not stage.is_first and keeps_copy
         return StageActivations(
             kept=self.costs.kept(counts) - self.offloaded_bytes(stage) + self._table_bytes + held * self.hidden_bytes,
             head=self._behind_layers * stage.is_last,
@@ -315,6 +318,7 @@ class Activations:
             recomputed=self.costs.recomputed(counts),
             transient=self.transient_bytes,
             chunk=self.chunk_bytes * stage.is_last,
+            hidden=self.hidden_bytes,
         )
 
     def offloaded_bytes(self, stage: StageBounds) -> int:
