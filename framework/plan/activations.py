@@ -32,7 +32,11 @@ T' h e is the gradient of what the mixture gives; where experts are slices and T
 parallel.expert_overlap saves by halves is not counted. Every mixture of gated experts has it, whatever else stands in its layer.
 That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
 
-An activation-checkpointed layer keeps its input, T' h e, and a mixture's choice of experts, T" 4 k. With `selective` it keeps, of
+With the auxiliary loss that balances experts each layer keeps its softmax for that loss as well, T" E e, whatever is computed
+again.
+
+An activation-checkpointed layer keeps its input, T' h e, and a mixture's choice of experts, T" 4 k; with a bias that was added to
+the router both choices, without and with it. With `selective` it keeps, of
 the operations that memory.kept_operations names, beside that:
 
     attention           T (q e + 4 a)          what the output projection reads, the logarithms of the softmax' sums
@@ -54,7 +58,7 @@ other ranks, sums of their gradients (`context`). By then backward has freed wha
 
 What stands behind the last layer keeps, for v words on a rank:
 
-    norm and head       T' (h (4 + e) + 4) + T h e
+    norm and head       T' (h (4 + e) + 4) + T h e     T' h e with memory.gathered_inputs=regather
     logits              T v e with a divided vocabulary, else T v 4: logarithms of softmax in fp32
 
 and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`), in the place of logits
@@ -78,6 +82,7 @@ from framework.model.experts import count_experts, find_experts
 from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import Policy
 from framework.model.loss import chunk_size
+from framework.model.mixtures import ADDED_BIAS
 from framework.model.stage import StageBounds
 from framework.model.units import find_layers
 from framework.parallel.activation_offload import choose_offloaded
@@ -115,11 +120,14 @@ class LayerWidths:
 
 @dataclass(frozen=True)
 class MixtureWidths:
-    """A mixture's experts, to how many of them a token is sent, and the features inside of one."""
+    """A mixture's experts, to how many of them a token is sent, and the features inside of one. is_balanced: by the auxiliary
+    loss of all routers (model.config.output_router_logits). has_added_bias: its router chooses twice, without and with it."""
 
     experts: int
     top_k: int
     inner: int
+    is_balanced: bool = False
+    has_added_bias: bool = False
 
 
 def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
@@ -172,7 +180,9 @@ def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths 
     if experts is None or form is None or top_k is None or not form.has_gate or form.is_expert_major:
         return None
     inner = experts.get_parameter(form.last).shape[1 if form.is_transposed else 2]
-    return MixtureWidths(count_experts(experts), top_k, inner)
+    is_balanced = bool(getattr(config, "output_router_logits", False))
+    has_added_bias = any(name.endswith(ADDED_BIAS) for name, _ in model.named_buffers())
+    return MixtureWidths(count_experts(experts), top_k, inner, is_balanced, has_added_bias)
 
 
 @dataclass(frozen=True)
@@ -276,7 +286,8 @@ class Activations:
         if policy == "none":
             return PolicyCost(self._all_of_layer, 0, 0.0)
         kept, flops = self._kept_outputs if policy == "selective" else (0, self._recomputed_flops(()))
-        return PolicyCost(self.hidden_bytes + self._choice_bytes + kept, self._all_of_layer - kept, flops)
+        kept += self.hidden_bytes + self._choice_bytes + self._balance_bytes
+        return PolicyCost(kept, self._all_of_layer - kept + self.hidden_bytes + self._choice_bytes, flops)
 
     @cached_property
     def costs(self) -> PolicyCosts:
@@ -407,8 +418,20 @@ class Activations:
     def _choice_bytes(self) -> int:
         """A mixture's choice of experts, which a recomputation takes over."""
         mixture = None if self.layer is None else self.layer.mixture
-        outside = self.tokens.sequences * self.tokens.tokens_local
-        return 0 if mixture is None else 4 * mixture.top_k * (self._num_tokens if self._slices_experts else outside)
+        return 0 if mixture is None else 4 * mixture.top_k * self._num_routed * (1 + mixture.has_added_bias)
+
+    @property
+    def _balance_bytes(self) -> int:
+        """Softmax of a router's logits, which the auxiliary loss keeps of each layer, whatever is computed again."""
+        mixture = None if self.layer is None else self.layer.mixture
+        if mixture is None or not mixture.is_balanced:
+            return 0
+        return self._num_routed * mixture.experts * self.itemsize
+
+    @property
+    def _num_routed(self) -> int:
+        """Tokens that a rank's router sees."""
+        return self._num_tokens if self._slices_experts else self.tokens.sequences * self.tokens.tokens_local
 
     @property
     def _all_of_layer(self) -> int:
@@ -450,7 +473,7 @@ class Activations:
             inputs, routed, inner = gathered, self._num_tokens, -(-mixture.inner // self.tokens.tp.size)
         router = routed * (4 * mixture.experts + 16 * mixture.top_k)
         row = (2 * self.width + 4 * inner) * e + 24
-        return inputs * self.width * e + router + self.rows_in_experts(mixture.top_k) * row
+        return inputs * self.width * e + router + self.rows_in_experts(mixture.top_k) * row + self._balance_bytes
 
     def rows_in_experts(self, top_k: int) -> int:
         """Rows that a rank sends to a mixture's experts, and that its own compute where the router is uniform."""
@@ -486,13 +509,14 @@ class Activations:
         """The same of the head; computed at once where the loss is chunked."""
         if self.memory.chunked_loss:
             return 0
-        return self._num_tokens * (self.width + -(-self.vocabulary // self.tokens.tp.size)) * self.itemsize
+        logits = self._num_tokens * -(-self.vocabulary // self.tokens.tp.size)
+        return (self._gathered * self.width + logits) * self.itemsize
 
     @property
     def _behind_layers(self) -> int:
         """What the last norm and the head keep, without logits."""
-        tokens, shard = self._num_tokens, self.tokens.sequences * self.tokens.tokens_local
-        return shard * (self.width * (4 + self.itemsize) + 4) + tokens * self.width * self.itemsize
+        shard = self.tokens.sequences * self.tokens.tokens_local
+        return shard * (self.width * (4 + self.itemsize) + 4) + self._gathered * self.width * self.itemsize
 
     @property
     def _logits_bytes(self) -> int:

@@ -82,7 +82,9 @@ ESTIMATED: Mapping[str, Mapping[str, Any]] = {
 ESTIMATED_POLICIES = ("none", "full")
 # Readings of what is held, of which the least counts, and seconds before each.
 READINGS, LET_GO_S = 2, 0.002
-# What is not drawn: it changes no byte; or it moves states and activations to the host, which on a CPU is the device.
+# What is not drawn: it changes no byte; or it moves states and activations to the host, which on a CPU is the device; or, of a
+# capacity of experts, it drops as many rows as the router is uneven, which no layout tells. Formulas are those of the default
+# kernels of experts: what others keep (`eager`: one tensor of rows more) is not in them.
 FIXED: dict[str, Any] = {f"memory.offload.{name}": 0.0 for name in ("optimizer", "parameters", "activations")}
 FIXED |= {
     "train.steps": 5,
@@ -90,6 +92,8 @@ FIXED |= {
     "config.vocab_size": None,
     "model.freeze": [],
     "optim.clip_norm": 1.0,
+    "model.expert_capacity": None,
+    "model.experts": "auto",
 }
 
 
