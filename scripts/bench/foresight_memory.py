@@ -77,7 +77,13 @@ ESTIMATED: Mapping[str, Mapping[str, Any]] = {
     "starcoder2": {},
     "stablelm": {},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 96},
-    "deepseek_v3": {"n_routed_experts": 8, "moe_intermediate_size": 96, "q_lora_rank": 64, "kv_lora_rank": 32}
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 96,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+    }
     | dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 16),
 }
 ESTIMATED_POLICIES = ("none", "full")

@@ -35,6 +35,7 @@ def live_moments(lowered: Lowered, rank: int) -> list[LiveMoment]:
         links.take(action)
         whole[stage] += kind is F
         if kind in (F, B, I):
+            # This microbatch counts as whole in both: what it keeps goes while its backward runs, the first layers' last.
             live = tuple((each, count, waiting[each]) for each, count in whole.items())
             # A forward has its output in hand by its end, a backward the gradient of its output; of the loss there is none.
             seen[LiveMoment(kind is F, stage, live, links.count + (stage < last))] = None
@@ -73,6 +74,7 @@ class _Between:
         if receive in self._arriving:
             self._arriving.remove(receive)
             came = self._messages[receive]
+            # What its sender had needed before it sent this has arrived there.
             self._leaving = [each for each in self._leaving if each.target != came.source or each.before > came.after]
 
     def hand_on(self, action: Action) -> None:
