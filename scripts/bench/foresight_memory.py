@@ -84,6 +84,7 @@ ESTIMATED: Mapping[str, Mapping[str, Any]] = {
         "q_lora_rank": 64,
         "kv_lora_rank": 32,
     }
+    | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0}
     | dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 16),
 }
 ESTIMATED_POLICIES = ("none", "full")
