@@ -197,7 +197,7 @@ class _Forecaster:
     def parts(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> tuple[Sequence[Part], Sequence[Part]]:
         """(states, activations) of each rank of the pipeline."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
-        zero = each.zero, each.shard, each.dp * each.cp, each.offload
+        zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload
         states = self._remember(("states", layout, zero), lambda: self._states(each))
         return states, self.activations(each) if chosen is None else self._activations(each, chosen)
 
