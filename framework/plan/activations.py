@@ -32,7 +32,11 @@ T' h e is the gradient of what the mixture gives; where experts are slices and T
 parallel.expert_overlap saves by halves is not counted. Every mixture of gated experts has it, whatever else stands in its layer.
 That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
 
-An activation-checkpointed layer keeps its input, T' h e, and a mixture's choice of experts, T" 4 k. With `selective` it keeps, of
+With the auxiliary loss that balances experts each layer keeps its softmax for that loss as well, T" E e, whatever is computed
+again.
+
+An activation-checkpointed layer keeps its input, T' h e, and a mixture's choice of experts, T" 4 k; with a bias that was added to
+the router both choices, without and with it. With `selective` it keeps, of
 the operations that memory.kept_operations names, beside that:
 
     attention           T (q e + 4 a)          what the output projection reads, the logarithms of the softmax' sums
@@ -54,7 +58,7 @@ other ranks, sums of their gradients (`context`). By then backward has freed wha
 
 What stands behind the last layer keeps, for v words on a rank:
 
-    norm and head       T' (h (4 + e) + 4) + T h e
+    norm and head       T' (h (4 + e) + 4) + T h e     T' h e with memory.gathered_inputs=regather
     logits              T v e with a divided vocabulary, else T v 4: logarithms of softmax in fp32
 
 and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`), in the place of logits
@@ -78,10 +82,11 @@ from framework.model.experts import count_experts, find_experts
 from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import Policy
 from framework.model.loss import chunk_size
+from framework.model.mixtures import ADDED_BIAS
 from framework.model.stage import StageBounds
 from framework.model.units import find_layers
 from framework.parallel.activation_offload import choose_offloaded
-from framework.parallel.pipeline.simulate import LiveMoment
+from framework.parallel.pipeline.live import LiveMoment
 from framework.plan.context import ContextCost
 from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts
 from framework.recipe.schema import Memory
@@ -115,11 +120,14 @@ class LayerWidths:
 
 @dataclass(frozen=True)
 class MixtureWidths:
-    """A mixture's experts, to how many of them a token is sent, and the features inside of one."""
+    """A mixture's experts, to how many of them a token is sent, and the features inside of one. is_balanced: by the auxiliary
+    loss of all routers (model.config.output_router_logits). has_added_bias: its router chooses twice, without and with it."""
 
     experts: int
     top_k: int
     inner: int
+    is_balanced: bool = False
+    has_added_bias: bool = False
 
 
 def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
@@ -172,14 +180,16 @@ def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths 
     if experts is None or form is None or top_k is None or not form.has_gate or form.is_expert_major:
         return None
     inner = experts.get_parameter(form.last).shape[1 if form.is_transposed else 2]
-    return MixtureWidths(count_experts(experts), top_k, inner)
+    is_balanced = bool(getattr(config, "output_router_logits", False))
+    has_added_bias = any(name.endswith(ADDED_BIAS) for name, _ in model.named_buffers())
+    return MixtureWidths(count_experts(experts), top_k, inner, is_balanced, has_added_bias)
 
 
 @dataclass(frozen=True)
 class StageActivations:
     """Bytes of a stage. Of each microbatch between its forward and its backward: kept by its layers, by what stands behind them
     (head) and of logits; left, where gradients of weights wait: the factors of those. While it computes: recomputed and
-    transient, of one layer in backward; chunk, of the loss."""
+    transient, of one layer in backward; chunk, of the loss. hidden: of hidden states between two stages."""
 
     kept: int
     head: int
@@ -188,14 +198,17 @@ class StageActivations:
     recomputed: int
     transient: int
     chunk: int
+    hidden: int = 0
 
 
 class Peak(NamedTuple):
-    """The bytes of a rank at one moment: activations, recomputed ones included, logits, and what is there beside them."""
+    """The bytes of a rank at one moment: activations, recomputed ones included, logits, what is there beside them, and hidden
+    states between stages."""
 
     activations: int = 0
     logits: int = 0
     beside: int = 0
+    between: int = 0
 
     @property
     def total(self) -> int:
@@ -206,8 +219,9 @@ class Peak(NamedTuple):
 def find_peaks(moments: Iterable[LiveMoment], stages: Mapping[int, StageActivations]) -> dict[str, Peak]:
     """The most that a rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""
     peaks = dict.fromkeys(("forward", "loss", "backward"), Peak())
-    for is_forward, index, live in moments:
+    for is_forward, index, live, num_between in moments:
         own = stages[index]
+        between = num_between * own.hidden
         kept = sum(
             count * (stages[each].kept + stages[each].head) + left * stages[each].left for each, count, left in live
         )
@@ -215,9 +229,9 @@ def find_peaks(moments: Iterable[LiveMoment], stages: Mapping[int, StageActivati
         # In forward they are not there yet, in the backward of layers they have gone.
         before = kept - own.head, logits - own.logits
         if is_forward:
-            found = [("forward", Peak(*before)), ("loss", Peak(kept, logits, own.chunk))]
+            found = [("forward", Peak(*before, 0, between)), ("loss", Peak(kept, logits, own.chunk, between))]
         else:
-            found = [("backward", Peak(before[0] + own.recomputed, before[1], own.transient))]
+            found = [("backward", Peak(before[0] + own.recomputed, before[1], own.transient, between))]
         for phase, peak in found[: 1 + bool(own.head)]:
             peaks[phase] = max(peaks[phase], peak, key=lambda each: each.total)
     return peaks
@@ -272,7 +286,8 @@ class Activations:
         if policy == "none":
             return PolicyCost(self._all_of_layer, 0, 0.0)
         kept, flops = self._kept_outputs if policy == "selective" else (0, self._recomputed_flops(()))
-        return PolicyCost(self.hidden_bytes + self._choice_bytes + kept, self._all_of_layer - kept, flops)
+        kept += self.hidden_bytes + self._choice_bytes + self._balance_bytes
+        return PolicyCost(kept, self._all_of_layer - kept + self.hidden_bytes + self._choice_bytes, flops)
 
     @cached_property
     def costs(self) -> PolicyCosts:
@@ -300,13 +315,12 @@ class Activations:
             incoming += self._num_tokens * self.width * e
         return max(rows * self.width * e + weighted, rows * (2 * inner - self.width) * e) + incoming
 
-    def of_stage(self, stage: StageBounds, counts: Counts, sends: bool = True) -> "StageActivations":
-        """A stage's, on the device. counts: of its layers, by policy; sends: its output to another rank."""
+    def of_stage(self, stage: StageBounds, counts: Counts) -> "StageActivations":
+        """A stage's, on the device. counts: of its layers, by policy."""
         # The executor holds what a stage has received until its backward. In a narrower dtype a norm keeps a copy in fp32; else,
-        # and where the layer is computed again, it is what the first layer keeps. What was sent is held until something that
-        # comes back shows that it was used.
+        # and where the layer is computed again, it is what the first layer keeps.
         keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
-        held = (not stage.is_first and keeps_copy) + (sends and not stage.is_last)
+        held = not stage.is_first and keeps_copy
         return StageActivations(
             kept=self.costs.kept(counts) - self.offloaded_bytes(stage) + self._table_bytes + held * self.hidden_bytes,
             head=self._behind_layers * stage.is_last,
@@ -315,6 +329,7 @@ class Activations:
             recomputed=self.costs.recomputed(counts),
             transient=self.transient_bytes,
             chunk=self.chunk_bytes * stage.is_last,
+            hidden=self.hidden_bytes,
         )
 
     def offloaded_bytes(self, stage: StageBounds) -> int:
@@ -403,8 +418,20 @@ class Activations:
     def _choice_bytes(self) -> int:
         """A mixture's choice of experts, which a recomputation takes over."""
         mixture = None if self.layer is None else self.layer.mixture
-        outside = self.tokens.sequences * self.tokens.tokens_local
-        return 0 if mixture is None else 4 * mixture.top_k * (self._num_tokens if self._slices_experts else outside)
+        return 0 if mixture is None else 4 * mixture.top_k * self._num_routed * (1 + mixture.has_added_bias)
+
+    @property
+    def _balance_bytes(self) -> int:
+        """Softmax of a router's logits, which the auxiliary loss keeps of each layer, whatever is computed again."""
+        mixture = None if self.layer is None else self.layer.mixture
+        if mixture is None or not mixture.is_balanced:
+            return 0
+        return self._num_routed * mixture.experts * self.itemsize
+
+    @property
+    def _num_routed(self) -> int:
+        """Tokens that a rank's router sees."""
+        return self._num_tokens if self._slices_experts else self.tokens.sequences * self.tokens.tokens_local
 
     @property
     def _all_of_layer(self) -> int:
@@ -446,7 +473,7 @@ class Activations:
             inputs, routed, inner = gathered, self._num_tokens, -(-mixture.inner // self.tokens.tp.size)
         router = routed * (4 * mixture.experts + 16 * mixture.top_k)
         row = (2 * self.width + 4 * inner) * e + 24
-        return inputs * self.width * e + router + self.rows_in_experts(mixture.top_k) * row
+        return inputs * self.width * e + router + self.rows_in_experts(mixture.top_k) * row + self._balance_bytes
 
     def rows_in_experts(self, top_k: int) -> int:
         """Rows that a rank sends to a mixture's experts, and that its own compute where the router is uniform."""
@@ -482,13 +509,14 @@ class Activations:
         """The same of the head; computed at once where the loss is chunked."""
         if self.memory.chunked_loss:
             return 0
-        return self._num_tokens * (self.width + -(-self.vocabulary // self.tokens.tp.size)) * self.itemsize
+        logits = self._num_tokens * -(-self.vocabulary // self.tokens.tp.size)
+        return (self._gathered * self.width + logits) * self.itemsize
 
     @property
     def _behind_layers(self) -> int:
         """What the last norm and the head keep, without logits."""
-        tokens, shard = self._num_tokens, self.tokens.sequences * self.tokens.tokens_local
-        return shard * (self.width * (4 + self.itemsize) + 4) + tokens * self.width * self.itemsize
+        shard = self.tokens.sequences * self.tokens.tokens_local
+        return shard * (self.width * (4 + self.itemsize) + 4) + self._gathered * self.width * self.itemsize
 
     @property
     def _logits_bytes(self) -> int:

@@ -35,10 +35,11 @@ from framework.optim.optimizers import state_names
 from framework.parallel.context import refuse_undivided_context
 from framework.parallel.experts import check_experts
 from framework.parallel.pipeline.actions import Schedule
+from framework.parallel.pipeline.live import LiveMoment, live_moments
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
-from framework.parallel.pipeline.simulate import LiveMoment, live_moments, peak_live
+from framework.parallel.pipeline.simulate import peak_live
 from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
@@ -192,7 +193,8 @@ class Plan:
         vocabulary divide."""
         place, schedule = self.topology.index("pp", rank), self.pipeline.make(self.derived.accumulation)
         on_the_way = max(map(self.activations.transfer_bytes, self._own_stages(rank)))
-        activations = self._activation_bytes(live_moments(schedule, place), self.checkpointing(rank)) + on_the_way
+        in_flight = live_moments(self.pipeline.lowered(self.derived.accumulation), place)
+        activations = self._activation_bytes(in_flight, self.checkpointing(rank)) + on_the_way
         buffers, states = self.of_rank(rank).buffers, state_names(self.recipe.optim)
         moments = self.recipe.precision.moments
         held = bytes_held(buffers, states, moments) | {"activations": activations}
@@ -210,8 +212,7 @@ class Plan:
     def _activation_bytes(self, moments: Sequence[LiveMoment], chosen: Mapping[int, Counts]) -> int:
         """The most activations of a rank. chosen: layers of each of its stages, by policy."""
         stages = {
-            index: self.activations.of_stage(self.pipeline.stages[index], counts, self.pipeline.sends(index))
-            for index, counts in chosen.items()
+            index: self.activations.of_stage(self.pipeline.stages[index], counts) for index, counts in chosen.items()
         }
         return max(peak.total for peak in find_peaks(moments, stages).values())
 
@@ -233,13 +234,13 @@ class Plan:
 
     def _choose(self, rank: int, sizes: Mapping[int, int]) -> Mapping[int, Counts]:
         """The cheapest that fits. Of stages of unlike sizes the smaller ones have the first layers of the largest."""
-        schedule, place = self.pipeline.make(self.derived.accumulation), self.topology.index("pp", rank)
+        place = self.topology.index("pp", rank)
         # Its buffers do not depend on what is chosen here.
         stages = self._lay_out_stages(rank, unconnected(self.topology, rank), self.device, {})
         buffers = [buffer for stage in stages for buffer in stage.buffers]
         states, moments = state_names(self.recipe.optim), self.recipe.precision.moments
         lasting = sum(bytes_held(buffers, states, moments).values())
-        in_flight = live_moments(schedule, place)
+        in_flight = live_moments(self.pipeline.lowered(self.derived.accumulation), place)
         largest, budget_gb = max(sizes.values()), self.recipe.memory.budget_gb or 0.0
 
         def all_stages(counts: Counts) -> dict[int, Counts]:

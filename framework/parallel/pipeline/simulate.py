@@ -7,7 +7,6 @@ A rank runs its actions one after another, in their order; a message between ran
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from framework.errors import ScheduleError
 from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule, V, W
@@ -164,30 +163,6 @@ def peak_live(schedule: Schedule, weights: Sequence[int] | None = None) -> list[
             peak = max(peak, live)
         peaks.append(peak)
     return peaks
-
-
-class LiveMoment(NamedTuple):
-    """What a rank has live while it computes: forward (else backward) of a stage, and (stage, whole, waiting) of each of its
-    stages: microbatches between their F and the end of their B or I, this one included, and those between I and W."""
-
-    is_forward: bool
-    stage: int
-    live: tuple[tuple[int, int, int], ...]
-
-
-def live_moments(schedule: Schedule, rank: int) -> list[LiveMoment]:
-    """The moments of a rank's step, those that differ. W is none: it recomputes nothing."""
-    whole = {stage: 0 for stage, owner in enumerate(schedule.rank_of_stage) if owner == rank}
-    waiting = dict.fromkeys(whole, 0)
-    seen: dict[LiveMoment, None] = {}
-    for stage, kind, _ in schedule.actions[rank]:
-        whole[stage] += kind is F
-        if kind is not W and kind is not V:
-            live = tuple((each, count, waiting[each]) for each, count in whole.items())
-            seen[LiveMoment(kind is F, stage, live)] = None
-        whole[stage] -= kind is B or kind is I
-        waiting[stage] += (kind is I) - (kind is W)
-    return list(seen)
 
 
 def needs(schedule: Schedule, action: Action) -> Action | None:

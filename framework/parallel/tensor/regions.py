@@ -74,6 +74,10 @@ class RegionCall:
         if self._gathering is None:
             self._gathering = self.border.start_gather(kept)
 
+    def end_backward(self) -> None:
+        """Nothing asks any more. The region has its last call until it is entered again."""
+        self._gathering = None
+
     def gathered(self) -> Tensor:
         """The input [B, S, D] that `start_gather` started to bring."""
         assert self._gathering is not None, "asked for before it was started"
@@ -152,6 +156,7 @@ class _Enter(torch.autograd.Function):
             compute()
         # Their closures hold dY and the inputs; the call itself lives until the graph is freed.
         call.deferred.clear()
+        call.end_backward()
         pending.wait()
         return out, None, None
 
