@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.foresight.candidate import Candidate
@@ -37,7 +39,7 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import Activations, Peak, find_peaks
+from framework.plan.activations import Activations, MomentTable, Peak, StageActivations
 from framework.plan.cluster import Cluster
 from framework.plan.context import ContextCost, Method
 from framework.plan.logits import is_large
@@ -148,6 +150,13 @@ def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Re
     return cluster.memory_bytes - max(map(_most, states, activations))
 
 
+def spare_of_options(
+    shape: ModelShape, stages: Candidate, options: Sequence[Candidate], settings: Settings | Recipe, cluster: Cluster
+) -> Sequence[int]:
+    """`spare_bytes` of all options at once: `stages` with states in other places."""
+    return _forecaster(shape, settings).spare(stages, options, cluster.memory_bytes)
+
+
 def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
     """What activations alone leave on the first rank of the pipeline, wherever states lie: no candidate with other ZeRO has more
     to spare on its fullest rank."""
@@ -198,10 +207,15 @@ class _Forecaster:
 
     def parts(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> tuple[Sequence[Part], Sequence[Part]]:
         """(states, activations) of each rank of the pipeline."""
+        return self.states(each), self.activations(each) if chosen is None else self._activations(each, chosen)
+
+    def states(self, each: Candidate) -> Sequence[Part]:
+        """Of each rank of the pipeline."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
-        zero = each.zero, each.shard, each.dp * each.cp, each.offload
-        states = self._remember(("states", layout, zero), lambda: self._states(each))
-        return states, self.activations(each) if chosen is None else self._activations(each, chosen)
+        # Which of dp and cp the batch's ranks are decides how many communicators there are.
+        zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload - {"activations"}
+        found: Sequence[Part] = self._remember(("states", layout, zero), lambda: self._states(each))
+        return found
 
     def activations(self, each: Candidate) -> Sequence[Part]:
         """Of each rank of the pipeline, its layers as the candidate says."""
@@ -221,6 +235,27 @@ class _Forecaster:
         layers = self.settings.recipe.pipeline.layers
         stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
         return Places(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
+
+    def spare(self, stages: Candidate, options: Sequence[Candidate], limit: int) -> Sequence[int]:
+        """Bytes that each option leaves of a limit, on its fullest rank. options: the same layout with states elsewhere."""
+        layout = stages.pp, stages.schedule, stages.virtual, stages.context
+        degrees = stages.tp, stages.ep, stages.expert_tp, stages.sequence, stages.dp, stages.cp
+        places = tuple([(each.zero, each.shard, each.offload) for each in options])
+        table = self._remember(("state table", layout, degrees, places), lambda: self._make_table(options))
+        totals, moving, outside = table
+        beside = self.activations(stages)
+        moving = moving + np.array([part.moving for part in beside], dtype=np.int64)
+        totals = totals + np.array([part.totals for part in beside], dtype=np.int64)
+        reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
+        found: Sequence[int] = (limit - outside - reserved.max(axis=(1, 2))).tolist()
+        return found
+
+    def _make_table(self, options: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray, int]:
+        """(totals, moving [options, ranks, phases], bytes outside, which all ranks have)."""
+        parts = [self.states(each) for each in options]
+        totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
+        moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
+        return totals, moving, parts[0][0].outside
 
     # --- states
 
@@ -343,23 +378,20 @@ class _Forecaster:
 
     def _activations_of_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> Part:
         places, activations = self._places(each), self.activations_of(each)
-        moments = self._remember(
-            (
-                "moments",
-                each.schedule,
-                each.pp,
-                each.virtual,
-                representative(each.schedule, each.pp, each.accumulation),
-            ),
-            lambda: moments_of(each.schedule, each.pp, each.virtual, each.accumulation),
-        )
+        moments, table = self._moments(each, rank)
         policy, stages = each.checkpointing, places.of_ranks[rank]
         counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in stages}
-        by_stage = {
-            stage.index: activations.of_stage(stage, counts[stage.index], places.sends(stage)) for stage in stages
-        }
-        peaks = find_peaks(moments[rank], by_stage)
-        on_the_way = max(map(activations.transfer_bytes, stages))
+        # Virtual stages of a rank are dozens, and most of them are alike.
+        alike: dict[Any, StageActivations] = {}
+        by_stage = {}
+        for stage in stages:
+            sends, own = places.sends(stage), counts[stage.index]
+            form = stage.is_first, stage.is_last, stage.stop - stage.start, sends, own
+            if form not in alike:
+                alike[form] = activations.of_stage(stage, own, sends)
+            by_stage[stage.index] = alike[form]
+        peaks = table.find_peaks(by_stage)
+        on_the_way = max(map(activations.transfer_bytes, stages)) if activations.memory.offload.activations else 0
         # Received ahead of a forward; in backward a gradient is received ahead, and one is leaving.
         hidden = activations.hidden_bytes
         ahead = hidden * (not all(stage.is_first for stage in stages))
@@ -372,8 +404,19 @@ class _Forecaster:
             for number, name in enumerate(PHASES[:3])
         ]
         nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
-        host = self._offloaded_bytes(activations, stages, moments[rank])
+        host = self._offloaded_bytes(activations, stages, moments)
         return Part.of([*phases, nothing, nothing], self._workspace, host, 0)
+
+    def _moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
+        count = representative(each.schedule, each.pp, each.accumulation)
+        layout = each.schedule, each.pp, each.virtual, count
+
+        def make() -> tuple[Sequence[LiveMoment], MomentTable]:
+            make_all = partial(_make_moments, each.schedule, each.pp, each.virtual, each.accumulation)
+            found = self._remember(("schedule", layout), make_all)(rank)
+            return found, MomentTable.of(found)
+
+        return self._remember(("moments", rank, layout), make)
 
     def _phase(self, peak: Peak, on_the_way: int, more: int) -> dict[str, int]:
         kept = peak.activations + on_the_way if peak.total else 0
@@ -383,9 +426,9 @@ class _Forecaster:
         self, activations: Activations, stages: Sequence[StageBounds], moments: Sequence[LiveMoment]
     ) -> int:
         """Of activations on the host at the most. Each stage of the rank has blocks of its own."""
-        sizes = {stage.index: activations.offloaded_bytes(stage) for stage in stages}
-        if not any(sizes.values()):
+        if not activations.memory.offload.activations:
             return 0
+        sizes = {stage.index: activations.offloaded_bytes(stage) for stage in stages}
         most = dict.fromkeys(sizes, 0)
         for each in moments:
             for index, whole, left in each.live:
@@ -463,13 +506,15 @@ def representative(schedule: str, pp: int, accumulation: int) -> int:
 
 def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[list[LiveMoment]]:
     """Of each rank the moments at which it may have most: those at which no other has as much of each stage."""
+    return list(map(_make_moments(schedule, pp, virtual, accumulation), range(pp)))
+
+
+def _make_moments(schedule: str, pp: int, virtual: int, accumulation: int) -> Callable[[int], list[LiveMoment]]:
+    """What makes those of a rank."""
     if schedule == "gpipe":  # all at once
-        return [
-            [LiveMoment(is_forward, rank, ((rank, accumulation, 0),)) for is_forward in (True, False)]
-            for rank in range(pp)
-        ]
+        return lambda rank: [LiveMoment(is_forward, rank, ((rank, accumulation, 0),)) for is_forward in (True, False)]
     made = make_schedule(schedule, pp, representative(schedule, pp, accumulation), virtual)
-    return [_undominated(live_moments(made, rank)) for rank in range(pp)]
+    return lambda rank: _undominated(live_moments(made, rank))
 
 
 def _undominated(moments: Sequence[LiveMoment]) -> list[LiveMoment]:

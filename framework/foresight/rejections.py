@@ -220,12 +220,12 @@ _WORDS: dict[str, Callable[[Candidate], list[str]]] = {
 }
 
 
-def too_large(c: Candidate, missing: int, limit: int, choice: str = "states") -> Rejection:
+def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", count: int = 1) -> Rejection:
     """Of a layout whose fullest rank needs more than it may use. Up to another choice than the last: whatever the later ones
     are, at least so much."""
     least = "" if choice == "states" else "at least "
     reason = f"does not fit: {least}{missing / GB:.1f} GB over the {limit / GB:.1f} GB of a device"
-    return Rejection("memory", c, choice, reason, missing=missing)
+    return Rejection("memory", c, choice, reason, missing=missing, count=count)
 
 
 def group_rejections(rejections: Iterable[Rejection]) -> list[tuple[Rejection, int]]:

@@ -78,18 +78,11 @@ class TimeModel:
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
         """Of a candidate that the model and the recipe allow."""
-        c = candidate
-        groups, (forms, order, owners) = self._groups(c), self._stages(c)
-        found = [self._stage(form, c, groups) for form in forms]
-        stages = [found[index] for index in order]
-        busy, after, owned = ([0.0] * c.pp for _ in range(3))
-        for stage, owner in zip(stages, owners, strict=True):
-            busy[owner] += c.accumulation * stage.microbatch
-            after[owner] += stage.after
-            owned[owner] += stage.owned
+        c, groups = candidate, self._groups(candidate)
+        _, _, owners = self._stages(c)
+        stages, busy, after, owned = self._ranks(c, groups)
         updates = [self._update.seconds(elements, c) for elements in owned]
-        totals = [busy[rank] + after[rank] + sum(updates[rank].values()) for rank in range(c.pp)]
-        worst = totals.index(max(totals))
+        worst = _slowest(busy, after, updates)
         own = [stage for stage, owner in zip(stages, owners, strict=True) if owner == worst]
         parts, hidden = self._add_up(own, c)
         parts["bubble"] = self._length(c, groups, stages, busy) - busy[worst]
@@ -100,6 +93,30 @@ class TimeModel:
         parts["optimizer"] += self.links.collective("all_reduce", flags, groups.world)
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(owned))
+
+    def _ranks(
+        self, c: Candidate, groups: Groups
+    ) -> tuple[Sequence[StageTime], Sequence[float], Sequence[float], Sequence[float]]:
+        """(stages in order; of each rank its microbatches' seconds, those of what comes once, elements that it updates)."""
+        forms, order, owners = self._stages(c)
+        found = [self._stage(form, c, groups) for form in forms]
+        stages = [found[index] for index in order]
+        busy, after, owned = ([0.0] * c.pp for _ in range(3))
+        for stage, owner in zip(stages, owners, strict=True):
+            busy[owner] += c.accumulation * stage.microbatch
+            after[owner] += stage.after
+            owned[owner] += stage.owned
+        return stages, busy, after, owned
+
+    def least_with_states(self, candidate: Candidate, least: float) -> float:
+        """A lower bound of the step that knows where states lie, but simulates no schedule. least: of the candidate wherever they
+        lie (`Engine.least_seconds`)."""
+        c = candidate
+        _, busy, after, owned = self._ranks(c, self._groups(c))
+        updates = [self._update.seconds(elements, c) for elements in owned]
+        worst = _slowest(busy, after, updates)
+        late = after[worst] + sum(updates[worst].values())
+        return late + max(least, busy[worst] + self.profile.step_s)
 
     def costs(self, candidate: Candidate) -> Costs:
         """Seconds of each stage's actions for one microbatch, and of a message: what a step's timeline is simulated with."""
@@ -244,12 +261,26 @@ class TimeModel:
         return forms, order, self.shape.owners(c.pp, c.schedule, c.virtual)
 
     def _stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
-        ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.shard, c.pp > 1)
-        work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.zero, c.accumulation > 1, c.offload)
-        key = ("stage", id(form), ranks, work, c.schedule in SPLIT_BACKWARDS, groups)
+        ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.shard)
+        goes = ("activations" in c.offload, "parameters" in c.offload)
+        work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.zero, c.accumulation > 1, goes)
+        key = ("stage", id(form), ranks, work, c.schedule in SPLIT_BACKWARDS, c.dp, c.pp, c.ranks_per_node)
         return self._remember(key, lambda: self._find_stage(form, c, groups))
 
     def _find_stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
+        total = self._sum(form, c, groups)
+        sharding = self._sharding.time(total.units, c, groups)
+        waits = self._message_s(c, groups) * (1 - self.profile.hides_p2p) if c.pp > 1 else 0.0
+        return total.conclude(sharding, waits, self.profile, c, groups.expert_shard.size)
+
+    def _sum(self, form: StageForm, c: Candidate, groups: Groups) -> StageSum:
+        """A stage's units, whatever ZeRO does with them."""
+        ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.ranks_per_node, c.world)
+        work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.accumulation > 1, "activations" in c.offload)
+        key = ("sum", id(form), ranks, work, c.schedule in SPLIT_BACKWARDS)
+        return self._remember(key, lambda: self._find_sum(form, c, groups))
+
+    def _find_sum(self, form: StageForm, c: Candidate, groups: Groups) -> StageSum:
         total, elements, bounds = StageSum(), self._elements(form, c), form.bounds
         times = self._times(c.context)
         if bounds.is_first:
@@ -261,9 +292,7 @@ class TimeModel:
         if bounds.is_last:
             head = times.head(c, self._activations(c).memory.chunked_loss is True)
             total.add(self._end(head, c, groups), 1, elements["head"], "head")
-        sharding = self._sharding.time(total.units, c, groups)
-        waits = self._message_s(c, groups) * (1 - self.profile.hides_p2p) if c.pp > 1 else 0.0
-        return total.conclude(sharding, waits, self.profile, c, groups.expert_shard.size)
+        return total
 
     def _layer(self, kind: int, c: Candidate, groups: Groups, grouped: float) -> UnitTime:
         layer = self._operators(c.context).layers[self.shape.kinds.index(kind)]
@@ -331,6 +360,12 @@ class TimeModel:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+
+def _slowest(busy: Sequence[float], after: Sequence[float], updates: Sequence[Mapping[str, float]]) -> int:
+    """The rank whose own work takes longest."""
+    totals = [own + late + sum(update.values()) for own, late, update in zip(busy, after, updates, strict=True)]
+    return totals.index(max(totals))
 
 
 def forecast_time(
