@@ -163,6 +163,11 @@ def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Sett
     return cluster.memory_bytes - _most(NOTHING, _forecaster(shape, settings).activations_of_rank(candidate, 0))
 
 
+def chunks_loss(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> bool:
+    """Whether a candidate's loss is computed in chunks."""
+    return _forecaster(shape, settings).is_chunked(candidate)
+
+
 def activations_of(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> Activations:
     """Bytes of a candidate's activations, by layer and by head, with the loss chunked or not as the recipe says of its size."""
     return _forecaster(shape, settings).activations_of(candidate)
@@ -330,7 +335,8 @@ class _Forecaster:
         batch, is_mixture = each.dp * each.cp, unit.has_experts
         sizes = {
             "tp": each.tp,
-            "kv": ranks_per_kv_head(self.shape.config, each.tp),
+            # A config of transformers' takes long to read.
+            "kv": self._remember(("kv", each.tp), lambda: ranks_per_kv_head(self.shape.config, each.tp)),
             "ep": each.ep,
             "embedding": 2,
             "shard": each.shard,
@@ -445,12 +451,20 @@ class _Forecaster:
         key = layout, each.sequences, each.checkpointing, "activations" in each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))
 
+    def is_chunked(self, each: Candidate) -> bool:
+        """Whether the loss is computed in chunks."""
+        key = "chunked", each.sequences, each.context, each.cp, each.ulysses, each.tp
+        return self._remember(key, lambda: self._is_chunked(each, _slices_of(each)))
+
     def _make_activations(self, each: Candidate) -> Activations:
         shape, itemsize = self.shape, self.settings.compute.itemsize
-        slices = ContextSlices(each.context, each.ulysses, each.cp // each.ulysses)
+        slices = _slices_of(each)
         tokens = TokenLayout(each.sequences, slices.tokens_local, Axis("tp", each.tp, 0), each.sequence, slices)
-        layers = shape.layer_flops(each.context)
-        memory = self.settings.memory(each, self._is_chunked(each, slices))
+        chunked, goes = self.is_chunked(each), "activations" in each.offload
+        memory = self._remember(
+            ("memory", each.checkpointing, goes, chunked), lambda: self.settings.memory(each, chunked)
+        )
+        layers = self._remember(("flops", each.context), lambda: shape.layer_flops(each.context))
         return Activations(
             tokens,
             shape.hidden,
@@ -461,7 +475,14 @@ class _Forecaster:
             memory,
             each.expert_tp,
             shape.mixture,
-            tuple({cost: None for cost in self._context_costs(each) if cost is not None}),
+            self._contexts(each),
+        )
+
+    def _contexts(self, each: Candidate) -> tuple[ContextCost, ...]:
+        key = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequences
+        return self._remember(
+            ("contexts", key),
+            lambda: tuple({cost: None for cost in self._context_costs(each) if cost is not None}),
         )
 
     def _context_costs(self, each: Candidate) -> list[ContextCost | None]:
@@ -491,6 +512,10 @@ class _Forecaster:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+
+def _slices_of(each: Candidate) -> ContextSlices:
+    return ContextSlices(each.context, each.ulysses, each.cp // each.ulysses)
 
 
 def representative(schedule: str, pp: int, accumulation: int) -> int:

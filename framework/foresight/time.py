@@ -21,7 +21,7 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import Groups, Links, place_groups
 from framework.foresight.exposure import NOTHING, Exposure, Overlaps, expose_cp, expose_ep, expose_tp, hide
 from framework.foresight.forecast import TimeForecast
-from framework.foresight.memory import activations_of
+from framework.foresight.memory import activations_of, chunks_loss
 from framework.foresight.operators import LayerTimes, ModelOperators, Rates, UnitWork, read_operators
 from framework.foresight.profile import OURS, OURS_ON_CPUS, Profile
 from framework.foresight.settings import Settings
@@ -167,7 +167,7 @@ class TimeModel:
             kind: self._layer(kind, c, groups, 0.0) for kind in dict.fromkeys(self.shape.kinds)
         }
         units["embedding"] = self._end(times.embedding(c), c, groups)
-        units["head"] = self._end(times.head(c, self._activations(c).memory.chunked_loss is True), c, groups)
+        units["head"] = self._end(times.head(c, chunks_loss(self.shape, c, self._resolved)), c, groups)
         return {
             name: (unit.forward, unit.input + unit.weight, unit.forward + unit.input + unit.weight)
             for name, unit in units.items()
@@ -290,7 +290,7 @@ class TimeModel:
         for kind, number in form.layers:
             total.add(self._layer(kind, c, groups, grouped), number, elements[kind])
         if bounds.is_last:
-            head = times.head(c, self._activations(c).memory.chunked_loss is True)
+            head = times.head(c, chunks_loss(self.shape, c, self._resolved))
             total.add(self._end(head, c, groups), 1, elements["head"], "head")
         return total
 

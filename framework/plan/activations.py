@@ -71,7 +71,6 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -247,7 +246,7 @@ def _largest(places: np.ndarray, *kinds: np.ndarray) -> Peak:
     """The first of the largest among the moments at these places."""
     if not len(places):
         return Peak()
-    place = places[np.argmax(sum(kinds)[places])]
+    place = places[np.argmax(np.sum(kinds, axis=0)[places])]
     return Peak(*(int(each[place]) for each in kinds))
 
 
