@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import MemoryForecast, TimeForecast
-from framework.foresight.memory import forecast_memory, spare_bytes, spare_of_activations, spare_of_options
+from framework.foresight.memory import (
+    forecast_memory,
+    spare_at_most,
+    spare_bytes,
+    spare_of_activations,
+    spare_of_options,
+)
 from framework.foresight.settings import Settings
 from framework.foresight.shape import ModelShape
 from framework.foresight.time import TimeModel
@@ -41,6 +47,10 @@ class Engine:
     def spare_of_options(self, stages: Candidate, options: Sequence[Candidate]) -> Sequence[int]:
         """The same of each option, which has the choices of `stages` and states in other places."""
         return spare_of_options(self.shape, stages, options, self.settings, self.cluster)
+
+    def spare_at_most(self, candidate: Candidate) -> int:
+        """A bound of `most_spare` that costs little."""
+        return spare_at_most(self.shape, candidate, self.settings, self.cluster)
 
     def most_spare(self, candidate: Candidate) -> int:
         """The same wherever states lie: what activations alone leave."""

@@ -163,6 +163,12 @@ def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Sett
     return cluster.memory_bytes - _most(NOTHING, _forecaster(shape, settings).activations_of_rank(candidate, 0))
 
 
+def spare_at_most(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
+    """A bound of `spare_of_activations` that makes no schedule: what the layers of the microbatches that a schedule is known to
+    hold on its first rank leave. Layers keep as much of several sequences as of one so often, or some bytes more."""
+    return cluster.memory_bytes - _forecaster(shape, settings).least_of_activations(candidate)
+
+
 def chunks_loss(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> bool:
     """Whether a candidate's loss is computed in chunks."""
     return _forecaster(shape, settings).is_chunked(candidate)
@@ -365,6 +371,33 @@ class _Forecaster:
         return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in sizes)
 
     # --- activations
+
+    def least_of_activations(self, each: Candidate) -> int:
+        """Bytes that layers keep on the first rank of the pipeline at the least. 0 where they keep nothing by themselves."""
+        if "activations" in each.offload or each.checkpointing == "sqrt":
+            return 0
+        layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
+        kept = self._remember(
+            ("kept", layout, each.checkpointing),
+            lambda: self._make_activations(each.changed({"sequences": 1})).layer_bytes,
+        )
+        key = ("layers", each.pp, each.schedule, each.virtual, each.context, min(each.accumulation, 2 * each.pp))
+        layers: int = self._remember(key, lambda: self._live_layers(each))
+        return layers * int(kept) * each.sequences
+
+    def _live_layers(self, each: Candidate) -> int:
+        """Layers times microbatches that the first rank holds at once, at the least."""
+        sizes = [stage.stop - stage.start for stage in self._places(each).of_ranks[0]]
+        once, pp = sum(sizes), each.pp
+        if each.schedule == "gpipe":
+            return once
+        if each.schedule in ("1f1b", "zb_h1"):
+            return once * min(each.accumulation, pp)
+        if each.schedule == "interleaved":
+            # Forwards before the first backward (`interleaved` in parallel/pipeline/schedules.py), in groups of pp or more.
+            warm = (each.virtual - 1) * min(pp, each.accumulation) + 2 * (pp - 1)
+            return max(once, min(sizes) * min(warm, each.accumulation * each.virtual))
+        return once
 
     def _activations(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
         ranks = range(each.pp)

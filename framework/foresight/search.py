@@ -156,7 +156,8 @@ class Search:
 
     def _open_stages(self, bound: float, c: Candidate) -> None:
         """Where states may lie, of stages whose activations fit."""
-        if not self._fits(c, self.engine.most_spare(c), STAGES[-1]):
+        # The second costs more, and is asked of few.
+        if not all(self._fits(c, ask(c), STAGES[-1]) for ask in (self.engine.spare_at_most, self.engine.most_spare)):
             return
         if self.by != "memory":
             # Of one stage the bound knows the schedule already; of several it is simulated.
@@ -184,7 +185,10 @@ class Search:
             del self.rejections[known:]
             self._places[key] = found, refused
         found, refused = self._places[key]
-        self.rejections += [replace(each, candidate=c.changed(values)) for each, values in refused]
+        for each, values in refused:
+            self.rejections.append(
+                Rejection(each.kind, c.changed(values), each.choice, each.reason, each.key, each.missing, each.count)
+            )
         return [c.changed(values) for values in found]
 
     @cached_property

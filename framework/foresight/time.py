@@ -62,12 +62,13 @@ class TimeModel:
             self.profile = self.profile.fused()
         self.rates, self.links = Rates(cluster, self.profile, dtype, itemsize), Links(cluster, itemsize)
         memory = settings.memory
-        self._overlaps = Overlaps(
+        overlaps = Overlaps(
             is_async=settings.parallel.overlap == "always",
             regathers=memory.gathered_inputs == "regather",
             halves=settings.parallel.expert_overlap,
             keeps_attention="attention" in memory.kept_operations,
         )
+        self._overlaps = overlaps, replace(overlaps, splits=True)
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self._sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
@@ -127,24 +128,40 @@ class TimeModel:
     def least_seconds(self, candidate: Candidate) -> float:
         """A lower bound of the step wherever states lie: its units' work and messages, without ZeRO's, in the shortest time that
         the schedule allows. A search asks it before it simulates."""
-        c = candidate
-        forms, order, owners = self._stages(c)
+        c, own = candidate, self.profile.microbatch_s
         units = self._least_of_units(c)
-        own = self.profile.microbatch_s
-        stages = [sum(count * units[kind][2] for kind, count in form.layers) for form in forms]
-        first, last = units["embedding"], units["head"]
-        busy = [0.0] * c.pp
-        for index, owner in zip(order, owners, strict=True):
-            busy[owner] += stages[index] + own
-        busy[owners[0]] += first[2]
-        busy[owners[-1]] += last[2]
-        most = c.accumulation * max(busy)
+        ranks, last, before = self._remember(
+            ("counts", c.pp, c.schedule, c.virtual, c.context), lambda: self._count_units(c)
+        )
+
+        def add_up(counted: tuple[int, tuple[tuple[int | str, int], ...]]) -> float:
+            seconds = counted[0] * own
+            for kind, count in counted[1]:
+                seconds += count * units[kind][2]
+            return seconds
+
+        most = c.accumulation * max(map(add_up, ranks))
         if c.schedule in WHOLE_BACKWARDS and c.pp > 1:
             # The pipeline's last rank begins when a microbatch has come through the stages before its first one, and behind its
             # last action that stage's gradients go back through them.
-            before = first[2] + sum(stages[index] for index in order[: c.pp - 1])
-            most = max(most, before + c.accumulation * busy[c.pp - 1])
+            most = max(most, add_up(before) + c.accumulation * add_up(last))
         return most + self.profile.step_s
+
+    def _count_units(self, c: Candidate) -> tuple[Any, Any, Any]:
+        """(stages, and units by kind) of each rank, without those that have the same; of the last rank; and of the stages before
+        its first one, whose bounds do not count."""
+        forms, order, owners = self._stages(c)
+        ranks: list[dict[int | str, int]] = [{} for _ in range(c.pp)]
+        for index, owner in zip(order, owners, strict=True):
+            for kind, count in forms[index].layers:
+                ranks[owner][kind] = ranks[owner].get(kind, 0) + count
+        before: dict[int | str, int] = {"embedding": 1}
+        for index in order[: c.pp - 1]:
+            for kind, count in forms[index].layers:
+                before[kind] = before.get(kind, 0) + count
+        ranks[owners[0]]["embedding"] = ranks[owners[-1]]["head"] = 1
+        listed = [(owners.count(rank), tuple(units.items())) for rank, units in enumerate(ranks)]
+        return tuple(dict.fromkeys(listed)), listed[-1], (0, tuple(before.items()))
 
     def least_mean(self, candidate: Candidate) -> float:
         """A lower bound of `least_seconds` for all schedules and policies of checkpointing: the mean rank's work. candidate: with
@@ -297,7 +314,7 @@ class TimeModel:
     def _layer(self, kind: int, c: Candidate, groups: Groups, grouped: float) -> UnitTime:
         layer = self._operators(c.context).layers[self.shape.kinds.index(kind)]
         work = self._times(c.context).layer(layer, c)
-        own = replace(self._overlaps, splits=c.schedule in SPLIT_BACKWARDS)
+        own = self._overlaps[c.schedule in SPLIT_BACKWARDS]
         found = {
             axis: expose(layer, work, c, groups, self.links, self.profile, own)
             for axis, expose in (("tp", expose_tp), ("cp", expose_cp), ("ep", expose_ep))
