@@ -7,6 +7,7 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import MemoryForecast, TimeForecast
 from framework.foresight.memory import (
     forecast_memory,
+    least_of_work,
     spare_at_most,
     spare_bytes,
     spare_of_activations,
@@ -51,6 +52,10 @@ class Engine:
     def spare_at_most(self, candidate: Candidate) -> int:
         """A bound of `most_spare` that costs little."""
         return spare_at_most(self.shape, candidate, self.settings, self.cluster)
+
+    def least_bytes(self, candidate: Candidate) -> int:
+        """Bytes of the fullest rank for all choices behind the microbatch, at the least."""
+        return least_of_work(self.shape, candidate, self.settings)
 
     def most_spare(self, candidate: Candidate) -> int:
         """The same wherever states lie: what activations alone leave."""

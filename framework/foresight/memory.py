@@ -169,6 +169,12 @@ def spare_at_most(shape: ModelShape, candidate: Candidate, settings: Settings | 
     return cluster.memory_bytes - _forecaster(shape, settings).least_of_activations(candidate)
 
 
+def least_of_work(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
+    """Bytes of any rank for all schedules and policies of checkpointing, at the least: while a layer's backward runs, what it
+    keeps without checkpointing is there, but for its input."""
+    return _forecaster(shape, settings).least_of_work(candidate)
+
+
 def chunks_loss(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> bool:
     """Whether a candidate's loss is computed in chunks."""
     return _forecaster(shape, settings).is_chunked(candidate)
@@ -384,6 +390,14 @@ class _Forecaster:
         key = ("layers", each.pp, each.schedule, each.virtual, each.context, min(each.accumulation, 2 * each.pp))
         layers: int = self._remember(key, lambda: self._live_layers(each))
         return layers * int(kept) * each.sequences
+
+    def least_of_work(self, each: Candidate) -> int:
+        """Of one layer in backward, and of the first rank what is outside."""
+        plain = each.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
+        layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
+        found = self._remember(("plain", layout), lambda: self._make_activations(plain))
+        inner: int = each.sequences * (found.layer_bytes - found.hidden_bytes)
+        return max(inner, 0) + self._workspace + self._outside(each)
 
     def _live_layers(self, each: Candidate) -> int:
         """Layers times microbatches that the first rank holds at once, at the least."""

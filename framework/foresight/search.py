@@ -1,10 +1,9 @@
 """The search: all legal layouts of a recipe on its ranks, ranked by what is foretold of them.
 
-Layouts are millions, so they are not all forecast. A layout's choices fall into two parts: what its ranks compute (degrees, how
-sequences are divided, microbatches, schedule, checkpointing), and where states lie (ZeRO, shards, offload). Time that the second
-part cannot save is a lower bound for all layouts that share the first; so is, for all schedules and all checkpointing, the work
-of the mean rank of the pipeline. Where a bound is above the time of the last of the best so far, nothing behind it is forecast.
-So the ranking is that of brute force, and a test says so; what was left out is counted.
+Layouts are millions, so they are not all forecast. Choices are made in an order (`CHOICES`), and all layouts that share the first
+ones have a lower bound: the mean rank's work, then that of a schedule, of a policy of checkpointing, of the simulated schedule, of
+where states lie. Whatever has the least bound is opened next, until that is above the last of the best so far. So the ranking is
+that of brute force, and a test says so; what was left out is counted.
 """
 
 from bisect import insort
@@ -159,7 +158,13 @@ class Search:
         # The second costs more, and is asked of few.
         if not all(self._fits(c, ask(c), STAGES[-1]) for ask in (self.engine.spare_at_most, self.engine.most_spare)):
             return
-        if self.by != "memory":
+        if self.by == "memory":
+            # First those whose activations alone leave more.
+            least = self.engine.cluster.memory_bytes - self.engine.most_spare(c)
+            if least > bound:
+                self._push(least, STAGES[-1], c)
+                return
+        else:
             # Of one stage the bound knows the schedule already; of several it is simulated.
             bound = max(bound, self.engine.least_seconds(c)) if c.pp > 1 else bound
             if self._is_excluded(bound):
@@ -256,12 +261,12 @@ class Search:
         return len(self.ranked) >= self.best and bound * ROUNDING > self._value(self.ranked[self.best - 1][1])
 
     def _bound_of_work(self, c: Candidate) -> float:
-        """Seconds of the mean rank, and the slowest takes no less. 0 where layouts are ranked by memory."""
-        return 0.0 if self.by == "memory" else self.engine.times.least_mean(c)
+        """Seconds of the mean rank, and the slowest takes no less; bytes of a layer's backward where bytes rank."""
+        return self.engine.least_bytes(c) if self.by == "memory" else self.engine.times.least_mean(c)
 
     def _bound_of_stages(self, c: Candidate) -> float:
-        """Seconds of all that states do not change, in the least that the schedule takes. 0 where bytes rank."""
-        return 0.0 if self.by == "memory" else self.engine.times.least_seconds(c)
+        """Seconds of all that states do not change, in the least that the schedule takes; bytes as of the work."""
+        return self.engine.least_bytes(c) if self.by == "memory" else self.engine.times.least_seconds(c)
 
     def _bound_of_states(self, c: Candidate, bound: float) -> float:
         """Seconds of a layout at the least, of which it is known what it takes wherever states lie."""
