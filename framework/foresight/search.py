@@ -1,9 +1,9 @@
 """The search: all legal layouts of a recipe on its ranks, ranked by what is foretold of them.
 
-Layouts are millions, so they are not all forecast. Choices are made in an order (`CHOICES`), and all layouts that share the first
-ones have a lower bound: the mean rank's work, then that of a schedule, of a policy of checkpointing, of the simulated schedule, of
-where states lie. Whatever has the least bound is opened next, until that is above the last of the best so far. So the ranking is
-that of brute force, and a test says so; what was left out is counted.
+Layouts are millions, so they are not all forecast. Choices are made in an order (`CHOICES`), and all layouts that share the
+first ones have a lower bound: the mean rank's work, then that of a schedule and of a policy of checkpointing, then of where
+states lie, then of the simulated schedule. Whatever has the least bound is opened next, until that is above the last of the
+best so far. So the ranking is that of brute force, and a test says so; what was left out is counted.
 """
 
 from bisect import insort
@@ -95,6 +95,7 @@ class Search:
     _open: list[tuple[float, int, str, Candidate]] = field(default_factory=list, repr=False)
     _numbers: Iterator[int] = field(default_factory=count, repr=False)
     _places: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _simulated: dict[Candidate, float] = field(default_factory=dict, repr=False)
     _counts: dict[Any, int] = field(default_factory=dict, repr=False)
 
     def run(self) -> SearchResult:
@@ -164,12 +165,6 @@ class Search:
             if least > bound:
                 self._push(least, STAGES[-1], c)
                 return
-        else:
-            # Of one stage the bound knows the schedule already; of several it is simulated.
-            bound = max(bound, self.engine.least_seconds(c)) if c.pp > 1 else bound
-            if self._is_excluded(bound):
-                self.num_slower += self._count(c, STAGES[-1])
-                return
         options = self._place_states(c)
         spare = self.engine.spare_of_options(c, options) if options else ()
         for layout, left in zip(options, spare, strict=True):
@@ -204,9 +199,21 @@ class Search:
         return tuple(dict.fromkeys(name for each in asked for name in each.fields if name not in own))
 
     def _forecast(self, bound: float, c: Candidate) -> None:
+        if self.by != "memory" and c.pp > 1:
+            # Of one stage the bound knows the schedule already; of several it is simulated, once for all places of states.
+            least = self._bound_of_states(c, self._simulate(c))
+            if least > bound:
+                self._push(least, "states", c)
+                return
         ranked = Ranked(c, Forecast(self.engine.memory(c), self.engine.time(c)), self.price * self.space.world)
         self.num_forecast += 1
         insort(self.ranked, (self._key(ranked), ranked), key=lambda each: each[0])
+
+    def _simulate(self, c: Candidate) -> float:
+        stages = c.changed({"zero": 0, "shard": 1, "offload": c.offload & {"activations"}})
+        if stages not in self._simulated:
+            self._simulated[stages] = self.engine.least_seconds(stages)
+        return self._simulated[stages]
 
     # What becomes of layouts whose choices are made up to this one, in the order of their bounds.
     _OPENED: ClassVar[Mapping[str, Callable[["Search", float, Candidate], None]]] = {
