@@ -376,7 +376,11 @@ def _add_page(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    recipe = _compose(arguments)
+    from framework.foresight.auto import require_layout
+    from framework.recipe.layout_pins import compose_for_nodes
+
+    composition = compose_for_nodes(arguments.overrides, arguments.recipes)
+    recipe = require_layout(composition, arguments.overrides, arguments.recipes)
     from framework.foresight.plan_command import plan_command
     from framework.foresight.wanted import Wanted
     from framework.launch.machine import check_measured

@@ -79,7 +79,7 @@ def choose_layout(recipe: Recipe, pinned: frozenset[str]) -> tuple[Recipe, str]:
     line = (
         f"layout   {describe(best.candidate)}: the fastest of {result.num_layouts:,} by forecast on {cluster_name(recipe)},"
         f" {time.step_s:.3g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank,"
-        f" {memory.fullest.reserved / 2**30:.1f} GB with {memory.spare / 2**30:.1f} to spare"
+        f" {memory.fullest.reserved / 2**30:.1f} GiB with {memory.spare / 2**30:.1f} to spare"
     )
     return recipe_of(best.candidate, recipe, pinned), line
 

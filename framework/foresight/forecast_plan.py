@@ -4,14 +4,17 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from framework.foresight.candidate import Candidate
-from framework.foresight.forecast import Forecast
-from framework.foresight.memory import forecast_memory
+from framework.foresight.forecast import Forecast, MemoryForecast
+from framework.foresight.memory import describe_estimate, forecast_memory
 from framework.foresight.settings import Settings, chosen_counts, planned_candidate
 from framework.foresight.shape import ModelShape, make_shape
 from framework.foresight.time import TimeModel
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan
+
+# Below this share of a device the verdict is in doubt.
+LITTLE = 0.05
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,24 @@ def forecast_plan(plan: Plan) -> PlanForecast:
     if plan.recipe.pipeline.table is not None:
         cautions.append("memory and step time are those of pipeline.schedule=1f1b, not of pipeline.table")
         costs = _scale(plan.pipeline.costs, costs)
+    cautions += [doubt for doubt in [describe_estimate(shape, candidate)] if doubt is not None]
+    cautions += _doubt_memory(shape, memory)
+    if cluster.is_assumed:
+        cautions.append(
+            f"the recipe names no machine: cluster={cluster.name} is a guess. For GPUs cluster=h100_ib or another of"
+            " recipes/cluster; `meshwright doctor --measure` describes this machine"
+        )
     return PlanForecast(plan, shape, cluster, candidate, forecast, costs, tuple(cautions))
+
+
+def _doubt_memory(shape: ModelShape, memory: MemoryForecast) -> list[str]:
+    """What a run may need beyond the forecast where little is to spare."""
+    if not 0 <= memory.spare < LITTLE * memory.limit:
+        return []
+    doubts = ["slack of the allocator and buffers of NCCL are assumptions"]
+    if shape.mixtures:
+        doubts.append("a router that sends some experts more tokens than others needs more")
+    return [f"less than {LITTLE:.0%} of the device is to spare: {'; '.join(doubts)}"]
 
 
 def _without_table(plan: Plan) -> Plan:

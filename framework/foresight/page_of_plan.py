@@ -67,7 +67,7 @@ def make_page(found: PlanForecast, changes: Sequence[Change] = ()) -> Page:
     words = dict(_describe_sections(plan, found, shown))
     return Page(
         title=plan.title,
-        verdict=describe_verdict(memory, found.cluster.name),
+        verdict=describe_verdict(memory, found.cluster),
         is_over=memory.spare < 0,
         changes=tuple(describe_changes(found, changes)),
         facts=tuple(_list_facts(plan, found)),

@@ -28,7 +28,7 @@ def describe_plan(found: PlanForecast, changes: Sequence[Change]) -> Iterator[st
 
 def _describe(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
     plan = found.plan
-    yield describe_verdict(found.forecast.memory, found.cluster.name)
+    yield describe_verdict(found.forecast.memory, found.cluster)
     for change in describe_changes(found, changes):
         yield f"  {change}"
     yield ""
@@ -91,7 +91,8 @@ def _join_small(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _largest_first(sizes: Mapping[str, Any], show: Callable[[Any], str]) -> str:
-    found = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
+    whole = sum(sizes.values())
+    found = sorted(((size, name) for name, size in sizes.items() if size * 10_000 > whole), reverse=True)
     return ", ".join(f"{name} {show(size)}" for size, name in found)
 
 

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from framework.foresight.candidate import Candidate
 from framework.foresight.layouts import method_of, recipe_of
 from framework.foresight.space import CHOICES, Space
+from framework.plan.memory import show_bytes
 from framework.recipe.check import layout_rules
 from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.problem import Problem
@@ -22,7 +23,6 @@ from framework.recipe.schema import Recipe
 
 Kind = Literal["rule", "model", "memory"]
 _NUMBERS = re.compile(r"\d+(\.\d+)?|=\[.*?\]|=[a-z_]+")
-GB = 2**30
 
 # The fields of a candidate on which the value of a key depends, in the recipe that `recipe_of` makes of it.
 FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
@@ -230,7 +230,7 @@ def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", co
     """Of a layout whose fullest rank needs more than it may use. Up to another choice than the last: whatever the later ones
     are, at least so much."""
     least = "" if choice == "states" else "at least "
-    reason = f"does not fit: {least}{missing / GB:.1f} GB over the {limit / GB:.1f} GB of a device"
+    reason = f"does not fit: {least}{show_bytes(missing)} over the {show_bytes(limit)} of a device"
     return Rejection("memory", c, choice, reason, missing=missing, count=count)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from framework.foresight.rejections import GB, describe, group_rejections
+from framework.foresight.rejections import Rejection, describe, group_rejections
 from framework.foresight.search import By, Ranked, SearchResult
 from framework.recipe.saved import plain
 from framework.recipe.schema import Recipe
@@ -11,17 +11,22 @@ from framework.recipe.schema import Recipe
 # What a step is for; the largest of the other parts is what holds it up.
 USEFUL = ("matmuls", "attention")
 SHOWN_REASONS = 8
+GIB = 2**30
 RANKED_BY = {"time": "seconds of a step", "cost": "cost of a token", "memory": "bytes of the fullest rank"}
 
 
 def describe_search(result: SearchResult, cluster: str, pinned: frozenset[str], shown: int) -> Iterator[str]:
     """The page, in lines."""
     fixed = f"; fixed: {', '.join(sorted(pinned))}" if pinned else ""
-    yield f"{result.num_layouts:,} layouts of {result.space.world} ranks on {cluster}, by {RANKED_BY[result.by]}{fixed}"
+    yield f"{result.num_layouts:,} layouts of {_count_ranks(result.space.world)} on {cluster}, by {RANKED_BY[result.by]}{fixed}"
     yield ""
     yield from _table(_rows(result.ranked[:shown], result.by))
     yield ""
     yield from _describe_others(result)
+
+
+def _count_ranks(world: int) -> str:
+    return f"{world:,} rank{'s' * (world != 1)}"
 
 
 def describe_rejections(result: SearchResult) -> Iterator[str]:
@@ -47,7 +52,7 @@ def _describe_others(result: SearchResult) -> Iterator[str]:
 
 
 def _rows(ranked: Sequence[Ranked], by: By) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("", "layout", "step s", "tokens/s/rank", "MFU", "GB", "spare", "held up by")]
+    rows: list[tuple[str, ...]] = [("", "layout", "step s", "tokens/s/rank", "MFU", "GiB", "spare", "held up by")]
     if any(each.price for each in ranked):
         rows = [(*rows[0][:-1], "$/10^9 tokens", rows[0][-1])]
     for place, each in enumerate(ranked, start=1):
@@ -58,8 +63,8 @@ def _rows(ranked: Sequence[Ranked], by: By) -> list[tuple[str, ...]]:
             f"{time.step_s:.4g}",
             f"{time.tokens_per_s_and_rank:,.0f}",
             f"{time.mfu:.1%}",
-            f"{memory.fullest.reserved / GB:.1f}",
-            f"{memory.spare / GB:.1f}",
+            f"{memory.fullest.reserved / GIB:.1f}",
+            f"{memory.spare / GIB:.1f}",
         ]
         if each.price:
             cells.append(f"{each.cost_per_token * 1e9:,.0f}")
@@ -87,9 +92,10 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 
 def to_json(
-    result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]]
+    result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]], is_full: bool = False
 ) -> dict[str, Any]:
-    """All that the page says. recipes: what a file states for each of the best."""
+    """All that the page says. recipes: what a file states for each of the best; is_full: every rejection, not one of each
+    reason."""
     return {
         "by": result.by,
         "cluster": cluster,
@@ -103,9 +109,13 @@ def to_json(
         "best": [_ranked_json(each, values) for each, values in zip(result.ranked, recipes, strict=True)],
         "rejections": [
             {"kind": each.kind, "reason": each.reason, "such_as": each.layout, "layouts": count}
-            for each, count in group_rejections(result.rejections)
+            for each, count in _choose_rejections(result, is_full)
         ],
     }
+
+
+def _choose_rejections(result: SearchResult, is_full: bool) -> list[tuple[Rejection, int]]:
+    return [(each, each.count) for each in result.rejections] if is_full else group_rejections(result.rejections)
 
 
 def _ranked_json(each: Ranked, values: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +141,7 @@ def comment_of(ranked: Ranked, cluster: str, recipe: Recipe) -> str:
         describe(ranked.candidate),
         f"for {recipe.model.family} on {ranked.candidate.world} ranks of {cluster}, as `meshwright search` foretells:",
         f"{time.step_s:.4g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank, MFU {time.mfu:.1%},"
-        f" {memory.fullest.reserved / GB:.1f} GB with {memory.spare / GB:.1f} to spare.",
+        f" {memory.fullest.reserved / GIB:.1f} GiB with {memory.spare / GIB:.1f} to spare.",
         "Use it: layout=THIS_FILE",
     )
     return "\n".join(lines)

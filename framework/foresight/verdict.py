@@ -39,9 +39,9 @@ class Change:
         return " ".join(f"{key}={str(value).lower()}" for key, value in self.settings)
 
 
-def describe_verdict(memory: MemoryForecast, machine: str) -> str:
+def describe_verdict(memory: MemoryForecast, cluster: Cluster) -> str:
     """Such as `fits the 79.6 GiB of h100_ib with 9.1 GiB to spare`."""
-    limit = f"{show_bytes(memory.limit)} of {machine}"
+    limit = f"{show_bytes(memory.limit)} of {cluster.name}{', which is assumed,' if cluster.is_assumed else ''}"
     if memory.spare < 0:
         return f"does not fit: {show_bytes(-memory.spare)} over the {limit}"
     return f"fits the {limit} with {show_bytes(memory.spare)} to spare"

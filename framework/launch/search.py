@@ -72,6 +72,8 @@ def ask(arguments: argparse.Namespace) -> Asked:
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise RecipeError(f"--{name.replace('_best', '').replace('_', '-')} {value}: at least {least}")
+    if arguments.write is not None:
+        _refuse_file(arguments.write)
     composition = compose_open(arguments.overrides, arguments.recipes)
     pinned = change_pins(find_pins(composition, arguments.overrides, arguments.recipes), arguments.free, arguments.keep)
     return Asked(composition.require(), pinned, arguments.overrides, arguments.recipes, arguments)
@@ -86,15 +88,15 @@ def show(asked: Asked, cluster: Any = None) -> Any:
 
     options = asked.options
     require_pages(options.html, options.png)
-    result = search(Question(asked.recipe, asked.pinned, options.by, options.best, cluster))
+    result = search(Question(asked.recipe, asked.pinned, options.by, max(options.best, options.try_best or 0), cluster))
     best = best_of(result)
     name = cluster.name if cluster else cluster_name(asked.recipe)
     if options.json:
         values = [values_for(each, asked.recipe, asked.pinned) for each in result.ranked]
-        print(json.dumps(to_json(result, name, asked.pinned, values)))
+        print(json.dumps(to_json(result, name, asked.pinned, values, options.rejections)))
     else:
         print("\n".join(describe_search(result, name, asked.pinned, options.best)))
-    if options.rejections:
+    if options.rejections and not options.json:
         print("\n".join(["", *describe_rejections(result)]))
     if options.write is not None:
         write_best(options.write, values_for(best, asked.recipe, asked.pinned), comment_of(best, name, asked.recipe))
@@ -109,10 +111,18 @@ def show(asked: Asked, cluster: Any = None) -> Any:
     return result
 
 
-def write_best(file: Path, values: dict[str, Any], comment: str) -> None:
-    """Write a layout. RecipeError where the folder is not there."""
+def _refuse_file(file: Path) -> None:
+    """Raises RecipeError where a layout cannot be written, or something else would be lost: before anything is searched."""
     if not file.parent.is_dir():
         raise RecipeError(f"--write {file}: there is no folder {file.parent}, make it first")
+    if file.suffix not in (".yaml", ".yml"):
+        raise RecipeError(f"--write {file}: end the name in .yaml, so that layout={file} reads it")
+    if file.exists() and "layout=THIS_FILE" not in file.read_text(encoding="utf-8", errors="replace"):
+        raise RecipeError(f"--write {file}: is there and was not written by a search: choose another name or remove it")
+
+
+def write_best(file: Path, values: dict[str, Any], comment: str) -> None:
+    """Write a layout. RecipeError where that fails."""
     try:
         write_layout(file, values, comment)
     except OSError as error:

@@ -21,11 +21,16 @@ OPEN = "parallel.layout=auto"
 
 
 def compose_open(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Composition:
-    """The recipe of a search: its layout need not be legal, and nodes are asked for as SLURM's."""
-    composition = compose([*overrides, OPEN], recipe_dirs)
+    """The recipe of a search: its layout need not be legal."""
+    return compose_for_nodes([*overrides, OPEN], recipe_dirs)
+
+
+def compose_for_nodes(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Composition:
+    """What is foretold of nodes that the command line names is foretold of SLURM's: a local launch has none."""
+    composition = compose(overrides, recipe_dirs)
     launch, origins = composition.draft.launch, composition.origins
     if launch.kind == "local" and origins.get("launch.nodes") == COMMAND_LINE != origins.get("launch.kind"):
-        return compose([*overrides, OPEN, "launch.kind=slurm"], recipe_dirs)
+        return compose([*overrides, "launch.kind=slurm"], recipe_dirs)
     return composition
 
 

@@ -64,6 +64,7 @@ def test_families_whose_attention_can_be_divided_are_admitted(name: str, has_doc
 def test_a_family_that_cannot_be_divided_is_refused_by_what_is_in_the_way(config: PretrainedConfig, told: str) -> None:
     with pytest.raises(ModelError) as raised:
         refuse_undivided_context(config, SLICES, has_documents=False)
+    assert torch.is_grad_enabled(), "the error's frames keep what the probe has open"
     assert told in str(raised.value)
     assert f"parallel.cp=2 cannot divide the sequences of {config.model_type} models" in str(raised.value)
 

@@ -10,7 +10,7 @@ sinks, biases). Neither signature nor config tells which families pass; one that
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -63,13 +63,13 @@ def refuse_undivided_context(
         )
 
 
-def probe_causes(config: PretrainedConfig, has_documents: bool) -> Iterator[Cause]:
-    """What is in the way of any division of the model's sequences: a small copy is run to know it."""
+def probe_causes(config: PretrainedConfig, has_documents: bool) -> list[Cause]:
+    """What is in the way of any division of the model's sequences, as far as the first: a small copy is run to know it."""
+    # A list, not a generator: one that waits for its next value would leave the caller without autograd meanwhile.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        yield from map(Cause, _Probe(config).find_causes((sum(LENGTHS),)))
-        if has_documents:
-            yield from map(Cause, _Probe(config).find_causes(LENGTHS))
-        yield from _find_dropout(config)
+        lengths = [(sum(LENGTHS),), *([LENGTHS] if has_documents else [])]
+        probed = (map(Cause, _Probe(config).find_causes(each)) for each in lengths)
+        return list(islice(chain(chain.from_iterable(probed), _find_dropout(config)), 1))
 
 
 class _Probe:

@@ -10,12 +10,14 @@ from framework.parallel.pipeline.simulate import Costs, peak_live, simulate
 
 
 def describe_bubble(pipeline: Pipeline, num_microbatches: int) -> str:
-    """The schedule and its bubble in a line; stages take as long as their FLOPs say."""
+    """The schedule in a line, and how idle it leaves all ranks together, those with short stages as well; stages take as long as
+    their FLOPs say."""
     schedule = pipeline.make(num_microbatches)
     stages, ranks = schedule.num_stages, schedule.num_ranks
+    idle = simulate(schedule, pipeline.costs).bubble
     return (
         f"pipeline      {schedule.name}: {stages} stage{'s' * (stages != 1)} on {ranks} rank{'s' * (ranks != 1)},"
-        f" {num_microbatches} microbatch{'es' * (num_microbatches != 1)}, bubble {simulate(schedule, pipeline.costs).bubble:.1%}"
+        f" {num_microbatches} microbatch{'es' * (num_microbatches != 1)}, all ranks idle {idle:.1%} by FLOPs"
     )
 
 

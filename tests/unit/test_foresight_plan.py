@@ -1,0 +1,82 @@
+"""What `plan` and `search` say agrees, and loses nothing of the user's."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from framework.cli import main
+from framework.foresight.candidate import Candidate
+from framework.foresight.forecast import MemoryForecast, StageMemory
+from framework.foresight.memory import forecast_memory
+from framework.foresight.settings import Settings
+from framework.foresight.shape import make_shape
+from framework.foresight.verdict import describe_verdict
+from framework.plan.cluster import Cluster
+from framework.plan.target import resolve_target
+from framework.recipe.compose import compose
+from framework.recipe.layout_pins import compose_for_nodes
+from framework.recipe.schema import Recipe
+from tests.families import build_config, family
+
+TINY = ("model=tiny_llama", "data=python_stdlib", "cluster=h100_ib", "batch.sequences_per_step=8")
+
+
+def test_bytes_do_not_depend_on_what_was_asked_before() -> None:
+    """NCCL has a communicator more with cp, whose layouts else have the states of those without."""
+    config = build_config(family("llama"))
+    recipe = resolve_target(compose(["launch.device=cuda", "cluster=h100_ib"], []).require())
+    cluster, settings = Cluster.from_recipe(recipe), Settings.of(recipe)
+    candidates = [Candidate(dp=4, zero=3, shard=4, context=32), Candidate(dp=2, cp=2, zero=3, shard=4, context=32)]
+    shape = make_shape(config, recipe)
+    both = [forecast_memory(shape, each, settings, cluster).fullest.reserved for each in candidates]
+    alone = [
+        forecast_memory(make_shape(config, recipe), each, settings, cluster).fullest.reserved for each in candidates
+    ]
+    assert both == alone
+
+
+def test_nodes_on_the_command_line_are_slurms_for_plan_and_search() -> None:
+    assert compose_for_nodes(["launch.nodes=4", "batch.sequences_per_step=256"], []).require().launch.kind == "slurm"
+    assert compose_for_nodes(["launch.nodes=4", "launch.kind=local"], []).require().launch.kind == "local"
+    assert compose_for_nodes([], []).require().launch.kind == Recipe().launch.kind == "local"
+
+
+def test_a_machine_that_nobody_named_is_called_assumed() -> None:
+    memory = MemoryForecast((StageMemory({"parameters": 2**30}, 0, {}),), 2 * 2**30)
+    cluster = Cluster.from_recipe(resolve_target(compose(list(TINY), []).require()))
+    assert describe_verdict(memory, cluster) == "fits the 2.0 GiB of h100_ib with 1.0 GiB to spare"
+    assumed = replace(cluster, is_assumed=True)
+    assert describe_verdict(memory, assumed).startswith("fits the 2.0 GiB of h100_ib, which is assumed,")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("mine.yaml", "optim: {lr: 1}\n", "was not written by a search"),
+        ("layout.txt", None, "end the name in .yaml"),
+        ("absent/layout.yaml", None, "there is no folder"),
+    ],
+)
+def test_a_search_writes_over_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, words: str
+) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    assert main(["search", *TINY, f"--write={file}"]) == 86
+    assert words in capsys.readouterr().err
+    assert text is None or file.read_text() == text
+
+
+def test_json_is_one_object_with_all_rejections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "layout.yaml"
+    for _ in range(2):  # the second writes over the first
+        assert main(["search", *TINY, "launch.ranks=2", "--json", "--best=1", f"--write={file}"]) == 0
+    few = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["search", *TINY, "launch.ranks=2", "--json", "--best=1", "--rejections"]) == 0
+    full = json.loads(capsys.readouterr().out)
+    assert few["best"] == full["best"]
+    assert len(full["rejections"]) > len(few["rejections"]) > 0
+    assert sum(each["layouts"] for each in full["rejections"]) == full["rejected"]
