@@ -1,10 +1,18 @@
 """What a search asks of one model, one recipe and one cluster: the forecasts that `plan` prints, by candidate."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import MemoryForecast, TimeForecast
-from framework.foresight.memory import forecast_memory, spare_bytes, spare_of_activations
+from framework.foresight.memory import (
+    forecast_memory,
+    least_of_work,
+    spare_at_most,
+    spare_bytes,
+    spare_of_activations,
+    spare_of_options,
+)
 from framework.foresight.settings import Settings
 from framework.foresight.shape import ModelShape
 from framework.foresight.time import TimeModel
@@ -36,6 +44,18 @@ class Engine:
     def spare(self, candidate: Candidate) -> int:
         """Bytes that are left on the fullest rank; negative: so many are missing."""
         return spare_bytes(self.shape, candidate, self.settings, self.cluster)
+
+    def spare_of_options(self, stages: Candidate, options: Sequence[Candidate]) -> Sequence[int]:
+        """The same of each option, which has the choices of `stages` and states in other places."""
+        return spare_of_options(self.shape, stages, options, self.settings, self.cluster)
+
+    def spare_at_most(self, candidate: Candidate) -> int:
+        """A bound of `most_spare` that costs little."""
+        return spare_at_most(self.shape, candidate, self.settings, self.cluster)
+
+    def least_bytes(self, candidate: Candidate) -> int:
+        """Bytes of the fullest rank for all choices behind the microbatch, at the least."""
+        return least_of_work(self.shape, candidate, self.settings)
 
     def most_spare(self, candidate: Candidate) -> int:
         """The same wherever states lie: what activations alone leave."""

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.foresight.candidate import Candidate
@@ -39,7 +41,7 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import Activations, Peak, find_peaks
+from framework.plan.activations import Activations, MomentTable, Peak, StageActivations
 from framework.plan.cluster import Cluster
 from framework.plan.context import ContextCost, Method
 from framework.plan.logits import is_large
@@ -146,10 +148,34 @@ def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Re
     return cluster.memory_bytes - max(map(_most, states, activations))
 
 
+def spare_of_options(
+    shape: ModelShape, stages: Candidate, options: Sequence[Candidate], settings: Settings | Recipe, cluster: Cluster
+) -> Sequence[int]:
+    """`spare_bytes` of all options at once: `stages` with states in other places."""
+    return _forecaster(shape, settings).spare(stages, options, cluster.memory_bytes)
+
+
 def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
     """What activations alone leave on the first rank of the pipeline, wherever states lie: no candidate with other ZeRO has more
     to spare on its fullest rank."""
     return cluster.memory_bytes - _most(NOTHING, _forecaster(shape, settings).activations_of_rank(candidate, 0))
+
+
+def spare_at_most(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
+    """A bound of `spare_of_activations` that makes no schedule: what the layers of the microbatches that a schedule is known to
+    hold on its first rank leave. Layers keep as much of several sequences as of one so often, or some bytes more."""
+    return cluster.memory_bytes - _forecaster(shape, settings).least_of_activations(candidate)
+
+
+def least_of_work(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
+    """Bytes of any rank for all schedules and policies of checkpointing, at the least: while a layer's backward runs, what it
+    keeps without checkpointing is there, but for its input."""
+    return _forecaster(shape, settings).least_of_work(candidate)
+
+
+def chunks_loss(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> bool:
+    """Whether a candidate's loss is computed in chunks."""
+    return _forecaster(shape, settings).is_chunked(candidate)
 
 
 def activations_of(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> Activations:
@@ -196,10 +222,15 @@ class _Forecaster:
 
     def parts(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> tuple[Sequence[Part], Sequence[Part]]:
         """(states, activations) of each rank of the pipeline."""
+        return self.states(each), self.activations(each) if chosen is None else self._activations(each, chosen)
+
+    def states(self, each: Candidate) -> Sequence[Part]:
+        """Of each rank of the pipeline."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
-        zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload
-        states = self._remember(("states", layout, zero), lambda: self._states(each))
-        return states, self.activations(each) if chosen is None else self._activations(each, chosen)
+        # Which of dp and cp the batch's ranks are decides how many communicators there are.
+        zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload - {"activations"}
+        found: Sequence[Part] = self._remember(("states", layout, zero), lambda: self._states(each))
+        return found
 
     def activations(self, each: Candidate) -> Sequence[Part]:
         """Of each rank of the pipeline, its layers as the candidate says."""
@@ -219,6 +250,27 @@ class _Forecaster:
         layers = self.settings.recipe.pipeline.layers
         stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
         return Places(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
+
+    def spare(self, stages: Candidate, options: Sequence[Candidate], limit: int) -> Sequence[int]:
+        """Bytes that each option leaves of a limit, on its fullest rank. options: the same layout with states elsewhere."""
+        layout = stages.pp, stages.schedule, stages.virtual, stages.context
+        degrees = stages.tp, stages.ep, stages.expert_tp, stages.sequence, stages.dp, stages.cp
+        places = tuple([(each.zero, each.shard, each.offload) for each in options])
+        table = self._remember(("state table", layout, degrees, places), lambda: self._make_table(options))
+        totals, moving, outside = table
+        beside = self.activations(stages)
+        moving = moving + np.array([part.moving for part in beside], dtype=np.int64)
+        totals = totals + np.array([part.totals for part in beside], dtype=np.int64)
+        reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
+        found: Sequence[int] = (limit - outside - reserved.max(axis=(1, 2))).tolist()
+        return found
+
+    def _make_table(self, options: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray, int]:
+        """(totals, moving [options, ranks, phases], bytes outside, which all ranks have)."""
+        parts = [self.states(each) for each in options]
+        totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
+        moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
+        return totals, moving, parts[0][0].outside
 
     # --- states
 
@@ -293,7 +345,8 @@ class _Forecaster:
         batch, is_mixture = each.dp * each.cp, unit.has_experts
         sizes = {
             "tp": each.tp,
-            "kv": ranks_per_kv_head(self.shape.config, each.tp),
+            # A config of transformers' takes long to read.
+            "kv": self._remember(("kv", each.tp), lambda: ranks_per_kv_head(self.shape.config, each.tp)),
             "ep": each.ep,
             "embedding": 2,
             "shard": each.shard,
@@ -323,6 +376,41 @@ class _Forecaster:
 
     # --- activations
 
+    def least_of_activations(self, each: Candidate) -> int:
+        """Bytes that layers keep on the first rank of the pipeline at the least. 0 where they keep nothing by themselves."""
+        if "activations" in each.offload or each.checkpointing == "sqrt":
+            return 0
+        layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
+        kept = self._remember(
+            ("kept", layout, each.checkpointing),
+            lambda: self._make_activations(each.changed({"sequences": 1})).layer_bytes,
+        )
+        key = ("layers", each.pp, each.schedule, each.virtual, each.context, min(each.accumulation, 2 * each.pp))
+        layers: int = self._remember(key, lambda: self._live_layers(each))
+        return layers * int(kept) * each.sequences
+
+    def least_of_work(self, each: Candidate) -> int:
+        """Of one layer in backward, and of the first rank what is outside."""
+        plain = each.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
+        layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
+        found = self._remember(("plain", layout), lambda: self._make_activations(plain))
+        inner: int = each.sequences * (found.layer_bytes - found.hidden_bytes)
+        return max(inner, 0) + self._workspace + self._outside(each)
+
+    def _live_layers(self, each: Candidate) -> int:
+        """Layers times microbatches that the first rank holds at once, at the least."""
+        sizes = [stage.stop - stage.start for stage in self._places(each).of_ranks[0]]
+        once, pp = sum(sizes), each.pp
+        if each.schedule == "gpipe":
+            return once
+        if each.schedule in ("1f1b", "zb_h1"):
+            return once * min(each.accumulation, pp)
+        if each.schedule == "interleaved":
+            # Forwards before the first backward (`interleaved` in parallel/pipeline/schedules.py), in groups of pp or more.
+            warm = (each.virtual - 1) * min(pp, each.accumulation) + 2 * (pp - 1)
+            return max(once, min(sizes) * min(warm, each.accumulation * each.virtual))
+        return once
+
     def _activations(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
         ranks = range(each.pp)
         if chosen is not None:
@@ -341,21 +429,20 @@ class _Forecaster:
 
     def _activations_of_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> Part:
         places, activations = self._places(each), self.activations_of(each)
-        moments = self._remember(
-            (
-                "moments",
-                each.schedule,
-                each.pp,
-                each.virtual,
-                representative(each.schedule, each.pp, each.accumulation),
-            ),
-            lambda: moments_of(each.schedule, each.pp, each.virtual, each.accumulation),
-        )
+        moments, table = self._moments(each, rank)
         policy, stages = each.checkpointing, places.of_ranks[rank]
         counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in stages}
-        by_stage = {stage.index: activations.of_stage(stage, counts[stage.index]) for stage in stages}
-        peaks = find_peaks(moments[rank], by_stage)
-        on_the_way = max(map(activations.transfer_bytes, stages))
+        # Virtual stages of a rank are dozens, and most of them are alike.
+        alike: dict[Any, StageActivations] = {}
+        by_stage = {}
+        for stage in stages:
+            own = counts[stage.index]
+            form = stage.is_first, stage.is_last, stage.stop - stage.start, own
+            if form not in alike:
+                alike[form] = activations.of_stage(stage, own)
+            by_stage[stage.index] = alike[form]
+        peaks = table.find_peaks(by_stage)
+        on_the_way = max(map(activations.transfer_bytes, stages)) if activations.memory.offload.activations else 0
         has_loss = any(stage.is_last for stage in stages)
         more = (0, activations.loss_temporaries * has_loss, activations.backward_temporaries)
         phases = [
@@ -363,8 +450,19 @@ class _Forecaster:
             for number, name in enumerate(PHASES[:3])
         ]
         nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
-        host = self._offloaded_bytes(activations, stages, moments[rank])
+        host = self._offloaded_bytes(activations, stages, moments)
         return Part.of([*phases, nothing, nothing], self._workspace, host, 0)
+
+    def _moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
+        count = representative(each.schedule, each.pp, each.accumulation)
+        layout = each.schedule, each.pp, each.virtual, count
+
+        def make() -> tuple[Sequence[LiveMoment], MomentTable]:
+            make_all = partial(_make_moments, each.schedule, each.pp, each.virtual, each.accumulation)
+            found = self._remember(("schedule", layout), make_all)(rank)
+            return found, MomentTable.of(found)
+
+        return self._remember(("moments", rank, layout), make)
 
     def _phase(self, peak: Peak, on_the_way: int, more: int) -> dict[str, int]:
         kept = peak.activations + on_the_way if peak.total else 0
@@ -375,9 +473,9 @@ class _Forecaster:
         self, activations: Activations, stages: Sequence[StageBounds], moments: Sequence[LiveMoment]
     ) -> int:
         """Of activations on the host at the most. Each stage of the rank has blocks of its own."""
-        sizes = {stage.index: activations.offloaded_bytes(stage) for stage in stages}
-        if not any(sizes.values()):
+        if not activations.memory.offload.activations:
             return 0
+        sizes = {stage.index: activations.offloaded_bytes(stage) for stage in stages}
         most = dict.fromkeys(sizes, 0)
         for each in moments:
             for index, whole, left in each.live:
@@ -394,12 +492,20 @@ class _Forecaster:
         key = layout, each.sequences, each.checkpointing, "activations" in each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))
 
+    def is_chunked(self, each: Candidate) -> bool:
+        """Whether the loss is computed in chunks."""
+        key = "chunked", each.sequences, each.context, each.cp, each.ulysses, each.tp
+        return self._remember(key, lambda: self._is_chunked(each, _slices_of(each)))
+
     def _make_activations(self, each: Candidate) -> Activations:
         shape, itemsize = self.shape, self.settings.compute.itemsize
-        slices = ContextSlices(each.context, each.ulysses, each.cp // each.ulysses)
+        slices = _slices_of(each)
         tokens = TokenLayout(each.sequences, slices.tokens_local, Axis("tp", each.tp, 0), each.sequence, slices)
-        layers = shape.layer_flops(each.context)
-        memory = self.settings.memory(each, self._is_chunked(each, slices))
+        chunked, goes = self.is_chunked(each), "activations" in each.offload
+        memory = self._remember(
+            ("memory", each.checkpointing, goes, chunked), lambda: self.settings.memory(each, chunked)
+        )
+        layers = self._remember(("flops", each.context), lambda: shape.layer_flops(each.context))
         return Activations(
             tokens,
             shape.hidden,
@@ -410,7 +516,14 @@ class _Forecaster:
             memory,
             each.expert_tp,
             shape.mixture,
-            tuple({cost: None for cost in self._context_costs(each) if cost is not None}),
+            self._contexts(each),
+        )
+
+    def _contexts(self, each: Candidate) -> tuple[ContextCost, ...]:
+        key = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequences
+        return self._remember(
+            ("contexts", key),
+            lambda: tuple({cost: None for cost in self._context_costs(each) if cost is not None}),
         )
 
     def _context_costs(self, each: Candidate) -> list[ContextCost | None]:
@@ -442,6 +555,10 @@ class _Forecaster:
         return self._known[key]
 
 
+def _slices_of(each: Candidate) -> ContextSlices:
+    return ContextSlices(each.context, each.ulysses, each.cp // each.ulysses)
+
+
 def representative(schedule: str, pp: int, accumulation: int) -> int:
     """The fewest microbatches, of those that are known to do, with which a rank has as many in flight at once as with so many."""
     if schedule == "gpipe":
@@ -455,16 +572,22 @@ def representative(schedule: str, pp: int, accumulation: int) -> int:
 
 def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[list[LiveMoment]]:
     """Of each rank the moments at which it may have most: those at which no other has as much of each stage."""
+    return list(map(_make_moments(schedule, pp, virtual, accumulation), range(pp)))
+
+
+def _make_moments(schedule: str, pp: int, virtual: int, accumulation: int) -> Callable[[int], list[LiveMoment]]:
+    """What makes those of a rank."""
     few = min(accumulation, 4 * pp) if schedule == "gpipe" else representative(schedule, pp, accumulation)
     lowered = lower(made := make_schedule(schedule, pp, few, virtual), unit_costs(made.num_stages))
-    moments = [_undominated(live_moments(lowered, rank)) for rank in range(pp)]
-    if few == accumulation or schedule != "gpipe":
-        return moments
-    # All are in flight at once: with each one more there is one more of them, and one more that was sent.
-    return [
-        [_with_more(each, accumulation - few, rank < pp - 1) for each in own if each.live[0][1] == few]
-        for rank, own in enumerate(moments)
-    ]
+
+    def make(rank: int) -> list[LiveMoment]:
+        own = _undominated(live_moments(lowered, rank))
+        if few == accumulation or schedule != "gpipe":
+            return own
+        # All are in flight at once: with each one more there is one more of them, and one more that was sent.
+        return [_with_more(each, accumulation - few, rank < pp - 1) for each in own if each.live[0][1] == few]
+
+    return make
 
 
 def _with_more(moment: LiveMoment, count: int, sends: bool) -> LiveMoment:

@@ -8,7 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Literal, Protocol
 
 from framework.foresight.candidate import Candidate
@@ -90,9 +91,14 @@ class Constraint:
     ask: Callable[[Candidate], tuple[str, str] | None]
     _known: dict[tuple[object, ...], tuple[str, str] | None] = field(default_factory=dict, repr=False, compare=False)
 
+    @cached_property
+    def _reads(self) -> list[Callable[[Candidate], object]]:
+        named = {name for name in self.fields if name.startswith("offload.")}
+        return [partial(read_field, name=name) if name in named else attrgetter(name) for name in self.fields]
+
     def refuse(self, c: Candidate) -> tuple[str, str] | None:
         """(key, reason), asked once for all candidates that agree in its fields."""
-        values = tuple([read_field(c, name) for name in self.fields])
+        values = tuple([read(c) for read in self._reads])
         if values not in self._known:
             self._known[values] = self.ask(c)
         return self._known[values]
@@ -104,12 +110,12 @@ class Constraints:
 
     by_choice: dict[str, tuple[Constraint, ...]]
 
-    def refuse(self, choice: str, c: Candidate) -> Rejection | None:
-        """The first reason against a candidate whose choices up to this one are made."""
+    def refuse(self, choice: str, c: Candidate, count: int = 1) -> Rejection | None:
+        """The first reason against a candidate whose choices up to this one are made. count: of its layouts."""
         for each in self.by_choice[choice]:
             found = each.refuse(c)
             if found is not None:
-                return Rejection(each.kind, c, choice, found[1], found[0])
+                return Rejection(each.kind, c, choice, found[1], found[0], count=count)
         return None
 
 
@@ -220,12 +226,12 @@ _WORDS: dict[str, Callable[[Candidate], list[str]]] = {
 }
 
 
-def too_large(c: Candidate, missing: int, limit: int, choice: str = "states") -> Rejection:
+def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", count: int = 1) -> Rejection:
     """Of a layout whose fullest rank needs more than it may use. Up to another choice than the last: whatever the later ones
     are, at least so much."""
     least = "" if choice == "states" else "at least "
     reason = f"does not fit: {least}{show_bytes(missing)} over the {show_bytes(limit)} of a device"
-    return Rejection("memory", c, choice, reason, missing=missing)
+    return Rejection("memory", c, choice, reason, missing=missing, count=count)
 
 
 def group_rejections(rejections: Iterable[Rejection]) -> list[tuple[Rejection, int]]:

@@ -1,23 +1,25 @@
 """The search: all legal layouts of a recipe on its ranks, ranked by what is foretold of them.
 
-Layouts are millions, so they are not all forecast. A layout's choices fall into two parts: what its ranks compute (degrees, how
-sequences are divided, microbatches, schedule, checkpointing), and where states lie (ZeRO, shards, offload). Time that the second
-part cannot save is a lower bound for all layouts that share the first; so is, for all schedules and all checkpointing, the work
-of the mean rank of the pipeline. Where a bound is above the time of the last of the best so far, nothing behind it is forecast.
-So the ranking is that of brute force, and a test says so; what was left out is counted.
+Layouts are millions, so they are not all forecast. Choices are made in an order (`CHOICES`), and all layouts that share the
+first ones have a lower bound: the mean rank's work, then that of a schedule and of a policy of checkpointing, then of where
+states lie, then of the simulated schedule. Whatever has the least bound is opened next, until that is above the last of the
+best so far. So the ranking is that of brute force, and a test says so; what was left out is counted.
 """
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import count
 from math import prod
 from time import process_time
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from framework.foresight.candidate import Candidate
 from framework.foresight.engine import Engine
 from framework.foresight.forecast import Forecast
-from framework.foresight.rejections import Constraints, Rejection, too_large
+from framework.foresight.rejections import Constraints, Rejection, read_field, too_large
 from framework.foresight.space import CHOICES, Space
 
 By = Literal["time", "cost", "memory"]
@@ -90,18 +92,23 @@ class Search:
     num_layouts: int = 0
     num_slower: int = 0
     num_forecast: int = 0
+    _open: list[tuple[float, int, str, Candidate]] = field(default_factory=list, repr=False)
+    _numbers: Iterator[int] = field(default_factory=count, repr=False)
+    _places: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _simulated: dict[Candidate, float] = field(default_factory=dict, repr=False)
+    _counts: dict[Any, int] = field(default_factory=dict, repr=False)
 
     def run(self) -> SearchResult:
         """All layouts. Never raises for a layout: it is rejected."""
         began = process_time()
-        works = sorted(
-            ((self._bound_of_work(c), rank_layout(c), c) for c in self._find_works()), key=lambda each: each[:2]
-        )
-        for bound, _, work in works:
+        for c in self._find_works():
+            self._push(self._bound_of_work(c), "microbatch", c)
+        while self._open:
+            bound, _, choice, c = heappop(self._open)
             if self._is_excluded(bound):
-                self.num_slower += self._count(work, "microbatch")
+                self.num_slower += self._count(c, choice)
             else:
-                self._try_work(work)
+                self._OPENED[choice](self, bound, c)
         found = [each for _, each in self.ranked]
         return SearchResult(
             self.by,
@@ -130,43 +137,97 @@ class Search:
             if self._is_legal("degrees", c):
                 yield from self._expand(c, WORK)
 
-    def _try_work(self, work: Candidate) -> None:
-        """All layouts of a work, by rising bounds: of a schedule without checkpointing, which only adds work, then with it."""
-        for bound, _, c in self._in_order(self._expand(work, STAGES[:1])):
-            if self._is_excluded(bound):
-                self.num_slower += self._count(c, STAGES[0])
-            else:
-                self._try_schedule(c)
+    def _push(self, bound: float, choice: str, c: Candidate) -> None:
+        """Open layouts that share the choices of `c` up to this one, unless their bound excludes them already."""
+        if self._is_excluded(bound):
+            self.num_slower += self._count(c, choice)
+        else:
+            # Among equals in the order in which they are found, which is always the same.
+            heappush(self._open, (bound, next(self._numbers), choice, c))
 
-    def _try_schedule(self, c: Candidate) -> None:
-        for bound, _, stages in self._in_order(self._expand(c, STAGES[1:])):
-            if self._is_excluded(bound):
-                self.num_slower += self._count(stages, STAGES[-1])
-            elif not self._fits(stages, self.engine.most_spare(stages), STAGES[-1]):
-                continue
-            elif self._is_slower(stages):
-                self.num_slower += self._count(stages, STAGES[-1])
-            else:
-                for layout in self._expand(stages, STATES):
-                    self._try(layout)
+    def _open_work(self, bound: float, c: Candidate) -> None:
+        """The schedules of a work, without checkpointing, which only adds work."""
+        for child in self._expand(c, STAGES[:1]):
+            self._push(self._bound_of_stages(child), "schedule", child)
 
-    def _in_order(self, found: Iterable[Candidate]) -> list[tuple[float, tuple[object, ...], Candidate]]:
-        """By rising bounds, among equals as the ranking has them."""
-        bounds = [(self._bound_of_stages(c), rank_layout(c), c) for c in found]
-        return sorted(bounds, key=lambda each: each[:2])
+    def _open_schedule(self, bound: float, c: Candidate) -> None:
+        for child in self._expand(c, STAGES[1:]):
+            self._push(self._bound_of_stages(child), "activations", child)
 
-    def _try(self, c: Candidate) -> None:
-        if not self._fits(c, self.engine.spare(c), "states"):
+    def _open_stages(self, bound: float, c: Candidate) -> None:
+        """Where states may lie, of stages whose activations fit."""
+        # The second costs more, and is asked of few.
+        if not all(self._fits(c, ask(c), STAGES[-1]) for ask in (self.engine.spare_at_most, self.engine.most_spare)):
             return
+        if self.by == "memory":
+            # First those whose activations alone leave more.
+            least = self.engine.cluster.memory_bytes - self.engine.most_spare(c)
+            if least > bound:
+                self._push(least, STAGES[-1], c)
+                return
+        options = self._place_states(c)
+        spare = self.engine.spare_of_options(c, options) if options else ()
+        for layout, left in zip(options, spare, strict=True):
+            if self._fits(layout, left, "states"):
+                is_sized = self.by == "memory"
+                known = self.engine.cluster.memory_bytes - left if is_sized else self._bound_of_states(layout, bound)
+                self._push(known, "states", layout)
+
+    def _place_states(self, c: Candidate) -> list[Candidate]:
+        """`c` with states wherever nothing is against it. What rules say of that is asked once for all that agree in what they
+        read."""
+        names = self._read_for_states
+        key = (c.dp * c.cp, c.tp, c.offload, *[read_field(c, name) for name in names])
+        if key not in self._places:
+            known = len(self.rejections)
+            found = [_states_of(each) for each in self._expand(c, STATES)]
+            refused = [(each, _states_of(each.candidate)) for each in self.rejections[known:]]
+            del self.rejections[known:]
+            self._places[key] = found, refused
+        found, refused = self._places[key]
+        for each, values in refused:
+            self.rejections.append(
+                Rejection(each.kind, c.changed(values), each.choice, each.reason, each.key, each.missing, each.count)
+            )
+        return [c.changed(values) for values in found]
+
+    @cached_property
+    def _read_for_states(self) -> tuple[str, ...]:
+        """The fields that rules about states read, of those that are chosen before."""
+        own = {name for choice in STATES for name in CHOICES[choice]}
+        asked = [each for choice in STATES for each in self.constraints.by_choice[choice]]
+        return tuple(dict.fromkeys(name for each in asked for name in each.fields if name not in own))
+
+    def _forecast(self, bound: float, c: Candidate) -> None:
+        if self.by != "memory" and c.pp > 1:
+            # Of one stage the bound knows the schedule already; of several it is simulated, once for all places of states.
+            least = self._bound_of_states(c, self._simulate(c))
+            if least > bound:
+                self._push(least, "states", c)
+                return
         ranked = Ranked(c, Forecast(self.engine.memory(c), self.engine.time(c)), self.price * self.space.world)
         self.num_forecast += 1
         insort(self.ranked, (self._key(ranked), ranked), key=lambda each: each[0])
 
+    def _simulate(self, c: Candidate) -> float:
+        stages = c.changed({"zero": 0, "shard": 1, "offload": c.offload & {"activations"}})
+        if stages not in self._simulated:
+            self._simulated[stages] = self.engine.least_seconds(stages)
+        return self._simulated[stages]
+
+    # What becomes of layouts whose choices are made up to this one, in the order of their bounds.
+    _OPENED: ClassVar[Mapping[str, Callable[["Search", float, Candidate], None]]] = {
+        "microbatch": _open_work,
+        "schedule": _open_schedule,
+        "activations": _open_stages,
+        "states": _forecast,
+    }
+
     def _fits(self, c: Candidate, spare: int, choice: str) -> bool:
         """Whether a layout fits a device, or any that shares the choices of `c` so far."""
         if spare < 0:
-            rejection = too_large(c, -spare, self.engine.cluster.memory_bytes, choice)
-            self.rejections.append(replace(rejection, count=self._count(c, choice)))
+            missing, limit = -spare, self.engine.cluster.memory_bytes
+            self.rejections.append(too_large(c, missing, limit, choice, self._count(c, choice)))
         return spare >= 0
 
     def _expand(self, c: Candidate, choices: tuple[str, ...]) -> Iterator[Candidate]:
@@ -186,8 +247,11 @@ class Search:
 
     def _count(self, c: Candidate, choice: str) -> int:
         """Layouts that share the choices of `c` up to this one: how many values the later ones have depends on degrees alone."""
-        names = list(CHOICES)
-        return prod(len(self.space.values(name, c)) for name in names[names.index(choice) + 1 :])
+        key = (choice, c.dp, c.cp, c.tp, c.pp)
+        if key not in self._counts:
+            names = list(CHOICES)
+            self._counts[key] = prod(len(self.space.values(name, c)) for name in names[names.index(choice) + 1 :])
+        return self._counts[key]
 
     # --- order and bounds
 
@@ -204,17 +268,21 @@ class Search:
         return len(self.ranked) >= self.best and bound * ROUNDING > self._value(self.ranked[self.best - 1][1])
 
     def _bound_of_work(self, c: Candidate) -> float:
-        """Seconds of the mean rank, and the slowest takes no less. 0 where layouts are ranked by memory."""
-        return 0.0 if self.by == "memory" else self.engine.times.least_mean(c)
+        """Seconds of the mean rank, and the slowest takes no less; bytes of a layer's backward where bytes rank."""
+        return self.engine.least_bytes(c) if self.by == "memory" else self.engine.times.least_mean(c)
 
     def _bound_of_stages(self, c: Candidate) -> float:
-        """Seconds of all that states do not change, in the least that the schedule takes. 0 where bytes rank."""
-        return 0.0 if self.by == "memory" else self.engine.times.least_seconds(c)
+        """Seconds of all that states do not change, in the least that the schedule takes; bytes as of the work."""
+        return self.engine.least_bytes(c) if self.by == "memory" else self.engine.times.least_seconds(c)
 
-    def _is_slower(self, c: Candidate) -> bool:
-        """Whether the simulated schedule says that no layout of these stages is among the best."""
-        simulates = self.by != "memory" and c.pp > 1  # of one stage the bound knows the schedule already
-        return simulates and len(self.ranked) >= self.best and self._is_excluded(self.engine.least_seconds(c))
+    def _bound_of_states(self, c: Candidate, bound: float) -> float:
+        """Seconds of a layout at the least, of which it is known what it takes wherever states lie."""
+        return self.engine.times.least_with_states(c, bound)
+
+
+def _states_of(c: Candidate) -> dict[str, Any]:
+    """The choices of where states lie."""
+    return {"zero": c.zero, "shard": c.shard, "offload": c.offload}
 
 
 def rank_layout(c: Candidate) -> tuple[object, ...]:

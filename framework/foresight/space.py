@@ -8,7 +8,7 @@ Nothing is refused here that a recipe could say, except what another layout stan
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, get_args
 
@@ -83,7 +83,7 @@ class Space:
 
     def children(self, choice: str, c: Candidate) -> Iterator[Candidate]:
         """`c` with each value of a choice."""
-        return (replace(c, **each) for each in self.values(choice, c))
+        return map(c.changed, self.values(choice, c))
 
     # --- the choices
 
@@ -169,7 +169,7 @@ class Space:
     def _is_open(self, choice: str, c: Candidate, values: Mapping[str, Any]) -> bool:
         """Whether what the user has fixed lets a choice take these values."""
         checks = _PINS[choice]
-        return all(key not in self.pinned or is_same(self, replace(c, **values)) for key, is_same in checks.items())
+        return all(key not in self.pinned or is_same(self, c.changed(values)) for key, is_same in checks.items())
 
 
 def divisors(number: int) -> list[int]:

@@ -21,7 +21,7 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import Groups, Links, place_groups
 from framework.foresight.exposure import NOTHING, Exposure, Overlaps, expose_cp, expose_ep, expose_tp, hide
 from framework.foresight.forecast import TimeForecast
-from framework.foresight.memory import activations_of
+from framework.foresight.memory import activations_of, chunks_loss
 from framework.foresight.operators import LayerTimes, ModelOperators, Rates, UnitWork, read_operators
 from framework.foresight.profile import OURS, OURS_ON_CPUS, Profile
 from framework.foresight.settings import Settings
@@ -62,12 +62,13 @@ class TimeModel:
             self.profile = self.profile.fused()
         self.rates, self.links = Rates(cluster, self.profile, dtype, itemsize), Links(cluster, itemsize)
         memory = settings.memory
-        self._overlaps = Overlaps(
+        overlaps = Overlaps(
             is_async=settings.parallel.overlap == "always",
             regathers=memory.gathered_inputs == "regather",
             halves=settings.parallel.expert_overlap,
             keeps_attention="attention" in memory.kept_operations,
         )
+        self._overlaps = overlaps, replace(overlaps, splits=True)
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self._sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
@@ -78,18 +79,11 @@ class TimeModel:
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
         """Of a candidate that the model and the recipe allow."""
-        c = candidate
-        groups, (forms, order, owners) = self._groups(c), self._stages(c)
-        found = [self._stage(form, c, groups) for form in forms]
-        stages = [found[index] for index in order]
-        busy, after, owned = ([0.0] * c.pp for _ in range(3))
-        for stage, owner in zip(stages, owners, strict=True):
-            busy[owner] += c.accumulation * stage.microbatch
-            after[owner] += stage.after
-            owned[owner] += stage.owned
+        c, groups = candidate, self._groups(candidate)
+        _, _, owners = self._stages(c)
+        stages, busy, after, owned = self._ranks(c, groups)
         updates = [self._update.seconds(elements, c) for elements in owned]
-        totals = [busy[rank] + after[rank] + sum(updates[rank].values()) for rank in range(c.pp)]
-        worst = totals.index(max(totals))
+        worst = _slowest(busy, after, updates)
         own = [stage for stage, owner in zip(stages, owners, strict=True) if owner == worst]
         parts, hidden = self._add_up(own, c)
         parts["bubble"] = self._length(c, groups, stages, busy) - busy[worst]
@@ -101,6 +95,30 @@ class TimeModel:
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(owned))
 
+    def _ranks(
+        self, c: Candidate, groups: Groups
+    ) -> tuple[Sequence[StageTime], Sequence[float], Sequence[float], Sequence[float]]:
+        """(stages in order; of each rank its microbatches' seconds, those of what comes once, elements that it updates)."""
+        forms, order, owners = self._stages(c)
+        found = [self._stage(form, c, groups) for form in forms]
+        stages = [found[index] for index in order]
+        busy, after, owned = ([0.0] * c.pp for _ in range(3))
+        for stage, owner in zip(stages, owners, strict=True):
+            busy[owner] += c.accumulation * stage.microbatch
+            after[owner] += stage.after
+            owned[owner] += stage.owned
+        return stages, busy, after, owned
+
+    def least_with_states(self, candidate: Candidate, least: float) -> float:
+        """A lower bound of the step that knows where states lie, but simulates no schedule. least: of the candidate wherever they
+        lie (`Engine.least_seconds`)."""
+        c = candidate
+        _, busy, after, owned = self._ranks(c, self._groups(c))
+        updates = [self._update.seconds(elements, c) for elements in owned]
+        worst = _slowest(busy, after, updates)
+        late = after[worst] + sum(updates[worst].values())
+        return late + max(least, busy[worst] + self.profile.step_s)
+
     def costs(self, candidate: Candidate) -> Costs:
         """Seconds of each stage's actions for one microbatch, and of a message: what a step's timeline is simulated with."""
         groups, (forms, order, _) = self._groups(candidate), self._stages(candidate)
@@ -110,24 +128,40 @@ class TimeModel:
     def least_seconds(self, candidate: Candidate) -> float:
         """A lower bound of the step wherever states lie: its units' work and messages, without ZeRO's, in the shortest time that
         the schedule allows. A search asks it before it simulates."""
-        c = candidate
-        forms, order, owners = self._stages(c)
+        c, own = candidate, self.profile.microbatch_s
         units = self._least_of_units(c)
-        own = self.profile.microbatch_s
-        stages = [sum(count * units[kind][2] for kind, count in form.layers) for form in forms]
-        first, last = units["embedding"], units["head"]
-        busy = [0.0] * c.pp
-        for index, owner in zip(order, owners, strict=True):
-            busy[owner] += stages[index] + own
-        busy[owners[0]] += first[2]
-        busy[owners[-1]] += last[2]
-        most = c.accumulation * max(busy)
+        ranks, last, before = self._remember(
+            ("counts", c.pp, c.schedule, c.virtual, c.context), lambda: self._count_units(c)
+        )
+
+        def add_up(counted: tuple[int, tuple[tuple[int | str, int], ...]]) -> float:
+            seconds = counted[0] * own
+            for kind, count in counted[1]:
+                seconds += count * units[kind][2]
+            return seconds
+
+        most = c.accumulation * max(map(add_up, ranks))
         if c.schedule in WHOLE_BACKWARDS and c.pp > 1:
             # The pipeline's last rank begins when a microbatch has come through the stages before its first one, and behind its
             # last action that stage's gradients go back through them.
-            before = first[2] + sum(stages[index] for index in order[: c.pp - 1])
-            most = max(most, before + c.accumulation * busy[c.pp - 1])
+            most = max(most, add_up(before) + c.accumulation * add_up(last))
         return most + self.profile.step_s
+
+    def _count_units(self, c: Candidate) -> tuple[Any, Any, Any]:
+        """(stages, and units by kind) of each rank, without those that have the same; of the last rank; and of the stages before
+        its first one, whose bounds do not count."""
+        forms, order, owners = self._stages(c)
+        ranks: list[dict[int | str, int]] = [{} for _ in range(c.pp)]
+        for index, owner in zip(order, owners, strict=True):
+            for kind, count in forms[index].layers:
+                ranks[owner][kind] = ranks[owner].get(kind, 0) + count
+        before: dict[int | str, int] = {"embedding": 1}
+        for index in order[: c.pp - 1]:
+            for kind, count in forms[index].layers:
+                before[kind] = before.get(kind, 0) + count
+        ranks[owners[0]]["embedding"] = ranks[owners[-1]]["head"] = 1
+        listed = [(owners.count(rank), tuple(units.items())) for rank, units in enumerate(ranks)]
+        return tuple(dict.fromkeys(listed)), listed[-1], (0, tuple(before.items()))
 
     def least_mean(self, candidate: Candidate) -> float:
         """A lower bound of `least_seconds` for all schedules and policies of checkpointing: the mean rank's work. candidate: with
@@ -150,7 +184,7 @@ class TimeModel:
             kind: self._layer(kind, c, groups, 0.0) for kind in dict.fromkeys(self.shape.kinds)
         }
         units["embedding"] = self._end(times.embedding(c), c, groups)
-        units["head"] = self._end(times.head(c, self._activations(c).memory.chunked_loss is True), c, groups)
+        units["head"] = self._end(times.head(c, chunks_loss(self.shape, c, self._resolved)), c, groups)
         return {
             name: (unit.forward, unit.input + unit.weight, unit.forward + unit.input + unit.weight)
             for name, unit in units.items()
@@ -244,12 +278,26 @@ class TimeModel:
         return forms, order, self.shape.owners(c.pp, c.schedule, c.virtual)
 
     def _stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
-        ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.shard, c.pp > 1)
-        work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.zero, c.accumulation > 1, c.offload)
-        key = ("stage", id(form), ranks, work, c.schedule in SPLIT_BACKWARDS, groups)
+        ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.shard)
+        goes = ("activations" in c.offload, "parameters" in c.offload)
+        work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.zero, c.accumulation > 1, goes)
+        key = ("stage", id(form), ranks, work, c.schedule in SPLIT_BACKWARDS, c.dp, c.pp, c.ranks_per_node)
         return self._remember(key, lambda: self._find_stage(form, c, groups))
 
     def _find_stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
+        total = self._sum(form, c, groups)
+        sharding = self._sharding.time(total.units, c, groups)
+        waits = self._message_s(c, groups) * (1 - self.profile.hides_p2p) if c.pp > 1 else 0.0
+        return total.conclude(sharding, waits, self.profile, c, groups.expert_shard.size)
+
+    def _sum(self, form: StageForm, c: Candidate, groups: Groups) -> StageSum:
+        """A stage's units, whatever ZeRO does with them."""
+        ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.ranks_per_node, c.world)
+        work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.accumulation > 1, "activations" in c.offload)
+        key = ("sum", id(form), ranks, work, c.schedule in SPLIT_BACKWARDS)
+        return self._remember(key, lambda: self._find_sum(form, c, groups))
+
+    def _find_sum(self, form: StageForm, c: Candidate, groups: Groups) -> StageSum:
         total, elements, bounds = StageSum(), self._elements(form, c), form.bounds
         times = self._times(c.context)
         if bounds.is_first:
@@ -259,16 +307,14 @@ class TimeModel:
         for kind, number in form.layers:
             total.add(self._layer(kind, c, groups, grouped), number, elements[kind])
         if bounds.is_last:
-            head = times.head(c, self._activations(c).memory.chunked_loss is True)
+            head = times.head(c, chunks_loss(self.shape, c, self._resolved))
             total.add(self._end(head, c, groups), 1, elements["head"], "head")
-        sharding = self._sharding.time(total.units, c, groups)
-        waits = self._message_s(c, groups) * (1 - self.profile.hides_p2p) if c.pp > 1 else 0.0
-        return total.conclude(sharding, waits, self.profile, c, groups.expert_shard.size)
+        return total
 
     def _layer(self, kind: int, c: Candidate, groups: Groups, grouped: float) -> UnitTime:
         layer = self._operators(c.context).layers[self.shape.kinds.index(kind)]
         work = self._times(c.context).layer(layer, c)
-        own = replace(self._overlaps, splits=c.schedule in SPLIT_BACKWARDS)
+        own = self._overlaps[c.schedule in SPLIT_BACKWARDS]
         found = {
             axis: expose(layer, work, c, groups, self.links, self.profile, own)
             for axis, expose in (("tp", expose_tp), ("cp", expose_cp), ("ep", expose_ep))
@@ -331,6 +377,12 @@ class TimeModel:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+
+def _slowest(busy: Sequence[float], after: Sequence[float], updates: Sequence[Mapping[str, float]]) -> int:
+    """The rank whose own work takes longest."""
+    totals = [own + late + sum(update.values()) for own, late, update in zip(busy, after, updates, strict=True)]
+    return totals.index(max(totals))
 
 
 def forecast_time(

@@ -356,6 +356,8 @@ def refuse_shared_layers(config: PretrainedConfig, units: Sequence[Unit], ties: 
     units: of the whole model; ties: all names of each parameter."""
     layers = {unit.root: unit.name for unit in units if unit.is_layer}
     for names in ties.values():
+        if len(names) == 1:
+            continue
         sharing = {layer for root, layer in layers.items() for name in names if name.startswith(f"{root}.")}
         if len(sharing) > 1:
             raise _refuse(config, f"{' and '.join(sorted(sharing))} share {names[0]}")

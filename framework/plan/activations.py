@@ -74,6 +74,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -185,8 +186,7 @@ def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths 
     return MixtureWidths(count_experts(experts), top_k, inner, is_balanced, has_added_bias)
 
 
-@dataclass(frozen=True)
-class StageActivations:
+class StageActivations(NamedTuple):
     """Bytes of a stage. Of each microbatch between its forward and its backward: kept by its layers, by what stands behind them
     (head) and of logits; left, where gradients of weights wait: the factors of those. While it computes: recomputed and
     transient, of one layer in backward; chunk, of the loss. hidden: of hidden states between two stages."""
@@ -216,25 +216,62 @@ class Peak(NamedTuple):
         return sum(self)
 
 
-def find_peaks(moments: Iterable[LiveMoment], stages: Mapping[int, StageActivations]) -> dict[str, Peak]:
-    """The most that a rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""
-    peaks = dict.fromkeys(("forward", "loss", "backward"), Peak())
-    for is_forward, index, live, num_between in moments:
-        own = stages[index]
-        between = num_between * own.hidden
-        kept = sum(
-            count * (stages[each].kept + stages[each].head) + left * stages[each].left for each, count, left in live
-        )
-        logits = sum(count * stages[each].logits for each, count, _ in live)
+@dataclass(frozen=True, eq=False)
+class MomentTable:
+    """Moments of a rank's step as arrays, which many sizes of the same stages are asked of. stages: their indices; forwards,
+    backwards: places of the moments of either kind; own: the place among `stages` of each moment's; whole, left: [moments,
+    stages], as in `LiveMoment.live`; between: [moments], hidden states between stages."""
+
+    stages: tuple[int, ...]
+    forwards: np.ndarray
+    backwards: np.ndarray
+    own: np.ndarray
+    whole: np.ndarray
+    left: np.ndarray
+    between: np.ndarray
+
+    @classmethod
+    def of(cls, moments: Iterable[LiveMoment]) -> "MomentTable":
+        """Those of one rank."""
+        listed = list(moments)
+        stages = tuple(index for index, _, _ in listed[0].live)
+        forward = np.array([each.is_forward for each in listed])
+        live = np.array([[counts[1:] for counts in each.live] for each in listed], dtype=np.int64)
+        own = np.array([stages.index(each.stage) for each in listed])
+        between = np.array([each.between for each in listed], dtype=np.int64)
+        kinds = np.flatnonzero(forward), np.flatnonzero(~forward)
+        return cls(stages, *kinds, own, live[:, :, 0], live[:, :, 1], between)
+
+    def find_peaks(self, stages: Mapping[int, "StageActivations"]) -> dict[str, Peak]:
+        """The most that the rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""
+        sizes = np.array([stages[index] for index in self.stages], dtype=np.int64)
+        of = {name: sizes[:, place] for place, name in enumerate(StageActivations._fields)}
+        kept = self.whole @ (of["kept"] + of["head"]) + self.left @ of["left"]
+        logits, own, nothing = self.whole @ of["logits"], self.own, np.zeros_like(kept)
+        between = self.between * of["hidden"][own]
         # In forward they are not there yet, in the backward of layers they have gone.
-        before = kept - own.head, logits - own.logits
-        if is_forward:
-            found = [("forward", Peak(*before, 0, between)), ("loss", Peak(kept, logits, own.chunk, between))]
-        else:
-            found = [("backward", Peak(before[0] + own.recomputed, before[1], own.transient, between))]
-        for phase, peak in found[: 1 + bool(own.head)]:
-            peaks[phase] = max(peaks[phase], peak, key=lambda each: each.total)
-    return peaks
+        before, logits_before = kept - of["head"][own], logits - of["logits"][own]
+        ends = self.forwards[of["head"][own][self.forwards] > 0]
+        return {
+            "forward": _largest(self.forwards, before, logits_before, nothing, between),
+            "loss": _largest(ends, kept, logits, of["chunk"][own], between),
+            "backward": _largest(
+                self.backwards, before + of["recomputed"][own], logits_before, of["transient"][own], between
+            ),
+        }
+
+
+def _largest(places: np.ndarray, *kinds: np.ndarray) -> Peak:
+    """The first of the largest among the moments at these places."""
+    if not len(places):
+        return Peak()
+    place = places[np.argmax(np.sum(kinds, axis=0)[places])]
+    return Peak(*(int(each[place]) for each in kinds))
+
+
+def find_peaks(moments: Iterable[LiveMoment], stages: Mapping[int, "StageActivations"]) -> dict[str, Peak]:
+    """The most that a rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""
+    return MomentTable.of(moments).find_peaks(stages)
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,37 @@ def test_bounds_are_below_all_that_they_stand_for(small: Whole) -> None:
         work = replace(stages, schedule="1f1b", virtual=1, checkpointing="none", offload=frozenset())
         assert small.engine.times.least_mean(work) <= small.engine.times.least_seconds(stages) * (1 + 1e-9)
         assert small.engine.times.least_seconds(stages) <= step_s, each
-        assert small.engine.least_seconds(stages) <= step_s, each
+        least = small.engine.least_seconds(stages)
+        assert least <= step_s, each
+        assert small.engine.times.least_with_states(each, least) <= step_s, each
+
+
+def test_bounds_of_bytes_are_below_all_that_they_stand_for(small: Whole) -> None:
+    """Of eight virtual stages as well: what interleaved stages have live is counted, not simulated."""
+    engine, limit = small.engine, small.cluster.memory_bytes
+    for each in small.legal()[::7]:
+        stages = replace(each, zero=0, shard=1, offload=each.offload & {"activations"})
+        work = replace(stages, schedule="1f1b", virtual=1, checkpointing="none", offload=frozenset())
+        spare = engine.spare(each)
+        assert engine.spare_at_most(stages) >= engine.most_spare(stages) >= spare, each
+        assert engine.least_bytes(work) <= limit - spare, each
+        assert engine.least_bytes(work) <= limit - engine.most_spare(stages) + engine.memory(each).stages[0].outside
+        assert engine.spare_of_options(stages, [each]) == [spare]
+    deep = Whole([*SMALL, "model.config.num_hidden_layers=16"])
+    for virtual, microbatches in product((1, 2, 3, 8), (1, 2, 3, 5, 8)):
+        schedules = ["interleaved"] if virtual > 1 else ["1f1b", "zb_h1"]
+        for name in [*schedules, *(["zbv"] if virtual == 2 else [])]:
+            c = Candidate(
+                dp=2, pp=2, schedule=name, virtual=virtual, accumulation=microbatches, context=32, ranks_per_node=4
+            )
+            assert deep.engine.spare_at_most(c) >= deep.engine.most_spare(c), c
+
+
+def test_a_communicator_more_is_counted_whatever_was_asked_before(small: Whole) -> None:
+    one = Candidate(dp=4, zero=3, shard=4, context=32, ranks_per_node=4)
+    for each in (one, replace(one, dp=2, cp=2), replace(one, dp=1, cp=4)):
+        alone = Engine.of(small.shape, Settings.of(small.recipe), small.cluster)
+        assert small.engine.memory(each).fullest.outside == alone.memory(each).fullest.outside, each
 
 
 def test_gpipe_is_never_better_than_1f1b(small: Whole) -> None:
