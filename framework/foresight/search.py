@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import prod
 from time import process_time
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from framework.foresight.candidate import Candidate
@@ -216,12 +217,9 @@ class Search:
         return self._simulated[stages]
 
     # What becomes of layouts whose choices are made up to this one, in the order of their bounds.
-    _OPENED: ClassVar[Mapping[str, Callable[["Search", float, Candidate], None]]] = {
-        "microbatch": _open_work,
-        "schedule": _open_schedule,
-        "activations": _open_stages,
-        "states": _forecast,
-    }
+    _OPENED: ClassVar[Mapping[str, Callable[["Search", float, Candidate], None]]] = MappingProxyType(
+        {"microbatch": _open_work, "schedule": _open_schedule, "activations": _open_stages, "states": _forecast}
+    )
 
     def _fits(self, c: Candidate, spare: int, choice: str) -> bool:
         """Whether a layout fits a device, or any that shares the choices of `c` so far."""
