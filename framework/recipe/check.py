@@ -402,6 +402,9 @@ def _checkpoint_root(recipe: Recipe) -> Iterator[Problem]:
     elif protocol == "memory":
         message = "is the memory of one process, and goes with it"
         yield Problem("checkpoint.root", root, message, "checkpoint.root=s3://bucket/runs; or /dev/shm/runs")
+    elif (slip := re.match(r"([a-z][a-z0-9]+):/(?!/)", root or "")) is not None:
+        message = "would be a folder of that name here"
+        yield Problem("checkpoint.root", root, message, f"checkpoint.root={slip[1]}://{(root or '')[slip.end() :]}")
     elif is_url:
         from fsspec import available_protocols  # for those who name one
 
