@@ -348,10 +348,6 @@ def _verify_random(arguments: argparse.Namespace) -> int:
     return verify_random(Campaign(arguments.random, arguments.seed or 0, **words))
 
 
-def _add_nothing(parser: argparse.ArgumentParser) -> None:
-    """A command without options of its own."""
-
-
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule-to",

@@ -7,7 +7,7 @@ Nothing is refused here that a recipe could say, except what another layout stan
 - sequence parallelism without tp, and how a sequence is divided without cp: they do nothing
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, get_args
@@ -17,7 +17,7 @@ from framework.foresight.candidate import Candidate, Checkpointing
 from framework.foresight.layouts import method_of
 from framework.mesh.topology import shards_within_node
 from framework.recipe.derive import count_nodes, count_ranks
-from framework.recipe.layout_keys import LAYOUT_KEYS, value_of
+from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe
 
 # The fields of a candidate that each choice sets (of `offload`, which names), in the order in which they are chosen: what decides
@@ -258,9 +258,3 @@ _KEYS: Mapping[str, Any] = {
     "zero": lambda space, c: (c.dp * c.cp, c.tp),
     "states": lambda space, c: (c.offload,),
 }
-
-
-def pins_of(origins: Mapping[str, str], chosen: Collection[str], base: Recipe) -> frozenset[str]:
-    """The keys of a layout that are fixed: `chosen` says which a user has set. dp=null fixes nothing."""
-    fixed = {key for key in LAYOUT_KEYS if key in chosen}
-    return frozenset(fixed - ({"parallel.dp"} if base.parallel.dp is None else set()))
