@@ -41,7 +41,7 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import Activations, MomentTable, Peak, StageActivations
+from framework.plan.activations import SDPA, Activations, MomentTable, Peak, StageActivations
 from framework.plan.cluster import Cluster
 from framework.plan.context import ContextCost, Method
 from framework.plan.logits import is_large
@@ -517,7 +517,13 @@ class _Forecaster:
             each.expert_tp,
             shape.mixture,
             self._contexts(each),
+            self._packs,
+            self.settings.recipe.model.attention in SDPA,
         )
+
+    @property
+    def _packs(self) -> bool:
+        return self.settings.recipe.data.pack == "documents"
 
     def _contexts(self, each: Candidate) -> tuple[ContextCost, ...]:
         key = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequences
@@ -531,9 +537,8 @@ class _Forecaster:
             return []
         method = Method(each.ulysses, each.cp // each.ulysses, each.is_gather)
         lengths = each.sequences, each.context, self.settings.compute.itemsize
-        packs = self.settings.recipe.data.pack == "documents"
         shapes = self.shape.attentions(each.tp, each.context)
-        return [None if shape is None else ContextCost(method, shape, *lengths, packs) for shape in shapes]
+        return [None if shape is None else ContextCost(method, shape, *lengths, self._packs) for shape in shapes]
 
     def _is_chunked(self, each: Candidate, slices: ContextSlices) -> bool:
         asked = self.settings.recipe.memory.chunked_loss

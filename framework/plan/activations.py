@@ -32,6 +32,10 @@ T' h e is the gradient of what the mixture gives; where experts are slices and T
 parallel.expert_overlap saves by halves is not counted. Every mixture of gated experts has it, whatever else stands in its layer.
 That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
 
+Documents that are kept apart in a row of S tokens (data.pack=documents) are a mask to SDPA where no rank of cp divides them:
+each layer keeps it in the dtype of activations, S e for each of its tokens, and keys and values for all heads of queries (4 q e
+in the place of (2 q + 2 k) e). A stage whose layers are computed again keeps the model's own mask for them, one byte a value.
+
 With the auxiliary loss that balances experts each layer keeps its softmax for that loss as well, T" E e, whatever is computed
 again.
 
@@ -99,6 +103,8 @@ ESTIMATED_VALUES = 17
 ESTIMATED_BEHIND = 10
 # What `selective` is taken to keep of such a layer, and to save of its forward: about what it does for Llama's form.
 SELECTIVE_SHARE = 0.4
+# Names of model.attention by which layers of that form compute with torch's SDPA.
+SDPA = ("auto", "sdpa")
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -283,6 +289,7 @@ class Activations:
     memory: the recipe's.
     expert_slices: ranks of tp, each with a slice of every expert that it computes; 1: experts are whole. mixture: of
     layers of any form, None without one. contexts: the attentions of layers, those that differ, where cp divides sequences.
+    packs: documents are kept apart, so that each sequence has positions of its own. is_sdpa: attention is torch's SDPA.
     """
 
     tokens: TokenLayout
@@ -295,6 +302,8 @@ class Activations:
     expert_slices: int
     mixture: MixtureWidths | None
     contexts: Sequence[ContextCost] = ()
+    packs: bool = False
+    is_sdpa: bool = True
 
     @property
     def hidden_bytes(self) -> int:
@@ -359,7 +368,11 @@ class Activations:
         keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
         held = not stage.is_first and keeps_copy
         return StageActivations(
-            kept=self.costs.kept(counts) - self.offloaded_bytes(stage) + self._table_bytes + held * self.hidden_bytes,
+            kept=self.costs.kept(counts)
+            - self.offloaded_bytes(stage)
+            + self._table_bytes
+            + self._mask_values * (counts[-1] < sum(counts))
+            + held * self.hidden_bytes,
             head=self._behind_layers * stage.is_last,
             logits=self._logits_bytes * stage.is_last,
             left=self._factor_bytes * (stage.stop - stage.start) + self._head_factor_bytes * stage.is_last,
@@ -478,7 +491,11 @@ class Activations:
             return self.hidden_bytes * ESTIMATED_VALUES + exchanged
         widths, e, t, tokens = self.layer, self.itemsize, self.tokens.tp.size, self._num_tokens
         kv = widths.kv // min(t, widths.kv_heads)
-        attention = self._gathered * widths.hidden * e + tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
+        read = widths.q // t if self._mask_values else kv
+        attention = self._gathered * widths.hidden * e + tokens * (
+            2 * (widths.q // t + read) * e + 4 * widths.heads // t
+        )
+        attention += self._mask_values * e
         if widths.has_qk_norms:
             attention += tokens * ((widths.q // t + kv) * (4 + e) + 8 * widths.heads // t)
         return self._norm_bytes(widths) + attention + exchanged + self._behind_attention
@@ -523,9 +540,24 @@ class Activations:
 
     @property
     def _table_bytes(self) -> int:
-        """Cosines and sines of the positions of a rank's tokens, which a microbatch computes once for all layers of a stage."""
-        widths = self.layer
-        return 0 if widths is None else 2 * self.tokens.context * (widths.q // widths.heads) * self.itemsize
+        """Cosines and sines of the positions of a rank's tokens, which a microbatch computes once for all layers of a stage.
+
+        The model counts the positions of whole sequences for all of them at once; those of slices and of packed documents are
+        given to it, of each sequence by itself.
+        """
+        if self.layer is None:
+            return 0
+        rows = self.tokens.sequences if self._is_divided or self.packs else 1
+        return 2 * rows * self.tokens.context * (self.layer.q // self.layer.heads) * self.itemsize
+
+    @property
+    def _is_divided(self) -> bool:
+        return self.tokens.slices is not None and self.tokens.slices.ranks > 1
+
+    @property
+    def _mask_values(self) -> int:
+        """Of a microbatch's mask [sequences, 1, context, context]; 0 where attention reads none."""
+        return self._num_tokens * self.tokens.context if self.packs and self.is_sdpa and not self._is_divided else 0
 
     @property
     def _factor_bytes(self) -> int:

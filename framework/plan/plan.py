@@ -44,7 +44,7 @@ from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import Activations, find_peaks, layer_widths, mixture_widths
+from framework.plan.activations import SDPA, Activations, find_peaks, layer_widths, mixture_widths
 from framework.plan.context import ContextCost, Method, Passes, attention_shapes
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
@@ -165,6 +165,8 @@ class Plan:
             self.derived.expert_tp,
             mixture_widths(self.whole, text),
             tuple({cost: None for cost in self.context_costs(0) if cost is not None}),
+            self.recipe.data.pack == "documents",
+            self.recipe.model.attention in SDPA,
         )
 
     def context_costs(self, rank: int) -> list[ContextCost | None]:

@@ -177,7 +177,12 @@ def _make_batch(plan: Plan, rank: int) -> list[Microbatch]:
     derived, slices = plan.derived, plan.context_slices(rank)
     shape = derived.sequences_per_microbatch, derived.context + 1
     tokens = [torch.randint(plan.vocabulary_size, shape) for _ in range(derived.accumulation)]
-    return [cut_context(Microbatch(each[:, :-1].clone(), each[:, 1:].clone(), None), slices) for each in tokens]
+    # Two documents in each sequence where they are kept apart, of lengths that no number of ranks divides.
+    positions = None
+    if plan.recipe.data.pack == "documents":
+        first = derived.context // 2 + 1
+        positions = torch.cat([torch.arange(first), torch.arange(derived.context - first)]).repeat(shape[0], 1)
+    return [cut_context(Microbatch(each[:, :-1].clone(), each[:, 1:].clone(), positions), slices) for each in tokens]
 
 
 def count_states(run: Run) -> dict[str, int]:
