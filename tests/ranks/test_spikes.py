@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,12 +11,14 @@ from unittest.mock import patch
 import pytest
 
 from framework.checkpoint.commit import list_checkpoints, step_of
+from framework.checkpoint.index import Entry
 from framework.checkpoint.load import read_state
 from framework.errors import EXIT_DONE, EXIT_NUMERICS
-from framework.launch import train
+from framework.launch import saves, train
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train import rewind
 from framework.train.state import RunState
+from framework.train.step import Run
 from tests import tiny_run
 from tests.grid import few_of
 from tests.ranks.pool import RankPool
@@ -173,3 +176,43 @@ def test_a_run_that_cannot_go_back_ends_with_88_and_says_why(
     assert ended.code == EXIT_NUMERICS
     assert why in ended.message
     assert step_of(list_checkpoints(run_dir / "checkpoints")[0]) == FIRST_BAD - 1
+
+
+# --- a checkpoint whose values are finite, and whose losses are not
+
+
+def save_huge_weights() -> AbstractContextManager[Any]:
+    """As where memory was faulty between the update and the hashes: every value is finite, no loss is."""
+    whole = saves.saved_entries
+
+    def huge(run: Run) -> list[Entry]:
+        entries = list(whole(run))
+        return [replace(each, data=each.data * 1e30) if each.name.startswith("weight/") else each for each in entries]
+
+    return patch.object(saves, "saved_entries", huge)
+
+
+def begin_again(pool: RankPool, place: Path, run_dir: Path, steps: int, *patches: Any, every: int = 10) -> Ended:
+    words = (f"train.steps={steps}", f"checkpoint.every_steps={every}")
+    (ended,) = pool.run(1, train_body, compose_run(place, *words), run_dir, NOTHING, *patches)
+    return ended
+
+
+def test_a_checkpoint_that_makes_every_loss_nan_ends_the_run_however_often_it_starts(
+    pool: RankPool, place: Path
+) -> None:
+    run_dir = folder(place, "huge")
+    assert begin_again(pool, place, run_dir, 10).code == EXIT_DONE
+    assert begin_again(pool, place, run_dir, 20, save_huge_weights).code == EXIT_DONE
+    assert begin_again(pool, place, run_dir, 30).code == EXIT_DONE  # as where a job is preempted after a few steps
+    ended = begin_again(pool, place, run_dir, 70, every=2)
+    assert ended.code == EXIT_NUMERICS
+    assert "in 20 steps in a row, the last one step 40" in ended.message
+    assert "move the checkpoints of step 20 and later" in ended.message
+    paths = {step_of(path): path for path in list_checkpoints(run_dir / "checkpoints")}
+    assert sorted(paths) == [10, 20, 30], "none was saved that could take the place of an older one"
+    for step in (20, 30):
+        paths[step].rename(place / f"moved-{step}")
+    assert begin_again(pool, place, run_dir, 30).code == EXIT_DONE
+    assert list(losses_of(run_dir)) == list(range(1, 31))
+    assert all(map(isfinite, losses_of(run_dir).values()))
