@@ -222,6 +222,7 @@ def test_a_start_behind_a_rewind_goes_on_with_the_newest_curve(fake_wandb):
     assert [values[1:] for values in fake_wandb.asked("log")] == [[5, 105.0], [6, 106.0]]
 
 
+@pytest.mark.grid
 def test_of_several_rewinds_the_last_one_has_the_curve(fake_wandb):
     fake_wandb()
     run_dir = fake_wandb.run_dir
