@@ -230,6 +230,9 @@ def test_bounds_are_below_all_that_they_stand_for(small: Whole) -> None:
         step_s = small.engine.time(each).step_s * (1 + 1e-9)
         stages = replace(each, zero=0, shard=1, offload=each.offload & {"activations"})
         work = replace(stages, schedule="1f1b", virtual=1, checkpointing="none", offload=frozenset())
+        division = replace(work, sequences=work.sequences * work.accumulation, accumulation=1)
+        assert small.engine.times.gains_by_size
+        assert small.engine.times.least_mean(division) <= small.engine.times.least_mean(work) * (1 + 1e-9)
         assert small.engine.times.least_mean(work) <= small.engine.times.least_seconds(stages) * (1 + 1e-9)
         assert small.engine.times.least_seconds(stages) <= step_s, each
         least = small.engine.least_seconds(stages)
@@ -393,7 +396,13 @@ def test_values_state_every_key_of_a_layout(small: Whole) -> None:
 
 def test_numbers_of_nodes_are_compared_by_cost(capsys: pytest.CaptureFixture[str]) -> None:
     words = [each for each in SMALL if not each.startswith("launch.ranks")]
-    layout = ["parallel.pp=1", "parallel.cp=1", "memory=full_checkpointing", "launch.ranks_per_node=2", "launch.gres=gpu:h100:2"]
+    layout = [
+        "parallel.pp=1",
+        "parallel.cp=1",
+        "memory=full_checkpointing",
+        "launch.ranks_per_node=2",
+        "launch.gres=gpu:h100:2",
+    ]
     asked = ["search", "--nodes", "1,2,3", "--by", "cost", "--best", "2", *words, *layout]
     assert main([*asked, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

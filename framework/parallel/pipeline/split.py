@@ -1,7 +1,9 @@
 """The split of a model's layers into stages such that the slowest stage, or rank, is as fast as possible."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate
+
+import numpy as np
 
 # Halvings of what is not known of the slowest stage's cost: to a part in a hundred thousand of the whole model's.
 STEPS = 20
@@ -78,27 +80,36 @@ def balance_ranks(
     A rank runs its virtual stages in turn, so its cost is their sum. In a V embedding and head are on one rank: stages that are
     even make that rank the slowest.
     """
-    sums = [0.0, *accumulate(layers)]
+    sums, num_ranks = np.array([0.0, *accumulate(layers)]), max(rank_of_stage) + 1
 
-    def slowness(split: Sequence[int]) -> tuple[float, float, float]:
-        ends = [0, *accumulate(split)]
-        costs = [sums[stop] - sums[start] for start, stop in pairwise(ends)]
-        costs[0] += first
-        costs[-1] += last
-        ranks = [0.0] * (max(rank_of_stage) + 1)
-        for rank, cost in zip(rank_of_stage, costs, strict=True):
-            ranks[rank] += cost
-        return max(ranks), sum(cost * cost for cost in ranks), max(costs)
+    def measure(splits: np.ndarray) -> np.ndarray:
+        """(largest cost of a rank, sum of squares, largest of a stage) of each split [splits, stages]."""
+        stops = np.cumsum(splits, axis=1)
+        costs = sums[stops] - sums[stops - splits]
+        costs[:, 0] += first
+        costs[:, -1] += last
+        ranks, squares = np.zeros((len(splits), num_ranks)), np.zeros(len(splits))
+        # One after another, and not by a sum of numpy's, whose order would round otherwise for other numbers of stages.
+        for stage, rank in enumerate(rank_of_stage):
+            ranks[:, rank] += costs[:, stage]
+        for rank in range(num_ranks):
+            squares += ranks[:, rank] * ranks[:, rank]
+        return np.stack([ranks.max(axis=1), squares, costs.max(axis=1)], axis=1)
 
     # Single moves of one layer, until none helps: few, because the stages are even already.
-    best = list(counts)
+    best = np.array(counts)
+    slowness = measure(best[None])[0].tolist()
     while True:
-        moves = [
-            [count - (stage == source) + (stage == target) for stage, count in enumerate(best)]
-            for source, target in permutations(range(len(best)), 2)
-            if best[source] > 1
-        ]
-        found = min(moves, key=slowness, default=best)
-        if slowness(found) >= slowness(best):
-            return best
-        best = found
+        sources, targets = np.nonzero((best > 1)[:, None] & ~np.eye(len(best), dtype=bool))
+        if not len(sources):
+            return best.tolist()
+        moves = np.tile(best, (len(sources), 1))
+        rows = np.arange(len(sources))
+        moves[rows, sources] -= 1
+        moves[rows, targets] += 1
+        measured = measure(moves)
+        # Of equals the first.
+        found = np.lexsort(measured.T[::-1])[0]
+        if measured[found].tolist() >= slowness:
+            return best.tolist()
+        best, slowness = moves[found], measured[found].tolist()
