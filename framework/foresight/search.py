@@ -209,8 +209,13 @@ class Search:
             self._push(self._bound_of_stages(child), "schedule", child)
 
     def _open_schedule(self, bound: float, c: Candidate) -> None:
-        for child in self._expand(c, STAGES[1:]):
-            self._push(self._bound_of_stages(child), "activations", child)
+        """Policies of checkpointing, of activations that stay on the device: a way to the host only adds time."""
+        for child in self._expand(c, STAGES[1:2]):
+            self._push(self._bound_of_stages(child), STAGES[1], child)
+
+    def _open_checkpointing(self, bound: float, c: Candidate) -> None:
+        for child in self._expand(c, STAGES[2:]):
+            self._push(self._bound_of_stages(child) if child.offload else bound, STAGES[2], child)
 
     def _open_stages(self, bound: float, c: Candidate) -> None:
         """Where states may lie, of stages whose activations fit."""
@@ -301,8 +306,9 @@ class Search:
         {
             DIVISION[-1]: _open_division,
             WORK: _open_work,
-            "schedule": _open_schedule,
-            "activations": _open_stages,
+            STAGES[0]: _open_schedule,
+            STAGES[1]: _open_checkpointing,
+            STAGES[2]: _open_stages,
             "states": _forecast,
         }
     )

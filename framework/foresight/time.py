@@ -218,8 +218,8 @@ class TimeModel:
         kernels and messages have a start and a rate, tiles fill waves no worse, and what hides messages grows with them. Curves
         of measured ratios may say otherwise."""
         cluster = self.cluster
-        curves = [cluster.memory_curve, cluster.attention_curves, *(link.correction for link in cluster.links.values())]
-        return not cluster.corrections and all(each is None for each in curves)
+        curves = [cluster.memory_curve, *(link.correction for link in cluster.links.values())]
+        return not cluster.corrections and not cluster.gradients and all(each is None for each in curves)
 
     def least_mean(self, candidate: Candidate) -> float:
         """A lower bound of `least_seconds` for all schedules and policies of checkpointing: the mean rank's work. candidate: with
