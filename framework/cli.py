@@ -359,7 +359,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--ranks": "what each rank holds and sends, and leaves to its host",
         "--layouts": "units and parameters as a rank has them",
         "--schedule": "the pipeline's stages and actions, and all schedules compared",
-        "--options": "what each option that lowers memory would save and cost: some seconds",
+        "--options": "what each option that lowers memory saves and costs",
     }
     for option, words in details.items():
         parser.add_argument(option, action="store_true", help=f"and {words}")
