@@ -359,7 +359,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--ranks": "what each rank holds and sends, and leaves to its host",
         "--layouts": "units and parameters as a rank has them",
         "--schedule": "the pipeline's stages and actions, and all schedules compared",
-        "--options": "what each option that lowers memory would save and cost: some seconds",
+        "--options": "what each option that lowers memory saves and costs",
     }
     for option, words in details.items():
         parser.add_argument(option, action="store_true", help=f"and {words}")
@@ -369,6 +369,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_page(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at in a browser: one file")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write its charts as a picture")
+    parser.add_argument("--overwrite", action="store_true", help="in place of files that are not ours, too")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -383,7 +384,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     check_measured(recipe)
 
-    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "png")
+    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "png", "overwrite")
     return plan_command(recipe, Wanted(**{name: getattr(arguments, name) for name in names}))
 
 

@@ -9,7 +9,6 @@ no time does a process have more than a few files open, however many shards ther
 import errno
 import fcntl
 import json
-import os
 import resource
 import shlex
 import shutil
@@ -40,6 +39,7 @@ from framework.data.store import (
 )
 from framework.data.tokenize import TokenizerInfo, load_tokenizer, read_info, save_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, DataError
+from framework.recipe.host import count_cores
 from framework.recipe.schema import Recipe
 
 # So many times more or less than asked for are said to be held out.
@@ -125,11 +125,6 @@ def summarize_data(prepared: Prepared, validation: float) -> str:
         first = prepared.sources[0].name
         lines.append(f"note     sources are blended by weight: data.sources.{first}.weight=0 would leave {first} out")
     return "\n".join(lines)
-
-
-def count_cores() -> int:
-    """Cores that this process may use (a SLURM or container mask counts), where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _count_cpu_s() -> float:

@@ -1,11 +1,13 @@
 """What a search asks of one model, one recipe and one cluster: the forecasts that `plan` prints, by candidate."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import MemoryForecast, TimeForecast
 from framework.foresight.memory import (
+    States,
     forecast_memory,
     least_of_work,
     spare_at_most,
@@ -45,8 +47,8 @@ class Engine:
         """Bytes that are left on the fullest rank; negative: so many are missing."""
         return spare_bytes(self.shape, candidate, self.settings, self.cluster)
 
-    def spare_of_options(self, stages: Candidate, options: Sequence[Candidate]) -> Sequence[int]:
-        """The same of each option, which has the choices of `stages` and states in other places."""
+    def spare_of_options(self, stages: Candidate, options: tuple[States, ...]) -> np.ndarray:
+        """The same of each option: `stages` with states in other places."""
         return spare_of_options(self.shape, stages, options, self.settings, self.cluster)
 
     def spare_at_most(self, candidate: Candidate) -> int:

@@ -1,5 +1,8 @@
 """A search of a recipe: what is asked of the model and of the cluster once, then all layouts; and `parallel.layout=auto`."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import process_time
 
@@ -20,16 +23,22 @@ from framework.plan.target import resolve_target
 from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe
 
+# By which share of a step's seconds layouts count as equally fast: far less than forecasts are off (docs/foresight.md).
+AS_FAST = 0.02
+
 
 @dataclass(frozen=True)
 class Question:
-    """What is searched. recipe: its layout but for `pinned` is open; cluster: None for that of the recipe."""
+    """What is searched. recipe: its layout but for `pinned` is open; best, meshes, within: what is wanted, as in `Search`;
+    cluster: None for that of the recipe."""
 
     recipe: Recipe
     pinned: frozenset[str] = frozenset()
     by: By = "time"
     best: int = 20
     cluster: Cluster | None = None
+    meshes: int = 0
+    within: float = 0.0
 
 
 def search(question: Question) -> SearchResult:
@@ -43,10 +52,32 @@ def search(question: Question) -> SearchResult:
     num_experts = max((count_experts(experts) for _, experts, _ in find_experts(shape.whole)), default=0)
     space = Space(recipe, question.pinned, shape.num_layers, num_experts)
     engine = Engine.of(shape, Settings.of(recipe), cluster)
-    found = Search(
-        space, collect_constraints(space, shape), engine, question.by, question.best, cluster.price_per_hour
-    ).run()
+    asked = Search(
+        space,
+        collect_constraints(space, shape),
+        engine,
+        by=question.by,
+        best=question.best,
+        price=cluster.price_per_hour,
+        meshes=question.meshes,
+        within=question.within,
+    )
+    with _without_collector():
+        found = asked.run()
     return replace(found, cpu_s=process_time() - began)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A search makes hundreds of thousands of small objects and keeps most of them. Python's collector of cycles would go through
+    all of these, and through torch's and transformers' own, again and again: an eighth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def foretell(candidate: Candidate, recipe: Recipe, cluster: Cluster | None = None) -> Forecast:
@@ -72,16 +103,32 @@ def best_of(result: SearchResult) -> Ranked:
 
 
 def choose_layout(recipe: Recipe, pinned: frozenset[str]) -> tuple[Recipe, str]:
-    """(the recipe with the fastest layout, what was chosen and why in a line). For parallel.layout=auto."""
-    result = search(Question(recipe, pinned, best=1))
-    best = best_of(result)
-    time, memory = best.forecast.time, best.forecast.memory
+    """(the recipe with the layout that is chosen, which and why in a line). For parallel.layout=auto."""
+    result = search(Question(recipe, pinned, best=1, within=AS_FAST))
+    fastest = best_of(result)
+    chosen = least_of_fastest(result)
+    time, memory = chosen.forecast.time, chosen.forecast.memory
+    reason = "the fastest"
+    if chosen is not fastest:
+        reason = (
+            f"least memory of what is within {AS_FAST:.0%} of the fastest ({fastest.step_s:.3g} s,"
+            f" {fastest.bytes / 2**30:.1f} GiB)"
+        )
     line = (
-        f"layout   {describe(best.candidate)}: the fastest of {result.num_layouts:,} by forecast on {cluster_name(recipe)},"
+        f"layout   {describe(chosen.candidate)}: {reason} of {result.num_layouts:,} by forecast on {cluster_name(recipe)},"
         f" {time.step_s:.3g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank,"
         f" {memory.fullest.reserved / 2**30:.1f} GiB with {memory.spare / 2**30:.1f} to spare"
     )
-    return recipe_of(best.candidate, recipe, pinned), line
+    return recipe_of(chosen.candidate, recipe, pinned), line
+
+
+def least_of_fastest(result: SearchResult) -> Ranked:
+    """Of the layouts that are about as fast as the fastest the one with least memory: no forecast tells them apart by time, and
+    room is what a longer context, or an allocator in pieces, asks for."""
+    most_s = best_of(result).step_s * (1 + AS_FAST)
+    as_fast = [each for each in (*result.ranked, *result.others) if each.step_s <= most_s]
+    # Of equal bytes the first, which is the fastest.
+    return min(as_fast, key=lambda each: each.bytes)
 
 
 def values_for(ranked: Ranked, recipe: Recipe, pinned: frozenset[str]) -> dict[str, object]:

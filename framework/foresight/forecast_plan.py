@@ -62,7 +62,7 @@ def forecast_plan(plan: Plan) -> PlanForecast:
         cautions.append(BY_DATA_SHEETS)
     if cluster.is_assumed:
         cautions.append(
-            f"the recipe names no machine: cluster={cluster.name} is a guess. For GPUs cluster=h100_ib or another of"
+            f"the recipe names no machine: {cluster.name} is a guess. For GPUs cluster=h100_ib or another of"
             " recipes/cluster; `meshwright doctor --measure` describes this machine"
         )
     return PlanForecast(plan, shape, cluster, candidate, forecast, costs, tuple(cautions))

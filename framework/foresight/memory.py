@@ -64,6 +64,8 @@ from framework.recipe.schema import Offload, Recipe
 ESTIMATE_OFF = (0.75, 3.3)
 PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
 MIB = 2**20
+# Where states lie: the fields zero, shard and offload of a candidate.
+States = tuple[int, int, frozenset[str]]
 # torch's default for one stream on Hopper (CUBLAS_WORKSPACE_CONFIG); 8.5 MiB on other GPUs. Computation has one stream.
 CUBLAS_BYTES = 32 * MIB
 # Assumed, not measured here: a CUDA context with torch's kernels loaded, and the buffers of a NCCL communicator over NVLink.
@@ -73,6 +75,8 @@ COMMUNICATOR_BYTES = 128 * MIB
 # more than tensors fill, because free blocks do not fit what is asked for. What lives for the whole run is allocated first, in
 # blocks of its own.
 FRAGMENTATION = 0.04
+# Of an element's gradient at the least (`BufferDtypes.gradient`).
+GRADIENT_BYTES = 4
 
 
 class Part(NamedTuple):
@@ -105,6 +109,22 @@ class Places:
         """The stages of each rank, in order of computation."""
         pairs = list(zip(self.stages, self.owners, strict=True))
         return [[stage for stage, owner in pairs if owner == rank] for rank in range(max(self.owners) + 1)]
+
+
+class UnitOfOptions(NamedTuple):
+    """Bytes of one unit by option: for the whole run, and what comes and goes with its full parameters and gradients."""
+
+    is_layer: bool
+    lasting: np.ndarray
+    unsharded: np.ndarray
+    unreduced: np.ndarray
+
+
+def _sum_largest(sizes: Sequence[np.ndarray], most: int) -> np.ndarray:
+    """Of each option the sum of so many of the largest."""
+    if len(sizes) <= most:
+        return sum(sizes, np.zeros(1, dtype=np.int64))
+    return np.sort(np.stack(sizes), axis=0)[-most:].sum(axis=0)
 
 
 NOTHING = Part(tuple({} for _ in PHASES), (0,) * len(PHASES), (0,) * len(PHASES), 0, 0)
@@ -149,8 +169,8 @@ def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Re
 
 
 def spare_of_options(
-    shape: ModelShape, stages: Candidate, options: Sequence[Candidate], settings: Settings | Recipe, cluster: Cluster
-) -> Sequence[int]:
+    shape: ModelShape, stages: Candidate, options: tuple[States, ...], settings: Settings | Recipe, cluster: Cluster
+) -> np.ndarray:
     """`spare_bytes` of all options at once: `stages` with states in other places."""
     return _forecaster(shape, settings).spare(stages, options, cluster.memory_bytes)
 
@@ -251,26 +271,99 @@ class _Forecaster:
         stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
         return Places(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
 
-    def spare(self, stages: Candidate, options: Sequence[Candidate], limit: int) -> Sequence[int]:
+    def spare(self, stages: Candidate, options: tuple[States, ...], limit: int) -> np.ndarray:
         """Bytes that each option leaves of a limit, on its fullest rank. options: the same layout with states elsewhere."""
         layout = stages.pp, stages.schedule, stages.virtual, stages.context
-        degrees = stages.tp, stages.ep, stages.expert_tp, stages.sequence, stages.dp, stages.cp
-        places = tuple([(each.zero, each.shard, each.offload) for each in options])
-        table = self._remember(("state table", layout, degrees, places), lambda: self._make_table(options))
+        degrees = stages.tp, stages.ep, stages.expert_tp, stages.sequence, stages.dp * stages.cp, stages.cp > 1
+        table = self._remember(("state table", layout, degrees, options), lambda: self._make_table(stages, options))
         totals, moving, outside = table
-        beside = self.activations(stages)
-        moving = moving + np.array([part.moving for part in beside], dtype=np.int64)
-        totals = totals + np.array([part.totals for part in beside], dtype=np.int64)
+        ranks = self._deciding_ranks(stages)
+        beside = [self.activations_of_rank(stages, rank) for rank in ranks]
+        moving = moving[:, ranks] + np.array([part.moving for part in beside], dtype=np.int64)
+        totals = totals[:, ranks] + np.array([part.totals for part in beside], dtype=np.int64)
         reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
-        found: Sequence[int] = (limit - outside - reserved.max(axis=(1, 2))).tolist()
+        found: np.ndarray = limit - outside - reserved.max(axis=(1, 2))
         return found
 
-    def _make_table(self, options: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray, int]:
+    def _deciding_ranks(self, each: Candidate) -> list[int]:
+        """Ranks of the pipeline of which one is the fullest: without those that hold equal stages and at no moment more than
+        another one has at one of its own, as most ranks in the middle."""
+        microbatches = representative(each.schedule, each.pp, each.accumulation)
+        key = "deciding", each.schedule, each.pp, each.virtual, each.context, microbatches
+        return self._remember(key, lambda: self._find_deciding_ranks(each))
+
+    def _find_deciding_ranks(self, each: Candidate) -> list[int]:
+        kept: dict[Any, list[int]] = {}
+        tables = [self._moments(each, rank)[1] for rank in range(each.pp)]
+        for rank, stages in enumerate(self._places(each).of_ranks):
+            forms = [(stage.is_first, stage.is_last, self.shape.kinds[stage.start : stage.stop]) for stage in stages]
+            others = kept.setdefault(tuple(forms), [])
+            if not any(tables[other].covers(tables[rank]) for other in others):
+                others.append(rank)
+        return sorted(rank for ranks in kept.values() for rank in ranks)
+
+    def _make_table(self, stages: Candidate, options: tuple[States, ...]) -> tuple[np.ndarray, np.ndarray, int]:
         """(totals, moving [options, ranks, phases], bytes outside, which all ranks have)."""
-        parts = [self.states(each) for each in options]
-        totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
-        moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
-        return totals, moving, parts[0][0].outside
+        names = ("zero", "shard", "offload")
+        layouts = [stages.changed(dict(zip(names, each, strict=True))) for each in options]
+        if not self._divides_units:
+            parts = [self.states(each) for each in layouts]
+            totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
+            moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
+            return totals, moving, parts[0][0].outside
+        places = self._places(stages)
+        memo: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+        ranks = []
+        for held in places.of_ranks:
+            units = [self.shape.stage_units(stage, places.degrees) for stage in held]
+            key = tuple(map(id, units))
+            if key not in memo:
+                memo[key] = self._phases_of_options(units, layouts)
+            ranks.append(memo[key])
+        totals, moving = (np.stack(arrays, axis=1) for arrays in zip(*ranks, strict=True))
+        return totals, moving, self._outside(stages)
+
+    @property
+    def _divides_units(self) -> bool:
+        """Whether all units of a kind have the same homes: none is offloaded in part, nothing lies on disks."""
+        offload = self.settings.recipe.memory.offload
+        return offload.home == "host" and {offload.optimizer, offload.parameters} <= {0.0, 1.0}
+
+    def _phases_of_options(
+        self, stages: Sequence[StageUnits], layouts: Sequence[Candidate]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(totals, moving [options, phases]) of a rank with such stages, as `_part_of_states` has them of one."""
+        counts: dict[tuple[int, tuple[str, ...]], int] = {}
+        found = {}
+        for stage in stages:
+            for unit, count in stage.counted:
+                key = id(unit), stage.order
+                counts[key] = counts.get(key, 0) + count
+                found[key] = self._unit_of_options(unit, stage.order, layouts)
+        lasting = sum(count * found[key].lasting for key, count in counts.items())
+        layers = [
+            found[key].unsharded for key, count in counts.items() for _ in range(min(count, 2)) if found[key].is_layer
+        ]
+        ends = [each.unsharded for each in found.values() if not each.is_layer]
+        unreduced = [found[key].unreduced for key, count in counts.items() for _ in range(min(count, 3))]
+        parameters = _sum_largest(layers, 2) + _sum_largest(ends, 1)
+        gradients = _sum_largest(unreduced, 3)
+        moving = np.stack(
+            np.broadcast_arrays(parameters, parameters, parameters + gradients, gradients, 0 * gradients), axis=1
+        )
+        return moving + np.asarray(lasting)[:, None], moving
+
+    def _unit_of_options(self, unit: RankUnit, order: tuple[str, ...], layouts: Sequence[Candidate]) -> "UnitOfOptions":
+        first = layouts[0]
+        degrees = first.tp, first.ep, first.expert_tp, first.dp * first.cp
+        places = tuple([(each.zero, each.shard, each.offload) for each in layouts])
+
+        def measure() -> UnitOfOptions:
+            units = [self._measure_unit(each, unit, order, self.settings.offload(each)) for each in layouts]
+            numbers = [(sum(each.device.values()), each.unsharded, each.unreduced) for each in units]
+            return UnitOfOptions(units[0].is_layer, *np.array(numbers, dtype=np.int64).T)
+
+        return self._remember(("unit of options", id(unit), order, degrees, places), measure)
 
     # --- states
 
@@ -390,12 +483,30 @@ class _Forecaster:
         return layers * int(kept) * each.sequences
 
     def least_of_work(self, each: Candidate) -> int:
-        """Of one layer in backward, and of the first rank what is outside."""
+        """Of the rank with most layers in a layer's backward, wherever states lie: what the layer keeps, parameters and gradients
+        of a few units in full, and what is outside."""
         plain = each.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
         layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
         found = self._remember(("plain", layout), lambda: self._make_activations(plain))
-        inner: int = each.sequences * (found.layer_bytes - found.hidden_bytes)
-        return max(inner, 0) + self._workspace + self._outside(each)
+        inner: int = max(each.sequences * (found.layer_bytes - found.hidden_bytes), 0)
+        degrees = Degrees.of(each)
+        states: int = self._remember(
+            ("least states", degrees, each.pp), lambda: self._least_of_states(degrees, each.pp)
+        )
+        return inner + _slack(inner) + states + self._workspace + self._outside(each)
+
+    def _least_of_states(self, degrees: Degrees, pp: int) -> int:
+        """Bytes in a layer's backward of the rank with most layers, or with an end beside one layer. Whatever ZeRO does, one unit
+        is in use and one gathered ahead, and gradients of three are written or under way (`count_gathered`); every stage has a
+        layer."""
+        units = self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), degrees)
+        layer = min((unit.numel for unit, _ in units.layers), default=0)
+        end = max((unit.numel for unit in units.ends), default=0)
+        most = -(-self.shape.num_layers // pp)
+        # Where some parameters are frozen nothing is said of gradients, which are fp32 or wider.
+        trained = 0 if self.shape.recipe.model.freeze else GRADIENT_BYTES
+        read = self.settings.compute.itemsize
+        return max(layer * (read * min(most, 2) + trained * min(most, 3)), (layer + end) * (read + trained))
 
     def _live_layers(self, each: Candidate) -> int:
         """Layers times microbatches that the first rank holds at once, at the least."""
@@ -537,7 +648,7 @@ class _Forecaster:
             return []
         method = Method(each.ulysses, each.cp // each.ulysses, each.is_gather)
         lengths = each.sequences, each.context, self.settings.compute.itemsize
-        shapes = self.shape.attentions(each.tp, each.context)
+        shapes = dict.fromkeys(self.shape.attentions(each.tp, each.context))
         return [None if shape is None else ContextCost(method, shape, *lengths, self._packs) for shape in shapes]
 
     def _is_chunked(self, each: Candidate, slices: ContextSlices) -> bool:
@@ -569,10 +680,12 @@ def representative(schedule: str, pp: int, accumulation: int) -> int:
     if schedule == "gpipe":
         return accumulation
     if schedule != "interleaved":
-        return min(accumulation, 4 * pp)
+        # From here on each more only repeats: of a V both halves have to be full.
+        return min(accumulation, {"zbv": 2 * pp, "dualpipe_v": 2 * pp + 1}.get(schedule, pp + 1))
     # Groups of pp and, first, so many of pp + 1 as the division leaves over: beyond them the same comes again.
     groups, longer = divmod(accumulation, pp)
-    return max(4, longer + 2) * pp + longer if groups > max(4, longer + 2) else accumulation
+    most = max(4, longer + 2) if longer else 3
+    return most * pp + longer if groups > most else accumulation
 
 
 def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[list[LiveMoment]]:
@@ -582,7 +695,7 @@ def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[
 
 def _make_moments(schedule: str, pp: int, virtual: int, accumulation: int) -> Callable[[int], list[LiveMoment]]:
     """What makes those of a rank."""
-    few = min(accumulation, 4 * pp) if schedule == "gpipe" else representative(schedule, pp, accumulation)
+    few = min(accumulation, pp + 2) if schedule == "gpipe" else representative(schedule, pp, accumulation)
     lowered = lower(made := make_schedule(schedule, pp, few, virtual), unit_costs(made.num_stages))
 
     def make(rank: int) -> list[LiveMoment]:

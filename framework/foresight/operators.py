@@ -311,7 +311,8 @@ class LayerTimes:
     def layer(self, layer: LayerOperators, candidate: Candidate) -> UnitWork:
         """Of one layer. What sqrt computes beside the layer itself is not in it: see `again_of_groups`."""
         c = candidate
-        sizes = (c.tokens, c.sequences, c.tp, c.sequence, c.cp, c.ep, c.expert_tp)
+        # Of sequences and cp only what attention reads: how many sequences' work a rank has.
+        sizes = (c.tokens, c.sequences / c.cp, c.tp, c.sequence, c.ep, c.expert_tp)
         key = (id(layer), *sizes, c.checkpointing, c.accumulation > 1)
         if key not in self._layers:
             self._layers[key] = self._measure_layer(layer, c)
@@ -366,7 +367,7 @@ class LayerTimes:
         context = self.operators.context
         pairs = shape.pairs(context) if self.rates.profile.attends_half else min(shape.reach, context) * context
         heads = -(-shape.heads // c.tp)
-        return 2.0 * c.sequences * pairs * heads * (shape.key_dim + shape.value_dim) / c.cp
+        return c.sequences / c.cp * (2.0 * pairs * heads * (shape.key_dim + shape.value_dim))
 
     def _experts(self, layer: LayerOperators, c: Candidate) -> tuple[float, float, float]:
         """Seconds of (experts' matmuls in forward, their weight gradients, sorting rows) with equally many tokens for each

@@ -14,6 +14,10 @@ from framework.errors import RecipeError
 from framework.foresight.page_rows import Rows
 
 MOST_BYTES = 2_000_000
+# By which a file is known for one of ours, within its first bytes: those of page.html, and a picture's chunk of text.
+HTML_MARK = b'<meta name="generator" content="meshwright">'
+PNG_MARK = b"tEXtSoftware\0meshwright"
+MARKED_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,24 @@ def escape_json(value: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def require_pages(html: Path | None, png: Path | None) -> None:
-    """Raises RecipeError where one of the files that are wanted cannot be written, before anything is computed."""
-    for path, option, ending in ((html, "--html", ".html"), (png, "--png", ".png")):
+def require_pages(html: Path | None, png: Path | None, overwrite: bool = False) -> None:
+    """Raises RecipeError where one of the files that are wanted cannot be written, before anything is computed, or something
+    else than a page of ours would be lost. overwrite: it may be."""
+    for path, option, ending, mark in ((html, "--html", ".html", HTML_MARK), (png, "--png", ".png", PNG_MARK)):
         if path is not None:
             require_page(path, option, ending)
+            if not overwrite and path.exists() and not _has_mark(path, mark):
+                raise RecipeError(
+                    f"{option} {path}: is there and was not written by plan or search: choose another name, or --overwrite"
+                )
+
+
+def _has_mark(path: Path, mark: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return mark in file.read(MARKED_BYTES)
+    except OSError as error:  # a folder, or a file that is not ours to read
+        raise RecipeError(f"{path}: {error.strerror}") from error
 
 
 def require_page(path: Path, option: str, ending: str) -> None:

@@ -18,7 +18,7 @@ from framework.recipe.schema import Recipe
 
 def plan_command(recipe: Recipe, wanted: Wanted) -> int:
     """Print the screen and what is wanted, and write the files. Raises what the recipe or the model has wrong."""
-    require_pages(wanted.html, wanted.png)
+    require_pages(wanted.html, wanted.png, wanted.overwrite)
     plan = check_layout(recipe)
     found = forecast_plan(plan)
     changes = find_changes(found)

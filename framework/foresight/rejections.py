@@ -89,16 +89,17 @@ class Constraint:
     kind: Kind
     fields: tuple[str, ...]
     ask: Callable[[Candidate], tuple[str, str] | None]
-    _known: dict[tuple[object, ...], tuple[str, str] | None] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[object, tuple[str, str] | None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
-    def _reads(self) -> list[Callable[[Candidate], object]]:
-        named = {name for name in self.fields if name.startswith("offload.")}
-        return [partial(read_field, name=name) if name in named else attrgetter(name) for name in self.fields]
+    def _read(self) -> Callable[[Candidate], object]:
+        # In one call, and what is offloaded as a whole: a search reads them a hundred thousand times.
+        names = dict.fromkeys(name.partition(".")[0] for name in self.fields)
+        return attrgetter(*names) if names else lambda c: ()
 
     def refuse(self, c: Candidate) -> tuple[str, str] | None:
         """(key, reason), asked once for all candidates that agree in its fields."""
-        values = tuple([read(c) for read in self._reads])
+        values = self._read(c)
         if values not in self._known:
             self._known[values] = self.ask(c)
         return self._known[values]
@@ -110,18 +111,21 @@ class Constraints:
 
     by_choice: dict[str, tuple[Constraint, ...]]
 
-    def refuse(self, choice: str, c: Candidate, count: int = 1) -> Rejection | None:
-        """The first reason against a candidate whose choices up to this one are made. count: of its layouts."""
+    def refuse(self, choice: str, c: Candidate) -> tuple[Constraint, tuple[str, str]] | None:
+        """The first that is against a candidate whose choices up to this one are made, with (key, reason)."""
         for each in self.by_choice[choice]:
             found = each.refuse(c)
             if found is not None:
-                return Rejection(each.kind, c, choice, found[1], found[0], count=count)
+                return each, found
         return None
 
 
 def collect_constraints(space: Space, model: Model) -> Constraints:
     """Those of recipes and those of the model, each as early as all that it reads is chosen."""
-    rules = [Constraint("rule", fields_read(reads), partial(_ask_rule, rule, space)) for reads, rule in layout_rules()]
+    recipes = _Recipes(space)
+    rules = [
+        Constraint("rule", fields_read(reads), partial(_ask_rule, rule, recipes)) for reads, rule in layout_rules()
+    ]
     found = [*rules, *_model_constraints(model)]
     return Constraints(
         {choice: tuple(each for each in found if _last_choice(each.fields) == choice) for choice in CHOICES}
@@ -149,8 +153,22 @@ def _last_choice(fields: Sequence[str]) -> str:
     return last
 
 
-def _ask_rule(rule: Callable[[Recipe], Iterable[Problem]], space: Space, c: Candidate) -> tuple[str, str] | None:
-    problem = next(iter(rule(recipe_of(c, space.base, space.pinned))), None)
+@dataclass
+class _Recipes:
+    """Recipes of candidates. The last one is kept, for several rules are asked of a candidate one after another."""
+
+    space: Space
+    _last: tuple[Candidate, Recipe] | None = None
+
+    def of(self, c: Candidate) -> Recipe:
+        """That of a candidate, the space's base with its layout."""
+        if self._last is None or self._last[0] is not c:
+            self._last = c, recipe_of(c, self.space.base, self.space.pinned)
+        return self._last[1]
+
+
+def _ask_rule(rule: Callable[[Recipe], Iterable[Problem]], recipes: _Recipes, c: Candidate) -> tuple[str, str] | None:
+    problem = next(iter(rule(recipes.of(c))), None)
     if problem is None:
         return None
     value = "" if problem.value is None else f"={problem.value}"
@@ -227,9 +245,9 @@ _WORDS: dict[str, Callable[[Candidate], list[str]]] = {
 
 
 def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", count: int = 1) -> Rejection:
-    """Of a layout whose fullest rank needs more than it may use. Up to another choice than the last: whatever the later ones
-    are, at least so much."""
-    least = "" if choice == "states" else "at least "
+    """Of a layout whose fullest rank needs more than it may use. Up to another choice than the last, whatever the later ones
+    are, and of several layouts, of which it is the nearest: at least so much."""
+    least = "" if choice == "states" and count == 1 else "at least "
     reason = f"does not fit: {least}{show_bytes(missing)} over the {show_bytes(limit)} of a device"
     return Rejection("memory", c, choice, reason, missing=missing, count=count)
 

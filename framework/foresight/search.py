@@ -7,7 +7,7 @@ best so far. So the ranking is that of brute force, and a test says so; what was
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -17,14 +17,18 @@ from time import process_time
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from framework.foresight.candidate import Candidate
 from framework.foresight.engine import Engine
 from framework.foresight.forecast import Forecast
+from framework.foresight.memory import States
 from framework.foresight.rejections import Constraints, Rejection, read_field, too_large
 from framework.foresight.space import CHOICES, Space
 
 By = Literal["time", "cost", "memory"]
-WORK = ("context", "sequence", "experts", "microbatch")
+Mesh = tuple[int, int, int, int, int]
+DIVISION, WORK = ("context", "sequence", "experts"), "microbatch"
 STAGES = ("schedule", "checkpointing", "activations")
 STATES = ("zero", "states")
 # Sums in another order differ in the last digits: a bound is not to exclude what is equal.
@@ -57,14 +61,16 @@ class Ranked:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """by: what it is ranked by. ranked: the best, in order; others: what else was forecast and fits, in order. rejections: each
-    with the number of layouts that it stands for. num_layouts: of the space; num_slower: of those that bounds exclude, not
-    forecast; num_forecast: layouts whose time was foretold. cpu_s: of the search. engine: what foretold them."""
+    """by: what it is ranked by. ranked: the best, in order; others: what else was forecast and fits, in order. of_meshes: the
+    best of each mesh, as many as were wanted, in order. rejections: each with the number of layouts that it stands for.
+    num_layouts: of the space; num_slower: of those that bounds exclude, not forecast; num_forecast: layouts whose time was
+    foretold. cpu_s: of the search. engine: what foretold them."""
 
     by: By
     space: Space
     ranked: tuple[Ranked, ...]
     others: tuple[Ranked, ...]
+    of_meshes: tuple[Ranked, ...]
     rejections: tuple[Rejection, ...]
     num_layouts: int
     num_slower: int
@@ -79,8 +85,43 @@ class SearchResult:
 
 
 @dataclass
+class Options:
+    """Layouts that differ in where states lie alone, and fit. least: a bound of all; states: by rising bound of each; place: of
+    the first that is not opened yet."""
+
+    least: float
+    states: Sequence[States]
+    bounds: Sequence[float]
+    place: int = 0
+
+    @property
+    def count(self) -> int:
+        """Those that are not opened yet."""
+        return len(self.states) - self.place
+
+
+@dataclass
+class Places:
+    """Where rules allow states, of all layouts that agree in what these read. against: the first such layout's rejections;
+    times: such layouts."""
+
+    options: tuple[States, ...]
+    against: Sequence[Rejection]
+    times: int = 0
+
+    def refused(self) -> Iterator[Rejection]:
+        """One for each reason, of all of the layouts."""
+        by_reason: dict[tuple[str, str, str], list[Rejection]] = {}
+        for each in self.against:
+            by_reason.setdefault((each.choice, each.key, each.reason), []).append(each)
+        for alike in by_reason.values():
+            yield replace(alike[0], count=self.times * sum(each.count for each in alike))
+
+
+@dataclass
 class Search:
-    """One search. best: as many layouts as are wanted, in order; all that is known of a layout is less than the last of them."""
+    """One search. best: as many layouts as are wanted, in order; meshes: as many meshes, of each its best layout; within: all
+    layouts that exceed the best one by no more than this share. What is excluded is known to be none of these."""
 
     space: Space
     constraints: Constraints
@@ -88,34 +129,43 @@ class Search:
     by: By = "time"
     best: int = 20
     price: float = 0.0
+    meshes: int = 0
+    within: float = 0.0
     ranked: list[tuple[tuple[object, ...], Ranked]] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     num_layouts: int = 0
     num_slower: int = 0
     num_forecast: int = 0
-    _open: list[tuple[float, int, str, Candidate]] = field(default_factory=list, repr=False)
+    _firsts: dict[Mesh, tuple[tuple[object, ...], Ranked]] = field(default_factory=dict, repr=False)
+    _open: list[tuple[float, int, str, Candidate, Options | None]] = field(default_factory=list, repr=False)
     _numbers: Iterator[int] = field(default_factory=count, repr=False)
-    _places: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _places: dict[Any, Places] = field(default_factory=dict, repr=False)
+    _updates: dict[Any, np.ndarray] = field(default_factory=dict, repr=False)
     _simulated: dict[Candidate, float] = field(default_factory=dict, repr=False)
     _counts: dict[Any, int] = field(default_factory=dict, repr=False)
 
     def run(self) -> SearchResult:
         """All layouts. Never raises for a layout: it is rejected."""
         began = process_time()
-        for c in self._find_works():
-            self._push(self._bound_of_work(c), "microbatch", c)
+        for c in self._find_divisions():
+            self._push(self._bound_of_division(c), DIVISION[-1], c)
         while self._open:
-            bound, _, choice, c = heappop(self._open)
-            if self._is_excluded(bound):
-                self.num_slower += self._count(c, choice)
+            bound, _, choice, c, options = heappop(self._open)
+            if self._is_excluded(bound, c):
+                self.num_slower += self._count_open(c, choice, options)
+            elif options is not None:
+                self._open_options(c, options)
             else:
                 self._OPENED[choice](self, bound, c)
+        for places in self._places.values():
+            self.rejections += places.refused()
         found = [each for _, each in self.ranked]
         return SearchResult(
             self.by,
             self.space,
             tuple(found[: self.best]),
             tuple(found[self.best :]),
+            tuple(each for _, each in sorted(self._firsts.values(), key=lambda each: each[0])[: self.meshes]),
             tuple(self.rejections),
             self.num_layouts,
             self.num_slower,
@@ -128,23 +178,30 @@ class Search:
 
     def legal_layouts(self) -> Iterator[Candidate]:
         """All layouts that no rule is against, whether they fit or not."""
-        for work in self._find_works():
-            yield from self._expand(work, (*STAGES, *STATES))
+        for c in self._find_divisions():
+            yield from self._expand(c, (WORK, *STAGES, *STATES))
 
-    def _find_works(self) -> Iterator[Candidate]:
-        """What ranks may compute: all choices up to the microbatch, where no rule is against them."""
+    def _find_divisions(self) -> Iterator[Candidate]:
+        """How ranks may divide what they compute: all choices before the microbatch, where no rule is against them."""
         for c in self.space.children("degrees", self.space.root()):
             self.num_layouts += self._count(c, "degrees")
             if self._is_legal("degrees", c):
-                yield from self._expand(c, WORK)
+                yield from self._expand(c, DIVISION)
 
-    def _push(self, bound: float, choice: str, c: Candidate) -> None:
+    def _push(self, bound: float, choice: str, c: Candidate, options: Options | None = None) -> None:
         """Open layouts that share the choices of `c` up to this one, unless their bound excludes them already."""
-        if self._is_excluded(bound):
-            self.num_slower += self._count(c, choice)
+        if self._is_excluded(bound, c):
+            self.num_slower += self._count_open(c, choice, options)
         else:
             # Among equals in the order in which they are found, which is always the same.
-            heappush(self._open, (bound, next(self._numbers), choice, c))
+            heappush(self._open, (bound, next(self._numbers), choice, c, options))
+
+    def _count_open(self, c: Candidate, choice: str, options: Options | None) -> int:
+        return self._count(c, choice) if options is None else options.count
+
+    def _open_division(self, bound: float, c: Candidate) -> None:
+        for child in self._expand(c, (WORK,)):
+            self._push(self._bound_of_work(child), WORK, child)
 
     def _open_work(self, bound: float, c: Candidate) -> None:
         """The schedules of a work, without checkpointing, which only adds work."""
@@ -152,8 +209,13 @@ class Search:
             self._push(self._bound_of_stages(child), "schedule", child)
 
     def _open_schedule(self, bound: float, c: Candidate) -> None:
-        for child in self._expand(c, STAGES[1:]):
-            self._push(self._bound_of_stages(child), "activations", child)
+        """Policies of checkpointing, of activations that stay on the device: a way to the host only adds time."""
+        for child in self._expand(c, STAGES[1:2]):
+            self._push(self._bound_of_stages(child), STAGES[1], child)
+
+    def _open_checkpointing(self, bound: float, c: Candidate) -> None:
+        for child in self._expand(c, STAGES[2:]):
+            self._push(self._bound_of_stages(child) if child.offload else bound, STAGES[2], child)
 
     def _open_stages(self, bound: float, c: Candidate) -> None:
         """Where states may lie, of stages whose activations fit."""
@@ -166,31 +228,50 @@ class Search:
             if least > bound:
                 self._push(least, STAGES[-1], c)
                 return
-        options = self._place_states(c)
-        spare = self.engine.spare_of_options(c, options) if options else ()
-        for layout, left in zip(options, spare, strict=True):
-            if self._fits(layout, left, "states"):
-                is_sized = self.by == "memory"
-                known = self.engine.cluster.memory_bytes - left if is_sized else self._bound_of_states(layout, bound)
-                self._push(known, "states", layout)
+        places = self._place_states(c)
+        if not places.options:
+            return
+        spare, limit = self.engine.spare_of_options(c, places.options), self.engine.cluster.memory_bytes
+        over = np.flatnonzero(spare < 0)
+        if len(over):
+            nearest = over[np.argmax(spare[over])]
+            missing = -int(spare[nearest])
+            layout = c.changed(states_as(places.options[nearest]))
+            self.rejections.append(too_large(layout, missing, limit, "states", len(over)))
+        bounds = limit - spare if self.by == "memory" else bound + self._least_updates(c, places)
+        fitting = np.flatnonzero(spare >= 0)
+        order = fitting[np.argsort(bounds[fitting], kind="stable")]
+        if len(order):
+            found = Options(bound, [places.options[each] for each in order], bounds[order].tolist())
+            self._push(found.bounds[0], "states", c, found)
 
-    def _place_states(self, c: Candidate) -> list[Candidate]:
-        """`c` with states wherever nothing is against it. What rules say of that is asked once for all that agree in what they
-        read."""
+    def _open_options(self, c: Candidate, options: Options) -> None:
+        """The next option, and the others behind it."""
+        layout, bound = c.changed(states_as(options.states[options.place])), options.bounds[options.place]
+        options.place += 1
+        if options.count:
+            self._push(options.bounds[options.place], "states", c, options)
+        self._push(bound if self.by == "memory" else self._bound_of_states(layout, options.least), "states", layout)
+
+    def _least_updates(self, c: Candidate, places: Places) -> np.ndarray:
+        """Seconds of each option's update at the least, whatever the rank."""
+        key = (id(places), c.pp, c.schedule, c.virtual, c.tp, c.ep, c.expert_tp, c.sequence)
+        if key not in self._updates:
+            self._updates[key] = np.array(self.engine.times.least_updates(c, places.options))
+        return self._updates[key]
+
+    def _place_states(self, c: Candidate) -> Places:
+        """Where rules allow states of `c`: asked once for all that agree in what they read."""
         names = self._read_for_states
         key = (c.dp * c.cp, c.tp, c.offload, *[read_field(c, name) for name in names])
         if key not in self._places:
             known = len(self.rejections)
-            found = [_states_of(each) for each in self._expand(c, STATES)]
-            refused = [(each, _states_of(each.candidate)) for each in self.rejections[known:]]
+            found = tuple([(each.zero, each.shard, each.offload) for each in self._expand(c, STATES)])
+            self._places[key] = Places(found, self.rejections[known:])
             del self.rejections[known:]
-            self._places[key] = found, refused
-        found, refused = self._places[key]
-        for each, values in refused:
-            self.rejections.append(
-                Rejection(each.kind, c.changed(values), each.choice, each.reason, each.key, each.missing, each.count)
-            )
-        return [c.changed(values) for values in found]
+        places = self._places[key]
+        places.times += 1
+        return places
 
     @cached_property
     def _read_for_states(self) -> tuple[str, ...]:
@@ -208,7 +289,11 @@ class Search:
                 return
         ranked = Ranked(c, Forecast(self.engine.memory(c), self.engine.time(c)), self.price * self.space.world)
         self.num_forecast += 1
-        insort(self.ranked, (self._key(ranked), ranked), key=lambda each: each[0])
+        entry = (self._key(ranked), ranked)
+        insort(self.ranked, entry, key=lambda each: each[0])
+        if self.meshes:
+            first = self._firsts.setdefault(mesh_of(c), entry)
+            self._firsts[mesh_of(c)] = min(first, entry, key=lambda each: each[0])
 
     def _simulate(self, c: Candidate) -> float:
         stages = c.changed({"zero": 0, "shard": 1, "offload": c.offload & {"activations"}})
@@ -218,7 +303,14 @@ class Search:
 
     # What becomes of layouts whose choices are made up to this one, in the order of their bounds.
     _OPENED: ClassVar[Mapping[str, Callable[["Search", float, Candidate], None]]] = MappingProxyType(
-        {"microbatch": _open_work, "schedule": _open_schedule, "activations": _open_stages, "states": _forecast}
+        {
+            DIVISION[-1]: _open_division,
+            WORK: _open_work,
+            STAGES[0]: _open_schedule,
+            STAGES[1]: _open_checkpointing,
+            STAGES[2]: _open_stages,
+            "states": _forecast,
+        }
     )
 
     def _fits(self, c: Candidate, spare: int, choice: str) -> bool:
@@ -240,7 +332,8 @@ class Search:
     def _is_legal(self, choice: str, c: Candidate) -> bool:
         found = self.constraints.refuse(choice, c)
         if found is not None:
-            self.rejections.append(replace(found, count=self._count(c, choice)))
+            asked, (key, reason) = found
+            self.rejections.append(Rejection(asked.kind, c, choice, reason, key, count=self._count(c, choice)))
         return found is None
 
     def _count(self, c: Candidate, choice: str) -> int:
@@ -261,9 +354,33 @@ class Search:
         """What is ranked by, and bounded. All layouts have the same ranks and tokens, so the cheapest is the fastest."""
         return ranked.bytes if self.by == "memory" else ranked.step_s
 
-    def _is_excluded(self, bound: float) -> bool:
-        """Whether no layout of such a bound can be among the best."""
-        return len(self.ranked) >= self.best and bound * ROUNDING > self._value(self.ranked[self.best - 1][1])
+    def _is_excluded(self, bound: float, c: Candidate) -> bool:
+        """Whether no layout of such a bound, on the mesh of `c`, can be one that is wanted."""
+        if len(self.ranked) < self.best:
+            return False
+        least = bound * ROUNDING
+        if least <= self._value(self.ranked[self.best - 1][1]):
+            return False
+        if self.within and least <= self._value(self.ranked[0][1]) * (1 + self.within):
+            return False
+        return not self.meshes or self._is_behind_meshes(least, mesh_of(c))
+
+    def _is_behind_meshes(self, least: float, mesh: Mesh) -> bool:
+        """Whether so much is behind the best of this mesh that is known, or behind as many meshes as are wanted."""
+        values = sorted(self._value(each) for _, each in self._firsts.values())
+        if len(values) >= self.meshes and least > values[self.meshes - 1]:
+            return True
+        return mesh in self._firsts and least > self._value(self._firsts[mesh][1])
+
+    def _bound_of_division(self, c: Candidate) -> float:
+        """As of the work, for all microbatches: the largest takes least time, the smallest least bytes."""
+        works = sorted(self.space.children(WORK, c), key=lambda each: each.sequences)
+        if self.by == "memory":
+            return self._bound_of_work(works[0])
+        # Sizes divide the largest, which is one microbatch; where curves are measured nothing is known before each is asked.
+        largest = works[-1]
+        is_known = self.engine.times.gains_by_size and all(largest.sequences % each.sequences == 0 for each in works)
+        return self._bound_of_work(largest) if is_known else 0.0
 
     def _bound_of_work(self, c: Candidate) -> float:
         """Seconds of the mean rank, and the slowest takes no less; bytes of a layer's backward where bytes rank."""
@@ -278,9 +395,14 @@ class Search:
         return self.engine.times.least_with_states(c, bound)
 
 
-def _states_of(c: Candidate) -> dict[str, Any]:
-    """The choices of where states lie."""
-    return {"zero": c.zero, "shard": c.shard, "offload": c.offload}
+def mesh_of(c: Candidate) -> Mesh:
+    """The degrees of a layout. Layouts of one mesh are near-duplicates: they differ in microbatches, ZeRO, or what is kept."""
+    return c.dp, c.tp, c.pp, c.cp, c.ep
+
+
+def states_as(states: States) -> dict[str, Any]:
+    """As fields of a candidate."""
+    return dict(zip(("zero", "shard", "offload"), states, strict=True))
 
 
 def rank_layout(c: Candidate) -> tuple[object, ...]:

@@ -31,7 +31,7 @@ from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, r
 from framework.model.units import Unit, find_units, tied_names
 from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads
 from framework.parallel.experts import check_experts
-from framework.parallel.pipeline.pipeline import count_layers
+from framework.parallel.pipeline.pipeline import count_layers, refuse_few_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
@@ -344,16 +344,17 @@ class ModelShape:
 
     def refusal_of_pp(self, pp: int, schedule: str = "1f1b", virtual: int = 1, context: int = 4096) -> str | None:
         """Of a number of stages."""
+        owners = self.owners(pp, schedule, virtual)
 
         def check() -> None:
             refuse_dropped_layers(self.config, pp, 1)
             if pp == 1 and virtual == 1:
                 return
             refuse_shared_layers(self.config, self.units, self.ties)
-            self.stages(pp, schedule, virtual, context)
+            refuse_few_layers(self.num_layers, owners)
             self._remember("layer outputs", lambda: find_layer_outputs(self.config))
 
-        return self._ask(("pp", self.owners(pp, schedule, virtual), context), check)
+        return self._ask(("pp", owners, context), check)
 
     def refusal_of_cp(self, candidate: Candidate) -> str | None:
         """Of a context-parallel degree and its method. A small copy of the model is run to know it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from framework.foresight.candidate import Candidate
 from framework.foresight.exposure import Exposure
@@ -36,12 +37,12 @@ class StageTime:
     hidden_once: Mapping[str, float]
     owned: float
 
-    @property
+    @cached_property
     def microbatch(self) -> float:
         """Seconds of one microbatch."""
         return self.forward + self.input + self.weight
 
-    @property
+    @cached_property
     def after(self) -> float:
         """Seconds of what comes once."""
         return sum(self.once.values())
@@ -56,17 +57,17 @@ class UnitTime:
     exposures: Mapping[str, Exposure] = field(default_factory=dict)
     grouped: float = 0.0
 
-    @property
+    @cached_property
     def again(self) -> Work:
         """What is computed once more."""
-        return self.work.again + self.work.forward.times(self.grouped)
+        return self.work.again + self.work.forward.times(self.grouped) if self.grouped else self.work.again
 
-    @property
+    @cached_property
     def forward(self) -> float:
         """Seconds of its forward."""
         return self.work.forward.total + sum(each.forward for each in self.exposures.values())
 
-    @property
+    @cached_property
     def input(self) -> float:
         """Seconds of its input gradient, and of what is computed once more for it."""
         messages = sum(each.backward + self.grouped * each.forward for each in self.exposures.values())

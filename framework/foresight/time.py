@@ -12,8 +12,10 @@
 They are of the rank that takes longest. A step is a pipeline's actions one after another, then the update, on all ranks at once.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from framework.foresight.bubble import Lengths
@@ -112,12 +114,54 @@ class TimeModel:
     def least_with_states(self, candidate: Candidate, least: float) -> float:
         """A lower bound of the step that knows where states lie, but simulates no schedule. least: of the candidate wherever they
         lie (`Engine.least_seconds`)."""
-        c = candidate
-        _, busy, after, owned = self._ranks(c, self._groups(c))
-        updates = [self._update.seconds(elements, c) for elements in owned]
-        worst = _slowest(busy, after, updates)
-        late = after[worst] + sum(updates[worst].values())
-        return late + max(least, busy[worst] + self.profile.step_s)
+        c, groups = candidate, self._groups(candidate)
+        stages = [self._stage(form, c, groups) for form in self._stages(c)[0]]
+        slowest = bound = 0.0
+        for indices in self._kinds_of_ranks(c):
+            own = [stages[index] for index in indices]
+            busy = c.accumulation * sum([each.microbatch for each in own])
+            late = sum([each.after for each in own])
+            late += sum(self._update.seconds(sum([each.owned for each in own]), c).values())
+            if busy + late > slowest:
+                slowest, bound = busy + late, late + max(least, busy + self.profile.step_s)
+        return bound
+
+    def least_updates(self, candidate: Candidate, options: Sequence[tuple[int, int, frozenset[str]]]) -> list[float]:
+        """Seconds of the update at the least, whatever the rank, of a candidate with states in each of these places: (zero,
+        shard, offload)."""
+        forms, _, _ = self._stages(candidate)
+        owned = [self._count_elements(form, candidate) for form in forms]
+        alike = {
+            (sum(owned[index][0] for index in ranks), sum(owned[index][1] for index in ranks))
+            for ranks in self._kinds_of_ranks(candidate)
+        }
+        found = []
+        for zero, shard, offload in options:
+            c = candidate.changed({"zero": zero, "shard": shard, "offload": offload})
+            experts = self._groups(c).expert_shard.size
+            seconds = [self._update.seconds(dense / shard + own / experts, c) for dense, own in alike]
+            found.append(min(sum(each.values()) for each in seconds))
+        return found
+
+    def _count_elements(self, form: StageForm, c: Candidate) -> tuple[float, float]:
+        """(dense, of experts) of a stage's parameters on a rank, before ZeRO."""
+        elements, counts = self._elements(form, c), dict[int | str, int](form.layers)
+        counts |= {"embedding": int(form.bounds.is_first), "head": int(form.bounds.is_last)}
+        dense, experts = (sum(count * elements[kind][place] for kind, count in counts.items()) for place in (0, 1))
+        return dense, experts
+
+    def _kinds_of_ranks(self, c: Candidate) -> Sequence[tuple[int, ...]]:
+        """The forms of the stages of each rank of the pipeline, once for ranks that have the same."""
+
+        def find() -> Sequence[tuple[int, ...]]:
+            _, order, owners = self._stages(c)
+            ranks: list[list[int]] = [[] for _ in range(c.pp)]
+            for index, owner in zip(order, owners, strict=True):
+                ranks[owner].append(index)
+            return tuple(dict.fromkeys(map(tuple, ranks)))
+
+        found: Sequence[tuple[int, ...]] = self._remember(("ranks", c.pp, c.schedule, c.virtual, c.context), find)
+        return found
 
     def costs(self, candidate: Candidate) -> Costs:
         """Seconds of each stage's actions for one microbatch, and of a message: what a step's timeline is simulated with."""
@@ -137,7 +181,7 @@ class TimeModel:
         def add_up(counted: tuple[int, tuple[tuple[int | str, int], ...]]) -> float:
             seconds = counted[0] * own
             for kind, count in counted[1]:
-                seconds += count * units[kind][2]
+                seconds += count * units[kind]
             return seconds
 
         most = c.accumulation * max(map(add_up, ranks))
@@ -163,32 +207,50 @@ class TimeModel:
         listed = [(owners.count(rank), tuple(units.items())) for rank, units in enumerate(ranks)]
         return tuple(dict.fromkeys(listed)), listed[-1], (0, tuple(before.items()))
 
+    @cached_property
+    def _kinds(self) -> Mapping[int, int]:
+        """Layers of each kind."""
+        return Counter(self.shape.kinds)
+
+    @cached_property
+    def gains_by_size(self) -> bool:
+        """Whether a microbatch of k times as many tokens never takes longer than k microbatches. So it is by the formulas:
+        kernels and messages have a start and a rate, tiles fill waves no worse, and what hides messages grows with them. Curves
+        of measured ratios may say otherwise."""
+        cluster = self.cluster
+        curves = [cluster.memory_curve, *(link.correction for link in cluster.links.values())]
+        return not cluster.corrections and not cluster.gradients and all(each is None for each in curves)
+
     def least_mean(self, candidate: Candidate) -> float:
         """A lower bound of `least_seconds` for all schedules and policies of checkpointing: the mean rank's work. candidate: with
         the first schedule, and no checkpointing."""
         c = candidate
         units = self._least_of_units(c)
-        total = sum(units[kind][2] for kind in self.shape.kinds) + units["embedding"][2] + units["head"][2]
+        total = sum(count * units[kind] for kind, count in self._kinds.items()) + units["embedding"] + units["head"]
         return total * c.accumulation / c.pp
 
-    def _least_of_units(self, c: Candidate) -> Mapping[int | str, tuple[float, float, float]]:
+    def _least_of_units(self, c: Candidate) -> Mapping[int | str, float]:
         ranks = (c.tp, c.sequence, c.cp, c.ulysses, c.is_gather, c.ep, c.expert_tp, c.ranks_per_node, c.world)
         work = (c.tokens, c.sequences, c.context, c.checkpointing, "activations" in c.offload, c.accumulation > 1)
         key = ("units", ranks, work, c.schedule in SPLIT_BACKWARDS)
         return self._remember(key, lambda: self._find_least_of_units(c))
 
-    def _find_least_of_units(self, c: Candidate) -> Mapping[int | str, tuple[float, float, float]]:
-        """(forward, both backwards, all three) of each kind of layer, and of embedding and head."""
+    def _find_least_of_units(self, c: Candidate) -> Mapping[int | str, float]:
+        """Seconds of one microbatch of each kind of layer, and of embedding and head."""
         groups, times = self._groups(c), self._times(c.context)
         units: dict[int | str, UnitTime] = {
             kind: self._layer(kind, c, groups, 0.0) for kind in dict.fromkeys(self.shape.kinds)
         }
-        units["embedding"] = self._end(times.embedding(c), c, groups)
-        units["head"] = self._end(times.head(c, chunks_loss(self.shape, c, self._resolved)), c, groups)
-        return {
-            name: (unit.forward, unit.input + unit.weight, unit.forward + unit.input + unit.weight)
-            for name, unit in units.items()
-        }
+        is_chunked = chunks_loss(self.shape, c, self._resolved)
+        key = ("ends", c.tokens, c.tp, c.sequence, c.accumulation > 1, groups.tp, is_chunked)
+        units |= self._remember(
+            key,
+            lambda: {
+                "embedding": self._end(times.embedding(c), c, groups),
+                "head": self._end(times.head(c, is_chunked), c, groups),
+            },
+        )
+        return {name: unit.forward + unit.input + unit.weight for name, unit in units.items()}
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is printed below the screen (ranks, layouts, schedule, options), and which files are written."""
+    """What is printed below the screen (ranks, layouts, schedule, options), and which files are written. overwrite: in
+    place of files that are not ours, too."""
 
     ranks: bool = False
     layouts: bool = False
@@ -15,3 +16,4 @@ class Wanted:
     schedule_to: Path | None = None
     html: Path | None = None
     png: Path | None = None
+    overwrite: bool = False

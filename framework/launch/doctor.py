@@ -15,6 +15,7 @@ from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError
 from framework.launch.machine import check_measured
 from framework.launch.slurm import partitions, reach
 from framework.recipe.clusters import find_cluster
+from framework.recipe.host import count_cores
 from framework.recipe.schema import Recipe
 
 # Changes of the recipe that would lower memory, of which this many are told.
@@ -107,8 +108,7 @@ def _devices(recipe: Recipe) -> Finding:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         return Finding("devices", f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = f"no GPU; {cores} CPU cores"
+    found = f"no GPU; {count_cores()} CPU cores"
     if recipe.launch.device == "cuda" and recipe.launch.kind == "local":
         return Finding("devices", found, "launch.device=auto; or install a torch for this machine's GPU driver")
     return Finding("devices", found)

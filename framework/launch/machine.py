@@ -1,12 +1,12 @@
 """Which machine this is, and whether a measured file of a cluster is of it."""
 
-import os
 import platform
 import re
 import sys
 from pathlib import Path
 
 from framework.errors import RecipeError
+from framework.recipe.host import count_cores, count_host_memory
 from framework.recipe.schema import ClusterMeasured, Recipe
 
 
@@ -17,11 +17,6 @@ def describe_machine() -> ClusterMeasured:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_name(index) for index in range(count)]
     return ClusterMeasured(name_processor(), count_cores(), gpus, str(torch.__version__))
-
-
-def count_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def name_processor() -> str:
@@ -41,11 +36,7 @@ def count_memory() -> int:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no such group, or "max" where it has no limit
-        return there
+    return count_host_memory()
 
 
 def check_measured(recipe: Recipe) -> None:

@@ -27,6 +27,7 @@ from framework.lease import Lease, read_lease
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
 from framework.recipe.elastic import at_nodes
+from framework.recipe.host import count_cores
 from framework.recipe.schema import Launch, Recipe
 from framework.train.faults import StopRequest
 from framework.train.phases import Phases
@@ -99,8 +100,7 @@ def _explain_timeout(error: Exception) -> Exception:
 def count_threads(launch: Launch, num_neighbours: int) -> int:
     """CPU threads of one rank: as the recipe says, else its CPUs of a job, else an equal part of the cores that this process
     may use. num_neighbours: ranks on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return launch.threads_per_rank or launch.cpus_per_rank or max(1, cores // num_neighbours)
+    return launch.threads_per_rank or launch.cpus_per_rank or max(1, count_cores() // num_neighbours)
 
 
 def may_use_gpus(launch: Launch) -> bool:

@@ -3,9 +3,10 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from framework.errors import RecipeError
@@ -29,6 +30,9 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     """Those of the command. What the command line sets of a layout stays, so that it needs no option."""
     parser.add_argument("--by", choices=["time", "cost", "memory"], default="time", help="what ranks (default: time)")
     parser.add_argument("--best", type=int, default=10, metavar="N", help="show so many layouts (default: 10)")
+    parser.add_argument(
+        "--nodes", metavar="N,N,...", help="compare the best layouts of several numbers of nodes, such as 4,8,16"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, every layout with its keys")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the best one's keys; layout=FILE then sets them"
@@ -53,72 +57,105 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         dest="try_best",
         type=int,
         metavar="N",
-        help="train the best N for some steps each, here or as a SLURM array, correct the cluster's rates by what was"
-        " measured, and rank again",
+        help="train the best layouts of N meshes for some steps each, here or as a SLURM array, correct the cluster's rates"
+        " by what was measured, and rank again",
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page to look at in a browser: one file; some seconds more"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="write its charts as a picture")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="write in place of files that are not ours, too (--write, --html, --png)",
+    )
     parser.add_argument("--try-steps", type=int, default=10, metavar="S", help="steps of each of them (default: 10)")
     parser.add_argument(
         "--tried", type=Path, metavar="FOLDER", help="read what an array of --try has measured, correct and rank again"
     )
 
 
-def ask(arguments: argparse.Namespace) -> Asked:
-    """What the command line asks for. RecipeError with all that is wrong with it."""
+def ask(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Asked:
+    """What the command line asks for, and more overrides. RecipeError with all that is wrong with it."""
     for name, least in (("best", 1), ("try_best", 1), ("try_steps", 3)):
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise RecipeError(f"--{name.replace('_best', '').replace('_', '-')} {value}: at least {least}")
     if arguments.write is not None:
-        _refuse_file(arguments.write)
-    composition = compose_open(arguments.overrides, arguments.recipes)
-    pinned = change_pins(find_pins(composition, arguments.overrides, arguments.recipes), arguments.free, arguments.keep)
-    return Asked(composition.require(), pinned, arguments.overrides, arguments.recipes, arguments)
+        _refuse_file(arguments.write, arguments.overwrite)
+    if arguments.html is not None or arguments.png is not None:
+        from framework.foresight.page_html import require_pages
+
+        require_pages(arguments.html, arguments.png, arguments.overwrite)
+    overrides = [*arguments.overrides, *more]
+    composition = compose_open(overrides, arguments.recipes)
+    pinned = change_pins(find_pins(composition, overrides, arguments.recipes), arguments.free, arguments.keep)
+    return Asked(composition.require(), pinned, overrides, arguments.recipes, arguments)
 
 
-def show(asked: Asked, cluster: Any = None) -> Any:
-    """Search on a cluster, the recipe's where none is given, and print. Returns what was found."""
-    from framework.foresight.find import Question, best_of, cluster_name, search, values_for
-    from framework.foresight.page_html import require_pages
-    from framework.foresight.page_png import write_pages
-    from framework.foresight.search_text import comment_of, describe_rejections, describe_search, to_json
+def find(asked: Asked, cluster: Any = None) -> Any:
+    """The search on a cluster, the recipe's where none is given. RecipeError where no layout can be trained."""
+    from framework.foresight.find import Question, best_of, search
 
     options = asked.options
-    require_pages(options.html, options.png)
-    result = search(Question(asked.recipe, asked.pinned, options.by, max(options.best, options.try_best or 0), cluster))
-    best = best_of(result)
+    meshes = options.try_best or 0
+    result = search(Question(asked.recipe, asked.pinned, options.by, max(options.best, meshes), cluster, meshes=meshes))
+    best_of(result)
+    return result
+
+
+def show(asked: Asked, result: Any, cluster: Any = None, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Print what was found, and write the files that are wanted. more: what the one JSON object says beside it."""
+    from framework.foresight.find import cluster_name, values_for
+    from framework.foresight.search_text import comment_of, to_json
+
+    options, best = asked.options, result.ranked[0]
     name = cluster.name if cluster else cluster_name(asked.recipe)
     if options.json:
         values = [values_for(each, asked.recipe, asked.pinned) for each in result.ranked]
-        print(json.dumps(to_json(result, name, asked.pinned, values, options.rejections)))
+        print(json.dumps({**to_json(result, name, asked.pinned, values, options.rejections), **more}))
     else:
-        print("\n".join(describe_search(result, name, asked.pinned, options.best)))
-    if options.rejections and not options.json:
-        print("\n".join(["", *describe_rejections(result)]))
+        print_table(asked, result, name)
     if options.write is not None:
         write_best(options.write, values_for(best, asked.recipe, asked.pinned), comment_of(best, name, asked.recipe))
         if not options.json:
             print(f"\nwrote {options.write}: meshwright plan layout={options.write} ...")
     if options.html is not None or options.png is not None:
-        from framework.foresight.page_of_search import explore, make_search_page
-
-        page = make_search_page(*explore(Question(asked.recipe, asked.pinned, options.by, cluster=cluster)))
-        for path in write_pages(page, options.html, options.png):
-            print(f"wrote {path}", file=sys.stderr if options.json else sys.stdout)
-    return result
+        _write_page(asked, cluster)
 
 
-def _refuse_file(file: Path) -> None:
+def print_table(asked: Asked, result: Any, name: str) -> None:
+    """The best as a table, and what became of the others."""
+    from framework.foresight.search_text import describe_rejections, describe_search
+
+    print("\n".join(describe_search(result, name, asked.pinned, asked.options.best)))
+    if asked.options.rejections:
+        print("\n".join(["", *describe_rejections(result)]))
+
+
+def _write_page(asked: Asked, cluster: Any) -> None:
+    from framework.foresight.find import Question
+    from framework.foresight.page_of_search import explore, make_search_page
+    from framework.foresight.page_png import write_pages
+
+    options = asked.options
+    page = make_search_page(*explore(Question(asked.recipe, asked.pinned, options.by, cluster=cluster)))
+    for path in write_pages(page, options.html, options.png):
+        print(f"wrote {path}", file=sys.stderr if options.json else sys.stdout)
+
+
+def _refuse_file(file: Path, overwrite: bool) -> None:
     """Raises RecipeError where a layout cannot be written, or something else would be lost: before anything is searched."""
     if not file.parent.is_dir():
         raise RecipeError(f"--write {file}: there is no folder {file.parent}, make it first")
     if file.suffix not in (".yaml", ".yml"):
         raise RecipeError(f"--write {file}: end the name in .yaml, so that layout={file} reads it")
-    if file.exists() and "layout=THIS_FILE" not in file.read_text(encoding="utf-8", errors="replace"):
-        raise RecipeError(f"--write {file}: is there and was not written by a search: choose another name or remove it")
+    if overwrite or not file.exists():
+        return
+    if "layout=THIS_FILE" not in file.read_text(encoding="utf-8", errors="replace"):
+        raise RecipeError(
+            f"--write {file}: is there and was not written by a search: choose another name, or --overwrite"
+        )
 
 
 def write_best(file: Path, values: dict[str, Any], comment: str) -> None:

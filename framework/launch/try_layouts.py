@@ -1,12 +1,15 @@
-"""`meshwright search --try N`: the best layouts are trained for some steps, the cluster's rates corrected by what was measured,
-and all layouts ranked again.
+"""`meshwright search --try N`: the best layouts of N meshes are trained for some steps, the cluster's rates corrected by what was
+measured, and all layouts ranked again.
 
 Each is a run as any other, from the recipe with `layout=FILE`: here a sweep, one run after another; under SLURM a job array,
 whose measurements `--tried FOLDER` reads once it is through. The folder has the layouts' files, the runs, and the corrected
 cluster.
 """
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,7 +17,7 @@ from typing import Any
 
 from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
-from framework.launch.search import Asked, show, write_best
+from framework.launch.search import Asked, find, print_table, show, write_best
 from framework.launch.submit import submit_sweep
 from framework.launch.sweep import compose_sweep, train_sweep
 from framework.recipe.compose import load_recipe
@@ -28,28 +31,54 @@ WARM_UP = 2
 
 
 def try_layouts(asked: Asked) -> int:
-    """Rank, train the best, correct and rank again; under SLURM queue them, for `--tried`."""
+    """Rank, train the best of as many meshes as are wanted, correct and rank again; under SLURM queue them, for `--tried`."""
+    result, options = find(asked), asked.options
+    is_queued = asked.recipe.launch.kind == "slurm"
+    with _to_stderr() if options.json else nullcontext():
+        if not options.json:
+            print_table(asked, result, _cluster_name(asked))
+        folder = RunDirectory.create(Path(asked.recipe.run.root), None, f"{asked.recipe.run.name}-tried").path
+        chosen = choose_tried(result, options.try_best)
+        overrides = [
+            *_without_layout(asked.overrides),
+            *_short_run(asked, folder),
+            _write_layouts(asked, folder, chosen),
+        ]
+        # Layouts of one mesh are near-duplicates: their steps would tell one another's rates, and little else.
+        print(
+            f"\ntrying   {len(chosen)} layouts, the best of each mesh (dp, tp, pp, cp, ep), for {options.try_steps} steps"
+            f" each, in {folder}",
+            flush=True,
+        )
+        if is_queued:
+            recipes, combinations = compose_sweep(overrides, asked.recipe_dirs)
+            submit_sweep(recipes, combinations, dry_run=False)
+            print(f"then     meshwright search --tried {folder} and the same overrides")
+        else:
+            train_sweep(overrides, asked.recipe_dirs)
+    if not is_queued:
+        return _rank_again(asked, folder)
+    if options.json:
+        show(asked, result, more={"tried": {"folder": str(folder), "queued": len(chosen)}})
+    return EXIT_DONE
+
+
+def choose_tried(result: Any, wanted: int) -> list[Any]:
+    """The best layout of each of so many meshes; where there are fewer meshes, then the best of the others."""
+    chosen = list(result.of_meshes[:wanted])
+    return [*chosen, *(each for each in result.ranked if each not in chosen)][:wanted]
+
+
+def _write_layouts(asked: Asked, folder: Path, chosen: Sequence[Any]) -> str:
+    """A file for each; returns the override that sweeps over them."""
     from framework.foresight.find import values_for
     from framework.foresight.search_text import comment_of
 
-    result = show(asked)
-    folder = RunDirectory.create(Path(asked.recipe.run.root), None, f"{asked.recipe.run.name}-tried").path
-    files = []
     (folder / LAYOUTS).mkdir()
-    for place, each in enumerate(result.ranked[: asked.options.try_best], start=1):
-        files.append(folder / LAYOUTS / f"{place}.yaml")
-        write_best(
-            files[-1], values_for(each, asked.recipe, asked.pinned), comment_of(each, "the cluster", asked.recipe)
-        )
-    overrides = [*_without_layout(asked.overrides), *_short_run(asked, folder), f"layout={','.join(map(str, files))}"]
-    print(f"\ntrying   {len(files)} layouts for {asked.options.try_steps} steps each, in {folder}", flush=True)
-    if asked.recipe.launch.kind == "slurm":
-        recipes, combinations = compose_sweep(overrides, asked.recipe_dirs)
-        submit_sweep(recipes, combinations, dry_run=False)
-        print(f"then     meshwright search --tried {folder} and the same overrides")
-        return EXIT_DONE
-    train_sweep(overrides, asked.recipe_dirs)
-    return _rank_again(asked, folder)
+    files = [folder / LAYOUTS / f"{place}.yaml" for place in range(1, len(chosen) + 1)]
+    for file, each in zip(files, chosen, strict=True):
+        write_best(file, values_for(each, asked.recipe, asked.pinned), comment_of(each, "the cluster", asked.recipe))
+    return f"layout={','.join(map(str, files))}"
 
 
 def read_tried(asked: Asked) -> int:
@@ -57,9 +86,30 @@ def read_tried(asked: Asked) -> int:
     return _rank_again(asked, asked.options.tried)
 
 
+@contextmanager
+def _to_stderr() -> Iterator[None]:
+    """What is printed meanwhile, by runs of other processes too, goes to stderr: stdout is for one JSON object."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _cluster_name(asked: Asked) -> str:
+    from framework.foresight.find import cluster_name
+
+    return cluster_name(asked.recipe)
+
+
 def _rank_again(asked: Asked, folder: Path) -> int:
     from framework.foresight.correction import Tried, correct, describe_factors, fit_factors, write_text
     from framework.foresight.find import foretell, resolved
+    from framework.foresight.rejections import describe
     from framework.plan.cluster import Cluster
     from framework.recipe.cluster_file import write_cluster_file
     from framework.recipe.clusters import find_cluster
@@ -72,12 +122,16 @@ def _rank_again(asked: Asked, folder: Path) -> int:
     recipe = resolved(asked.recipe)
     group = correct(find_cluster(recipe)[0], factors, folder.name)
     write_cluster_file(folder / CORRECTED, write_text(group, f"corrected by {len(tried)} layouts tried in {folder}"))
-    print(
-        "\n".join(
-            ["", *_compare(tried, list(measured)), describe_factors(factors), f"cluster={folder / CORRECTED}", ""]
-        )
-    )
-    show(asked, Cluster.from_recipe(replace(recipe, cluster=group)))
+    if not asked.options.json:
+        lines = [*_compare(tried, list(measured)), describe_factors(factors), f"cluster={folder / CORRECTED}"]
+        print("\n".join(["", *lines, ""]))
+    cluster = Cluster.from_recipe(replace(recipe, cluster=group))
+    layouts = [
+        {"layout": describe(layout), "foretold_s": each.forecast.step_s, "measured_s": each.step_s}
+        for each, layout in zip(tried, measured, strict=True)
+    ]
+    found = {"folder": str(folder), "cluster": str(folder / CORRECTED), "factors": factors, "layouts": layouts}
+    show(asked, find(asked, cluster), cluster, {"tried": found})
     return EXIT_DONE
 
 

@@ -81,7 +81,8 @@ def _own_parameters(
 ) -> tuple[str, ...]:
     if not bounds.owns(unit):
         return ()
-    elsewhere = [name for other in units if not bounds.owns(other) for name in other.parameters]
+    # A parameter of one name alone is tied to nothing.
+    elsewhere = [name for other in units if not bounds.owns(other) for name in other.parameters if len(ties[name]) > 1]
     tied = [name for name in elsewhere if any(_holder(alias) in unit.modules for alias in ties[name])]
     return (*unit.parameters, *tied)
 

@@ -248,6 +248,21 @@ class MomentTable:
         kinds = np.flatnonzero(forward), np.flatnonzero(~forward)
         return cls(stages, *kinds, own, live[:, :, 0], live[:, :, 1], between)
 
+    def covers(self, other: "MomentTable") -> bool:
+        """Whether at each moment of another rank with equal stages this one has at least as much at a moment of its own."""
+        own, theirs = self._numbers, other._numbers
+        as_much = np.all(own[None, :, :] >= theirs[:, None, :], axis=2)
+        return bool(np.all(np.any(as_much, axis=1)))
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        """[moments, numbers]: what is compared of a moment. Its kind and its stage have to be the same: a one at a place of
+        theirs, zeros elsewhere."""
+        kinds = np.zeros((len(self.own), 2 * len(self.stages)), dtype=np.int64)
+        kinds[self.forwards, 2 * self.own[self.forwards]] = 1
+        kinds[self.backwards, 2 * self.own[self.backwards] + 1] = 1
+        return np.hstack([kinds, self.whole, self.left, self.between[:, None]])
+
     def find_peaks(self, stages: Mapping[int, "StageActivations"]) -> dict[str, Peak]:
         """The most that the rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""
         sizes = np.array([stages[index] for index in self.stages], dtype=np.int64)
@@ -305,12 +320,12 @@ class Activations:
     packs: bool = False
     is_sdpa: bool = True
 
-    @property
+    @cached_property
     def hidden_bytes(self) -> int:
         """Hidden states between two layers."""
         return prod(self.tokens.hidden_shape(self.width)) * self.itemsize
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """What a layer by itself keeps for its backward, where all have one policy."""
         return self.cost_of(self.policy).kept
@@ -341,7 +356,7 @@ class Activations:
         costs = {policy: self.cost_of(policy) for policy in POLICIES}
         return PolicyCosts(costs, self.hidden_bytes, self.layer_flops)
 
-    @property
+    @cached_property
     def transient_bytes(self) -> int:
         """What is there beside that, and beside what is kept, while a mixture computes or an attention whose keys and values
         travel, by the formulas above; 0 without either."""
@@ -414,7 +429,7 @@ class Activations:
             regions = 1.0 if self.tokens.num_parts > 1 else 1.5
         return int(regions * 2 * 2 * (n - 1) * self._num_tokens * self.width * self.itemsize) // n
 
-    @property
+    @cached_property
     def _num_tokens(self) -> int:
         return self.tokens.sequences * self.tokens.context
 
@@ -464,13 +479,13 @@ class Activations:
             flops |= {"experts": 6.0 * h * mixture.inner * mixture.top_k}
         return sum(size for name, size in flops.items() if name not in kept)
 
-    @property
+    @cached_property
     def _choice_bytes(self) -> int:
         """A mixture's choice of experts, which a recomputation takes over."""
         mixture = None if self.layer is None else self.layer.mixture
         return 0 if mixture is None else 4 * mixture.top_k * self._num_routed * (1 + mixture.has_added_bias)
 
-    @property
+    @cached_property
     def _balance_bytes(self) -> int:
         """Softmax of a router's logits, which the auxiliary loss keeps of each layer, whatever is computed again."""
         mixture = None if self.layer is None else self.layer.mixture
@@ -483,7 +498,7 @@ class Activations:
         """Tokens that a rank's router sees."""
         return self._num_tokens if self._slices_experts else self.tokens.sequences * self.tokens.tokens_local
 
-    @property
+    @cached_property
     def _all_of_layer(self) -> int:
         """What a layer keeps without checkpointing, by the formulas above."""
         exchanged = max((each.kept_bytes for each in self.contexts), default=0)
@@ -500,7 +515,7 @@ class Activations:
             attention += tokens * ((widths.q // t + kv) * (4 + e) + 8 * widths.heads // t)
         return self._norm_bytes(widths) + attention + exchanged + self._behind_attention
 
-    @property
+    @cached_property
     def _behind_attention(self) -> int:
         """What of that a layer keeps of its second norm and its mlp, or mixture."""
         if self.layer is None:
@@ -538,7 +553,7 @@ class Activations:
         """Whether each rank of `tp` has a slice of every expert that it computes, on the rows of all of them."""
         return self.expert_slices == self.tokens.tp.size
 
-    @property
+    @cached_property
     def _table_bytes(self) -> int:
         """Cosines and sines of the positions of a rank's tokens, which a microbatch computes once for all layers of a stage.
 
@@ -554,12 +569,12 @@ class Activations:
     def _is_divided(self) -> bool:
         return self.tokens.slices is not None and self.tokens.slices.ranks > 1
 
-    @property
+    @cached_property
     def _mask_values(self) -> int:
         """Of a microbatch's mask [sequences, 1, context, context]; 0 where attention reads none."""
         return self._num_tokens * self.tokens.context if self.packs and self.is_sdpa and not self._is_divided else 0
 
-    @property
+    @cached_property
     def _factor_bytes(self) -> int:
         """What a layer's gradients of weights are matmuls of: inputs of linear layers, and gradients of what they return."""
         widths = self.layer
@@ -573,7 +588,7 @@ class Activations:
             return (attention + self.rows_in_experts(mixture.top_k) * (2 * h + 3 * inner)) * e
         return (attention + self._gathered * h + 3 * tokens * -(-widths.inner // t) + local) * e
 
-    @property
+    @cached_property
     def _head_factor_bytes(self) -> int:
         """The same of the head; computed at once where the loss is chunked."""
         if self.memory.chunked_loss:
@@ -581,13 +596,13 @@ class Activations:
         logits = self._num_tokens * -(-self.vocabulary // self.tokens.tp.size)
         return (self._gathered * self.width + logits) * self.itemsize
 
-    @property
+    @cached_property
     def _behind_layers(self) -> int:
         """What the last norm and the head keep, without logits."""
         shard = self.tokens.sequences * self.tokens.tokens_local
         return shard * (self.width * (4 + self.itemsize) + 4) + self._gathered * self.width * self.itemsize
 
-    @property
+    @cached_property
     def _logits_bytes(self) -> int:
         """What the loss keeps."""
         e, t, tokens = self.itemsize, self.tokens.tp.size, self._num_tokens

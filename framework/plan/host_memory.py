@@ -1,7 +1,6 @@
 """Bytes of the host's memory that offloaded states and activations, and copies of steps, take: of a rank, of a node, and whether
 this node has them."""
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,9 @@ from framework.errors import RecipeError
 from framework.optim.optimizers import state_names
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
+from framework.recipe.host import count_host_memory
 from framework.recipe.schema import Recipe
 
-# What the kernel lets a container or a job take, of a node's memory; "max" without a limit.
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # The share of a node's memory that ranks have for offloaded states: Python, torch, NCCL and page tables need the rest.
 USABLE = 0.9
 # The file system that holds copies of steps. Linux mounts it everywhere, as large as half of the memory where a site does not say
@@ -119,14 +117,7 @@ def check_host_memory(plan: Plan, node_bytes: int | None = None) -> None:
 
 def find_node_bytes(recipe: Recipe) -> int:
     """Memory of this node that the run may take: of a job what it asks for, else what the kernel lets this process have."""
-    launch = recipe.launch
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = CONTAINER_LIMIT.read_text().strip()
-    except OSError:
-        limit = "max"
-    if limit.isdigit():
-        here = min(here, int(limit))
+    launch, here = recipe.launch, count_host_memory()
     if launch.kind == "slurm" and launch.memory_per_rank_gb is not None:
         here = min(here, int(launch.memory_per_rank_gb * 1e9) * launch.ranks_per_node)
     return here

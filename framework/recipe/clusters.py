@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -11,6 +11,7 @@ import yaml
 from omegaconf._utils import get_yaml_loader
 
 from framework.recipe.convert import to_recipe
+from framework.recipe.host import count_cores, count_host_memory
 from framework.recipe.problem import Problem, render_problems, shipped_recipes
 from framework.recipe.schema import Cluster, Launch, Recipe
 
@@ -25,13 +26,27 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 def find_cluster(recipe: Recipe) -> tuple[Cluster, bool]:
     """(the recipe's cluster, whether it is assumed): the one that it names; else that of the GPU in launch.gres; else an H100's
-    nodes, which is an assumption. CPU ranks have a laptop's."""
+    nodes, which is an assumption. CPU ranks have a laptop's; those of this machine its own cores and memory, with a laptop's
+    rates."""
     if recipe.cluster.name is not None:
         return recipe.cluster, False
     if is_on_cpus(recipe.launch):
-        return read_shipped(OF_CPUS), True
+        laptop = read_shipped(OF_CPUS)
+        return describe_host(laptop) if recipe.launch.kind == "local" else laptop, True
     named = name_of_gpu(recipe.launch.gres or "")
     return read_shipped(named or ASSUMED), named is None
+
+
+def describe_host(alike: Cluster) -> Cluster:
+    """This machine's cores and memory with the rates of another one's cores."""
+    cores, num_bytes = count_cores(), count_host_memory()
+    memory_gb = num_bytes / 2**30
+    return replace(
+        alike,
+        name=f"{alike.name} of {cores} core{'s' * (cores != 1)}, {memory_gb:.0f} GiB (this machine's)",
+        devices_per_node=cores,
+        memory_gb=memory_gb / cores,
+    )
 
 
 def name_of_gpu(text: str) -> str | None:

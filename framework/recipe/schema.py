@@ -138,9 +138,9 @@ class Data:
 @dataclass(frozen=True)
 class Parallel:
     layout: Literal["stated", "auto"] = key(
-        "auto: in place of the degrees below, of pipeline.schedule, zero.stage and the other keys of a layout, the fastest layout"
-        " that `meshwright search` finds, chosen before the run begins; its recipe.yaml states it. What the command line sets"
-        " stays (docs/foresight.md)",
+        "auto: in place of the degrees below, of pipeline.schedule, zero.stage and the other keys of a layout, of those within 2%"
+        " of the fastest that `meshwright search` finds the one with least memory, chosen before the run begins; its recipe.yaml"
+        " states it. What the command line sets stays (docs/foresight.md)",
         "stated",
     )
     dp: int | None = key("data-parallel degree; null fills the world", None, low=1)

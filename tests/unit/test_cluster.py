@@ -7,6 +7,7 @@ import pytest
 
 from framework.plan.cluster import COLLECTIVES, Cluster, Grid
 from framework.plan.target import resolve_target
+from framework.recipe import clusters
 from framework.recipe.clusters import BY_GPU, KINDS, find_cluster, find_cluster_problems, read_shipped
 from framework.recipe.compose import compose
 from framework.recipe.schema import Cluster as Described
@@ -66,7 +67,7 @@ def test_peaks_are_those_by_which_training_reports_mfu():
         (Launch(gres="gpu:nvidia_a100_80gb:8"), "a100_ib", False),
         (Launch(gres="gpu"), "h100_ib", True),
         (Launch(gres="gpu:l40s"), "h100_ib", True),  # no file of it is shipped
-        (Launch(gres="gpu:h100", device="cpu"), "laptop", True),
+        (Launch(kind="slurm", gres="gpu:h100", device="cpu"), "laptop", True),
         (Launch(kind="slurm", gres=None), "laptop", True),
     ],
 )
@@ -75,6 +76,19 @@ def test_without_a_name_the_recipes_gpu_chooses_and_another_is_said_to_be_assume
     assert (described.name, assumed) == (name, is_assumed)
     named = Recipe(launch=launch, cluster=read_shipped("b200_ib"))
     assert find_cluster(named) == (named.cluster, False)
+
+
+def test_cpu_ranks_of_this_machine_have_its_cores_and_memory(monkeypatch):
+    monkeypatch.setattr(clusters, "count_cores", lambda: 3)
+    monkeypatch.setattr(clusters, "count_host_memory", lambda: 6 * 2**30)
+    described, assumed = find_cluster(Recipe(launch=Launch(device="cpu")))
+    assert assumed
+    assert "3 cores, 6 GiB" in described.name
+    assert described.matmul == read_shipped("laptop").matmul
+    assert list(find_cluster_problems(Recipe(cluster=described))) == []
+    for ranks, gib in ((1, 6), (3, 2), (6, 1)):
+        recipe = Recipe(launch=Launch(device="cpu", ranks=ranks))
+        assert Cluster.from_recipe(recipe).memory_bytes == gib * 2**30
 
 
 def test_a_named_cluster_says_what_its_devices_are_where_the_recipe_does_not():

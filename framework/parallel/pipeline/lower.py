@@ -67,11 +67,16 @@ def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce:
     # Rank and action break ties: each rank sorts for itself, and messages with equal times must have the same order everywhere,
     # or two ranks would pair the wrong ones.
     messages = sorted(list_messages(schedule, costs), key=lambda each: (each.time, each.source, each.after))
+    # Of each rank once, not looked for by each rank among all: a search lowers schedules of thousands of messages.
+    own: list[list[Message]] = [[] for _ in schedule.actions]
+    for each in messages:
+        own[each.source].append(each)
+        own[each.target].append(each)
     lowered = []
     for rank, actions in enumerate(schedule.actions):
         slots: list[list[Action]] = [[] for _ in range(len(actions) + 1)]  # what comes before action number i
         # Messages first: a send must not wait for a sum of gradients.
-        for slot, action in (*_place_messages(rank, messages), *_place_lifetimes(actions, unshard, reduce)):
+        for slot, action in (*_place_messages(rank, own[rank]), *_place_lifetimes(actions, unshard, reduce)):
             slots[slot].append(action)
         lines = [[*slot, *actions[index : index + 1]] for index, slot in enumerate(slots)]
         lowered.append(tuple(action for line in lines for action in line))
@@ -107,9 +112,8 @@ def list_messages(schedule: Schedule, costs: Costs) -> Iterator[Message]:
             )
 
 
-def _place_messages(rank: int, messages: list[Message]) -> Iterator[tuple[int, Action]]:
-    """Pairs (number of the compute action before which it starts, send or receive), in the order of the messages."""
-    own = [each for each in messages if rank in (each.source, each.target)]
+def _place_messages(rank: int, own: list[Message]) -> Iterator[tuple[int, Action]]:
+    """Pairs (number of the compute action before which it starts, send or receive), in the order of the rank's own messages."""
     slots = [each.after + 1 if each.source == rank else max(each.before - RECEIVE_AHEAD, 0) for each in own]
     # The one order of messages has to survive in each rank's list. Where a later message starts before an action that an
     # earlier receive was put behind, the receive moves forward with it: receiving early costs memory, a different order

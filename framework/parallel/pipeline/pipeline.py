@@ -119,6 +119,16 @@ def _make(name: str, num_ranks: int, virtual_stages: int, num_microbatches: int)
     return make_schedule(name, num_ranks, num_microbatches, virtual_stages)
 
 
+def refuse_few_layers(num_layers: int, rank_of_stage: Sequence[int]) -> None:
+    """Raises RecipeError where there are fewer layers than stages."""
+    num_stages = len(rank_of_stage)
+    if num_stages > max(num_layers, 1):
+        raise RecipeError(
+            f"parallel.pp={max(rank_of_stage) + 1} makes {num_stages} stages, and the model has {num_layers} layers, of which"
+            " each stage needs one: lower parallel.pp or pipeline.virtual_stages"
+        )
+
+
 def count_layers(
     settings: schema.Pipeline, layers: Sequence[float], ends: tuple[float, float], rank_of_stage: Sequence[int]
 ) -> Sequence[int]:
@@ -127,11 +137,7 @@ def count_layers(
     num_stages = len(rank_of_stage)
     if num_stages == 1:
         return [len(layers)]
-    if num_stages > len(layers):
-        raise RecipeError(
-            f"parallel.pp={max(rank_of_stage) + 1} makes {num_stages} stages, and the model has {len(layers)} layers, of which"
-            " each stage needs one: lower parallel.pp or pipeline.virtual_stages"
-        )
+    refuse_few_layers(len(layers), rank_of_stage)
     if settings.layers is None:
         return balance_ranks(split_by_cost(layers, *ends, num_stages), layers, *ends, rank_of_stage)
     if len(settings.layers) != num_stages or sum(settings.layers) != len(layers):
