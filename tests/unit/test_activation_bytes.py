@@ -13,15 +13,20 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from framework.build import build
+from framework.comm.collectives import Pending
+from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.foresight.memory import forecast_memory, moments_of
 from framework.foresight.settings import Settings, chosen_counts, planned_candidate
 from framework.foresight.shape import make_shape
+from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
 from framework.model.flops import attention_masks
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.live import live_moments
+from framework.parallel.tensor.borders import ReplicatedBorder
+from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.buffers import DeferredGradients
 from framework.plan.activations import Activations, find_peaks
 from framework.plan.cluster import Cluster
@@ -175,3 +180,28 @@ def test_tokens_and_vocabulary_over_tp_leave_whole_rows_and_a_part_of_the_embedd
     bare, of_half = (each.of_stage(stage, counts).left - rows * (4 * 4 + 1) * hidden for each in (whole, half))
     assert bare == rows * (inside + hidden)
     assert of_half == rows * inside // 2 + WIDTHS["vocab_size"] // 2 * hidden * 4
+
+
+class TwoAlike(ReplicatedBorder):
+    """Stands for a border of two ranks that have the same tokens."""
+
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
+        return torch.stack([x, x]), Pending()
+
+    def join(self, gathered: Tensor) -> Tensor:
+        return gathered.movedim(0, 1).flatten(1, 2)
+
+
+def test_what_a_region_gathers_again_is_one_tensor_for_all_of_its_layers() -> None:
+    """Layers that leave weight gradients for later hold it until then: a copy for each would be held as often."""
+    kept = torch.arange(12.0).view(1, 3, 4)
+    call = RegionCall(TwoAlike(Communicator(Axis("tp", 1, 0))), kept)
+    found = []
+    for _ in range(3):
+        call.start_gather(kept)
+        found.append(call.gathered())
+    assert len({each.data_ptr() for each in found}) == 1
+    assert torch.equal(found[0], torch.cat([kept, kept], 1))
+    call.end_backward()
+    call.start_gather(kept + 1)
+    assert torch.equal(call.gathered(), torch.cat([kept, kept], 1) + 1)
