@@ -207,6 +207,15 @@ def discard(path: Path) -> None:
             path.unlink()
 
 
+def sync(path: Path) -> None:
+    """Make the bytes of a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _claim(run: Path) -> Lease:
     """The workplaces of an epoch above all that were taken, which nobody else takes: mkdir makes a folder once."""
     while True:
@@ -232,11 +241,7 @@ def _write_lease(lease: Lease, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     made.replace(lease.run / LEASE_FILE)
-    folder = os.open(lease.run, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(lease.run)
 
 
 def _fence_older(folder: Path, lease: Lease) -> None:

@@ -1,14 +1,15 @@
 """One run of a tiny model on a SLURM cluster of this machine suffers many random faults; it must end as one that suffered none.
 
     python scripts/soak.py --faults 100 --seed 1 --minutes 25 --json soak.json
+    python scripts/soak.py --faults 10 --elastic        a run of one or two nodes, which goes on with those that are left
 
 Needs root and Debian's slurm-wlm and munge (scripts/local_cluster.sh install). The cluster has ports and a folder of its own
 and is stopped in every case. Kinds and victims follow from the seed; moments depend on the machine, so `events.jsonl` in the
 folder has what happened when. The run starts again by its own script; nobody helps it, but that a lost node's power comes back.
 
 Ends with 1 on any violation: a fault that never came, a run that did not go on, weights or losses that are not bitwise those of
-the fault-free run of as many steps, a sample that is lost, repeated or of other tokens, parts of goodput that do not add up to
-the wall time within 2%, a process that is left over.
+the fault-free run of as many steps (with --elastic: not within PARITY of them), a sample that is lost, repeated or of other
+tokens, parts of goodput that do not add up to the wall time within 2%, a process that is left over.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -44,6 +45,7 @@ from tests import tiny_run
 from tests.slurm.cluster import SCRIPT, Desk, call, job_state, lives
 from tests.slurm.conftest import free_ports, why_not
 from tests.slurm.scenarios import left_over
+from tests.unit.test_track_wandb import ANSWERS, serve
 
 # The job has three nodes, of which one is spare: a lost one is replaced in the job, the next one by another job on those left.
 NODES, RANKS = 5, 2
@@ -64,11 +66,11 @@ RECIPE = (
     "zero=stage_0",  # two replicas of everything, of which the guard finds one that has changed
     "train.divergence_check_steps=20",
 )
+# What the job asks for: a spare node takes the place of a lost one; or, elastic, the run goes on with one rank less.
+SPARED, ELASTIC = (f"launch.nodes={RANKS}", "launch.spares=1"), (f"launch.nodes=[1,{RANKS}]",)
 SLURM = (
     "launch=slurm",
     "launch.gres=null",
-    f"launch.nodes={RANKS}",
-    "launch.spares=1",
     "launch.ranks_per_node=1",
     'launch.time="08:00:00"',
     "launch.retries=100000",
@@ -81,6 +83,8 @@ PATIENCE_S = 300.0
 POLL_S = 0.05
 # The parts of goodput add up to the wall time within this share; SLURM's stamps are whole seconds.
 GOODPUT_SHARE, GOODPUT_SLACK_S = 0.02, 3.0
+# Of an elastic run: sums in another order change losses and weights by no more than this share of them.
+PARITY = 1e-3
 # How often the controller is asked whether the job is still there.
 JOB_POLL_S = 5.0
 WORDS = 4000  # of the corpus, so that no two samples are alike
@@ -123,12 +127,12 @@ class Violation(Exception):
 class Soak:
     """The run under fire. Each of the methods after `kinds` brings one fault, and returns what was done once it has come."""
 
-    def __init__(self, desk: Desk, rng: random.Random, folder: Path):
-        self.desk, self.rng, self.folder = desk, rng, folder
+    def __init__(self, desk: "SoakDesk", rng: random.Random, folder: Path, is_elastic: bool = False):
+        self.desk, self.rng, self.folder, self.is_elastic = desk, rng, folder, is_elastic
         self.run = desk.folder(RUN)
         self.planned: set[str] = set()  # ids of the faults that ranks are to do to themselves now
         self.started_s: float | None = None  # when the ranks were seen to start again, where the fault waits for that
-        self.job = desk.submit_as(RUN, *RECIPE, *SLURM)
+        self.job = desk.submit_as(RUN, *RECIPE, *SLURM, *(ELASTIC if is_elastic else SPARED))
         self.submitted_s = time.time()
 
     # --- how the run stands
@@ -167,7 +171,7 @@ class Soak:
 
     def wait_for_ranks(self) -> dict[int, int]:
         """Rank -> process, once all train."""
-        self.wait(lambda: len(self.pids()) == RANKS, "the ranks")
+        self.wait(lambda: len(self.pids()) == len(self.nodes()), "the ranks")
         return self.pids()
 
     def pids(self) -> dict[int, int]:
@@ -194,7 +198,7 @@ class Soak:
         return step if step % EVERY + room < EVERY else step + EVERY - step % EVERY + 1
 
     def any_rank(self) -> int:
-        return self.rng.randrange(RANKS)
+        return self.rng.randrange(len(self.nodes()) if self.is_elastic else RANKS)
 
     # --- the kinds: what starts the ranks again in the same job
 
@@ -325,6 +329,51 @@ class Soak:
         )
         return what
 
+    # --- what a user stops and submits again
+
+    def wandb_down(self) -> str:
+        """The run goes on with wandb online, whose server answers nobody or nonsense; its end waits for that, a minute at the
+        most. Then it goes on as before."""
+        how, before = self.rng.choice(["no answer", *sorted(ANSWERS)]), self.num_starts()
+        with serve(ANSWERS.get(how)) as address:
+            self.submit_again(["track.wandb.mode=online"], {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40})
+            self.wait(lambda: self.num_starts() > before, "a start with wandb online")
+            self.wait(self.mirrors, "the mirror for wandb")
+            self.wait_for_new_steps(30)
+            began = time.time()
+            self.stop()
+            held_s = time.time() - began
+        before = self.num_starts()
+        self.submit_again(["track.wandb.mode=disabled"], {})
+        self.wait(lambda: self.num_starts() > before, "a start without wandb")
+        self.started_s = time.time()
+        return (
+            f"wandb online, whose server gives {how}; the run's end took {held_s:.0f} s, then it goes on without wandb"
+        )
+
+    def mirrors(self) -> list[int]:
+        """The processes that send this run's metrics to wandb."""
+        return self.desk._find(lambda words: b"framework.track.wandb" in words and str(self.run).encode() in words)
+
+    def submit_again(self, words: list[str], variables: dict[str, str]) -> None:
+        """Stop the run, unless that is done, and queue it with other words, in an environment that has more variables."""
+        self.stop()
+        desk = replace(self.desk, environment=self.desk.environment | variables)
+        self.job = desk.submit_as(RUN, *words)
+
+    def stop(self) -> None:
+        """Have the run save and end, and wait until its job has."""
+        if job_is_over(self.job):
+            return
+        answer = self.desk.meshwright("stop", f"runs/{RUN}")
+        if answer.code:
+            raise Violation(f"the run did not stop as it was asked to: {answer}")
+        deadline = time.monotonic() + PATIENCE_S
+        while not job_is_over(self.job):
+            if time.monotonic() > deadline:
+                raise Violation("the job did not end after it was stopped")
+            time.sleep(POLL_S)
+
     # --- what nobody needs to start again for
 
     def frozen_rank(self) -> str:
@@ -394,6 +443,7 @@ KINDS: dict[Callable[[Soak], str], tuple[int, bool]] = {
     Soak.controller_dies_with_a_rank: (2, True),
     Soak.frozen_node: (2, True),
     Soak.hung_rank: (3, True),
+    Soak.wandb_down: (2, True),
     Soak.frozen_rank: (8, False),
     Soak.slow_rank: (7, False),
     Soak.full_disk: (7, False),
@@ -402,15 +452,32 @@ KINDS: dict[Callable[[Soak], str], tuple[int, bool]] = {
     Soak.node_daemon_dies: (4, False),
     Soak.duplicate: (2, False),
 }
+# Those of an elastic run: nodes are lost, and a requeued job has two again. What takes two replicas is not among them.
+ELASTIC_KINDS: dict[Callable[[Soak], str], tuple[int, bool]] = {
+    Soak.lost_node: (4, True),
+    Soak.terminated_rank: (2, True),
+    Soak.kill_rank: (1, True),
+    Soak.kill_in_step: (1, True),
+    Soak.kill_in_save: (1, True),
+    Soak.time_limit: (1, True),
+}
+
+Kinds = dict[Callable[[Soak], str], tuple[int, bool]]
 
 
-def draw_kinds(faults: int, seed: int) -> list[Callable[[Soak], str]]:
+def choose_kinds(is_elastic: bool, only: list[str] | None) -> Kinds:
+    """The kinds of a soak. only: their names, None for all."""
+    kinds = ELASTIC_KINDS if is_elastic else KINDS
+    return {kind: how for kind, how in kinds.items() if only is None or kind.__name__ in only}
+
+
+def draw_kinds(faults: int, seed: int, kinds: Kinds = KINDS) -> list[Callable[[Soak], str]]:
     """Every kind about as often as its weight says, in random order: with few faults the heavy ones, with 100 all of them."""
-    rng, weights = random.Random(seed), {kind: weight for kind, (weight, _) in KINDS.items()}
+    rng, weights = random.Random(seed), {kind: weight for kind, (weight, _) in kinds.items()}
     total = sum(weights.values())
     exact = {kind: faults * weight / total for kind, weight in weights.items()}
     counts = {kind: int(number) for kind, number in exact.items()}
-    by_rest = sorted(KINDS, key=lambda kind: (counts[kind] - exact[kind], rng.random()))
+    by_rest = sorted(kinds, key=lambda kind: (counts[kind] - exact[kind], rng.random()))
     for kind in by_rest[: faults - sum(counts.values())]:
         counts[kind] += 1
     drawn = [kind for kind, count in counts.items() for _ in range(count)]
@@ -448,11 +515,11 @@ def suffer(soak: Soak, event: Event, kind: Callable[[Soak], str]) -> None:
 
 def go_through(soak: Soak, report: Report, args: argparse.Namespace, log: Path) -> None:
     """All faults, one after another."""
-    deadline = time.monotonic() + 60 * args.minutes
-    for number, kind in enumerate(draw_kinds(args.faults, args.seed), start=1):
+    deadline, kinds = time.monotonic() + 60 * args.minutes, choose_kinds(args.elastic, args.only)
+    for number, kind in enumerate(draw_kinds(args.faults, args.seed, kinds), start=1):
         if time.monotonic() > deadline:
             raise Violation(f"{number - 1} of {args.faults} faults came within {args.minutes:g} minutes")
-        event = Event(number, kind.__name__.replace("_", " "), "", KINDS[kind][1])
+        event = Event(number, kind.__name__.replace("_", " "), "", kinds[kind][1])
         report.events.append(event)
         try:
             suffer(soak, event, kind)
@@ -478,37 +545,47 @@ def sabotage(soak: Soak) -> None:
 def finish(soak: Soak) -> int:
     """Have the run save and end; the step that it ended at."""
     soak.wait_for_new_steps(5)
-    answer = soak.desk.meshwright("stop", f"runs/{RUN}")
-    if answer.code:
-        raise Violation(f"the run did not stop as it was asked to: {answer}")
-    deadline = time.monotonic() + PATIENCE_S
-    while not job_is_over(soak.job):
-        if time.monotonic() > deadline:
-            raise Violation("the job did not end after it was stopped")
-        time.sleep(POLL_S)
+    soak.stop()
     newest = newest_checkpoint(soak.run / "checkpoints")
     assert newest is not None
     return step_of(newest)
 
 
-def compare(desk: Desk, steps: int) -> list[str]:
-    """Train as many steps without a fault, and say in what the two runs differ."""
+def compare(desk: Desk, steps: int, parity: float = 0.0) -> list[str]:
+    """Train as many steps without a fault, and say in what the two runs differ. parity: what losses, and all elements of a weight
+    together, may differ by, as a share; 0: by no bit."""
     desk.train_as(REFERENCE, *RECIPE, f"launch.ranks={RANKS}", f"train.steps={steps}")
     problems = []
     curves = [{r["step"]: r["loss"] for r in read_records(desk.folder(run) / METRICS_FILE)} for run in (RUN, REFERENCE)]
-    others = [
-        step for step in range(1, steps + 1) if curves[0].get(step) != curves[1].get(step) or step not in curves[0]
-    ]
+    missing = [step for step in range(1, steps + 1) if any(step not in curve for curve in curves)]
+    losses = {step: tuple(torch.tensor([curve[step]]) for curve in curves) for step in curves[0] if step in curves[1]}
+    others = sorted([*missing, *(step for step, pair in losses.items() if not is_equal(*pair, parity))])
     if others:
         problems.append(f"{len(others):,} of {steps:,} losses differ or are missing, the first of step {others[0]:,}")
     weights = [desk.weights(run) for run in (RUN, REFERENCE)]
     differ = [
-        name for name in weights[1] if name not in weights[0] or not torch.equal(weights[0][name], weights[1][name])
+        name
+        for name in weights[1]
+        if name not in weights[0] or not is_equal(weights[0][name], weights[1][name], parity)
     ]
     if differ:
         problems.append(f"{len(differ)} of {len(weights[1])} weights differ, such as {differ[0]}")
     lineages = [read_lineage(desk.folder(run)) for run in (RUN, REFERENCE)]
     return problems + find_ledger_problems(lineages[0], steps * PER_STEP, lineages[1])
+
+
+def is_equal(found: torch.Tensor, expected: torch.Tensor, parity: float) -> bool:
+    """Whether a tensor differs from another one by no more than a share of that, by norm; bit by bit where the share is 0."""
+    if parity == 0.0:
+        return torch.equal(found, expected)
+    difference = torch.linalg.vector_norm(found.double() - expected.double())
+    return bool(difference <= parity * torch.linalg.vector_norm(expected.double()))
+
+
+def check_layouts(soak: Soak) -> list[str]:
+    """Whether an elastic run was laid out on fewer nodes, and on all again."""
+    counts = [len(call("scontrol", "show", "hostnames", start["nodes"]).split()) for start in soak.desk.starts(RUN)]
+    return [] if {1, RANKS} <= set(counts[1:]) else [f"the starts were on {counts} nodes, so no layout has changed"]
 
 
 def check_goodput(soak: Soak, ended_s: float, report: Report) -> list[str]:
@@ -592,7 +669,7 @@ def soak(args: argparse.Namespace, folder: Path) -> Report:
     write_corpus(folder / "corpus")
     try:
         call(str(SCRIPT), "start", str(NODES))
-        run = Soak(desk, random.Random(args.seed + 1), folder)
+        run = Soak(desk, random.Random(args.seed + 1), folder, args.elastic)
         try:
             go_through(run, report, args, folder / "events.jsonl")
         except Violation as error:
@@ -602,7 +679,8 @@ def soak(args: argparse.Namespace, folder: Path) -> Report:
         report.steps, report.starts = finish(run), run.num_starts()
         report.seconds = time.monotonic() - began
         report.problems += check_goodput(run, time.time(), report)
-        report.problems += compare(desk, report.steps)
+        report.problems += compare(desk, report.steps, PARITY if args.elastic else 0.0)
+        report.problems += check_layouts(run) if args.elastic else []
         deadline = time.monotonic() + 60
         while (left := left_over(desk)) and time.monotonic() < deadline:
             time.sleep(1)
@@ -642,6 +720,12 @@ def main() -> int:
     parser.add_argument(
         "--sabotage", action="store_true", help="harm the weights for good at the end: the soak must notice"
     )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="a run of one or two nodes; it ends within rounding of the fault-free run",
+    )
+    parser.add_argument("--only", nargs="+", metavar="KIND", help="of these kinds alone, such as wandb_down")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write events and problems")
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="a new folder for runs and events, which stays; else in /tmp"
@@ -649,6 +733,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.faults < 1:
         parser.error("--faults: at least one")
+    names = [kind.__name__ for kind in choose_kinds(args.elastic, None)]
+    if unknown := set(args.only or ()) - set(names):
+        parser.error(f"--only {' '.join(sorted(unknown))}: the kinds are {' '.join(names)}")
     if (reason := why_not()) is not None:
         parser.error(reason)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -672,7 +759,8 @@ def main() -> int:
         print(f"goodput of {total:.0f} s: {shares}")
     for problem in report.problems:
         print(f"VIOLATION: {problem}")
-    print("equal to the fault-free run, to the bit" if not report.problems else f"{len(report.problems)} violations")
+    how = f"within {PARITY:g}" if args.elastic else "to the bit"
+    print(f"equal to the fault-free run, {how}" if not report.problems else f"{len(report.problems)} violations")
     return 1 if report.problems or came < args.faults else 0
 
 

@@ -23,7 +23,7 @@ from framework.checkpoint.index import MANIFEST
 from framework.checkpoint.place import Place
 from framework.checkpoint.storage import read, retry
 from framework.errors import CheckpointError, LeaseLost, MeshwrightError
-from framework.lease import Lease, discard
+from framework.lease import Lease, discard, sync
 
 Fault = Callable[[str], None]
 
@@ -159,7 +159,7 @@ class LocalFolder(Folder):
 
     def prepare(self, lease: Lease) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        sync_folder(self._root.parent)
+        sync(self._root.parent)
         # Those of a version that had no workplaces as well.
         before_leases = (path for path in self._folders() if ".tmp." in path.name)
         for path in (*lease.workplace(self._root).iterdir(), *before_leases):
@@ -194,13 +194,13 @@ class LocalFolder(Folder):
         fault("manifest")
         retry(lambda: self.give_name(lease, made, final), "rename", made)
         fault("renamed")
-        retry(lambda: sync_folder(self._root), "sync", self._root)
+        retry(lambda: sync(self._root), "sync", self._root)
         return final
 
     def write_manifest(self, unfinished: Path, manifest: str) -> None:
         """Durable on return, and with it the names of all files. Over what a failed attempt has left."""
         self.write(unfinished / MANIFEST, manifest.encode())
-        sync_folder(unfinished)
+        sync(unfinished)
 
     def give_name(self, lease: Lease, unfinished: Path, final: Path) -> None:
         """rename(2) onto a folder that is not empty fails, so even a rival cannot be overwritten here."""
@@ -237,7 +237,7 @@ class LocalFolder(Folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         lease.publish(withdrawn, target)
         self.tidy(lease)
-        sync_folder(self._root)
+        sync(self._root)
         return target
 
     def discard(self, lease: Lease, retired: Place) -> None:
@@ -248,7 +248,7 @@ class LocalFolder(Folder):
         with lease.replacing(folder / MANIFEST, self._root) as made:
             self.write(made, manifest.encode())
             fault("amending")
-        sync_folder(folder)
+        sync(folder)
         fault("amended")
 
     def commands_to_start_over(self) -> str:
@@ -282,16 +282,7 @@ def write_note(lease: Lease, note: Path, step: int) -> None:
         json.dump({"committed_step": step}, file)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(note.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(note.parent)
 
 
 def no_room(root: Place, bytes_needed: int) -> CheckpointError:

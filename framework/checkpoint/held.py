@@ -91,7 +91,8 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class HeldSteps:
-    """What the nodes of a run hold. memory: this node's; world: all ranks. Its methods are collective, but for `clear`."""
+    """What the nodes of a run hold. memory: this node's; world: all ranks. Its methods are collective, but for `clear` and
+    `leave`."""
 
     memory: NodeMemory
     neighbours: Neighbours
@@ -108,6 +109,7 @@ class HeldSteps:
         A step that nodes hold counts as much as a checkpoint; of equal steps it is taken, and then no checkpoint is opened.
         Raises what `find_newest` raises where nodes hold nothing newer. What is passed over is said on stderr.
         """
+        share_errors(lambda: self.memory.enter() if self.acts else None, self.world)
         listings = gather_to_first(self.memory.list() if self.acts else {}, self.world)
         look = tell(partial(_look, run_dir, checkpoints, listings), self.world)
         for offer in look.offers:
@@ -140,6 +142,11 @@ class HeldSteps:
         """Have this node hold one step, or nothing. For all ranks."""
         if self.acts:
             self.memory.clear(keep)
+
+    def leave(self) -> None:
+        """Have this node hold nothing, and no folder either. For all ranks."""
+        if self.acts:
+            self.memory.leave()
 
     def _load(self, held: Held, entries: Sequence[Entry]) -> dict[str, Any]:
         world, folder = self.world, self.memory.folder(held.name)

@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from framework.checkpoint.commit import list_checkpoints, noted_step, step_of
-from framework.checkpoint.folder import sync_folder
 from framework.checkpoint.node_memory import HeldName
 from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.storage import read, retry, storage_error
-from framework.lease import Lease
+from framework.lease import Lease, sync
 
 RECORD = "lineage.json"
 # Generations of which nothing newer has come: more starts than that in a row without a step are no lineage that matters.
@@ -105,4 +104,4 @@ def _write(lease: Lease, path: Path, lineage: Lineage) -> None:
         json.dump(asdict(lineage), file)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(path.parent)
+    sync(path.parent)

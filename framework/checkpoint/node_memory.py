@@ -1,11 +1,15 @@
 """Files in a node's memory that outlive its ranks: a folder of tmpfs for each run and node, which only its user may enter.
 
-    /dev/shm/meshwright-UID/RUN-HASH/NODE/
+    /dev/shm/meshwright-UID/RUN-HASH/NODE/epoch-7/
         step-00000070-GENERATION/        files as in a checkpoint's folder: of this node's ranks, and copies
         step-00000080-GENERATION.tmp/    a step that is being copied
 
 HASH tells runs of one name in two places apart. NODE is in the path because the nodes of a cluster on one machine share its
 memory. All goes when the node loses its power, and when the run has come to its end.
+
+The epoch is that of the start's lease (lease.py), and a fence as the lease's workplaces are: whatever a start does here it does
+below the folder of its epoch, and the next start renames that to its own before it looks. One that was frozen, held for dead, and
+wakes up finds none of the names that it knew.
 """
 
 import hashlib
@@ -13,7 +17,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +28,9 @@ from torch import Tensor
 from framework.checkpoint.folder import report
 from framework.errors import CheckpointError
 from framework.plan.host_memory import MEMORY
+
+# In the name of a start's folder, before the number of its epoch.
+EPOCH = "epoch-"
 
 
 @dataclass(frozen=True, order=True)
@@ -39,22 +46,37 @@ class HeldName:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """A run's folder in the memory of this node. Nothing is made before `make`."""
+    """A run's folder in the memory of this node. Nothing is made before `make`. epoch: of the start, 0 where nobody launches."""
 
     path: Path
+    epoch: int = 0
 
     @property
     def top(self) -> Path:
         """The user's folder, which nobody else may have made."""
         return self.path.parent.parent
 
+    @property
+    def place(self) -> Path:
+        """Below which this start does all that it does here."""
+        return self.path / f"{EPOCH}{self.epoch}"
+
     def folder(self, name: HeldName) -> Path:
         """Where the files of a step lie."""
-        return self.path / str(name)
+        return self.place / str(name)
 
     def unfinished(self, name: HeldName) -> Path:
         """Where they lie until all nodes have theirs."""
-        return self.path / f"{name}.tmp"
+        return self.place / f"{name}.tmp"
+
+    def enter(self) -> None:
+        """Take over what the last start has left here, and remove what older ones have. Once, for one rank of the node, before
+        anybody looks."""
+        former = self._former_epochs()
+        if former and not self.place.exists():
+            with suppress(FileNotFoundError):  # a newer start was faster: this one finds nothing
+                (self.path / f"{EPOCH}{former[-1]}").rename(self.place)
+        self._remove_former()
 
     def make(self, folder: Path) -> None:
         """Make a folder in here. Raises CheckpointError where the user's folder is somebody else's, or there is no tmpfs."""
@@ -73,21 +95,32 @@ class NodeMemory:
         """The names of the files of each step that this node holds. What another user has put there is not looked at."""
         if not self._is_ours():
             return {}
-        found = {name: self.folder(name) for name in map(_parse, _names(self.path)) if name is not None}
+        found = {name: self.folder(name) for name in map(_parse, _names(self.place)) if name is not None}
         return {name: frozenset(_names(folder)) for name, folder in found.items()}
 
     def clear(self, keep: HeldName | None = None) -> None:
         """Remove all but one step."""
-        for each in _names(self.path) if self._is_ours() else ():
+        for each in _names(self.place) if self._is_ours() else ():
             if keep is None or each != str(keep):
-                shutil.rmtree(self.path / each, ignore_errors=True)
-                if (self.path / each).exists():
-                    report(f"cannot remove {self.path / each}, which takes this node's memory")
-        if keep is None:
-            # Not the user's own: another run of the user may be about to make its folder in there.
-            for folder in (self.path, self.path.parent):
-                with suppress(OSError):  # not empty: of other nodes
-                    folder.rmdir()
+                _remove(self.place / each)
+
+    def leave(self) -> None:
+        """Remove all that this start, and former ones, hold here."""
+        self.clear()
+        self._remove_former()
+        # Not the user's own: another run of the user may be about to make its folder in there.
+        for folder in (self.place, self.path, self.path.parent) if self._is_ours() else ():
+            with suppress(OSError):  # not empty: of other nodes, or of a newer start
+                folder.rmdir()
+
+    def _former_epochs(self) -> Sequence[int]:
+        names = _names(self.path) if self._is_ours() else ()
+        epochs = sorted(int(match[1]) for name in names if (match := re.fullmatch(EPOCH + r"(\d+)", name)))
+        return [epoch for epoch in epochs if epoch < self.epoch]
+
+    def _remove_former(self) -> None:
+        for epoch in self._former_epochs():
+            _remove(self.path / f"{EPOCH}{epoch}")
 
     def _is_ours(self) -> bool:
         """Whether the user's folder is there, and nobody else can have written into it."""
@@ -98,9 +131,9 @@ class NodeMemory:
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def memory_of(run_dir: Path, node: str, memory: Path = MEMORY) -> NodeMemory:
-    """The memory of a node for a run. memory: a tmpfs."""
-    return NodeMemory(run_memory(run_dir, memory) / re.sub(r"[^\w.-]", "_", node))
+def memory_of(run_dir: Path, node: str, memory: Path = MEMORY, epoch: int = 0) -> NodeMemory:
+    """The memory of a node for a start of a run. memory: a tmpfs; epoch: of the start's lease."""
+    return NodeMemory(run_memory(run_dir, memory) / re.sub(r"[^\w.-]", "_", node), epoch)
 
 
 def run_memory(run_dir: Path, memory: Path = MEMORY) -> Path:
@@ -129,6 +162,12 @@ def make_file(path: Path, num_bytes: int) -> Tensor:
 
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        report(f"cannot remove {folder}, which takes this node's memory")
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -40,6 +40,7 @@ from framework.data.store import (
     write_json,
 )
 from framework.errors import DataError
+from framework.lease import sync
 
 # Shards that are removed after one fsync: few syncs for many small shards, little more disk for large ones.
 BATCH_BYTES = 64 << 20
@@ -268,9 +269,5 @@ def _size(path: Path) -> int | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        with name_errors(folder):
-            os.fsync(file)
-    finally:
-        os.close(file)
+    with name_errors(folder):
+        sync(folder)

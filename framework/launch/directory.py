@@ -171,6 +171,7 @@ class RunDirectory:
         asked of the run meanwhile (`request-stop`) is forgotten with it.
 
         refuse: raises what speaks against that, under the lock and before the epoch is raised: that would end a start which runs.
+        It may do what comes before a lease.
         Raises RunError while another process holds it, or while ranks of a launcher that died still run.
         """
         with explain_errors(self.path), ExitStack() as stack:

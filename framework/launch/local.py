@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
@@ -119,13 +120,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
-    place_checkpoints(run, recipe.checkpoint.root)
-    with run.lock() as lease:
-        if run.recipe.exists():
-            raise RunError(
-                f"{run.path} was begun by another process meanwhile. To go on with it: {resume_command(run, recipe)}"
-            )
-        refuse_leftovers(run)
+    with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
         keep_tokenizer(run, lease, prepared.tokenizer)
         with explain_errors(run.path), lease.replacing(run.recipe) as made:
             save_recipe(recipe, made)
@@ -223,12 +218,25 @@ def saved_step(run: RunDirectory) -> int:
     return step_of(newest) if newest else 0
 
 
-def refuse_leftovers(run: RunDirectory) -> None:
-    """Raises RunError when a new run's folder has a run, or checkpoints: its ranks would go on with them under another recipe."""
+def claim(run: RunDirectory, root: str | None) -> None:
+    """What a new run does under its lock, and before its epoch is raised, which would end a start that runs: refuse a run that is
+    there, and note where this one's checkpoints lie, as checkpoint.root says. Raises RunError."""
+    refuse_begun(run)
+    place_checkpoints(run, root)
+    refuse_leftovers(run)
+
+
+def refuse_begun(run: RunDirectory) -> None:
+    """Raises RunError where another process has begun the run, and perhaps trains it."""
     if run.recipe.exists():
         raise RunError(
-            f"{run.path} is a run already: go on with it by its run.id, move it away, or choose another run.id or run.name"
+            f"{run.path} is a run already, or was begun by another process meanwhile: go on with it by its run.id, move it"
+            " away, or choose another run.id or run.name"
         )
+
+
+def refuse_leftovers(run: RunDirectory) -> None:
+    """Raises RunError when a new run's folder has checkpoints: its ranks would go on with them under another recipe."""
     if saved_step(run):
         raise RunError(
             f"{run.path} has checkpoints and no recipe.yaml. Restore the recipe to go on with the run; for a new one leave run.id"

@@ -67,7 +67,8 @@ class Saves:
 
     @cached_property
     def copies(self) -> HeldSteps:
-        return HeldSteps(memory_of(self.lease.run, node_name()), self.neighbours, self.mesh.axis("world"))
+        memory = memory_of(self.lease.run, node_name(), epoch=self.lease.epoch)
+        return HeldSteps(memory, self.neighbours, self.mesh.axis("world"))
 
     @cached_property
     def start(self) -> Start:
@@ -124,7 +125,10 @@ class Saves:
         self._begin_generation(step)
         held, possible, wanted = self.start.held, self.neighbours.possible, self.rules.neighbor_copies
         # What is held of other steps, or for a run that keeps no copies any more, only takes memory.
-        self.copies.clear(keep=held.name if held is not None and self.neighbours.copies else None)
+        if self.neighbours.copies:
+            self.copies.clear(keep=held.name if held is not None else None)
+        else:
+            self.copies.leave()
         if possible < wanted and self.mesh.rank == 0:
             report(f"checkpoint.neighbor_copies={wanted}, but this start has no more nodes than for {possible}")
         return self.saver
@@ -171,7 +175,7 @@ class Saves:
         world = self.mesh.axis("world")
         while not exports_have_ended(self.exports, world, is_stopped=is_stopped() or not loop.is_done):
             self.phases.begin(Phase.SAVE)  # each wait has the deadline of a save
-        self.copies.clear()  # the last step is on the disk
+        self.copies.leave()  # the last step is on the disk
 
     def abandon(self) -> None:
         """The run ends by an error of its own: give a save that is under way a while."""

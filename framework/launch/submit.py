@@ -16,13 +16,20 @@ from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch.directory import (
     RunDirectory,
     explain_errors,
-    place_checkpoints,
     refuse_unreachable,
     write_private,
 )
 from framework.launch.elastic import NodeCount, describe_counts, legal_counts, plan_counts
 from framework.launch.epochs import settle_length, settle_steps
-from framework.launch.local import keep_tokenizer, refuse_leftovers, resume_command, saved_step, summarize
+from framework.launch.local import (
+    claim,
+    keep_tokenizer,
+    refuse_begun,
+    refuse_leftovers,
+    resume_command,
+    saved_step,
+    summarize,
+)
 from framework.launch.resume import Change, resume_recipe
 from framework.launch.settle import settle, settle_tokens
 from framework.launch.slurm import (
@@ -63,9 +70,8 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
-    place_checkpoints(run, recipe.checkpoint.root)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
-    with run.lock(partial(refuse_leftovers, run)) as lease:
+    with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
         _write(run, lease, recipe, prepared.tokenizer, legal_counts(recipe, counts))
         return _queue(run, lease, recipe, overrides, [])
 
@@ -105,9 +111,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     recipes = [settle_tokens(recipe, tokenizer) for recipe, tokenizer in zip(recipes, tokenizers, strict=True)]
     sweep = RunDirectory.create(root, first.run.id, name)
     runs = [RunDirectory.create(root, f"{sweep.id}-{index}", name) for index in range(len(recipes))]
-    for run, recipe in zip(runs, recipes, strict=True):
-        place_checkpoints(run, recipe.checkpoint.root)
-    for run in (sweep, *runs):
+    for run in (sweep, *runs):  # none is begun where one cannot be
+        refuse_begun(run)
         refuse_leftovers(run)
     with explain_errors(sweep.path):
         sweep.script.parent.mkdir(exist_ok=True)
@@ -116,7 +121,7 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     for index, (run, recipe) in enumerate(zip(runs, recipes, strict=True)):
         wandb = replace(recipe.track.wandb, group=recipe.track.wandb.group or sweep.id)
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
-        with run.lock() as lease:
+        with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
             _write(run, lease, recipe, tokenizers[index], legal[index])
     job = submit_script(sweep.script)
     sweep.note_launch([], {}, jobs=[job], runs=[run.id for run in runs], **describe_software())

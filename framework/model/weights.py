@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from framework.errors import ModelError
+from framework.lease import sync
 from framework.mesh.box import Box
 from framework.model.conversions import Assembly, assemble, dropped_on_save, kept_dtype, match_keys, to_checkpoint
 from framework.model.safetensors_files import FilePosition, LazyFiles, plan_files
@@ -233,14 +234,6 @@ def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> 
 def _publish(partial: Path, folder: Path) -> None:
     """Rename the finished folder to its final name, once all that is in it is on the disk."""
     for path in (*partial.rglob("*"), partial):
-        _sync(path)
+        sync(path)
     os.replace(partial, folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder.parent)

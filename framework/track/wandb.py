@@ -13,6 +13,10 @@ Its arguments are the run's folder and the epoch of its lease: a mirror of a sta
 One run is one wandb run: its id is the run's id, a resume continues it. Charts are drawn against our `step`, and each step is
 sent once: a start sends what lies behind the newest step that wandb has. What was sent of steps that are trained again after a
 failure stays as it was, and what a former mirror could not send any more comes now. metrics.jsonl has the truth on both.
+
+A rewind (train/rewind.py) takes steps back that wandb has, and wandb changes no step that it was given. So the run goes on as
+another wandb run, ID-rewound-1, which gets all records of metrics.jsonl from the first one on: the newest one is the curve of
+what the run now is. The one before gets the tag `rewound`. Which one it is follows from `rewinds` of the newest record.
 """
 
 import json
@@ -33,7 +37,7 @@ from typing import IO, Any
 
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost
 from framework.lease import Lease
-from framework.track.jsonl import METRICS_FILE, decode
+from framework.track.jsonl import METRICS_FILE, decode, read_last_records
 from framework.track.report import RunInfo, StepReport, load_run_info
 
 LOG_FILE = "wandb.log"
@@ -45,6 +49,8 @@ CLOSE_TIMEOUT_S = 60.0
 ALONE_S = 2 * CLOSE_TIMEOUT_S
 # Beyond so many ranks one chart per rank is unreadable: wandb gets the slowest and the fastest, metrics.jsonl has all.
 MAX_RANKS_CHARTED = 64
+# Of a wandb run whose last steps the run has taken back, and in the name of the one that follows.
+TAG_OF_REWOUND = "rewound"
 # Charts of the imbalance of experts: one of each group of layers.
 MAX_LAYER_GROUPS = 8
 
@@ -130,26 +136,60 @@ def mirror(run_dir: Path, said_by_parent: IO[str], lease: Lease) -> None:
     """Send every record of metrics.jsonl that wandb does not have yet until the training process ends. Raises LeaseLost once
     another start sends its own."""
     lease.check()
-    info = load_run_info(run_dir)
-    segments = sorted(run_dir.glob(f"wandb/*run-*-{info.run_id}/*.wandb"), key=lambda path: path.stat().st_mtime)
-    run = _start(info, run_dir)
-    sent = run.step - 1 if run.url else _find_written(segments, info.start_step)
+    curve = Curve(load_run_info(run_dir), run_dir)
     exit_code = None
     has_room = True
-    records = NewRecords(run_dir / METRICS_FILE)
     while exit_code is None:
         # Asked before reading, so that what was written before the end is read after it.
         exit_code = _read_exit_code(said_by_parent, POLL_S)
-        lease.check()
-        for record in records.read():
-            if record["step"] > sent:
-                sent = record["step"]
-                run.log(chart_values(record), step=sent, commit=True)
+        curve.send(lease)
         # What wandb cannot write it drops without a word.
         if has_room and not _has_room(run_dir / "wandb"):
             has_room = False
             _say(f"wandb: no room at {run_dir / 'wandb'}: what it shows may have gaps; {METRICS_FILE} has all")
-    run.finish(exit_code=EXIT_DONE if exit_code in (EXIT_DONE, EXIT_RESUME) else exit_code)
+    curve.finish(EXIT_DONE if exit_code in (EXIT_DONE, EXIT_RESUME) else exit_code)
+
+
+class Curve:
+    """The wandb run that has the records of metrics.jsonl; after a rewind that is another one."""
+
+    def __init__(self, info: RunInfo, run_dir: Path) -> None:
+        self._info, self._run_dir = info, run_dir
+        newest = read_last_records(run_dir / METRICS_FILE, 1)
+        self._open(_rewinds_of(newest[-1]) if newest else 0)
+
+    def send(self, lease: Lease) -> None:
+        """Send every record that wandb does not have yet. Raises LeaseLost once another start sends its own."""
+        lease.check()
+        while (rewinds := self._send_new()) is not None:
+            self._run.tags = (*(self._run.tags or ()), TAG_OF_REWOUND)
+            self.finish(EXIT_DONE)
+            self._open(rewinds)
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+    def _open(self, rewinds: int) -> None:
+        self._rewinds = rewinds
+        name = f"{self._info.run_id}-{TAG_OF_REWOUND}-{rewinds}" if rewinds else self._info.run_id
+        segments = sorted(self._run_dir.glob(f"wandb/*run-*-{name}/*.wandb"), key=lambda path: path.stat().st_mtime)
+        self._run = _start(self._info, self._run_dir, name)
+        self._sent = self._run.step - 1 if self._run.url else _find_written(segments, self._info.start_step)
+        self._records = NewRecords(self._run_dir / METRICS_FILE)
+
+    def _send_new(self) -> int | None:
+        """The number of rewinds of a record behind one that this curve knows nothing of; None once all are sent."""
+        for record in self._records.read():
+            if _rewinds_of(record) > self._rewinds:
+                return _rewinds_of(record)
+            if record["step"] > self._sent:
+                self._sent = record["step"]
+                self._run.log(chart_values(record), step=self._sent, commit=True)
+        return None
+
+
+def _rewinds_of(record: dict[str, Any]) -> int:
+    return int(record.get("rewinds") or 0)
 
 
 def _has_room(folder: Path) -> bool:
@@ -217,14 +257,14 @@ def _chart_imbalance(by_layer: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _start(info: RunInfo, run_dir: Path) -> Any:
-    """The wandb run, online where that is asked for and possible, else offline: nothing is lost either way."""
+def _start(info: RunInfo, run_dir: Path, name: str) -> Any:
+    """The wandb run `name`, online where that is asked for and possible, else offline: nothing is lost either way."""
     import wandb
 
     wanted = info.config["track"]["wandb"]
     arguments = {
-        "id": info.run_id,
-        "name": info.run_id,
+        "id": name,
+        "name": name,
         "project": wanted["project"],
         "group": wanted["group"],
         "tags": wanted["tags"],

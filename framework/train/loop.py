@@ -44,6 +44,9 @@ from framework.train.validation import Validation, ValidationLoss
 
 # A run that has skipped so many steps in a row comes back by itself no more.
 SKIPPED_STEPS_LIMIT = 20
+# After so many nothing more is saved until a step is made: the weights are those of a checkpoint that there is, and each one more
+# would take the place of an older one, which the run may have to go back to.
+SKIPPED_STEPS_UNSAVED = 3
 
 
 class RankTimes(NamedTuple):
@@ -117,7 +120,6 @@ class Loop:
         self._unread: PendingStep | None = None
         self._unreported: tuple[PendingStep, StepValues] | None = None
         self._validation: Validation | None = None
-        self._skipped_in_a_row = 0
         self._is_best = False
         self._last_save_s = time.monotonic()
         self._last_save_step, self._copy_is_due = -2, False
@@ -166,7 +168,7 @@ class Loop:
         run is done."""
         rules = self.recipe.checkpoint
         is_due = any(every and self.state.step % every == 0 for every in (rules.every_steps, rules.export_every_steps))
-        return is_due or self._flags.save or self._is_best or self.is_done
+        return (is_due and self._is_worth_saving) or self._flags.save or self._is_best or self.is_done
 
     def find_goal(self) -> Goal:
         """Where to save the step now: nowhere, into a checkpoint, into the nodes' memory, or both."""
@@ -180,7 +182,7 @@ class Loop:
         """Go on from an older state, which the run has been filled with: of what came after it nothing counts any more."""
         self.state, self.rewind_due = state, None
         self._unread = self._unreported = self._validation = None
-        self._skipped_in_a_row, self._is_best = 0, False
+        self._is_best = False
         self._flags = Flags(stop=self._flags.stop)
         self._compared_step, self._hashed = -1, ()
         self._last_save_step, self._copy_is_due = -2, False
@@ -275,7 +277,7 @@ class Loop:
         )
 
     def _own_flags(self, stop: StopRequest) -> Flags:
-        is_due = time.monotonic() - self._last_save_s > self._find_interval_s()
+        is_due = self._is_worth_saving and time.monotonic() - self._last_save_s > self._find_interval_s()
         save = (is_due and self.run.mesh.rank == 0) or stop.wants_save
         return Flags(stop.requested, save, self._saver.is_busy)
 
@@ -321,17 +323,17 @@ class Loop:
         self._exposed_s += sum(each.seconds for each in pending.waits)  # the device has passed them, as it has the sums
         self._flags = replace(values.flags, stop=self._flags.stop or values.flags.stop)
         is_skipped = self._note_spike(pending, values) or not values.is_finite
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
+        self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if is_skipped else 0
         self.state.skipped_steps += is_skipped
         self._unreported = pending, values
-        if self._skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
+        if self.state.skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
             self._report()
-            spiked = ", or far above the steps before (train.on_spike)," if self._skips_spikes else ""
-            raise NumericsError(
-                f"loss or gradient was not finite{spiked} in {SKIPPED_STEPS_LIMIT} steps in a row, the last one step"
-                f" {pending.step}: no update was made from them. Resume from an older checkpoint with a lower optim.lr or a"
-                " longer optim.schedule.warmup_steps, or look at the data of these steps"
-            )
+            raise NumericsError(explain_skipped(pending.step, self.state.skipped_in_a_row, self._skips_spikes))
+
+    @property
+    def _is_worth_saving(self) -> bool:
+        """Whether the weights may be others than those of the newest checkpoint."""
+        return self.state.skipped_in_a_row < SKIPPED_STEPS_UNSAVED
 
     @property
     def _skips_spikes(self) -> bool:
@@ -438,7 +440,7 @@ class Loop:
             who = f"rank {found.rank} [{name_coordinates(self.run.mesh.topology, found.rank)}]{host and f' on {host}'}"
             if found.is_slow:
                 self._say(
-                    f"{who} is slow in {found.phase}: {found.excess_s * 1e3:.0f} ms a step longer than ranks with the same work,"
+                    f"{who} is slow in {found.phase}: {found.excess_s * 1e3:.0f} ms a step longer than {self._stragglers.others},"
                     f" {found.fraction:.0%} of a step (median of the last reported steps, at most {WINDOW})"
                 )
             else:
@@ -486,6 +488,21 @@ def find_bubble(times: Sequence[RankTimes]) -> float:
     """Share of the ranks' time, until the last of them has ended its actions, in which they computed nothing."""
     longest = max(each.span_s for each in times)
     return 1.0 - sum(each.computed_s for each in times) / (len(times) * longest) if longest else 0.0
+
+
+def explain_skipped(step: int, count: int, skips_spikes: bool) -> str:
+    """The message of a run that ends because its last `count` steps, up to `step`, made no update."""
+    spiked, made = ", or far above the steps before (train.on_spike)," if skips_spikes else "", step - count
+    go_back = (
+        f", and every checkpoint since step {made:,} has the weights of that step. To go back further, on these or other nodes:"
+        f" move the checkpoints of step {made:,} and later out of their folder, and resume. If it ends so again, look"
+        if made
+        else ". Look"
+    )
+    return (
+        f"loss or gradient was not finite{spiked} in {count} steps in a row, the last one step {step:,}: no update was made from"
+        f" them{go_back} at the data of these steps, or lower optim.lr or lengthen optim.schedule.warmup_steps in a new run"
+    )
 
 
 def is_best(loss: float, former: float | None) -> bool:

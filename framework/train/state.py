@@ -34,6 +34,7 @@ class RunState:
     samples: int = 0
     tokens: int = 0
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0  # the last steps, over however many starts
     num_updates: int = 0
     loss_scale: float | None = None  # None: it never changes
     clean_steps: int = 0  # since it last did

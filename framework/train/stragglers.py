@@ -8,6 +8,16 @@ that median may be off by chance. A report, a save or a busy moment that falls o
     compute         time of a step in which it waits neither for data nor for another rank
     communication   waits for other ranks longer than these wait. All wait for a rank that is slow in data or in compute, so this
                     is asked only where nobody is
+
+Where every rank is alone in its pipeline stage nobody does the same work. There a rank is compared with itself and with what has
+become of the others:
+
+    data            t - b - max(0, median of the others' t - b)
+    compute         t - b * max(1, median of the others' t / b)
+    communication   not judged: how long a stage waits follows from the schedule
+
+t: the seconds of this step; b: their median over BASELINE reports near the beginning of this start. So what slows all stages
+alike blames nobody, nor does a stage that has become faster. A rank that was slow from the beginning is not seen.
 """
 
 from collections import deque
@@ -25,6 +35,10 @@ SLOW, CLEAR = 0.15, 0.08
 LEAST_S = 0.005
 # Standard errors of a median that chance does not make, over days of reports and thousands of ranks.
 SIGNIFICANT = 6.0
+# Reports that are left out at the beginning of a start, as programs and caches warm up, and those that are the past of a rank.
+WARM_UP, BASELINE = 10, WINDOW
+# A difference to a past of as many reports as the window has is off by chance as much again as the window's.
+ERROR_OF_PAST = 2**0.5
 # Standard deviation of normal noise over its median absolute deviation; standard error of its median over deviation / sqrt(n).
 DEVIATION_OF_MAD, ERROR_OF_MEDIAN = 1.4826, 1.2533
 
@@ -41,10 +55,15 @@ class Straggler:
 
 
 class Stragglers:
-    """Judges reports. groups: ranks that do the same work, and so can be compared; those of a group of one are not."""
+    """Judges reports. groups: ranks that do the same work, and so can be compared. Where each is of one rank, these are compared
+    with their past. others: with what a slow rank is compared, in words."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._groups = [np.array(group) for group in groups if len(group) > 1]
+        is_alone = all(len(group) == 1 for group in groups)
+        self._groups = [] if is_alone else [np.array(group) for group in groups if len(group) > 1]
+        self._past = Past() if is_alone and len(groups) > 1 else None
+        self._error = ERROR_OF_PAST if is_alone else 1.0
+        self.others = "in its first steps" if is_alone else "ranks with the same work"
         self._excess: deque[np.ndarray] = deque(maxlen=WINDOW)  # [phases, ranks] each
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
         self.slow: dict[tuple[int, str], float] = {}  # the excess of each (rank, phase) that is slow now
@@ -53,21 +72,27 @@ class Stragglers:
         self, step_s: float, data_s: Sequence[float], own_s: Sequence[float], waited_s: Sequence[float]
     ) -> list[Straggler]:
         """One reported step: its seconds, and those of each rank in the three phases. What has changed by it."""
-        if not self._groups:
+        excess = self._find_excess(np.array([data_s, own_s, waited_s]))
+        if excess is None:
             return []
-        times = np.array([data_s, own_s, waited_s])
-        excess = np.zeros_like(times)
-        for group in self._groups:
-            excess[:, group] = times[:, group] - median_of_others(times[:, group])
         self._excess.append(excess)
         self._steps_s.append(step_s)
         return self._judge() if len(self._excess) >= LEAST else []
+
+    def _find_excess(self, times: np.ndarray) -> np.ndarray | None:
+        """times and the result: [phases, ranks]. None where there is nothing to compare with, or not yet."""
+        if self._past is not None:
+            return self._past.find_excess(times)
+        excess = np.zeros_like(times)
+        for group in self._groups:
+            excess[:, group] = times[:, group] - median_of_others(times[:, group])
+        return excess if self._groups else None
 
     def _judge(self) -> list[Straggler]:
         window = np.stack(self._excess)
         excess = np.median(window, axis=0)
         spread = DEVIATION_OF_MAD * np.median(np.abs(window - excess), axis=0)
-        chance = SIGNIFICANT * ERROR_OF_MEDIAN * spread / np.sqrt(len(window))
+        chance = SIGNIFICANT * self._error * ERROR_OF_MEDIAN * spread / np.sqrt(len(window))
         step_s = float(np.median(self._steps_s))
         is_slow = (excess > SLOW * step_s) & (excess > chance) & (excess > LEAST_S)
         stays_slow = (excess > CLEAR * step_s) & (excess > CLEAR / SLOW * LEAST_S)
@@ -88,6 +113,28 @@ class Stragglers:
         over = [key for key in former if key not in self.slow]
         found = [Straggler(*key, self.slow[key], self.slow[key] / step_s) for key in begun]
         return found + [Straggler(rank, phase, 0.0, 0.0, is_slow=False) for rank, phase in over]
+
+
+class Past:
+    """The times of ranks that are each alone in their stage, near the beginning of this start."""
+
+    def __init__(self) -> None:
+        self._seen: list[np.ndarray] = []  # [phases, ranks] each
+        self._usual: np.ndarray | None = None
+
+    def find_excess(self, times: np.ndarray) -> np.ndarray | None:
+        """What each rank takes longer than then and than the others explain. times, result: [phases, ranks]. None until enough
+        is known."""
+        if self._usual is None:
+            self._seen.append(times)
+            if len(self._seen) == WARM_UP + BASELINE:
+                self._usual, self._seen = np.median(np.stack(self._seen[WARM_UP:]), axis=0), []
+            return None
+        excess = np.zeros_like(times)
+        longer, slower = times[0] - self._usual[0], times[1] / np.maximum(self._usual[1], LEAST_S / 1e3)
+        excess[0] = longer - np.maximum(0.0, median_of_others(longer))
+        excess[1] = times[1] - self._usual[1] * np.maximum(1.0, median_of_others(slower))
+        return excess
 
 
 def median_of_others(values: np.ndarray) -> np.ndarray:

@@ -103,7 +103,7 @@ def train(rank, ranks, rendezvous, place):
             saver.start(step + 1, entries(rank, size, tensors), {"step": step + 1}, goal=goal_at(step + 1))
     saver.finish()
     if ranks.ends:
-        copies.clear()
+        copies.leave()
     mesh.close()
     return began, held is not None, is_right and all(map(torch.equal, tensors, part_at(rank, size, ranks.stop)))
 

@@ -24,9 +24,12 @@ import torch
 
 from framework import lease as lease_module
 from framework.checkpoint.commit import Retention, find_newest, set_aside, step_of
+from framework.checkpoint.held import HeldSteps
 from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.save import CPU, Saver
+from framework.checkpoint.neighbors import CopyKeeper, Neighbours
+from framework.checkpoint.node_memory import HeldName, NodeMemory, memory_of
+from framework.checkpoint.save import CPU, Goal, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_USER, LeaseLost, MeshwrightError
@@ -290,6 +293,68 @@ def test_sabotaged_a_lease_that_is_not_checked_before_the_commit_is_noticed(tmp_
     lease = begin(tmp_path)
     with pytest.raises(AssertionError, match="process 22 on n2"):
         check_frozen(lease, lambda: stale_life(lease), number)
+
+
+class Copying:
+    """What a start does in the memory of its node."""
+
+    def __init__(self, lease, name):
+        self.epoch, shm = lease.epoch, lease.run.parent / "shm"
+        shm.mkdir(exist_ok=True)
+        self.memory, neighbours = memory_of(lease.run, "n1", shm, lease.epoch), Neighbours(("n1",), 1)
+        self.copies = HeldSteps(self.memory, neighbours, ALONE)
+        self.held = self.copies.find_start(lease.run, lease.run / "checkpoints").held
+        keeper, staging = CopyKeeper(self.memory, neighbours, name, ALONE), StagingMemory(CPU, 1 << 20)
+        self.saver = Saver(lease.run / "checkpoints", ALONE, Retention(1), staging, is_async=False, hold=keeper.hold)
+
+    def copy(self, step):
+        self.saver.start(step, entries(step, self.epoch), {"step": step}, goal=Goal.MEMORY)
+
+
+def stale_copies(lease):
+    """A start that has just taken its lease holds a step, then another one in its place, and ends."""
+    copying = Copying(lease, "old")
+    copying.copy(2)
+    copying.copy(3)
+    copying.copies.leave()
+
+
+def check_copies(tmp_path, number):
+    """As `check_frozen`, of what nodes hold. Both starts are on one node, as where a rank freezes and its node does not."""
+    (tmp_path / "run").mkdir(parents=True)
+    lease = take(tmp_path / "run", OLD)
+    frozen = Frozen(partial(stale_copies, lease), number)
+    try:
+        if not frozen.is_frozen:
+            return False
+        training = Copying(take(lease.run, NEW), "new")
+        training.copies.clear()
+        training.copy(4)
+        training.copy(5)
+        before = tree(training.memory.place)
+        frozen.thaw()
+        after = tree(training.memory.place)
+        assert list(training.memory.list()) == [HeldName(5, "new")], "changed by a stale process"
+        changed = {name for name in before.keys() | after.keys() if before.get(name, "") != after.get(name, "")}
+        assert not changed, f"changed by a stale process: {changed}"
+    finally:
+        frozen.close()
+    return True
+
+
+def check_everywhere(tmp_path):
+    """`check_copies` before each operation; how many there are."""
+    return next(number for number in range(200) if not check_copies(tmp_path / str(number), number))
+
+
+def test_a_rank_that_was_frozen_while_it_copied_leaves_what_the_next_start_holds(tmp_path):
+    assert check_everywhere(tmp_path) > 10, "copies are made of more operations"
+
+
+def test_sabotaged_copies_that_all_starts_keep_in_one_place_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(NodeMemory, "place", property(lambda memory: memory.path))
+    with pytest.raises(AssertionError, match="changed by a stale process"):
+        check_everywhere(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_set_aside_by_the_newer_start_alone(tmp_path):

@@ -436,11 +436,15 @@ def test_run_in_use_is_refused(capsys):
 
 
 def test_run_that_another_process_began_meanwhile_is_left_alone():
-    before = Path("runs/whole/recipe.yaml").read_bytes()
+    """Also its epoch: the other process may have been frozen, or train where its lock is not seen."""
+    whole = Path("runs/whole")
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.suffix != ".ranks"}
     recipe = compose([*RECIPE, "run.id=whole", "optim.lr=1"]).require()
     with pytest.raises(RunError, match="begun by another process meanwhile"):
         local._begin(recipe, [])
-    assert Path("runs/whole/recipe.yaml").read_bytes() == before
+    after = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.suffix != ".ranks"}
+    assert after == before
+    assert not list(whole.rglob(".epoch-*"))
 
 
 def test_bad_data_leaves_no_run_behind():

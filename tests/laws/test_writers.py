@@ -24,7 +24,7 @@ EPOCH = (
 )
 OUTSIDE = "before there is a run, or outside of it"
 ASKED = "a request of a user's, who holds no lease; rank 0 takes it away by its lease"
-MEMORY = "this node's memory, of a generation whose name no other start has"
+MEMORY = "this node's memory, below the folder of the start's epoch, which the next start renames"
 TEMPORARY = "a temporary folder, which `doctor --measure` makes, hands to its ranks and removes: there is no run"
 LOCK = "the lock itself; an empty file, or the name of the holder once the lock is had"
 
@@ -56,7 +56,9 @@ KNOWN = {
     "checkpoint/neighbors.py CopyKeeper._commit": MEMORY,
     "checkpoint/neighbors.py CopyKeeper._forget": MEMORY,
     "checkpoint/neighbors.py _write_head": MEMORY,
-    "checkpoint/node_memory.py NodeMemory.clear": MEMORY,
+    "checkpoint/node_memory.py NodeMemory.enter": MEMORY,
+    "checkpoint/node_memory.py NodeMemory.leave": MEMORY,
+    "checkpoint/node_memory.py _remove": MEMORY,
     "checkpoint/node_memory.py NodeMemory.make": MEMORY,
     "checkpoint/node_memory.py make_file": MEMORY,
     "launch/directory.py RunDirectory.create": OUTSIDE,

@@ -1,9 +1,10 @@
 """Replicas that drift apart: one flipped bit in any state that ranks hold alike is seen by all of them, with rank and unit; clean
 runs of every layout go on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from framework.build import build
+from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.errors import EXIT_FAILED, DriftError
 from framework.model.materialize import persistent_buffers
@@ -21,6 +23,7 @@ from framework.recipe.schema import Model, Parallel, Pipeline, Recipe, Zero
 from framework.train import step as step_module
 from framework.train.replicas import check_replicas
 from framework.train.stage import RankStage, StepInputs
+from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import family
@@ -221,6 +224,69 @@ def test_one_flipped_bit_is_seen_by_all_with_rank_and_unit(pool: RankPool, name:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_50_clean_steps_differ_nowhere(pool: RankPool, name: str) -> None:
     check(pool, name, STEPS)
+
+
+# --- a drift that goes through a restart
+
+
+def find_drift(run: Run, step: int) -> str:
+    """What the comparison says, `` where all replicas are equal."""
+    try:
+        check_replicas(run, step)
+    except DriftError as error:
+        return str(error)
+    return ""
+
+
+def restart_with_a_flip(
+    rank: int, world: int, rendezvous: str, name: str, flips_on: Sequence[int], place: Path
+) -> list[str]:
+    """Body: bits flip while nobody compares, and are saved; another start loads them, and there one flips again. What comparisons
+    say before the save, behind the load, behind a step, and behind the second flip."""
+    model, recipe, flips = LAYOUTS[name]
+    case = Case(name, family(model), {"": recipe})
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
+    plan, batches = make_plan(recipe, case.config), case.batches()
+    run, finds = build(plan, mesh), [find for find, _, _ in flips.values()]
+
+    def take(run: Run, step: int) -> None:
+        train_step(run, share(batches[step], recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
+
+    take(run, 0)
+    if rank in flips_on:
+        for find in finds:
+            flipped(find, run)()
+    said = [find_drift(run, 1)]
+    state = RunState("run", "data", step=1, num_updates=run.optimizer.num_updates)
+    entries, world_axis = list(saved_entries(run)), mesh.axis("world")
+    save_checkpoint(place / "checkpoints", 1, entries, state.to_json(), world_axis, keep=1)
+    again = build(plan, mesh, resumes=True)
+    restore(again, place / "checkpoints")
+    said.append(find_drift(again, 1))
+    take(again, 1)
+    said.append(find_drift(again, 2))
+    if rank == FLIPPED:
+        flipped(finds[0], again)()
+    said.append(find_drift(again, 2))
+    mesh.close()
+    return said
+
+
+RESTARTED = ("zero 0", "hsdp, zero 3", "ep, router bias")
+
+
+@pytest.mark.parametrize("name", few_of(RESTARTED, lambda name: name == "zero 0"))
+@pytest.mark.parametrize("flips_on", few_of([((FLIPPED,),), ((0, 2, 3),)], lambda ranks: ranks == (FLIPPED,)))
+def test_a_drift_that_was_saved_is_none_behind_the_restart_and_the_next_one_is_found(
+    pool: RankPool, tmp_path: Path, name: str, flips_on: tuple[int, ...]
+) -> None:
+    """Of each element one replica writes, and all read what it wrote: a restart makes replicas equal, in the clean bits or in the
+    flipped ones. So the comparison must come before the save, as it does, and finds what flips after the restart."""
+    for before, loaded, trained, behind in pool.run(WORLD, restart_with_a_flip, name, flips_on, tmp_path):
+        assert "after step 1" in before
+        assert (loaded, trained) == ("", "")
+        assert "after step 2" in behind
+        assert f"rank {FLIPPED} [" in behind
 
 
 # --- NaN on one rank

@@ -3,6 +3,8 @@
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,12 +12,14 @@ from unittest.mock import patch
 import pytest
 
 from framework.checkpoint.commit import list_checkpoints, step_of
+from framework.checkpoint.index import Entry
 from framework.checkpoint.load import read_state
 from framework.errors import EXIT_DONE, EXIT_NUMERICS
-from framework.launch import train
+from framework.launch import saves, train
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train import rewind
 from framework.train.state import RunState
+from framework.train.step import Run
 from tests import tiny_run
 from tests.grid import few_of
 from tests.ranks.pool import RankPool
@@ -173,3 +177,43 @@ def test_a_run_that_cannot_go_back_ends_with_88_and_says_why(
     assert ended.code == EXIT_NUMERICS
     assert why in ended.message
     assert step_of(list_checkpoints(run_dir / "checkpoints")[0]) == FIRST_BAD - 1
+
+
+# --- a checkpoint whose values are finite, and whose losses are not
+
+
+def save_huge_weights() -> AbstractContextManager[Any]:
+    """As where memory was faulty between the update and the hashes of the second save: every value is finite, no loss is."""
+    whole, calls = saves.saved_entries, count()
+
+    def huge(run: Run) -> list[Entry]:
+        factor = 1e30 if next(calls) == 1 else 1.0
+        entries = list(whole(run))
+        return [replace(each, data=each.data * factor) if each.name.startswith("weight/") else each for each in entries]
+
+    return patch.object(saves, "saved_entries", huge)
+
+
+def test_a_checkpoint_that_makes_every_loss_nan_ends_the_run_however_often_it_starts(
+    pool: RankPool, place: Path
+) -> None:
+    run_dir = folder(place, "huge")
+
+    def go_on(steps: int, *patches: Any) -> Ended:
+        recipe = compose_run(place, f"train.steps={steps}", "checkpoint.every_steps=5")
+        (ended,) = pool.run(1, train_body, recipe, run_dir, NOTHING, *patches)
+        return ended
+
+    assert go_on(10, save_huge_weights).code == EXIT_DONE
+    assert go_on(18).code == EXIT_DONE  # as where a job is preempted after a few steps
+    ended = go_on(70)
+    assert ended.code == EXIT_NUMERICS
+    assert "in 20 steps in a row, the last one step 30" in ended.message
+    assert "move the checkpoints of step 10 and later" in ended.message
+    paths = {step_of(path): path for path in list_checkpoints(run_dir / "checkpoints")}
+    assert sorted(paths) == [5, 10, 18], "none was saved that could take the place of an older one"
+    for step in (10, 18):
+        paths[step].rename(place / f"moved-{step}")
+    assert go_on(12).code == EXIT_DONE
+    assert list(losses_of(run_dir)) == list(range(1, 13))
+    assert all(map(isfinite, losses_of(run_dir).values()))

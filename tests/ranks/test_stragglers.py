@@ -1,6 +1,7 @@
 """A rank that is slow in real steps is named with its phase, by the times that reports gather; the one that waits is not."""
 
 import time
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from framework.recipe.compose import compose
 from framework.train import loop
 from framework.train.faults import StepWatch, StopRequest
 from framework.train.phases import Phases
+from framework.train.stragglers import BASELINE, LEAST, WARM_UP, WINDOW
 from tests import tiny_run
 
 SLOW_S = 0.06
@@ -41,18 +43,22 @@ class Reports:
     def contain(self, name, call): ...
 
 
-def slowed(plain):
+def slowed(plain, from_call=0):
+    calls = count()
+
     def call(*arguments, **named):
-        time.sleep(SLOW_S)
+        if next(calls) >= from_call:
+            time.sleep(SLOW_S)
         return plain(*arguments, **named)
 
     return call
 
 
-def train_body(rank, world, rendezvous, recipe, folder, phase):
-    """Train; rank 1 is slow in the phase. What rank 0 reports and says of stragglers."""
+def train_body(rank, world, rendezvous, recipe, folder, phase, from_step=0):
+    """Train; rank 1 is slow in the phase, from a step on. What rank 0 reports and says of stragglers."""
     prepared, config = prepare(recipe), load_config(recipe.model)
-    mesh = connect(Topology(dp=world), torch.device("cpu"), rendezvous, rank, timeout_s=30)
+    pp = recipe.parallel.pp
+    mesh = connect(Topology(dp=world // pp, pp=pp), torch.device("cpu"), rendezvous, rank, timeout_s=30)
     reports, said = Reports(), []
     where = {"data": (Loader, "batch"), "compute": (loop, "learning_rate")}.get(
         phase if rank == 1 else "", (loop, "find_bubble")
@@ -62,31 +68,34 @@ def train_body(rank, world, rendezvous, recipe, folder, phase):
         StopRequest() as stop,
         StepWatch(stop, say=said.append) as watch,
         patch.object(train, "open_observers", lambda *words: reports),
-        patch.object(*where, slowed(plain) if where[1] != "find_bubble" else plain),
+        patch.object(*where, slowed(plain, from_step) if where[1] != "find_bubble" else plain),
     ):
         code = train._train(make_plan(recipe, config), prepared, mesh, Lease(folder), stop, watch, Phases())
     mesh.close()
     return code, said, reports.stragglers
 
 
-@pytest.mark.parametrize("phase", ["data", "compute"])
-def test_a_slow_rank_is_named_with_its_phase(pool, tmp_path: Path, monkeypatch, phase):
+def compose_run(tmp_path: Path, *more):
     tiny_run.write_corpus(tmp_path / "corpus")
-    monkeypatch.chdir(tmp_path)
     words = [
         *tiny_run.RECIPE,
         f"data.sources.files.path={tmp_path}/corpus",
         f"data.root={tmp_path}/data",
         "launch.ranks=2",
-    ]
-    words += [
         "batch.sequences_per_step=2",
         "batch.sequences_per_microbatch=1",
-        "train.steps=30",
         "checkpoint.every_steps=null",
+        *more,
     ]
     recipe = compose(words).require()
     prepare(recipe)
+    return recipe
+
+
+@pytest.mark.parametrize("phase", ["data", "compute"])
+def test_a_slow_rank_is_named_with_its_phase(pool, tmp_path: Path, monkeypatch, phase):
+    monkeypatch.chdir(tmp_path)
+    recipe = compose_run(tmp_path, "train.steps=30")
     (code, said, stragglers), (other, silent, _) = pool.run(2, train_body, recipe, tmp_path, phase, timeout_s=100)
     assert (code, other, silent) == (EXIT_DONE, EXIT_DONE, [])
     (line,) = said
@@ -94,3 +103,17 @@ def test_a_slow_rank_is_named_with_its_phase(pool, tmp_path: Path, monkeypatch, 
     assert list(stragglers[-1]) == [f"1 {phase}"]
     assert stragglers[-1][f"1 {phase}"] == pytest.approx(SLOW_S, rel=0.5)
     assert stragglers[0] == {}
+
+
+@pytest.mark.grid
+def test_a_rank_that_becomes_slow_alone_in_its_stage_is_named(pool, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first_slow = WARM_UP + BASELINE + LEAST
+    recipe = compose_run(tmp_path, f"train.steps={first_slow + WINDOW}", "parallel.pp=2")
+    words = (recipe, tmp_path, "compute", first_slow)
+    (code, said, stragglers), (other, silent, _) = pool.run(2, train_body, *words, timeout_s=100)
+    assert (code, other, silent) == (EXIT_DONE, EXIT_DONE, [])
+    (line,) = said
+    assert line.startswith("rank 1 [pp1 dp0 cp0 tp0] is slow in compute: ")
+    assert "a step longer than in its first steps" in line
+    assert stragglers[-1]["1 compute"] == pytest.approx(SLOW_S, rel=0.5)

@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from framework.errors import EXIT_FAILED, EXIT_USER, LeaseLost, RunError, RunInUse, StorageError
-from framework.launch import directory, submit
+from framework.errors import EXIT_FAILED, EXIT_USER, LeaseLost, MeshwrightError, RunError, RunInUse, StorageError
+from framework.launch import directory, local, submit
 from framework.launch.directory import RunDirectory, Verdict, describe_self, refuse_unwritable
 from framework.launch.slurm import JobState
 from framework.launch.task import judge
@@ -60,6 +60,22 @@ def test_what_speaks_against_a_launch_is_asked_under_the_lock_and_leaves_the_epo
     assert (run.path / "request-save").exists()
     with run.lock():  # which was given back
         assert read_lease(run.path)[0] == before[0] + 1
+
+
+@pytest.mark.parametrize(
+    ("root", "left"), [("memory://store", "recipe.yaml"), (None, "checkpoints/step-00000001/manifest.json")]
+)
+def test_a_new_run_that_is_refused_leaves_epoch_and_checkpoints_where_they_are(tmp_path, root, left):
+    run = create(tmp_path, "taken")
+    with run.lock(partial(local.claim, run, root)):
+        pass
+    (run.path / left).parent.mkdir(parents=True, exist_ok=True)
+    (run.path / left).write_text("{}")
+    before = read_lease(run.path), run.checkpoints
+    with pytest.raises(MeshwrightError), run.lock(partial(local.claim, run, str(tmp_path / "elsewhere"))):
+        pytest.fail("locked")
+    assert (read_lease(run.path), run.checkpoints) == before
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_resume_asks_for_a_job_before_and_under_the_lock(tmp_path, monkeypatch):

@@ -114,10 +114,30 @@ def test_clearing_leaves_one_step_or_nothing_and_other_runs_alone(tmp_path):
             each.make(each.folder(HeldName(step, "a")))
         each.make(each.unfinished(HeldName(6, "a")))
     memory.clear(HeldName(4, "a"))
-    assert [path.name for path in memory.path.iterdir()] == ["step-00000004-a"]
-    memory.clear()
+    assert [path.name for path in memory.place.iterdir()] == ["step-00000004-a"]
+    memory.leave()
     assert not memory.path.parent.exists()
-    assert len(list(other.path.iterdir())) == 3
+    assert len(list(other.place.iterdir())) == 3
+
+
+def test_a_start_takes_over_what_the_last_one_held_and_nothing_of_a_newer_one(tmp_path):
+    starts = {epoch: memory_of(tmp_path / "run", "n1", tmp_path, epoch) for epoch in (3, 5, 6, 9)}
+    for epoch in (3, 5):
+        starts[epoch].make(starts[epoch].folder(HeldName(epoch, "a")))
+    starts[6].enter()
+    assert starts[6].list() == {HeldName(5, "a"): frozenset()}
+    assert [path.name for path in starts[6].path.iterdir()] == ["epoch-6"]
+    starts[5].make(starts[5].folder(HeldName(7, "a")))  # which was frozen
+    starts[6].clear()
+    starts[6].make(starts[6].folder(HeldName(8, "b")))  # as after a rewind: its folder is still its own
+    for stale in (starts[3], starts[5]):
+        stale.enter()
+        stale.leave()
+    assert starts[6].list() == {HeldName(8, "b"): frozenset()}
+    starts[9].enter()
+    assert starts[9].list() == {HeldName(8, "b"): frozenset()}
+    starts[9].leave()
+    assert not starts[9].path.parent.exists()
 
 
 def test_two_runs_of_one_name_have_folders_of_their_own(tmp_path):

@@ -94,3 +94,16 @@ def test_a_loss_a_weight_or_a_sample_that_differs_is_a_violation(soak, desk):
         "1 samples are of other tokens: 7",
     ]
     assert "lost" in soak.compare(desk, 3)[-2]
+
+
+def test_an_elastic_run_may_differ_by_rounding_alone(soak, desk):
+    import torch
+
+    weights = torch.linspace(-1, 1, 100)
+    for share, is_fine in ((0.5 * soak.PARITY, True), (2 * soak.PARITY, False)):
+        desk.weights_of = {soak.RUN: {"w": weights * (1 + share)}, soak.REFERENCE: {"w": weights}}
+        problems = soak.compare(desk, 2, soak.PARITY)
+        assert problems == ([] if is_fine else ["1 of 1 weights differ, such as w"])
+        assert "1 of 1 weights differ, such as w" in soak.compare(desk, 2)
+    drawn = soak.draw_kinds(10, 1, soak.ELASTIC_KINDS)
+    assert Counter(drawn)[soak.Soak.lost_node] == 4

@@ -98,7 +98,56 @@ def test_stages_of_a_pipeline_are_not_compared_with_one_another():
         found for _ in range(100) for found in run.judge.add(0.2, np.zeros(8), [0.1] * 4 + [0.2] * 4, np.zeros(8))
     ] == []
     alone = Stragglers([[0], [1]])
-    assert [found for _ in range(100) for found in alone.add(0.2, [0, 0], [0.1, 0.2], [0, 0])] == []
+    assert [found for _ in range(300) for found in alone.add(0.2, [0, 0], [0.1, 0.2], [0.1, 0])] == []
+    only_one = Stragglers([[0]])
+    assert [found for step in range(300) for found in only_one.add(0.2, [0], [0.1 + 0.1 * (step > 100)], [0])] == []
+
+
+class Pipeline(Run):
+    """Stages of one rank each, with other work: each has twice the work of the one before."""
+
+    def __init__(self, stages, seed=3, noise=0.05):
+        super().__init__(stages, [[stage] for stage in range(stages)], seed, noise)
+        self.work = STEP_S * 2.0 ** -np.arange(stages)[::-1]
+
+    def step(self, slow=None, phase="compute", factor=1.0, all_factor=1.0):
+        data = 0.001 * self.rng.lognormal(0, 1, self.world)
+        own = all_factor * self.work * self.rng.lognormal(0, self.noise, self.world)
+        own[self.rng.integers(self.world)] += STEP_S * (self.rng.random() < 0.05)
+        if slow is not None:
+            {"data": data, "compute": own}[phase][slow] += (factor - 1) * STEP_S
+        step_s = (data + own).max()
+        return self.judge.add(step_s, data, own, step_s - data - own)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.4])
+def test_a_thousand_clean_steps_of_stages_of_one_rank_name_nobody(stages, noise):
+    assert Pipeline(stages, seed=stages, noise=noise).steps(1000) == []
+
+
+@pytest.mark.parametrize("phase", ["data", "compute"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_alone_in_its_stage_is_named_where_it_becomes_slow(stages, slow, phase):
+    run = Pipeline(stages)
+    assert run.steps(200) == []
+    (found,) = run.steps(60, slow=slow, phase=phase, factor=1.5)
+    assert (found.rank, found.phase, found.is_slow) == (slow, phase, True)
+    assert found.excess_s == pytest.approx(0.05, rel=0.3)
+    (over,) = run.steps(100)
+    assert over == Straggler(slow, phase, 0.0, 0.0, is_slow=False)
+
+
+def test_what_slows_all_stages_alike_or_makes_one_faster_blames_nobody():
+    run = Pipeline(2)
+    assert run.steps(150) == []
+    assert run.steps(150, all_factor=1.6) == []
+    assert run.steps(150) == []
+    # What was thought usual of the last stage was a busy moment of its host.
+    run = Pipeline(2)
+    assert run.steps(60, slow=1, factor=2.0) == []
+    assert run.steps(200) == []
 
 
 def test_nobody_is_judged_by_a_few_steps_or_by_milliseconds():

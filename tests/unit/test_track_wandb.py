@@ -42,7 +42,8 @@ def init(mode, **arguments):
     {init}
     return Run()
 class Run:
-    step, url, dir = {step}, {url}, "x/files"
+    step, url, dir, tags = {step}, {url}, "x/files", None
+    def __setattr__(self, name, value): note(name, value)
     def define_metric(self, *names, **options): note("define_metric", *names, options)
     def log(self, values, step, commit):
         {log}
@@ -165,6 +166,77 @@ def test_a_loop_that_goes_back_while_the_mirror_follows_leaves_one_curve(fake_wa
     assert [values[:2] for values in fake_wandb.asked("log")] == [[step, step] for step in range(1, 9)]
 
 
+def rewind(run_dir, jsonl, target, *steps, rewinds=1):
+    """As a rewind does: metrics.jsonl is cut back, and the steps since then are trained on newer data."""
+    jsonl.rewind(target)
+    for step in steps:
+        jsonl.report(replace(report(step), loss=100.0 + step, rewinds=rewinds))
+
+
+def begin_to_be_mirrored(run_dir, steps, mode="online"):
+    save_run_info(run_dir, run_info(mode))
+    jsonl = Jsonl(run_dir)
+    jsonl.open(run_info(mode))
+    for step in steps:
+        jsonl.report(report(step))
+    return jsonl
+
+
+def mirror_until(run_dir, condition, then=lambda: None):
+    """A mirror from its start until wandb was asked for what is waited for, and `then`, to its end."""
+    wandb = WandbObserver(run_dir, print, CLOSE_TIMEOUT_S)
+    wandb.open(run_info())
+    wait_until(condition)
+    then()
+    wandb.close(0)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+NOW = [[step, 9.0 / step] for step in (1, 2, 3)] + [[step, 100.0 + step] for step in (4, 5)]
+
+
+def test_a_rewind_begins_a_curve_that_is_the_run_as_it_now_is(fake_wandb):
+    fake_wandb()
+    run_dir = fake_wandb.run_dir
+    jsonl = begin_to_be_mirrored(run_dir, range(1, 8))
+    mirror_until(run_dir, lambda: len(fake_wandb.asked("log")) == 7, lambda: rewind(run_dir, jsonl, 3, 4, 5))
+    assert fake_wandb.asked("init") == [["online", "r-1"], ["online", "r-1-rewound-1"]]
+    assert fake_wandb.asked("tags") == [[["rewound"]]]
+    assert fake_wandb.asked("finish") == [[0], [0]]
+    sent = [values[1:] for values in fake_wandb.asked("log")]
+    assert sent == [[step, 9.0 / step] for step in range(1, 8)] + NOW
+
+
+def test_a_start_behind_a_rewind_goes_on_with_the_newest_curve(fake_wandb):
+    fake_wandb(step=5)  # of the second wandb run the server has steps 1 to 4
+    jsonl = begin_to_be_mirrored(fake_wandb.run_dir, range(1, 8))
+    rewind(fake_wandb.run_dir, jsonl, 3, 4, 5, 6)
+    mirror_until(fake_wandb.run_dir, lambda: len(fake_wandb.asked("log")) == 2)
+    assert fake_wandb.asked("init") == [["online", "r-1-rewound-1"]]
+    assert [values[1:] for values in fake_wandb.asked("log")] == [[5, 105.0], [6, 106.0]]
+
+
+@pytest.mark.grid
+def test_of_several_rewinds_the_last_one_has_the_curve(fake_wandb):
+    fake_wandb()
+    run_dir = fake_wandb.run_dir
+    jsonl = begin_to_be_mirrored(run_dir, range(1, 8))
+
+    def go_back_twice():
+        rewind(run_dir, jsonl, 5, 6, 7)
+        rewind(run_dir, jsonl, 3, 4, 5, rewinds=2)
+
+    mirror_until(run_dir, lambda: len(fake_wandb.asked("log")) == 7, go_back_twice)
+    assert fake_wandb.asked("init")[-1] == ["online", "r-1-rewound-2"]
+    assert [values[1:] for values in fake_wandb.asked("log")][-5:] == NOW
+
+
 @pytest.mark.parametrize(
     ("login", "mode"), [("return True", "online"), ("raise errors.UsageError('no key')", "offline")]
 )
@@ -240,6 +312,21 @@ def test_the_real_wandb_offline_has_the_steps_of_metrics_jsonl(tmp_path, monkeyp
     segments = sorted((tmp_path / "wandb").glob("offline-run-*-r-1"))
     assert len(segments) == 2
     assert [steps_in_wandb(each) for each in segments] == [[1, 2, 3, 4, 5], [6, 7]]
+
+
+@pytest.mark.grid
+def test_the_real_wandb_has_a_whole_curve_for_each_rewind(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    jsonl = begin_to_be_mirrored(tmp_path, range(1, 8), "offline")
+
+    def is_mirrored():
+        return any(path.stat().st_size for path in tmp_path.glob("wandb/offline-run-*-r-1/*.wandb"))
+
+    mirror_until(tmp_path, is_mirrored, lambda: rewind(tmp_path, jsonl, 3, 4, 5))
+    (former,), (now,) = (list(tmp_path.glob(f"wandb/offline-run-*-{name}")) for name in ("r-1", "r-1-rewound-1"))
+    assert steps_in_wandb(former)[:3] == [1, 2, 3]
+    assert steps_in_wandb(now) == [1, 2, 3, 4, 5]
+    assert (tmp_path / "wandb.log").read_text().count("Traceback") == 0
 
 
 def steps_in_wandb(segment):
