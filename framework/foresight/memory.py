@@ -31,12 +31,13 @@ from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import count_expert_shards
+from framework.model.flops import attention_masks
 from framework.model.logit_map import find_logit_map
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.live import LiveMoment, live_moments
 from framework.parallel.pipeline.lower import lower
 from framework.parallel.pipeline.schedules import make_schedule
-from framework.parallel.pipeline.simulate import unit_costs
+from framework.parallel.pipeline.simulate import Costs, unit_costs
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
@@ -473,7 +474,16 @@ class _Forecaster:
         """Bytes that layers keep on the first rank of the pipeline at the least. 0 where they keep nothing by themselves."""
         if "activations" in each.offload or each.checkpointing == "sqrt":
             return 0
-        layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
+        layout = (
+            each.context,
+            each.cp,
+            each.ulysses,
+            each.is_gather,
+            each.tp,
+            each.sequence,
+            each.expert_tp,
+            each.ep > 1,
+        )
         kept = self._remember(
             ("kept", layout, each.checkpointing),
             lambda: self._make_activations(each.changed({"sequences": 1})).layer_bytes,
@@ -486,7 +496,16 @@ class _Forecaster:
         """Of the rank with most layers in a layer's backward, wherever states lie: what the layer keeps, parameters and gradients
         of a few units in full, and what is outside."""
         plain = each.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
-        layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
+        layout = (
+            each.context,
+            each.cp,
+            each.ulysses,
+            each.is_gather,
+            each.tp,
+            each.sequence,
+            each.expert_tp,
+            each.ep > 1,
+        )
         found = self._remember(("plain", layout), lambda: self._make_activations(plain))
         inner: int = max(each.sequences * (found.layer_bytes - found.hidden_bytes), 0)
         degrees = Degrees.of(each)
@@ -548,7 +567,7 @@ class _Forecaster:
         by_stage = {}
         for stage in stages:
             own = counts[stage.index]
-            form = stage.is_first, stage.is_last, stage.stop - stage.start, own
+            form = stage.is_first, stage.is_last, stage.stop - stage.start, own, activations.masks_of(stage)
             if form not in alike:
                 alike[form] = activations.of_stage(stage, own)
             by_stage[stage.index] = alike[form]
@@ -566,14 +585,30 @@ class _Forecaster:
 
     def _moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
         count = representative(each.schedule, each.pp, each.accumulation)
-        layout = each.schedule, each.pp, each.virtual, count
+        # In which order messages of uneven stages leave depends on how long these compute.
+        costs = self._stage_costs(each)
+        layout = each.schedule, each.pp, each.virtual, count, costs
 
         def make() -> tuple[Sequence[LiveMoment], MomentTable]:
-            make_all = partial(_make_moments, each.schedule, each.pp, each.virtual, each.accumulation)
+            costs_of_all = Costs(costs, costs, costs)
+            make_all = partial(_make_moments, each.schedule, each.pp, each.virtual, each.accumulation, costs_of_all)
             found = self._remember(("schedule", layout), make_all)(rank)
             return found, MomentTable.of(found)
 
         return self._remember(("moments", rank, layout), make)
+
+    def _stage_costs(self, each: Candidate) -> tuple[float, ...]:
+        """FLOPs of each stage, as a run's pipeline is simulated with."""
+
+        def find() -> tuple[float, ...]:
+            flops, layers = self.shape.flops(each.context), self.shape.layer_flops(each.context)
+            first, last = flops.get("embedding", 0.0), flops.get("head", 0.0)
+            stages = self._places(each).stages
+            return tuple(sum(layers[x.start : x.stop]) + first * x.is_first + last * x.is_last for x in stages)
+
+        key = "stage costs", each.pp, each.schedule, each.virtual, each.context
+        found: tuple[float, ...] = self._remember(key, find)
+        return found
 
     def _phase(self, peak: Peak, on_the_way: int, more: int) -> dict[str, int]:
         kept = peak.activations + on_the_way if peak.total else 0
@@ -599,7 +634,16 @@ class _Forecaster:
 
     def activations_of(self, each: Candidate) -> Activations:
         """Of one rank and microbatch."""
-        layout = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequence, each.expert_tp
+        layout = (
+            each.context,
+            each.cp,
+            each.ulysses,
+            each.is_gather,
+            each.tp,
+            each.sequence,
+            each.expert_tp,
+            each.ep > 1,
+        )
         key = layout, each.sequences, each.checkpointing, "activations" in each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))
 
@@ -629,8 +673,17 @@ class _Forecaster:
             shape.mixture,
             self._contexts(each),
             self._packs,
-            self.settings.recipe.model.attention in SDPA,
+            self._masks(each),
+            each.ep > 1 or each.expert_tp < each.tp or self.settings.recipe.model.expert_capacity is not None,
         )
+
+    def _masks(self, each: Candidate) -> tuple[str | None, ...]:
+        """Of each layer. Where sequences are divided attention is ours, which reads none."""
+        if each.cp > 1 or self.settings.recipe.model.attention not in SDPA:
+            return ()
+        make = partial(attention_masks, self.shape.text, each.context, self._packs)
+        found: tuple[str | None, ...] = self._remember(("masks", each.context), make)
+        return found
 
     @property
     def _packs(self) -> bool:
@@ -690,13 +743,15 @@ def representative(schedule: str, pp: int, accumulation: int) -> int:
 
 def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[list[LiveMoment]]:
     """Of each rank the moments at which it may have most: those at which no other has as much of each stage."""
-    return list(map(_make_moments(schedule, pp, virtual, accumulation), range(pp)))
+    return list(map(_make_moments(schedule, pp, virtual, accumulation, unit_costs(pp * virtual)), range(pp)))
 
 
-def _make_moments(schedule: str, pp: int, virtual: int, accumulation: int) -> Callable[[int], list[LiveMoment]]:
+def _make_moments(
+    schedule: str, pp: int, virtual: int, accumulation: int, costs: Costs
+) -> Callable[[int], list[LiveMoment]]:
     """What makes those of a rank."""
-    few = min(accumulation, pp + 2) if schedule == "gpipe" else representative(schedule, pp, accumulation)
-    lowered = lower(made := make_schedule(schedule, pp, few, virtual), unit_costs(made.num_stages))
+    few = min(accumulation, 4 * pp) if schedule == "gpipe" else representative(schedule, pp, accumulation)
+    lowered = lower(make_schedule(schedule, pp, few, virtual), costs)
 
     def make(rank: int) -> list[LiveMoment]:
         own = _undominated(live_moments(lowered, rank))

@@ -22,6 +22,8 @@ from framework.model.units import Unit
 
 # Names under which configs have the number of experts that a token is sent to.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+# Kinds of attention to the tokens nearby, and where configs have how many.
+LOCAL_ATTENTIONS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 @dataclass(frozen=True)
@@ -118,18 +120,34 @@ def attention_width(config: PretrainedConfig) -> int:
 
 def attention_reach(config: PretrainedConfig, context: int) -> list[int]:
     """The number of tokens that a query sees, by layer; 0 for linear attention and state-space layers."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        is_windowed = window is not None and getattr(config, "use_sliding_window", True)
-        layer_types = ["sliding_attention" if is_windowed else "full_attention"] * config.num_hidden_layers
-    reaches = {
-        "full_attention": context,
-        "hybrid": context,
-        "sliding_attention": min(window or context, context),
-        "chunked_attention": min(getattr(config, "attention_chunk_size", None) or context, context),
-    }
-    return [reaches.get(kind, 0) for kind in layer_types]
+    reaches = {"full_attention": context, "hybrid": context} | dict.fromkeys(LOCAL_ATTENTIONS, context)
+    reaches |= {kind: min(reach, context) for kind, reach in _local_reaches(config).items()}
+    return [reaches.get(kind, 0) for kind in _layer_types(config)]
+
+
+def attention_masks(config: PretrainedConfig, context: int, packs: bool) -> tuple[str | None, ...]:
+    """The mask that each layer's attention is given by a model that computes with SDPA, by the kind of its attention; None where
+    it is given none, because it is causal and nothing else. packs: documents are kept apart."""
+    reaches = _local_reaches(config)
+    # A window as long as the context gets a mask as well, which masks nothing more.
+    return tuple(
+        kind if reach and (packs or reaches.get(kind, context + 1) <= context) else None
+        for kind, reach in zip(_layer_types(config), attention_reach(config, context), strict=True)
+    )
+
+
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    layer_types: list[str] | None = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return layer_types
+    is_windowed = bool(_local_reaches(config).get("sliding_attention")) and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if is_windowed else "full_attention"] * config.num_hidden_layers
+
+
+def _local_reaches(config: PretrainedConfig) -> dict[str, int]:
+    """Tokens that a query sees at the most, by kind of attention."""
+    found = {kind: getattr(config, key, None) for kind, key in LOCAL_ATTENTIONS.items()}
+    return {kind: reach for kind, reach in found.items() if reach}
 
 
 def experts_per_token(config: PretrainedConfig) -> int | None:

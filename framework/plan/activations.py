@@ -6,7 +6,7 @@ layer that most models have now keeps other tensors. For T tokens on t ranks, of
 rank, i features of the mlp on a rank, e bytes of an activation:
 
     two RMS norms       2 T' (h (4 + e) + 4)   the input in fp32, what it was normalised to, 1/rms
-    inputs of regions   2 T h e                gathered; T' h e each with memory.gathered_inputs=regather
+    inputs of regions   2 T h e                gathered; T' h e each with memory.gathered_inputs=regather, but for a router's
     attention           T (2 q + 2 k) e        queries and keys after rope, values, and what the output projection reads
                         T 4 a                  the logarithm of each softmax's sum, in fp32
     mlp                 T 4 i e                gate, silu(gate), up, and what the down projection reads
@@ -32,9 +32,10 @@ T' h e is the gradient of what the mixture gives; where experts are slices and T
 parallel.expert_overlap saves by halves is not counted. Every mixture of gated experts has it, whatever else stands in its layer.
 That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
 
-Documents that are kept apart in a row of S tokens (data.pack=documents) are a mask to SDPA where no rank of cp divides them:
-each layer keeps it in the dtype of activations, S e for each of its tokens, and keys and values for all heads of queries (4 q e
-in the place of (2 q + 2 k) e). A stage whose layers are computed again keeps the model's own mask for them, one byte a value.
+Where no rank of cp divides a row of S tokens, SDPA is given a mask for documents that are kept apart in it (data.pack=documents)
+and for a window that is no longer than it: each such layer keeps the mask in the dtype of activations, S e for each of its
+tokens, and keys and values for all heads of queries (4 q e in the place of (2 q + 2 k) e). A stage whose layers are computed
+again keeps the model's own mask for them, one byte a value: S S, of each sequence if documents are what it tells.
 
 With the auxiliary loss that balances experts each layer keeps its softmax for that loss as well, T" E e, whatever is computed
 again.
@@ -85,7 +86,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.mesh.token_layout import TokenLayout
 from framework.model.experts import count_experts, find_experts
 from framework.model.flops import experts_per_token
-from framework.model.kept_outputs import Policy
+from framework.model.kept_outputs import EXPERTS, Policy
 from framework.model.loss import chunk_size
 from framework.model.mixtures import ADDED_BIAS
 from framework.model.stage import StageBounds
@@ -304,7 +305,8 @@ class Activations:
     memory: the recipe's.
     expert_slices: ranks of tp, each with a slice of every expert that it computes; 1: experts are whole. mixture: of
     layers of any form, None without one. contexts: the attentions of layers, those that differ, where cp divides sequences.
-    packs: documents are kept apart, so that each sequence has positions of its own. is_sdpa: attention is torch's SDPA.
+    packs: documents are kept apart, so that each sequence has positions of its own. masks: the mask that each layer of the model
+    gives to SDPA, by its kind, None for none; empty where no layer gives any. dispatches: rows are sent to experts, or dropped.
     """
 
     tokens: TokenLayout
@@ -318,7 +320,8 @@ class Activations:
     mixture: MixtureWidths | None
     contexts: Sequence[ContextCost] = ()
     packs: bool = False
-    is_sdpa: bool = True
+    masks: tuple[str | None, ...] = ()
+    dispatches: bool = False
 
     @cached_property
     def hidden_bytes(self) -> int:
@@ -327,8 +330,9 @@ class Activations:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """What a layer by itself keeps for its backward, where all have one policy."""
-        return self.cost_of(self.policy).kept
+        """What a layer by itself keeps for its backward, where all have one policy. If only some read a mask: of others."""
+        reads_mask = self.policy == "none" and bool(self.masks) and None not in self.masks
+        return self.cost_of(self.policy).kept + self._masked_bytes * reads_mask
 
     @property
     def recomputed_bytes(self) -> int:
@@ -343,7 +347,7 @@ class Activations:
         return policy
 
     def cost_of(self, policy: Policy) -> PolicyCost:
-        """A layer's with one policy."""
+        """A layer's with one policy, without a mask."""
         if policy == "none":
             return PolicyCost(self._all_of_layer, 0, 0.0)
         kept, flops = self._kept_outputs if policy == "selective" else (0, self._recomputed_flops(()))
@@ -382,16 +386,19 @@ class Activations:
         # and where the layer is computed again, it is what the first layer keeps.
         keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
         held = not stage.is_first and keeps_copy
+        more = [self._masked_bytes * (mask is not None) for mask in self.masks_of(stage)]
         return StageActivations(
-            kept=self.costs.kept(counts)
+            kept=self.costs.kept(counts, more)
             - self.offloaded_bytes(stage)
             + self._table_bytes
-            + self._mask_values * (counts[-1] < sum(counts))
+            + self._model_masks(stage, counts)
             + held * self.hidden_bytes,
             head=self._behind_layers * stage.is_last,
             logits=self._logits_bytes * stage.is_last,
-            left=self._factor_bytes * (stage.stop - stage.start) + self._head_factor_bytes * stage.is_last,
-            recomputed=self.costs.recomputed(counts),
+            left=self._factor_bytes * (stage.stop - stage.start)
+            + self._embedding_factor_bytes * stage.is_first
+            + self._head_factor_bytes * stage.is_last,
+            recomputed=self.costs.recomputed(counts, more),
             transient=self.transient_bytes,
             chunk=self.chunk_bytes * stage.is_last,
             hidden=self.hidden_bytes,
@@ -441,7 +448,8 @@ class Activations:
     @property
     def _kept_outputs(self) -> tuple[int, float]:
         """(bytes, FLOPs of a token) that `selective` keeps beside the input, and computes again."""
-        kept = self.memory.kept_operations
+        # Where rows are not dispatched transformers' kernels multiply experts: none of our matmuls, and so not kept.
+        kept = [name for name in self.memory.kept_operations if name != EXPERTS or self.dispatches]
         if self.layer is None:
             share = SELECTIVE_SHARE if kept else 0.0
             return int(share * self._all_of_layer), (1 - share) * self._recomputed_flops(())
@@ -456,7 +464,7 @@ class Activations:
         if (mixture := widths.mixture) is not None:
             inner = -(-mixture.inner // (t if self._slices_experts else 1))
             experts = self.rows_in_experts(mixture.top_k) * (2 * inner + self.width) * e
-            return sizes | {"o_proj": outside, "experts": experts}
+            return sizes | {"o_proj": outside, EXPERTS: experts}
         inner = tokens * -(-widths.inner // t) * e
         return sizes | {"o_proj": outside, "gate_proj": inner, "up_proj": inner, "down_proj": outside}
 
@@ -476,7 +484,7 @@ class Activations:
         if mixture is None:
             flops |= dict.fromkeys(("gate_proj", "up_proj"), 2.0 * h * widths.inner)
         else:
-            flops |= {"experts": 6.0 * h * mixture.inner * mixture.top_k}
+            flops |= {EXPERTS: 6.0 * h * mixture.inner * mixture.top_k}
         return sum(size for name, size in flops.items() if name not in kept)
 
     @cached_property
@@ -506,11 +514,7 @@ class Activations:
             return self.hidden_bytes * ESTIMATED_VALUES + exchanged
         widths, e, t, tokens = self.layer, self.itemsize, self.tokens.tp.size, self._num_tokens
         kv = widths.kv // min(t, widths.kv_heads)
-        read = widths.q // t if self._mask_values else kv
-        attention = self._gathered * widths.hidden * e + tokens * (
-            2 * (widths.q // t + read) * e + 4 * widths.heads // t
-        )
-        attention += self._mask_values * e
+        attention = self._gathered * widths.hidden * e + tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
         if widths.has_qk_norms:
             attention += tokens * ((widths.q // t + kv) * (4 + e) + 8 * widths.heads // t)
         return self._norm_bytes(widths) + attention + exchanged + self._behind_attention
@@ -522,7 +526,7 @@ class Activations:
             return self.hidden_bytes * ESTIMATED_BEHIND
         widths, e, t, norm = self.layer, self.itemsize, self.tokens.tp.size, self._norm_bytes(self.layer)
         if widths.mixture is not None:
-            return norm + self._mixture_bytes(widths.mixture, self._gathered)
+            return norm + self._mixture_bytes(widths.mixture)
         return norm + self._gathered * widths.hidden * e + self._num_tokens * 4 * -(-widths.inner // t) * e
 
     def _norm_bytes(self, widths: LayerWidths) -> int:
@@ -534,15 +538,15 @@ class Activations:
         is_whole = self.memory.gathered_inputs == "keep"
         return self._num_tokens if is_whole else self.tokens.sequences * self.tokens.tokens_local
 
-    def _mixture_bytes(self, mixture: MixtureWidths, gathered: int) -> int:
-        """What a mixture keeps, its input included, where the router is uniform. gathered: tokens of a region's input."""
-        e, routed = self.itemsize, self.tokens.sequences * self.tokens.tokens_local
-        inputs, inner = routed, mixture.inner
+    def _mixture_bytes(self, mixture: MixtureWidths) -> int:
+        """What a mixture keeps, its input included, where the router is uniform. The router keeps that whole, whether or not
+        others gather it again."""
+        e, routed, inner = self.itemsize, self._num_routed, mixture.inner
         if self._slices_experts:
-            inputs, routed, inner = gathered, self._num_tokens, -(-mixture.inner // self.tokens.tp.size)
+            inner = -(-mixture.inner // self.tokens.tp.size)
         router = routed * (4 * mixture.experts + 16 * mixture.top_k)
         row = (2 * self.width + 4 * inner) * e + 24
-        return inputs * self.width * e + router + self.rows_in_experts(mixture.top_k) * row + self._balance_bytes
+        return routed * self.width * e + router + self.rows_in_experts(mixture.top_k) * row + self._balance_bytes
 
     def rows_in_experts(self, top_k: int) -> int:
         """Rows that a rank sends to a mixture's experts, and that its own compute where the router is uniform."""
@@ -569,32 +573,54 @@ class Activations:
     def _is_divided(self) -> bool:
         return self.tokens.slices is not None and self.tokens.slices.ranks > 1
 
-    @cached_property
-    def _mask_values(self) -> int:
-        """Of a microbatch's mask [sequences, 1, context, context]; 0 where attention reads none."""
-        return self._num_tokens * self.tokens.context if self.packs and self.is_sdpa and not self._is_divided else 0
+    def masks_of(self, stage: StageBounds) -> tuple[str | None, ...]:
+        """Those of a stage's layers."""
+        return self.masks[stage.start : stage.stop]
+
+    @property
+    def _masked_bytes(self) -> int:
+        """What a layer keeps more for a mask: it, in the dtype of activations, and keys and values of all heads of queries."""
+        e, t, tokens, widths = self.itemsize, self.tokens.tp.size, self._num_tokens, self.layer
+        more = 0 if widths is None else widths.q // t - widths.kv // min(t, widths.kv_heads)
+        return tokens * (self.tokens.context + 2 * more) * e
+
+    def _model_masks(self, stage: StageBounds, counts: Counts) -> int:
+        """The model's own masks, a byte for each value, which layers that are computed again keep: one for each kind of
+        attention, of each sequence where documents differ."""
+        again = self.masks_of(stage)[: sum(counts[:-1])]
+        sequences = self.tokens.sequences if self.packs else 1
+        return len({mask for mask in again if mask is not None}) * sequences * self.tokens.context**2
 
     @cached_property
     def _factor_bytes(self) -> int:
-        """What a layer's gradients of weights are matmuls of: inputs of linear layers, and gradients of what they return."""
+        """What a layer's gradients of weights are matmuls of: inputs of linear layers, and gradients of what they return, of all
+        tokens of a region."""
         widths = self.layer
         if widths is None:
             return self._all_of_layer
-        e, t, tokens, local = self.itemsize, self.tokens.tp.size, self._num_tokens, self.hidden_bytes // self.itemsize
-        q, kv, h = tokens * widths.q // t, tokens * (widths.kv // min(t, widths.kv_heads)), self.width
-        attention = self._gathered * h + q + q + 2 * kv + local
+        e, t, tokens, h = self.itemsize, self.tokens.tp.size, self._num_tokens, self.width
+        q, kv = tokens * widths.q // t, tokens * (widths.kv // min(t, widths.kv_heads))
+        attention = tokens * h + q + q + 2 * kv + tokens * h
         if (mixture := widths.mixture) is not None:
             inner = -(-mixture.inner // (t if self._slices_experts else 1))
-            return (attention + self.rows_in_experts(mixture.top_k) * (2 * h + 3 * inner)) * e
-        return (attention + self._gathered * h + 3 * tokens * -(-widths.inner // t) + local) * e
+            # Gradients of stacked weights that autograd brings are there at once, whole.
+            factors = self.rows_in_experts(mixture.top_k) * (2 * h + 3 * inner)
+            return (attention + (factors if self.dispatches else mixture.experts * 3 * h * inner)) * e
+        return (attention + tokens * h + 3 * tokens * -(-widths.inner // t) + tokens * h) * e
+
+    @property
+    def _embedding_factor_bytes(self) -> int:
+        """The same of the embedding: gradients of its rows; of a divided vocabulary the gradient of the rank's part itself."""
+        rows = -(-self.vocabulary // self.tokens.tp.size) if self.tokens.tp.size > 1 else self._num_tokens
+        return rows * self.width * self.itemsize
 
     @cached_property
     def _head_factor_bytes(self) -> int:
-        """The same of the head; computed at once where the loss is chunked."""
+        """The same of the head; where the loss is chunked the sum of its weight's gradient over chunks."""
+        part = -(-self.vocabulary // self.tokens.tp.size)
         if self.memory.chunked_loss:
-            return 0
-        logits = self._num_tokens * -(-self.vocabulary // self.tokens.tp.size)
-        return (self._gathered * self.width + logits) * self.itemsize
+            return part * self.width * max(self.itemsize, 4)
+        return self._num_tokens * (self.width + part) * self.itemsize
 
     @cached_property
     def _behind_layers(self) -> int:

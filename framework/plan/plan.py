@@ -21,7 +21,14 @@ from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
 from framework.model.added_bias import prepare_mixtures
-from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
+from framework.model.flops import (
+    ModelSize,
+    attention_masks,
+    experts_per_token,
+    flops_per_token,
+    measure_model,
+    unit_flops,
+)
 from framework.model.kept_outputs import ATTENTION, Policy
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
@@ -153,7 +160,7 @@ class Plan:
     @cached_property
     def activations(self) -> Activations:
         """Bytes of activations, which all ranks hold alike."""
-        text = self.config.get_text_config()
+        text, derived = self.config.get_text_config(), self.derived
         return Activations(
             self.token_layout(0),
             text.hidden_size,
@@ -162,11 +169,20 @@ class Plan:
             layer_widths(self.whole),
             self._layer_flops,
             self.recipe.memory,
-            self.derived.expert_tp,
+            derived.expert_tp,
             mixture_widths(self.whole, text),
             tuple({cost: None for cost in self.context_costs(0) if cost is not None}),
             self.recipe.data.pack == "documents",
-            self.recipe.model.attention in SDPA,
+            self._masks(),
+            derived.ep > 1 or derived.expert_tp < derived.tp or self.recipe.model.expert_capacity is not None,
+        )
+
+    def _masks(self) -> tuple[str | None, ...]:
+        """Of each layer. Where sequences are divided attention is ours, which reads none."""
+        if self.derived.cp > 1 or self.recipe.model.attention not in SDPA:
+            return ()
+        return attention_masks(
+            self.config.get_text_config(), self.derived.context, self.recipe.data.pack == "documents"
         )
 
     def context_costs(self, rank: int) -> list[ContextCost | None]:

@@ -10,7 +10,7 @@ more. So it is exact, and the uniform policies are among what it compares.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,20 +40,24 @@ class PolicyCosts:
     input_bytes: int
     forward_flops: float
 
-    def kept(self, counts: Counts) -> int:
-        """Bytes that a stage of so many layers keeps."""
-        grouped = counts[0]
+    def kept(self, counts: Counts, more: Sequence[int] = ()) -> int:
+        """Bytes that a stage of so many layers keeps. more: of each layer, what its forward has beside what others' have."""
+        grouped, whole = counts[0], sum(counts) - counts[-1]
         sizes = (count * self._ordered[index].kept for index, count in enumerate(counts))
         # Of a group one layer's input is kept; what else a layer keeps (a router's choice) is kept of all.
-        return sum(sizes) - (grouped - count_groups(grouped)) * self.input_bytes
+        return sum(sizes) - (grouped - count_groups(grouped)) * self.input_bytes + sum(more[whole:])
 
-    def recomputed(self, counts: Counts) -> int:
-        """The most bytes beside those that the stage keeps, while one of its layers is computed again."""
-        most, behind = 0, 0
+    def recomputed(self, counts: Counts, more: Sequence[int] = ()) -> int:
+        """The most bytes beside those that the stage keeps, while one of its layers is computed again. more: as of `kept`."""
+        most, behind, stop = 0, 0, sum(counts)
         for index in reversed(range(len(POLICIES))):
+            start = stop - counts[index]
+            of_layers, stop = more[start:stop], start
+            is_whole = POLICIES[index] == "none"
             if counts[index]:
-                most = max(most, self._ordered[index].recomputed + self._inputs_of_group(index, counts) - behind)
-            behind += counts[index] * self._ordered[index].kept
+                again = self._ordered[index].recomputed + (0 if is_whole else max(of_layers, default=0))
+                most = max(most, again + self._inputs_of_group(index, counts) - behind)
+            behind += counts[index] * self._ordered[index].kept + (sum(of_layers) if is_whole else 0)
         return most
 
     def flops(self, counts: Counts) -> float:

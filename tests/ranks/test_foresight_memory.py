@@ -33,9 +33,10 @@ def test_states_are_equal_and_activations_within_three_percent(pool: RankPool) -
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("first", range(0, 40, 5))
-def test_random_layouts_hold_what_is_foretold(pool: RankPool, first: int) -> None:
-    recipes = [draw_recipe(1, number) for number in range(first, first + 5)]
+def test_random_layouts_hold_what_is_foretold(pool: RankPool, first: int, seed: int) -> None:
+    recipes = [draw_recipe(seed, number) for number in range(first, first + 5)]
     for found in count_layouts(recipes, pool):
         assert found.are_states_equal, found
         assert found.ratio == pytest.approx(1, abs=0.03), found

@@ -41,6 +41,7 @@ class RegionCall:
         self._input: ref[Tensor] | None = None
         self._version = 0
         self._gathering: tuple[Tensor, Pending] | None = None
+        self._whole: Tensor | None = None
 
     def hand_out(self, whole: Tensor) -> None:
         """Tell the call which tensor, [B, S, D], the model is given as the region's input."""
@@ -71,19 +72,22 @@ class RegionCall:
 
     def start_gather(self, kept: Tensor) -> None:
         """Start to gather the input again over `tp`, once for all layers that ask. kept: [B, s, D]."""
-        if self._gathering is None:
+        if self._gathering is None and self._whole is None:
             self._gathering = self.border.start_gather(kept)
 
     def end_backward(self) -> None:
         """Nothing asks any more. The region has its last call until it is entered again."""
-        self._gathering = None
+        self._gathering = self._whole = None
 
     def gathered(self) -> Tensor:
-        """The input [B, S, D] that `start_gather` started to bring."""
-        assert self._gathering is not None, "asked for before it was started"
-        gathered, pending = self._gathering
-        pending.wait()
-        return self.border.join(gathered)
+        """The input [B, S, D] that `start_gather` started to bring: one tensor for all layers that ask."""
+        # Joined once: layers whose weight gradients are left for later would each keep a copy until then.
+        if self._whole is None:
+            assert self._gathering is not None, "asked for before it was started"
+            gathered, pending = self._gathering
+            pending.wait()
+            self._whole, self._gathering = self.border.join(gathered), None
+        return self._whole
 
 
 class Region:
