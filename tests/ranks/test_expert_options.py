@@ -149,7 +149,7 @@ def record_order(rank: int, world: int, rendezvous: str, name: str) -> tuple[lis
     return forward[:3], backward[:5]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize("name", few_of(["deepseek_v3", "qwen2_moe"], lambda name: name == "qwen2_moe"))
 def test_shared_experts_are_computed_while_rows_travel(pool: RankPool, name: str):
     for forward, backward in pool.run(2, record_order, name):
         assert forward == ["depart", "shared", "arrive"]
