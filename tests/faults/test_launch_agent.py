@@ -118,6 +118,7 @@ def test_a_collective_whose_time_is_up_is_the_cause_and_not_the_end_of_the_rank_
     assert "SIGKILL" not in outcome.message
 
 
+@pytest.mark.grid  # a hung run that ends by itself: above
 def test_a_hung_run_obeys_sigterm(folder):
     """Its collectives wait for half an hour, and no handler of Python's runs meanwhile on rank 0."""
     signal_when_ready(folder, signal.SIGTERM)
