@@ -96,6 +96,7 @@ def test_every_layout_drops_what_one_process_drops(pool: RankPool, factor, prior
     assert_equal(pool, 2, [Case("mixtral", family("mixtral"), recipes_of(layouts, 2, model=model))])
 
 
+@pytest.mark.grid
 def test_dropped_pairs_are_counted_alike_in_every_layout(pool: RankPool):
     case = family("qwen3_moe")
     layouts = {

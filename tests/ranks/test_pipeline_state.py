@@ -89,9 +89,7 @@ MOVES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "tied", "before", "after"), few_of(MOVES, lambda name, *_: name in ("gpt2", "qwen3_moe"))
-)
+@pytest.mark.parametrize(("name", "tied", "before", "after"), few_of(MOVES, lambda name, *_: name == "gpt2"))
 def test_a_checkpoint_of_one_cut_goes_on_in_another(
     pool: RankPool, tmp_path: Path, name: str, tied: bool, before: Recipe, after: Recipe
 ) -> None:
