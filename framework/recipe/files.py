@@ -1,8 +1,15 @@
-"""Recipe files: where they are found, and Hydra's composition of them with the origin of every value."""
+"""Recipe files: where they are found, and Hydra's composition of them with the origin of every value.
 
+Hydra reads and merges two dozen files anew each time, which takes nearly all of a composition's time. Whoever composes many
+recipes in one process (sweeps, random recipes, tests) composes few selections of shipped files, so each of those is merged once,
+for as long as no shipped file says anything else.
+"""
+
+import pickle
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -37,22 +44,42 @@ def compose_files(
 ) -> tuple[DictConfig, dict[str, str], list[Problem]]:
     """`config.yaml` with the chosen recipes of each group: the untyped tree, the origin of each of its keys, and what Hydra
     could not read. With a problem the tree is empty."""
-    lines = [str(choice.input_line) for choice in choices]
+    lines = tuple(str(choice.input_line) for choice in choices)
+    shipped = shipped_recipes()
     try:
-        with initialize_config_dir(str(folders[-1]), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            _search_first(folders[:-1], loader)
-            tree = compose("config", lines)
-            merged = loader.compute_defaults_list("config", lines, RunMode.RUN).defaults
+        if list(folders) == [shipped]:
+            tree, origins = pickle.loads(_merge_shipped(shipped, lines, _read_all(shipped)))
+        else:  # a user's folder may be a large one, which is not read through to see whether a file has changed
+            tree, origins = _merge(tuple(folders), lines)
     except HYDRA_ERRORS as error:
         return OmegaConf.create(), {}, [explain_hydra(error, choices, folders)]
-    OmegaConf.set_struct(tree, False)
+    return OmegaConf.create(tree), origins, []
+
+
+@lru_cache(maxsize=256)
+def _merge_shipped(folder: Path, lines: tuple[str, ...], texts: tuple[tuple[str, bytes], ...]) -> bytes:
+    """`_merge` of shipped files, pickled so that each caller has a tree of its own. texts: what all of them say."""
+    return pickle.dumps(_merge((folder,), lines))
+
+
+def _read_all(folder: Path) -> tuple[tuple[str, bytes], ...]:
+    """(path, what it says) of every recipe in a folder."""
+    return tuple((str(file), file.read_bytes()) for file in sorted(folder.rglob("*.yaml")))
+
+
+def _merge(folders: tuple[Path, ...], lines: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tree with its interpolations unresolved, as plain values, and the origin of each of its keys."""
+    with initialize_config_dir(str(folders[-1]), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        _search_first(folders[:-1], loader)
+        tree = compose("config", list(lines))
+        merged = loader.compute_defaults_list("config", list(lines), RunMode.RUN).defaults
     origins: dict[str, str] = {}
     for entry in merged:
         file = find_file(entry.config_path or "", folders)
         if file is not None:
             trace_file(origins, file, entry.package or "", label_of(file))
-    return tree, origins, []
+    return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False)), origins
 
 
 def _search_first(folders: Sequence[Path], loader: Any) -> None:

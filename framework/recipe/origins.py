@@ -50,10 +50,12 @@ def remove_origin(origins: dict[str, str], path: str) -> None:
 
 def origin_of(origins: Mapping[str, str], key: str) -> str:
     """The origin of a key, of something below it, or of the nearest thing above it."""
+    if key in origins:
+        return origins[key]
     below = next((label for path, label in origins.items() if path.startswith(key + ".")), None)
     parts = key.split(".")
     above = (origins.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
-    return origins.get(key) or below or next((label for label in above if label), DEFAULT)
+    return below or next((label for label in above if label), DEFAULT)
 
 
 def find_file(config_path: str, folders: Sequence[Path]) -> Path | None:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,7 @@ def explain_flag(flag: str) -> Problem:
     return Problem(flag, None, "no such option; recipe keys are written key=value, without dashes", fix, COMMAND_LINE)
 
 
+@lru_cache(maxsize=1024)  # Hydra's parser takes milliseconds for a word; nobody changes what it gives
 def _parse(text: str) -> Override:
     return OverridesParser.create().parse_overrides([text])[0]
 

@@ -48,5 +48,7 @@ def _resolve_value(tree: DictConfig, name: str, written: Any) -> Any:
         return written
     if _VOLATILE.search(str(written)):
         raise OmegaConfBaseException("its value would differ at every composition; give it outright")
+    if "${" not in str(written):
+        return written
     value = tree[name]
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -13,6 +13,7 @@ import pytest
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NUMERICS, EXIT_RESUME, EXIT_USER, RunError
 from framework.launch.agent import run_ranks
 from framework.launch.directory import RunDirectory
+from tests.grid import few_of
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 ROOT = PROGRAM.parents[2]
@@ -57,7 +58,10 @@ def test_ranks_get_their_places_and_end_well(folder):
     assert [(folder / f"environment-{rank}").read_text() for rank in range(3)] == ["0 3 0", "1 3 1", "2 3 2"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", few_of(SIGNALS, lambda number: number in SIGNALS[:2]))
 def test_signal_lets_every_rank_save(folder, number, capfd):
     before = signal.getsignal(number)
     signal_when_ready(folder, number)
@@ -83,6 +87,7 @@ def test_error_of_all_ranks_is_said_once(folder, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.grid  # beside a rank that is killed; which error is the cause: unit/test_launch_agent.py
 def test_error_of_one_rank_is_the_cause_and_the_others_are_silent(folder, capfd):
     outcome = launch("fail_on_one_rank", folder)
     assert (outcome.code, outcome.message) == (EXIT_USER, "[rank 1] corpus/a.jsonl row 7 is broken")
@@ -113,6 +118,7 @@ def test_a_collective_whose_time_is_up_is_the_cause_and_not_the_end_of_the_rank_
     assert "SIGKILL" not in outcome.message
 
 
+@pytest.mark.grid  # a hung run that ends by itself: above
 def test_a_hung_run_obeys_sigterm(folder):
     """Its collectives wait for half an hour, and no handler of Python's runs meanwhile on rank 0."""
     signal_when_ready(folder, signal.SIGTERM)

@@ -78,15 +78,16 @@ KEPT = [
 ]
 
 
+@pytest.fixture(scope="module")
+def sources():
+    """Every file of the package, parsed once for all laws."""
+    return [Source(str(file.relative_to(PACKAGE)), file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))]
+
+
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_the_house_keeps(law):
-    files = sorted(PACKAGE.rglob("*.py"))
-    assert files
-    breaches = [
-        f"framework/{source.path}:{line}: {what}"
-        for source in (Source(str(file.relative_to(PACKAGE)), file.read_text()) for file in files)
-        for line, what in sorted(law(source))
-    ]
+def test_the_house_keeps(law, sources):
+    assert sources
+    breaches = [f"framework/{source.path}:{line}: {what}" for source in sources for line, what in sorted(law(source))]
     assert not breaches, "\n" + "\n".join(breaches)
 
 

@@ -214,6 +214,7 @@ def test_a_layer_is_one_graph_that_serves_all_layers(pool: RankPool, kernels: st
     assert found.operators > 50  # a layer's, where a break at each of them left 2
 
 
+@pytest.mark.grid
 def test_layers_that_differ_in_a_number_are_all_compiled(pool: RankPool, kernels: str) -> None:
     """diffllama's lambda_init: torch would give up after eight."""
     case = Case("diffllama", family("diffllama"), {"": lay_out()}, {"num_hidden_layers": NUM_LAYERS})

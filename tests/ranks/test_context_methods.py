@@ -419,7 +419,7 @@ def measure_peak(attention: ContextAttention, case: Case) -> int:
 LEAST_RATIO = {"ring": 3.5, "gather": 3.2, "ulysses": 2.0, "both": 2.0}
 
 
-@pytest.mark.parametrize("method", SHARED)
+@pytest.mark.parametrize("method", few_of(SHARED, lambda method: method in ("ring", "ulysses")))
 def test_a_rank_of_four_holds_its_share_of_a_long_sequence(pool: RankPool, method: str) -> None:
     """32k tokens. The median counts: gloo's threads may be late to give back what they sent."""
     (whole, *_), *_ = by_rank = pool.run(

@@ -114,6 +114,7 @@ def step_through(run: Run, plan: Plan, mesh: Mesh, batches: Any, first: int) -> 
         train_step(run, share(batch, plan.recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
 
 
+@pytest.mark.grid  # as of states on the host: test_offload.py
 def test_a_checkpoint_does_not_know_where_states_lived(pool: RankPool, tmp_path: Path) -> None:
     """Bitwise, from memory to disk and from disk to memory, and byte for byte the same files. Replicas read a share each."""
     (tmp_path / "disk").mkdir()

@@ -89,9 +89,7 @@ MOVES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "tied", "before", "after"), few_of(MOVES, lambda name, *_: name in ("gpt2", "qwen3_moe"))
-)
+@pytest.mark.parametrize(("name", "tied", "before", "after"), few_of(MOVES, lambda name, *_: name == "gpt2"))
 def test_a_checkpoint_of_one_cut_goes_on_in_another(
     pool: RankPool, tmp_path: Path, name: str, tied: bool, before: Recipe, after: Recipe
 ) -> None:
@@ -118,7 +116,7 @@ def test_a_resumed_pipeline_is_bitwise_the_one_that_never_paused(
         assert torch.equal(found.weights[parameter], weight), parameter
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", few_of(["1f1b", "zbv"], lambda schedule: schedule == "zbv"))
 def test_a_tied_embedding_is_stored_once(pool: RankPool, tmp_path: Path, schedule: str) -> None:
     case = case_of("llama", {"": layout(2, schedule, 1)}, tie_word_embeddings=True)
     pool.run(2, resume, case, tmp_path)
@@ -159,7 +157,7 @@ def layers_of(names: Sequence[str]) -> set[int]:
     return {int(name.split(".layers.")[1].split(".")[0]) for name in names if ".layers." in name}
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", few_of([True, False], lambda tied: tied))
 def test_of_pretrained_weights_a_rank_reads_those_of_its_stages(pool: RankPool, tmp_path: Path, tied: bool) -> None:
     folder = str(tmp_path)
     case = Case("llama", family("llama"), {}, {"num_hidden_layers": 4, "tie_word_embeddings": tied})

@@ -142,6 +142,7 @@ def test_a_rewind_that_is_killed_on_its_way_ends_in_the_same_bits(
     check_rewound(run_dir, [replace(second, ledger=first.ledger + second.ledger)], spared)
 
 
+@pytest.mark.grid
 def test_a_rewound_run_goes_on_on_another_layout_with_the_samples_that_are_left(
     pool: RankPool, place: Path, spared: dict[int, float]
 ) -> None:

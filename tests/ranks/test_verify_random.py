@@ -33,6 +33,7 @@ def test_sound_layouts_are_equal(pool: RankPool, capsys: pytest.CaptureFixture[s
     assert "equal: 2 draws of seed 0" in printed
 
 
+@pytest.mark.grid
 def test_the_first_failure_is_told_as_a_command_that_repeats_it(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

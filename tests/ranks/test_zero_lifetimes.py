@@ -83,7 +83,7 @@ def test_parameters_read_elsewhere_than_where_they_stand_equal_one_process(pool:
     assert_equal(pool, world, [Case("crossed", CROSSED, crossed_layouts("fp64", world, 0.005))])
 
 
-@pytest.mark.parametrize("world", few_of([2, 3, 4], lambda world: world == 4))
+@pytest.mark.parametrize("world", few_of([2, 3, 4], lambda world: world == 2))
 def test_fp32_parameters_in_bf16_units_are_the_same_at_all_stages(pool: RankPool, world: int) -> None:
     """A scale of one element has a buffer of its own, of which most ranks hold nothing but padding."""
     found = train(pool, world, Case("crossed", CROSSED, crossed_layouts("bf16", world, None)))
@@ -161,7 +161,9 @@ def resume_and_train(rank: int, world: int, rendezvous: str, case: Case, root: P
         pytest.param(family("gemma2"), "fp32", STAGE_3, marks=pytest.mark.grid),
         (family("mixtral"), "bf16", Zero(stage=3, shard_within=2, accumulate="local")),
         pytest.param(CROSSED, "bf16", Zero(stage=3, keep_gathered=True), marks=pytest.mark.grid),
-        (family("gpt2"), "bf16", Zero(stage=3, shard_within=2, optimizer_within="all")),
+        pytest.param(
+            family("gpt2"), "bf16", Zero(stage=3, shard_within=2, optimizer_within="all"), marks=pytest.mark.grid
+        ),
     ],
     ids=["gemma2", "mixtral", "crossed", "gpt2"],
 )
@@ -176,7 +178,13 @@ def test_resume_at_stage_3_is_bitwise_equal(
     assert [name for name in states if not torch.equal(states_resumed[name], states[name])] == []
 
 
-@pytest.mark.parametrize("zero", [STAGE_3, Zero(stage=3, shard_within=2, optimizer_within="all")], ids=str)
+@pytest.mark.parametrize(
+    "zero",
+    few_of(
+        [STAGE_3, Zero(stage=3, shard_within=2, optimizer_within="all")], lambda zero: zero.shard_within is not None
+    ),
+    ids=str,
+)
 def test_a_checkpoint_of_stage_3_on_four_ranks_continues_at_stage_0_on_two(
     pool: RankPool, tmp_path: Path, zero: Zero
 ) -> None:
@@ -205,7 +213,9 @@ def train_and_evaluate(rank: int, world: int, rendezvous: str, case: Case, evalu
     return found
 
 
-@pytest.mark.parametrize("zero", [Zero(stage=1), STAGE_3, Zero(stage=3, keep_gathered=True)], ids=str)
+@pytest.mark.parametrize(
+    "zero", few_of([Zero(stage=1), STAGE_3, Zero(stage=3, keep_gathered=True)], lambda zero: zero == STAGE_3), ids=str
+)
 def test_evaluation_between_steps_is_bitwise_equal(pool: RankPool, zero: Zero) -> None:
     case = Case("", family("gpt2"), {"": small_recipe("fp32", 2, 3, SEQUENCES, 0.05, zero)})
     plain_reports, plain_weights = pool.run(2, train_and_evaluate, case, False)[0]

@@ -225,6 +225,7 @@ def test_the_process_yields_the_processor_and_sees_no_gpu(run, shell):
     assert (folder / "env").read_text() == "1\n"
 
 
+@pytest.mark.grid  # a real export beside training: tests/faults/test_launch_train.py
 def test_the_words_are_those_of_the_command_line(run):
     words = exports_module.make_command(run.path, 7, run.exports / "x")
     found = subprocess.run(words, capture_output=True, text=True, check=False)

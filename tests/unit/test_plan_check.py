@@ -1,6 +1,7 @@
 """A recipe that no rank could build is refused before anything is written, with the key, the reason and a way out."""
 
 import time
+from itertools import product
 
 import pytest
 from transformers import AutoConfig
@@ -10,6 +11,7 @@ from framework.errors import EXIT_DONE, EXIT_USER, ModelError
 from framework.launch.local import check_model, summarize
 from framework.plan.check import check_layout, check_layouts
 from framework.recipe.compose import compose
+from tests.grid import few_of
 
 QUICKSTART = ("experiment=quickstart", "launch.device=cpu")
 # What passed `check` and failed on the ranks: overrides of the quickstart, and what the error says.
@@ -85,15 +87,19 @@ def test_check_with_the_model_names_key_reason_and_fix(name, capsys):
     assert not [words for words in says if words not in " ".join(err.split())], err
 
 
-@pytest.mark.parametrize("command", [["train"], ["submit", "--dry-run"], ["train", "-m", "optim.lr=1e-3,1e-4"]])
+COMMANDS = ("train", "submit --dry-run", "train -m optim.lr=1e-3,1e-4")
+NAMES = ("misspelt key", "pp over layers", "tp over heads", "ep over experts", "context over positions")
+
+
 @pytest.mark.parametrize(
-    "name", ["misspelt key", "pp over layers", "tp over heads", "ep over experts", "context over positions"]
+    ("command", "name"),
+    few_of(product(COMMANDS, NAMES), lambda command, name: COMMANDS.index(command) == NAMES.index(name)),
 )
 def test_what_no_rank_could_build_leaves_nothing_behind(command, name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    slurm = ["launch=slurm", "launch.gres=null"] if command[0] == "submit" else []
+    slurm = ["launch=slurm", "launch.gres=null"] if command.startswith("submit") else []
     overrides, says = MISTAKES[name]
-    code = cli.main([*command, *QUICKSTART, *slurm, *overrides])
+    code = cli.main([*command.split(), *QUICKSTART, *slurm, *overrides])
     out, err = capfd.readouterr()
     assert code == EXIT_USER
     assert says[0] in err

@@ -1,6 +1,7 @@
 """Out of memory: what is said to lower, and that the numbers are those of the plans with it."""
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ WORDS = ("model=tiny_llama", "data=python_stdlib", "launch.ranks=4", "launch.dev
 WORDS += ("batch.sequences_per_step=32", "batch.sequences_per_microbatch=8", "batch.context=512")
 
 
+@cache
 def plan_of(*words):
     recipe = compose([*WORDS, *words]).require()
     return make_plan(recipe, load_config(recipe.model))
@@ -24,6 +26,12 @@ def plan_of(*words):
 @pytest.fixture(scope="module")
 def plan():
     return plan_of()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_plan_stays():
+    yield
+    plan_of.cache_clear()
 
 
 def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those_before():

@@ -1,13 +1,16 @@
 """Composition: Hydra's semantics, users' folders, provenance, and every kind of mistake at its place."""
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from framework.errors import RecipeError
+from framework.recipe import files, problem
 from framework.recipe.compose import Composition, compose, save_recipe
-from framework.recipe.problem import COMMAND_LINE, Problem
+from framework.recipe.problem import COMMAND_LINE, Problem, shipped_recipes
 
 
 def recipe_of(*overrides: str, folders=()):
@@ -122,6 +125,53 @@ class TestHydraSemantics:
         recipe_of("experiment=quickstart")
         assert list(tmp_path.iterdir()) == []
         assert not GlobalHydra().is_initialized()
+
+
+class TestMergedFiles:
+    """Those that are shipped are merged once for all compositions of a process."""
+
+    @pytest.fixture
+    def shipped(self, tmp_path, monkeypatch):
+        """The folder of a shipped copy that may be edited."""
+        folder = tmp_path / "recipes"
+        shutil.copytree(shipped_recipes(), folder)
+        for module in (files, problem):
+            monkeypatch.setattr(module, "shipped_recipes", lambda: folder)
+        return folder
+
+    def test_an_edited_file_is_read_anew(self, shipped):
+        file = shipped / "optim" / "adamw.yaml"
+        before = compose([])
+        file.write_text("# Edited.\nname: adamw\nlr: 0.125\n")
+        after = compose([])
+        assert before.origins["optim.lr"] == "recipes/optim/adamw.yaml:3"
+        assert (after.require().optim.lr, after.origins["optim.lr"]) == (0.125, "recipes/optim/adamw.yaml:3")
+        assert after.origins["optim.eps"] == "default"
+        file.write_bytes(b"\xff\xfe")
+        assert [each.origin for each in compose([]).problems] == ["recipes/optim/adamw.yaml"]
+
+    def test_an_edited_file_is_read_anew_though_it_was_not_chosen(self, shipped):
+        assert recipe_of().optim.name == "adamw"
+        (shipped / "config.yaml").write_text((shipped / "config.yaml").read_text().replace("adamw", "sgd"))
+        assert recipe_of().optim.name == "sgd"
+
+    def test_values_of_one_composition_are_not_in_the_next(self):
+        plain = compose([])
+        words = [
+            "optim.lr=0.5",
+            "~data.sources.stdlib",
+            "data.sources.mine.path=x",
+            "+model.config.attention_bias=true",
+        ]
+        assert compose(words).require() != plain.require()
+        assert compose([]) == plain
+
+    def test_sabotaged_merged_files_that_are_handed_out_are_noticed(self, monkeypatch):
+        monkeypatch.setattr(files, "pickle", SimpleNamespace(dumps=lambda found: found, loads=lambda found: found))
+        files._merge_shipped.cache_clear()
+        with pytest.raises(AssertionError):
+            self.test_values_of_one_composition_are_not_in_the_next()
+        files._merge_shipped.cache_clear()
 
 
 class TestFolders:

@@ -1,7 +1,5 @@
 """Random verifications: what is drawn is a function of the seed, everything is drawn, and a command says all of it."""
 
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -13,21 +11,25 @@ from framework.recipe.compose import compose
 from framework.recipe.schema import Recipe
 from framework.verify.campaign import Campaign
 from framework.verify.draws import CHOICES, OTHERS, Drawn, draw, write, write_value
+from tests.ranks.pool import RankPool
 
 PLAIN = {"parallel.ep": 1, "parallel.cp": 1, "config.output_router_logits": None}
-SHOW = "import sys; from framework.verify.draws import draw; print([draw(7, number, 0, {}) for number in range(5)])"
 
 
 def recipe_of(drawn: Drawn) -> Recipe:
     return compose(write(drawn)).require()
 
 
-def test_another_process_draws_the_same() -> None:
+def show_draws(rank: int, world: int, rendezvous: str) -> tuple[int, str]:
+    """Body: a number that differs between processes, and what is drawn."""
+    return hash("meshwright"), str([draw(7, number, 0, {}) for number in range(5)])
+
+
+def test_another_process_draws_the_same(pool: RankPool) -> None:
     """With another hash seed, on which the order of sets depends."""
-    found = subprocess.run(
-        [sys.executable, "-c", SHOW], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "1"}
-    )
-    assert found.stdout.strip() == str([draw(7, number, 0, {}) for number in range(5)])
+    (one, drawn), (other, again) = pool.run(2, show_draws)
+    assert one != other
+    assert drawn == again == str([draw(7, number, 0, {}) for number in range(5)])
 
 
 def test_seed_number_and_attempt_each_change_the_draw() -> None:
