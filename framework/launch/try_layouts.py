@@ -14,6 +14,7 @@ from typing import Any
 
 from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
+from framework.launch.runs import Runs
 from framework.launch.search import Asked, show, write_best
 from framework.launch.submit import submit_sweep
 from framework.launch.sweep import compose_sweep, train_sweep
@@ -33,7 +34,7 @@ def try_layouts(asked: Asked) -> int:
     from framework.foresight.search_text import comment_of
 
     result = show(asked)
-    folder = RunDirectory.create(Path(asked.recipe.run.root), None, f"{asked.recipe.run.name}-tried").path
+    folder = RunDirectory.create(Runs.of(asked.recipe.run).folder, None, f"{asked.recipe.run.name}-tried").path
     files = []
     (folder / LAYOUTS).mkdir()
     for place, each in enumerate(result.ranked[: asked.options.try_best], start=1):
