@@ -15,9 +15,9 @@ from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests.faults.meshwright import losses, run_meshwright
 from tests.tiny_run import RECIPE, write_corpus
 
-STEPS, EVERY, SEEN_S = 400, 40, 120.0
+STEPS, EVERY, SEEN_S = 300, 30, 120.0
 # Samples of a step, by RECIPE.
-BATCH = 8
+BATCH = 16
 WORDS = (
     *(word for word in RECIPE if not word.startswith("checkpoint")),
     "launch.ranks=2",
@@ -148,7 +148,7 @@ def test_a_start_that_was_frozen_changes_nothing_once_it_thaws(bucket):
         send(frozen or processes_of(process.pid), signal.SIGKILL)
         process.wait()
     assert "was taken over by process" in first.said()
-    code, said = third.train("train.steps=401")
+    code, said = third.train("train.steps=301")
     assert code == 0, said
     done = losses(third.folder)
     assert {step: loss for step, loss in done.items() if step <= STEPS} == losses(second.folder)
