@@ -71,7 +71,8 @@ def _slower_matmul(matmul: ClusterMatmul, factor: float) -> ClusterMatmul:
     share = matmul.share / factor
     peak = matmul.peak_tflops * max(1.0, share)  # a share is at most 1: faster than its data sheet
     measured = [[*row[:3], row[3] / factor] for row in matmul.measured]
-    return replace(matmul, peak_tflops=peak, share=min(1.0, share), measured=measured)
+    attention = [[*row[:2], row[2] / factor, row[3] / factor] for row in matmul.attention]
+    return replace(matmul, peak_tflops=peak, share=min(1.0, share), measured=measured, attention=attention)
 
 
 def _slower_link(link: ClusterLink, factor: float) -> ClusterLink:

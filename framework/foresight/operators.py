@@ -274,10 +274,19 @@ class Rates:
         casts = self.elementwise(inner * (rows + columns), self.profile.cast) if dtype == "fp8" else 0.0
         return seconds + casts
 
-    def attention(self, flops: float, context: int, *, backward: bool = False) -> float:
-        """Seconds of so many FLOPs in an attention's kernel. context: tokens of a sequence."""
+    def gradient(self, rows: float, inner: int, columns: int, added_bytes: float, narrow: bool) -> float:
+        """Seconds of the weight gradient of so many tokens, which moves `added_bytes` to be added. narrow: as of `matmul`."""
+        if rows <= 0:
+            return 0.0
+        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        seconds = self.cluster.gradient_seconds(max(1, round(rows)), inner, columns, added_bytes, dtype)
+        casts = self.elementwise(rows * (inner + columns), self.profile.cast) if dtype == "fp8" else 0.0
+        return seconds / self.profile.matmul + casts
+
+    def attention(self, flops: float, shape: tuple[int, int], *, backward: bool = False) -> float:
+        """Seconds of so many FLOPs in an attention's kernel. shape: tokens of a sequence, features of a head."""
         dtype = "bf16" if self.dtype == "fp8" else self.dtype
-        seconds = self.cluster.attention_seconds(flops, dtype, backward=backward, context=context)
+        seconds = self.cluster.attention_seconds(flops, dtype, backward=backward, shape=shape)
         return seconds / self.profile.attention
 
     def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
@@ -315,21 +324,21 @@ class LayerTimes:
         gradients = {
             each.name: self._weight_gradient(tokens, *each.of_rank(c.tp), c.accumulation > 1) for each in layer.linears
         }
-        attention, context = self._attention_flops(layer, c), self.operators.context
+        attention = self._attention_flops(layer, c)
+        shape = self.operators.context, layer.attention.key_dim if layer.attention is not None else 1
         experts, expert_gradient, routed = self._experts(layer, c)
         rest = layer.estimated * layer.flops * tokens / c.tp
         if rest:
             # A square matmul of as many FLOPs: nobody knows its shape.
             side = round((rest / 2) ** (1 / 3)) or 1
             matmuls[""] = gradients[""] = rates.matmul(side, side, side)
-        spent = rates.attention(attention, context) if attention else 0.0
+        spent = rates.attention(attention, shape) if attention else 0.0
         elementwise = partial(self._elementwise, layer, c, outside)
-        forward = Work(sum(matmuls.values()) + experts, spent, elementwise(1.0) + routed + profile.layer_s)
-        backward_s = (
-            rates.attention(profile.attention_backward * attention, context, backward=True) if attention else 0.0
-        )
+        host_s = profile.layer_calls * rates.cluster.overhead_s
+        forward = Work(sum(matmuls.values()) + experts, spent, elementwise(1.0) + routed + host_s)
+        backward_s = rates.attention(profile.attention_backward * attention, shape, backward=True) if attention else 0.0
         passes = profile.backward_passes
-        inputs = Work(forward.matmuls, backward_s, elementwise(passes) + routed * passes + 2 * profile.layer_s)
+        inputs = Work(forward.matmuls, backward_s, elementwise(passes) + routed * passes + 2 * host_s)
         weights = Work(sum(gradients.values()) + expert_gradient)
         columns = [each.name for each in layer.linears if each.split == "columns"]
         return UnitWork(
@@ -346,11 +355,8 @@ class LayerTimes:
 
     def _weight_gradient(self, rows: float, inner: int, columns: int, adds: bool, narrow: bool = True) -> float:
         # The first of several microbatches only writes as well; that it is one of many is not worth another layer to remember.
-        num_bytes = self.rates.profile.gradient_bytes * (1.0 if adds else 0.5)
-        return (
-            self.rates.matmul(inner, max(1, round(rows)), columns, narrow)
-            + inner * columns * num_bytes / self.rates.cluster.memory_rate
-        )
+        added = inner * columns * self.rates.profile.gradient_bytes * (1.0 if adds else 0.5)
+        return self.rates.gradient(rows, inner, columns, added, narrow)
 
     def _attention_flops(self, layer: LayerOperators, c: Candidate) -> float:
         """Of a rank's attention in forward."""
@@ -412,7 +418,8 @@ class LayerTimes:
         )
         spared += experts if "experts" in kept else 0.0
         attention = 0.0 if "attention" in kept else forward.attention
-        return Work(max(forward.matmuls - spared, 0.0), attention, forward.elementwise)
+        host_s = self.rates.profile.again_calls * self.rates.cluster.overhead_s
+        return Work(max(forward.matmuls - spared, 0.0), attention, forward.elementwise + host_s)
 
     def embedding(self, candidate: Candidate) -> UnitWork:
         """Looking rows up, and adding their gradients."""
@@ -434,7 +441,9 @@ class LayerTimes:
             return self._layers[key]
         outside = c.tokens / c.tp if c.sequence else c.tokens
         norm = rates.elementwise(outside * hidden, profile.norm)
-        loss = rates.elementwise(c.tokens * columns, profile.loss)
+        loss = max(
+            rates.elementwise(c.tokens * columns, profile.loss), rates.cluster.softmax_seconds(c.tokens * columns)
+        )
         multiplied = rates.matmul(c.tokens, hidden, columns, narrow=False)
         again = Work(multiplied, 0.0, loss) if chunks_loss else Work()
         gradient = self._weight_gradient(c.tokens, hidden, columns, c.accumulation > 1, narrow=False)

@@ -11,7 +11,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Order:
     """What ranks are to measure. device: cpu or cuda; threads: of a rank; cores: of the node; dtypes: of matmuls, as recipes name
-    them, the first one of attention too; folder: where checkpoints would lie; result: the file that rank 0 writes; effort: keys
+    them, and of attention; folder: where checkpoints would lie; result: the file that rank 0 writes; effort: keys
     of `timings.Effort`."""
 
     device: str

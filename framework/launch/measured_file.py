@@ -28,9 +28,7 @@ def describe_group(order: Order, found: Mapping[str, Any], here: ClusterMeasured
     """The keys of the file but for its name. memory_bytes: of a device. On GPUs what one node cannot measure is that of the
     shipped file for them, where there is one."""
     first, peaks = order.dtypes[0], {dtype: find_peak(order, found, here, dtype) for dtype in order.dtypes}
-    attention = [
-        [context, forward / peaks[first], backward / peaks[first]] for context, forward, backward in found["attention"]
-    ]
+    *_, forward, backward = found["attention"][first][-1]
     shipped = find_shipped(here)
     known = {} if shipped is None else plain(asdict(shipped))
     group = {
@@ -41,12 +39,12 @@ def describe_group(order: Order, found: Mapping[str, Any], here: ClusterMeasured
         "matmul": known.get("matmul", {})
         | {dtype: describe_matmul(dtype, peaks[dtype], found) for dtype in order.dtypes},
         **{name: known.get(name, value) for name, value in UNKNOWN_GPU.items() if order.device == "cuda"},
-        "attention_share": min(1.0, attention[-1][1]),
-        "attention_backward_share": min(1.0, attention[-1][2]),
-        "attention_measured": attention,
+        "attention_share": min(1.0, 1e12 * forward / peaks[first]),
+        "attention_backward_share": min(1.0, 1e12 * backward / peaks[first]),
         "memory_gb_per_s": found["memory"][-1][1],
         "memory_measured": found["memory"],
         "memory_alone": found.get("memory_alone", []),
+        "softmax_g_per_s": found["softmax"],
         # On a GPU calls queue up: what they cost the host is no gap between kernels.
         "overhead_us": known.get("overhead_us", 1e6 * found["overhead_s"]),
         "host_gb_per_s": found["host_rate"] / 1e9,
@@ -76,7 +74,8 @@ def describe_matmul(dtype: str, peak: float, found: Mapping[str, Any]) -> dict[s
     measured = found["matmul"][dtype]
     best = 1e12 * max(rate for *_, rate in measured)
     alone = {"alone": found["alone"][dtype]} if "alone" in found else {}
-    return {"peak_tflops": peak / 1e12, "share": best / peak, "measured": measured, **alone}
+    other = {name: found[name][dtype] for name in ("gradient", "attention")}
+    return {"peak_tflops": peak / 1e12, "share": best / peak, "measured": measured, **alone, **other}
 
 
 def describe_link(kind: str, measured: Points, ranks: int, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,8 +136,11 @@ def describe_findings(group: Mapping[str, Any], order: Order) -> Iterator[str]:
                 f"matmul {dtype:5} best {rates[-1]:,.4g} GFLOP/s, median of {len(rates)} shapes {rates[len(rates) // 2]:,.4g},"
                 f" worst {rates[0]:,.4g}{alone}"
             )
-    for context, forward, backward in group["attention_measured"]:
-        yield f"attention    context {context:,.0f}: {forward:.0%} of the best matmul in forward, {backward:.0%} in backward"
+            forward, backward = ([1e3 * row[column] for row in matmul["attention"]] for column in (2, 3))
+            yield (
+                f"attention {dtype:5} {min(forward):,.4g} to {max(forward):,.4g} GFLOP/s in forward,"
+                f" {min(backward):,.4g} to {max(backward):,.4g} in backward"
+            )
     yield "memory       " + ", ".join(f"{rate:.3g} GB/s at {size:,.3g} MB" for size, rate in group["memory_measured"])
     yield f"calls        {group['overhead_us']:.3g} us each, forward and backward"
     yield f"copies       {group['host_gb_per_s']:.3g} GB/s from the host, {group['disk_gb_per_s']:.3g} GB/s to disk"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -26,8 +26,12 @@ from framework.launch.measure_order import Order
 from framework.launch.timings import Effort
 from framework.model.precision import DTYPES
 
-# Batches of a collective whose median counts, each of as many calls as take so long.
-BATCHES, BATCH_S = 7, 5e-3
+# Batches of a collective, each of as many calls as take so long, with what is computed between them.
+BATCHES, BATCH_S = 8, 25e-3
+# The first calls among these ranks connect them.
+WARM_UP = 3
+# No message takes less.
+LEAST_S = 1e-6
 
 
 def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
@@ -37,7 +41,7 @@ def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
     say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
     found = combine(gather_objects(measure_compute(order, effort, mesh), mesh.axis("world")))
     say("measuring collectives")
-    found["links"] = combine(gather_objects(measure_links(mesh, effort.message_bytes), mesh.axis("world")))
+    found["links"] = combine(gather_objects(measure_links(mesh, effort), mesh.axis("world")))
     if mesh.rank == 0:
         say("measuring the disk" + ", and one rank with all cores" * (order.device == "cpu"))
         found |= measure_alone(order, effort, found["edges"])
@@ -51,10 +55,18 @@ def measure_compute(order: Order, effort: Effort, mesh: Mesh) -> dict[str, Any]:
     edges = {name: tell(partial(timings.choose_edges, device, DTYPES[name], effort), world) for name in order.dtypes}
     parts: dict[str, Callable[[], Any]] = {
         "matmul": lambda: {
-            name: list(timings.time_matmuls(device, DTYPES[name], edges[name], effort.point_s)) for name in edges
+            name: list(timings.time_matmuls(device, DTYPES[name], edges[name], effort.wide, effort.point_s))
+            for name in edges
+        },
+        "gradient": lambda: {
+            name: list(timings.time_gradients(device, DTYPES[name], edges[name], effort.wide, effort.point_s))
+            for name in edges
         },
         "memory": lambda: list(timings.time_passes(device, effort.memory_bytes, effort.point_s)),
-        "attention": lambda: list(timings.time_attention(device, DTYPES[order.dtypes[0]], effort)),
+        "attention": lambda: {
+            name: list(timings.time_attention(device, DTYPES[name], effort)) for name in order.dtypes
+        },
+        "softmax": lambda: timings.time_softmax(device, effort.point_s),
         "overhead_s": lambda: timings.time_overhead(device, effort.point_s),
         "host_rate": lambda: timings.time_host_copy(device, effort.memory_bytes[-1], effort.point_s),
     }
@@ -74,7 +86,9 @@ def measure_alone(order: Order, effort: Effort, edges: Mapping[str, Sequence[int
         try:
             found["alone"] = {
                 name: list(
-                    timings.time_matmuls(device, DTYPES[name], [round(each) for each in edges[name]], effort.point_s)
+                    timings.time_matmuls(
+                        device, DTYPES[name], [round(each) for each in edges[name]], effort.wide, effort.point_s
+                    )
                 )
                 for name in edges
             }
@@ -84,30 +98,42 @@ def measure_alone(order: Order, effort: Effort, edges: Mapping[str, Sequence[int
     return found
 
 
-def measure_links(mesh: Mesh, sizes: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
+def measure_links(mesh: Mesh, effort: Effort) -> dict[str, list[tuple[float, float]]]:
     """(10^6 bytes, microseconds) of each kind of message among all ranks. Collective."""
+    between = timings.make_pause(mesh.device, effort.pause_s)
     found: dict[str, list[tuple[float, float]]] = {}
     for kind, make in _KINDS.items():
         found[kind] = []
         messages = 2 if kind == "send" else 1
-        for size in sizes:
+        for size in effort.message_bytes:
             num_bytes = ceil(size / 4 / mesh.topology.world) * 4 * mesh.topology.world
-            seconds = time_collective(make(mesh, num_bytes // 4), mesh)
+            seconds = time_collective(make(mesh, num_bytes // 4), between, mesh)
             found[kind].append((num_bytes / 1e6, 1e6 * seconds / messages))
     return found
 
 
-def time_collective(work: Callable[[], None], mesh: Mesh) -> float:
-    """Median seconds of a call that all ranks make together, equally often. Collective."""
+def time_collective(work: timings.Work, between: timings.Work, mesh: Mesh) -> float:
+    """Mean seconds of a call that all ranks make together, equally often, computing in between as a step does. Collective.
+
+    On a CPU the threads that carry a message have to get a core first, and a thread that computes gives its core up when the
+    kernel's tick comes: where ranks do nothing but send, messages take a tenth of what they take in a step. Most calls come
+    through at once and some wait for the tick, and a step has many of them: so the mean counts, of (both) - (computing alone).
+    """
     world, device = mesh.axis("world"), mesh.device
-    timings.time_batch(work, device, 1)
-    once_s = timings.time_batch(work, device, 1)
+
+    def both() -> None:
+        between()
+        work()
+
+    timings.time_batch(both, device, WARM_UP)
+    once_s = timings.time_batch(both, device, 1)
     count = tell(lambda: min(timings.MOST_CALLS, max(1, ceil(BATCH_S / max(once_s, 1e-9)))), world)
     times = []
     for _ in range(BATCHES):
+        alone_s = timings.time_batch(between, device, count)
         barrier(world)
-        times.append(timings.time_batch(work, device, count))
-    return median(times)
+        times.append(timings.time_batch(both, device, count) - alone_s)
+    return max(mean(times), LEAST_S)
 
 
 def combine(found: Sequence[Any]) -> Any:

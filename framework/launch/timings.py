@@ -17,47 +17,64 @@ import torch
 from torch.nn import functional
 
 from framework.comm.transfer import pin, upload
+from framework.model.matmul import accumulate_matmul, matmul
 
 BATCH_S, LEAST_BATCHES, MOST_BATCHES, MOST_CALLS = 1e-3, 5, 15, 2000
 # A layer's weights are used once for a microbatch: matmuls take theirs in turn from so many bytes, of at most so many tensors.
 ROTATED_BYTES, ROTATED = 32 << 20, 16
-HEADS, HEAD_DIM = 4, 64
 CHAIN = 20
+# Tokens and words.
+LOGITS = (256, 8192)
+PAUSE_EDGE = 256
 
 Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. edges: sizes of matmuls, of which every triple is multiplied; memory_bytes: that a pass reads and
-    writes; message_bytes: of collectives; contexts, tokens: of attention; disk_bytes: written to disk; point_s: for a figure,
-    but for the fewest batches; pass_s: for all matmuls once, else the largest edges are left out."""
+    """How much is measured. edges: sizes of matmuls, of which every triple is multiplied; wide: one more for features out, as
+    of a vocabulary; memory_bytes: that a pass reads and writes; message_bytes: of collectives; contexts, features, width,
+    tokens: of attention, features of a head and of all heads together; disk_bytes: written to disk; pause_s: of computing
+    between two messages, on CPUs longer than the kernel's tick; point_s: for a figure, but for the fewest batches; pass_s: for
+    all matmuls once, else the largest edges are left out."""
 
     edges: tuple[int, ...]
+    wide: int
     memory_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
     contexts: tuple[int, ...]
+    features: tuple[int, ...]
+    width: int
     tokens: int
     disk_bytes: int
+    pause_s: float
     point_s: float = 0.05
     pass_s: float = 3.0
 
 
 ON_CPU = Effort(
     edges=(32, 128, 512, 2048),
+    wide=8192,
     memory_bytes=(1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
     message_bytes=(1 << 12, 1 << 16, 1 << 19, 1 << 20, (1 << 20) + 4096, 1 << 23, 1 << 25),
     contexts=(64, 256, 1024),
+    features=(16, 32, 128),
+    width=256,
     tokens=1024,
     disk_bytes=1 << 28,
+    pause_s=5e-3,
 )
 ON_GPU = Effort(
     edges=(64, 256, 1024, 4096, 16384),
+    wide=65536,
     memory_bytes=(1 << 20, 1 << 24, 1 << 27, 1 << 30),
     message_bytes=(1 << 14, 1 << 18, 1 << 22, 1 << 25, 1 << 28),
     contexts=(512, 2048, 8192, 32768),
+    features=(64, 128),
+    width=2048,
     tokens=32768,
     disk_bytes=1 << 30,
+    pause_s=0.0,
 )
 
 
@@ -93,6 +110,18 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def make_pause(device: torch.device, seconds: float) -> Work:
+    """What computes for about so long: matmuls, as between the messages of a step."""
+    once = _linear(PAUSE_EDGE, PAUSE_EDGE, PAUSE_EDGE, device, torch.float32)
+    count = round(seconds / time_call(once, device, 10 * BATCH_S))
+
+    def pause() -> None:
+        for _ in range(count):
+            once()
+
+    return pause
+
+
 def choose_edges(device: torch.device, dtype: torch.dtype, effort: Effort) -> tuple[int, ...]:
     """The edges whose matmuls are done in time, by the rate of one of middle size."""
     middle = sorted(effort.edges)[len(effort.edges) // 2]
@@ -104,12 +133,30 @@ def choose_edges(device: torch.device, dtype: torch.dtype, effort: Effort) -> tu
 
 
 def time_matmuls(
-    device: torch.device, dtype: torch.dtype, edges: Sequence[int], point_s: float
+    device: torch.device, dtype: torch.dtype, edges: Sequence[int], wide: int, point_s: float
 ) -> Iterator[tuple[float, float, float, float]]:
-    """(rows, inner, columns, TFLOP/s) of each triple of edges."""
-    for rows, inner, columns in product(edges, repeat=3):
+    """(tokens, features in, features out, TFLOP/s) of a linear layer's forward, for each triple of edges, features out `wide`
+    too."""
+    for rows, inner, columns in product(edges, edges, (*edges, wide)):
         seconds = time_call(_linear(rows, inner, columns, device, dtype), device, point_s)
         yield rows, inner, columns, 2e-12 * rows * inner * columns / seconds
+
+
+def time_gradients(
+    device: torch.device, dtype: torch.dtype, edges: Sequence[int], wide: int, point_s: float
+) -> Iterator[tuple[float, float, float, float]]:
+    """(features out, tokens, features in, TFLOP/s) of its weight gradient, likewise."""
+    for rows, inner, columns in product((*edges, wide), edges, edges):
+        seconds = time_call(_gradient(rows, inner, columns, device, dtype), device, point_s)
+        yield rows, inner, columns, 2e-12 * rows * inner * columns / seconds
+
+
+def _gradient(rows: int, inner: int, columns: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """A weight gradient [rows, columns] of `inner` tokens, added to the main gradient in fp32: dW += dY^T X."""
+    left, right = (torch.randn(inner, size, device=device).to(dtype) for size in (rows, columns))
+    count = max(1, min(ROTATED, ROTATED_BYTES // (4 * rows * columns)))
+    turn = iter_forever([torch.zeros(rows, columns, device=device) for _ in range(count)])
+    return lambda: accumulate_matmul(next(turn), left, right, False)
 
 
 def _linear(rows: int, inner: int, columns: int, device: torch.device, dtype: torch.dtype) -> Work:
@@ -118,7 +165,7 @@ def _linear(rows: int, inner: int, columns: int, device: torch.device, dtype: to
     count = max(1, min(ROTATED, ROTATED_BYTES // size))
     weights = [torch.randn(columns, inner, device=device).to(dtype) for _ in range(count)]
     turn = iter_forever(weights)
-    return lambda: functional.linear(x, next(turn))
+    return lambda: matmul(x, next(turn))
 
 
 def iter_forever(items: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -136,11 +183,14 @@ def time_passes(device: torch.device, sizes: Sequence[int], point_s: float) -> I
         yield num_bytes / 1e6, num_bytes / seconds / 1e9
 
 
-def time_attention(device: torch.device, dtype: torch.dtype, effort: Effort) -> Iterator[tuple[float, float, float]]:
-    """(context, FLOP/s in forward, in backward), by the pairs that a causal mask leaves: two matmuls and five."""
-    for context in effort.contexts:
-        sequences = max(1, effort.tokens // context)
-        shape = (sequences, HEADS, context, HEAD_DIM)
+def time_attention(
+    device: torch.device, dtype: torch.dtype, effort: Effort
+) -> Iterator[tuple[float, float, float, float]]:
+    """(context, features of a head, TFLOP/s in forward, in backward), by the pairs that a causal mask leaves: two matmuls and
+    five."""
+    for context, features in product(effort.contexts, effort.features):
+        sequences, heads = max(1, effort.tokens // context), effort.width // features
+        shape = (sequences, heads, context, features)
         q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
         gradient = torch.ones(shape, device=device, dtype=dtype)
 
@@ -152,8 +202,14 @@ def time_attention(device: torch.device, dtype: torch.dtype, effort: Effort) -> 
 
         forward_s = time_call(forward, device, effort.point_s)
         backward_s = max(time_call(both, device, effort.point_s) - forward_s, forward_s)
-        flops = 4.0 * sequences * HEADS * HEAD_DIM * context * (context + 1) / 2
-        yield context, flops / forward_s, 2.5 * flops / backward_s
+        flops = 4.0 * sequences * effort.width * context * (context + 1) / 2
+        yield context, features, 1e-12 * flops / forward_s, 2.5e-12 * flops / backward_s
+
+
+def time_softmax(device: torch.device, point_s: float) -> float:
+    """10^9 logits in a second whose logarithms of softmax are computed."""
+    logits = torch.randn(LOGITS, device=device)
+    return logits.numel() / time_call(lambda: torch.log_softmax(logits, -1), device, point_s) / 1e9
 
 
 def time_overhead(device: torch.device, point_s: float) -> float:

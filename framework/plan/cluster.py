@@ -125,9 +125,11 @@ class Cluster:
     that the driver reports. ranks_per_node: devices of a node. peak_flops: FLOP/s by dtype, dense, by the maker's data sheet;
     of a measured CPU the best matmul. matmul_...: what the model of a matmul computes with; corrections:
     logarithms of measured over modelled seconds; alone: the same of one rank with all cores, each of whose ranks has `threads`
-    else. attention_share: of the peak that attention reaches in forward, and in backward; attention_curves: the same by context.
+    else; gradients: the corrections of weight gradients. attention_share: of the peak that
+    attention reaches in forward, and in backward; attention_curves: the same by dtype, context and features of a head.
     memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes; memory_alone:
-    of one rank with all cores. host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one
+    of one rank with all cores. softmax_rate: logits in a second whose logarithms of softmax are computed, 0: as fast as memory.
+    host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one
     device, in dollars, 0 if unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
 
     name: str
@@ -150,15 +152,17 @@ class Cluster:
     processors: int = 1
     tile: tuple[int, int] = (1, 1)
     ramp: int = 0
+    softmax_rate: float = 0.0
     threads: int = 1
     corrections: Mapping[str, Grid] = field(default_factory=dict)
     alone: Mapping[str, Grid] = field(default_factory=dict)
-    attention_curves: tuple[Grid, Grid] | None = None
+    gradients: Mapping[str, Grid] = field(default_factory=dict)
+    attention_curves: Mapping[str, tuple[Grid, Grid]] = field(default_factory=dict)
     memory_curve: Grid | None = None
     memory_alone: Grid | None = None
     is_assumed: bool = False
     # What has been asked before: a search asks for the same shapes and groups thousands of times.
-    _matmuls: dict[tuple[int, int, int, str], float] = field(default_factory=dict, repr=False, compare=False)
+    _matmuls: dict[tuple[str, int, int, int, str], float] = field(default_factory=dict, repr=False, compare=False)
     _costs: dict[tuple[Collective, int, int], tuple[float, float]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -196,6 +200,7 @@ class Cluster:
             processors=group.processors,
             tile=group.tile,
             ramp=group.ramp,
+            softmax_rate=1e9 * (group.softmax_g_per_s or 0.0),
             threads=group.threads,
             is_assumed=is_assumed,
         )
@@ -206,7 +211,14 @@ class Cluster:
                 dtype: bare.compare(dtype, each.measured) for dtype, each in group.matmul.items() if each.measured
             },
             alone={dtype: bare.compare(dtype, each.alone) for dtype, each in group.matmul.items() if each.alone},
-            attention_curves=_read_attention(group.attention_measured),
+            gradients={
+                dtype: bare.compare(dtype, each.gradient) for dtype, each in group.matmul.items() if each.gradient
+            },
+            attention_curves={
+                dtype: _read_attention(each.attention, bare.peak_flops[dtype])
+                for dtype, each in group.matmul.items()
+                if each.attention
+            },
             memory_curve=_read_curve(group.memory_measured),
             memory_alone=_read_curve(group.memory_alone),
             _matmuls={},
@@ -217,25 +229,44 @@ class Cluster:
         """Seconds of [rows, inner] times [inner, columns]; none of an empty one, such as of an expert without tokens."""
         if not rows * inner * columns:
             return 0.0
-        key = (rows, inner, columns, dtype)
+        return self._corrected("", rows, inner, columns, dtype, self.corrections)
+
+    def gradient_seconds(self, tokens: int, inner: int, columns: int, added_bytes: float, dtype: str = "bf16") -> float:
+        """Seconds of dW += dY^T X of a layer with so many features in and out. added_bytes: that adding moves, where no measured
+        weight gradient says what it takes."""
+        if self._known_dtype(dtype) in self.gradients:
+            return self._corrected("gradient", columns, tokens, inner, dtype, self.gradients)
+        # A matmul's own kernel adds, or a pass of the same bytes: without a launch of its own.
+        added_s = self.memory_seconds(added_bytes) - self.overhead_s if added_bytes else 0.0
+        return self.matmul_seconds(inner, tokens, columns, dtype) + added_s
+
+    def _corrected(
+        self, kind: str, rows: int, inner: int, columns: int, dtype: str, corrections: Mapping[str, Grid]
+    ) -> float:
+        key = (kind, rows, inner, columns, dtype)
         known = self._matmuls.get(key)
         if known is None:
             known = self._model_matmul(rows, inner, columns, dtype)
-            grid = self.corrections.get(self._known_dtype(dtype))
+            grid = corrections.get(self._known_dtype(dtype))
             if grid is not None:
                 known *= exp(grid.at(rows, inner, columns))
             self._matmuls[key] = known
         return known
 
     def attention_seconds(
-        self, flops: float, dtype: str = "bf16", *, backward: bool = False, context: int | None = None
+        self, flops: float, dtype: str = "bf16", *, backward: bool = False, shape: tuple[int, int] | None = None
     ) -> float:
         """Seconds of attention's matmuls of so many FLOPs: of the pairs that its mask leaves, two matmuls in forward and five in
-        backward. context: tokens of a sequence, which a measured share depends on."""
+        backward. shape: tokens of a sequence and features of a head, which a measured rate depends on."""
         share = self.attention_backward_share if backward else self.attention_share
-        if self.attention_curves is not None and context is not None:
-            share = self.attention_curves[backward].at(context)
+        curves = self.attention_curves.get(self._known_dtype(dtype))
+        if curves is not None and shape is not None:
+            share = curves[backward].at(*shape)
         return flops / (share * self._peak(dtype)) + self.overhead_s
+
+    def softmax_seconds(self, logits: float) -> float:
+        """Seconds of the logarithms of so many logits' softmax, where exponentials rather than memory say how long; else 0."""
+        return logits / self.softmax_rate if self.softmax_rate else 0.0
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Seconds of a pass over memory that reads and writes so many bytes in all."""
@@ -283,8 +314,13 @@ class Cluster:
             memory_bytes=self.memory_bytes * self.ranks_per_node // ranks,
             peak_flops={dtype: part * faster * each for dtype, each in self.peak_flops.items()},
             corrections={dtype: self._blend_matmul(dtype, share, part) for dtype in self.matmul_rate},
+            gradients={
+                dtype: Grid(grid.axes, tuple(value - log(part * faster) for value in grid.values))
+                for dtype, grid in self.gradients.items()
+            },
             memory_rate=self.memory_rate * part * faster if curve is None else curve.values[-1],
             memory_curve=curve,
+            softmax_rate=self.softmax_rate * part * faster,
             overhead_s=self.overhead_s / turn,
             links={kind: each.slowed(turn) for kind, each in self.links.items()},
             _matmuls={},
@@ -426,12 +462,12 @@ def _read_curve(measured: Sequence[Sequence[float]]) -> Grid | None:
     return Grid((tuple(log(1e6 * size) for size, _ in measured),), tuple(1e9 * rate for _, rate in measured))
 
 
-def _read_attention(measured: Sequence[Sequence[float]]) -> tuple[Grid, Grid] | None:
-    """Shares of the peak by context, in forward and in backward."""
-    if not measured:
-        return None
-    contexts = (tuple(log(context) for context, *_ in measured),)
-    return Grid(contexts, tuple(row[1] for row in measured)), Grid(contexts, tuple(row[2] for row in measured))
+def _read_attention(measured: Sequence[Sequence[float]], peak: float) -> tuple[Grid, Grid]:
+    """Shares of the peak by context and features of a head, in forward and in backward."""
+    rows = sorted(map(tuple, measured))
+    axes = tuple(tuple(sorted({log(row[axis]) for row in rows})) for axis in range(2))
+    forward, backward = (tuple(1e12 * row[column] / peak for row in rows) for column in (2, 3))
+    return Grid(axes, forward), Grid(axes, backward)
 
 
 def _blend(shared: Grid | None, alone: Grid | None, share: float, part: float) -> Grid | None:

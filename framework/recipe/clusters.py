@@ -92,23 +92,26 @@ def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
         message = "no rate of bf16 or fp32, which models are trained in"
         yield Problem("cluster.matmul", None, message, "such as cluster.matmul.bf16.peak_tflops=989.4")
     for dtype, matmul in cluster.matmul.items():
-        yield from _find_grid_problems(f"cluster.matmul.{dtype}.measured", matmul.measured)
-        yield from _find_grid_problems(f"cluster.matmul.{dtype}.alone", matmul.alone)
+        columns = "rows, inner, columns, TFLOP/s"
+        for name in ("measured", "alone", "gradient"):
+            yield from _find_grid_problems(f"cluster.matmul.{dtype}.{name}", getattr(matmul, name), columns, 3)
+        columns = "context, features of a head, TFLOP/s in forward, TFLOP/s in backward"
+        yield from _find_grid_problems(f"cluster.matmul.{dtype}.attention", matmul.attention, columns, 2)
     for name in ("memory_measured", "memory_alone"):
         yield from _find_curve_problems(f"cluster.{name}", getattr(cluster, name), "10^6 bytes, 10^9 bytes/s")
-    columns = "context, share in forward, share in backward"
-    yield from _find_curve_problems("cluster.attention_measured", cluster.attention_measured, columns)
 
 
-def _find_grid_problems(key: str, measured: Sequence[Sequence[float]]) -> Iterator[Problem]:
-    if any(len(row) != 4 or min(row) <= 0 for row in measured):
-        yield Problem(key, None, "each entry must be [rows, inner, columns, TFLOP/s], all above 0", MEASURE_ANEW)
+def _find_grid_problems(key: str, measured: Sequence[Sequence[float]], columns: str, axes: int) -> Iterator[Problem]:
+    """columns: what each entry has, of which the first `axes` are a grid."""
+    if any(len(row) != 1 + columns.count(",") or min(row) <= 0 for row in measured):
+        yield Problem(key, None, f"each entry must be [{columns}], all above 0", MEASURE_ANEW)
         return
-    shapes = {tuple(row[:3]) for row in measured}
-    sizes = [len({shape[axis] for shape in shapes}) for axis in range(3)]
+    shapes = {tuple(row[:axes]) for row in measured}
+    sizes = [len({shape[axis] for shape in shapes}) for axis in range(axes)]
     if shapes and not len(shapes) == len(measured) == prod(sizes):
         message = f"{len(measured)} entries are not a grid of {' x '.join(map(str, sizes))} shapes"
-        yield Problem(key, None, message, "each rows with each inner and columns, once")
+        first, *others = columns.split(", ")[:axes]
+        yield Problem(key, None, message, f"each {first} with each {' and '.join(others)}, once")
 
 
 def _find_curve_problems(key: str, measured: Sequence[Sequence[float]], columns: str) -> Iterator[Problem]:

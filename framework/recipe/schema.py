@@ -512,6 +512,15 @@ class ClusterMatmul:
     alone: list[list[float]] = key(
         "CPUs: the same of one rank that has all cores of the node for its threads, at the same shapes", []
     )
+    gradient: list[list[float]] = key(
+        "the same of weight gradients, [features out, tokens, features in, TFLOP/s], added to a main gradient in fp32",
+        [],
+    )
+    attention: list[list[float]] = key(
+        "[context, features of a head, TFLOP/s in forward, in backward] of attention on a grid of the two, in place of"
+        " cluster.attention_share",
+        [],
+    )
 
 
 @dataclass(frozen=True)
@@ -557,12 +566,12 @@ class Cluster:
     ramp: int = key("columns of a matmul's first factor that a tile's start and end cost as much as", 0, low=0)
     attention_share: float = key("of the peak that attention reaches in forward", 0.35, low=1e-6, high=1.0)
     attention_backward_share: float = key("the same in backward", 0.35, low=1e-6, high=1.0)
-    attention_measured: list[list[float]] = key(
-        "[context, share in forward, in backward] by rising context, in place of the two", []
-    )
     memory_gb_per_s: float = key("10^9 bytes/s that a pass over memory reads and writes", 1.0, low=1e-6)
     memory_measured: list[list[float]] = key("[10^6 bytes, 10^9 bytes/s] of passes over tensors of rising size", [])
     memory_alone: list[list[float]] = key("CPUs: the same of one rank that has all cores of the node", [])
+    softmax_g_per_s: float | None = key(
+        "10^9 logits/s whose logarithms of softmax are computed; null: as fast as memory", None, low=1e-6
+    )
     overhead_us: float = key("of launching one kernel", 0.0, low=0.0)
     host_gb_per_s: float = key("10^9 bytes/s between a device and its host's memory, one way", 1.0, low=1e-6)
     disk_gb_per_s: float = key("10^9 bytes/s that a node writes to where checkpoints lie", 1.0, low=1e-6)

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -128,7 +129,7 @@ def split(killed: dict[str, Any], ended: float, after: Sequence[dict[str, Any]],
     go = next(each for each in after if each["event"] == "go")
     new = next(each for each in after if each["event"] == "step" and each["step"] > step)
     times = (killed["unix_s"], ended, begin["unix_s"], go["unix_s"], new["unix_s"])
-    parts = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+    parts = [later - sooner for sooner, later in pairwise(times)]
     return Recovery(rank, step, go["step"], *parts)
 
 

@@ -114,7 +114,8 @@ def test_what_a_file_lacks_or_nobody_knows_is_said_with_its_key():
     assert_said(replace(described, links=links), "links", "send missing")
     assert_said(replace(described, matmul=described.matmul | {"bf17": described.matmul["bf16"]}), "matmul.bf17", "fp8")
     assert_said(replace(described, matmul={}), "matmul", "no rate of bf16 or fp32")
-    assert_said(replace(described, attention_measured=[[1.0]]), "attention_measured", "share in backward")
+    matmul = {"bf16": replace(described.matmul["bf16"], attention=[[1.0]])}
+    assert_said(replace(described, matmul=matmul), "matmul.bf16.attention", "TFLOP/s in backward")
     assert_said(replace(Described(), price_per_hour=2.0), "price_per_hour", "cluster=h100_ib, say")
 
 

@@ -9,10 +9,12 @@ import pytest
 from framework.cli import main
 from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import MemoryForecast, StageMemory
+from framework.foresight.forecast_plan import BY_DATA_SHEETS, forecast_plan
 from framework.foresight.memory import forecast_memory
 from framework.foresight.settings import Settings
 from framework.foresight.shape import make_shape
 from framework.foresight.verdict import describe_verdict
+from framework.plan.check import check_layout
 from framework.plan.cluster import Cluster
 from framework.plan.target import resolve_target
 from framework.recipe.compose import compose
@@ -49,6 +51,19 @@ def test_a_machine_that_nobody_named_is_called_assumed() -> None:
     assert describe_verdict(memory, cluster) == "fits the 2.0 GiB of h100_ib with 1.0 GiB to spare"
     assumed = replace(cluster, is_assumed=True)
     assert describe_verdict(memory, assumed).startswith("fits the 2.0 GiB of h100_ib, which is assumed,")
+
+
+@pytest.mark.parametrize(("cluster", "expected"), [("h100_ib", True), ("laptop", False)])
+def test_data_sheets_are_said_to_be_faster_than_runs(cluster: str, expected: bool) -> None:
+    device = "cpu" if cluster == "laptop" else "cuda"
+    words = [
+        "model=tiny_llama",
+        "data=python_stdlib",
+        f"cluster={cluster}",
+        f"launch.device={device}",
+        "launch.ranks=2",
+    ]
+    assert (BY_DATA_SHEETS in forecast_plan(check_layout(compose(words, []).require())).cautions) is expected
 
 
 @pytest.mark.parametrize(

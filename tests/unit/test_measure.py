@@ -24,23 +24,33 @@ from framework.recipe.schema import ClusterMeasured, Launch, Recipe
 CPU = torch.device("cpu")
 TINY = Effort(
     edges=(16, 64),
+    wide=128,
     memory_bytes=(1 << 16, 1 << 20),
     message_bytes=(1 << 12, 1 << 20),
     contexts=(32, 64),
+    features=(8, 16),
+    width=32,
     tokens=64,
     disk_bytes=1 << 20,
+    pause_s=1e-4,
     point_s=0.002,
 )
 HERE = ClusterMeasured("Some CPU, family 1, model 2", 4, [], "2.13.0")
 ORDER = Order("cpu", 2, 2, 4, ["bf16", "fp32"], ".", "result.json", {})
-SHAPES = [(m, k, n) for m in (16, 64) for k in (16, 64) for n in (16, 64)]
+SHAPES = [(m, k, n) for m in (16, 64) for k in (16, 64) for n in (16, 64, 128)]
+GRADIENTS = [shape[::-1] for shape in SHAPES]
 FOUND = {
     "edges": {"bf16": [16, 64], "fp32": [16, 64]},
     "matmul": {"bf16": [(*s, 0.0002 * s[0]) for s in SHAPES], "fp32": [(*s, 0.0001 * s[0]) for s in SHAPES]},
     "alone": {"bf16": [(*s, 0.0004 * s[0]) for s in SHAPES], "fp32": [(*s, 0.0002 * s[0]) for s in SHAPES]},
+    "gradient": {"bf16": [(*s, 0.0003 * s[2]) for s in GRADIENTS], "fp32": [(*s, 0.00015 * s[2]) for s in GRADIENTS]},
     "memory": [(0.1, 20.0), (10.0, 8.0)],
     "memory_alone": [(0.1, 25.0), (10.0, 12.0)],
-    "attention": [(32, 1e9, 0.9e9), (64, 2e9, 1.5e9)],
+    "attention": {
+        dtype: [(c, d, 1e-5 * c * d * rate, 0.7e-5 * c * d * rate) for c in (32, 64) for d in (8, 16)]
+        for dtype, rate in (("bf16", 1), ("fp32", 0.25))
+    },
+    "softmax": 0.5,
     "overhead_s": 4e-6,
     "host_rate": 6e9,
     "disk_rate": 1e9,
@@ -67,10 +77,16 @@ def test_a_plan_by_the_file_takes_as_long_as_what_was_measured(tmp_path):
         for size, micros in FOUND["links"][kind]:
             assert cluster.collective_seconds(kind, size * 1e6, 2, 1) == pytest.approx(micros * 1e-6, rel=1e-3)
     flops = 1e9
-    for context, forward, backward in FOUND["attention"]:
-        for rate, back in ((forward, False), (backward, True)):
-            seconds = cluster.attention_seconds(flops, "bf16", backward=back, context=context)
-            assert seconds - 4e-6 == pytest.approx(flops / rate, rel=1e-3)
+    for dtype, rows in FOUND["attention"].items():
+        for context, features, *rates in rows:
+            for rate, back in zip(rates, (False, True), strict=True):
+                seconds = cluster.attention_seconds(flops, dtype, backward=back, shape=(context, features))
+                assert seconds - 4e-6 == pytest.approx(1e-12 * flops / rate, rel=1e-3)
+    for dtype, rows in FOUND["gradient"].items():
+        for out, tokens, inner, tflops in rows:
+            seconds = cluster.gradient_seconds(tokens, inner, out, 1e9, dtype)
+            assert 2e-12 * out * tokens * inner / seconds == pytest.approx(tflops, rel=1e-3)
+    assert cluster.softmax_seconds(1e6) == pytest.approx(1e6 / 0.5e9, rel=1e-3)
     assert cluster.memory_seconds(1e7) == pytest.approx(1e7 / 8e9 + 4e-6, rel=1e-3)
     assert any("best 12.8 GFLOP/s" in line for line in describe_findings(group, ORDER))
 
