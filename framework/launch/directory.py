@@ -136,10 +136,11 @@ class RunDirectory:
         remote = RemoteRun.of(self.path)
         if remote is None:
             return Run(root=str(self.path.parent), id=self.id)
-        root = remote.url.parent
-        is_usual = locate(root, None) == self.path.parent
+        root, folder = remote.url.parent, self.path.absolute().parent
         depth = len(locate(root, "/").parts) - 1
-        return Run(root=str(root), work=None if is_usual else str(self.path.parent.parents[depth - 1]), id=self.id)
+        return Run(
+            root=str(root), work=None if folder == locate(root, None) else str(folder.parents[depth - 1]), id=self.id
+        )
 
     @property
     def has_trained(self) -> bool:
