@@ -4,7 +4,7 @@ Every value of a run's recipe has shaped its weights, so a run whose recipe chan
 does not touch the training run itself (layouts, places, rhythms), or what only adds to it (more steps).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,6 +91,7 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
             composed = require_layout(compose(overrides, recipe_dirs), overrides, recipe_dirs)
             composed = keep_settled(saved, composed)
         resumed, changes = composed, find_changes(saved, composed)
+    resumed = replace(resumed, run=replace(resumed.run, work=run.keys.work))
     return resumed, [change for change in changes if change.key not in OWN_KEYS]
 
 

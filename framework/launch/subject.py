@@ -1,6 +1,7 @@
 """The recipe that `train` and `submit` are given: refused where nothing says what to train, or which run to go on with."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -38,7 +39,9 @@ def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe
         return require_layout(composition, overrides, recipe_dirs)
     if not parse_overrides(overrides, search_path(recipe_dirs)).choices:
         composition = compose(overrides, recipe_dirs, base=saved)
-    return composition.require()
+    recipe = composition.require()
+    # The folder in which the run was found: that of the saved recipe may be another machine's.
+    return replace(recipe, run=replace(recipe.run, work=run.work))
 
 
 def find_saved(run: Run) -> Path | None:

@@ -47,9 +47,9 @@ def find_place_problems(key: str, root: str) -> Iterator[Problem]:
     elif is_url and not rest.strip("/"):
         yield Problem(key, root, "names no bucket or folder", f"{key}={protocol}://bucket/runs")
     elif is_url:
-        from fsspec import available_protocols  # for those who name one
+        from fsspec import available_protocols, registry  # for those who name one
 
-        if protocol not in (known := available_protocols()):
+        if protocol not in (known := [*available_protocols(), *registry]):
             near = nearest(protocol, known) or ["s3", "gs", "abfs"]
             message = f"fsspec knows no protocol {protocol}"
             yield Problem(key, root, message, ", ".join(f"{each}://..." for each in near))

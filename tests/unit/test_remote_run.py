@@ -15,10 +15,14 @@ from framework.errors import CheckpointError, LeaseLost, RunError, StorageError
 from framework.launch import remote
 from framework.launch.directory import RunDirectory, describe_self, place_checkpoints
 from framework.launch.remote import RemoteRun, Start, decode_start, locate
+from framework.launch.resume import resume_recipe
 from framework.launch.runs import Runs, find_run, find_running
+from framework.launch.subject import compose_run
 from framework.lease import Holder, take
+from framework.recipe.compose import save_recipe
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Run
+from tests.shared_store import register
 
 ROOT = "memory://bucket/runs"
 FILES = {
@@ -305,6 +309,25 @@ def test_runs_are_found_by_url_and_by_what_is_printed(tmp_path, monkeypatch):
         write_resume("local", RunDirectory(find_run(f"{ROOT}/x")).keys) == f"meshwright train run.id=x run.root={ROOT}"
     )
     assert Runs.of(Run(root=f"file://{tmp_path}")) == Runs(tmp_path)
+
+
+def test_a_resume_stays_in_the_working_folder_in_which_it_found_the_run(tmp_path, monkeypatch):
+    """And not in that of the machine on which the run began, which its recipe names."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    register()
+    url = f"shared://{tmp_path}/store"
+    typed = (f"run.root='{url}'", "run.id=x", "launch.device=cpu")
+    recipe = compose_run(["experiment=quickstart", *typed, f"run.work={tmp_path}/a"], [])
+    run = Runs.of(recipe.run).create("x", "run")
+    with run.lock() as lease, lease.replacing(run.recipe) as made:
+        save_recipe(recipe, made)
+    again = compose_run([*typed, "train.steps=900"], [])
+    assert (again.train.steps, again.run.work) == (900, None)
+    there = Runs.of(again.run).find("x")
+    assert there.path.is_relative_to(tmp_path / "cache")
+    resumed, changes = resume_recipe(there, [*typed, "train.steps=900"], [])
+    assert resumed.run.work is None
+    assert [change.key for change in changes] == ["train.steps"]
 
 
 def test_two_urls_have_two_working_folders():
