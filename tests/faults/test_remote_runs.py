@@ -94,6 +94,8 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_bucket(bucket):
     process = first.start(*WORDS)
     try:
         first.wait_for_step(2 * EVERY + EVERY // 2, process)
+        # Its ranks stand still, so that it lasts; the launcher is heard of.
+        send(processes_of(process.pid)[1:], signal.SIGSTOP)
         code, said = third.train()
         assert code == 86, said
         assert f"is in use by process {process.pid} on" in said
@@ -118,7 +120,7 @@ def check_commands(url):
     for words, answer in (
         (("status", url), f"step {STEPS:,}"),
         (("inspect", url), "every hash fits"),
-        (("diff", url, "runs/whole"), "checkpoint"),
+        (("diff", url, "runs/whole"), "whole"),
         (("generate", url, "--prompt", "mesh", "--max-new-tokens", "2"), "mesh"),
         (("export", url, "--to", "model"), "model"),
     ):
