@@ -180,13 +180,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _save(arguments: argparse.Namespace) -> int:
     from framework.launch.request import save_command
 
-    return save_command(_find_run(arguments.run))
+    return save_command(_find_running(arguments.run))
 
 
 def _stop(arguments: argparse.Namespace) -> int:
     from framework.launch.request import stop_command
 
-    return stop_command(_find_run(arguments.run))
+    return stop_command(_find_running(arguments.run))
 
 
 def _add_inject(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +207,7 @@ def _inject(arguments: argparse.Namespace) -> int:
         raise RunError(
             "inject RUN FAULT: say which fault, such as kill rank=1 step=30; `meshwright inject --list` explains them"
         )
-    return inject_command(_find_run(arguments.run), arguments.words, arguments.here)
+    return inject_command(_find_running(arguments.run), arguments.words, arguments.here)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -452,9 +452,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.inspect import inspect_command
-    from framework.checkpoint.place import is_url, open_place
+    from framework.launch.runs import find_place
 
-    return inspect_command(open_place(arguments.path) if is_url(arguments.path) else _find_run(arguments.path))
+    return inspect_command(find_place(arguments.path))
 
 
 # --- recipes and runs
@@ -474,9 +474,17 @@ def _compose_run(arguments: argparse.Namespace) -> Recipe:
 
 
 def _find_run(name: str) -> Path:
-    """A folder as it is, or a run's id in the default folder of runs."""
-    folder = Path(name)
-    return folder if folder.exists() or len(folder.parts) > 1 else Path(Recipe().run.root) / name
+    """A folder as it is, a run's id in the default folder of runs, or the URL of a run."""
+    from framework.launch.runs import find_run
+
+    return find_run(name)
+
+
+def _find_running(name: str) -> Path:
+    """The same, of a run of which something is asked."""
+    from framework.launch.runs import find_running
+
+    return find_running(name)
 
 
 # --- arguments and help

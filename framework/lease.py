@@ -180,14 +180,15 @@ def read_lease(run: Path) -> tuple[int, Holder | None]:
         return -1, None
 
 
-def take(run: Path, holder: Holder) -> Lease:
-    """Raise the epoch of a run, and fence all former ones. For who holds the run's lock, as far as there are locks.
+def take(run: Path, holder: Holder, above: int = 0) -> Lease:
+    """Raise the epoch of a run, and fence all former ones. For who holds the run's lock, as far as there are locks. above: an
+    epoch that was taken elsewhere.
 
     When it returns, nobody of a former epoch can change a name in the run any more. Raises OSError where the file system fails.
     """
     for name in FOLDERS:
         (run / name).mkdir(exist_ok=True)
-    lease = _claim(run)
+    lease = _claim(run, above)
     text = json.dumps({"epoch": lease.epoch, **asdict(holder)}) + "\n"
     _write_lease(lease, text)
     for name in FOLDERS:
@@ -216,10 +217,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _claim(run: Path) -> Lease:
+def _claim(run: Path, above: int) -> Lease:
     """The workplaces of an epoch above all that were taken, which nobody else takes: mkdir makes a folder once."""
     while True:
-        epoch = 1 + max(0, read_lease(run)[0], *_epochs_of(run))
+        epoch = 1 + max(above, read_lease(run)[0], *_epochs_of(run))
         try:
             (run / f"{WORKPLACE}{epoch}").mkdir()
         except FileExistsError:

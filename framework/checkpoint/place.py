@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,13 +40,14 @@ class ObjectStatus(NamedTuple):
 @dataclass(frozen=True, order=True)
 class ObjectPath:
     """The URL of an object, or of a prefix that stands for a folder. run: the run whose checkpoints lie there, None where nobody
-    asks. Its methods raise OSError with an errno, whatever the store's library raises."""
+    asks. key: of the recipe, which says where. Its methods raise OSError with an errno, whatever the store's library raises."""
 
     url: str
     run: Path | None = field(default=None, compare=False)
+    key: str = field(default=KEY, compare=False)
 
     def __truediv__(self, name: str) -> "ObjectPath":
-        return ObjectPath(f"{self.url}/{name}", self.run)
+        return replace(self, url=f"{self.url}/{name}")
 
     def __str__(self) -> str:
         return self.url
@@ -57,7 +58,7 @@ class ObjectPath:
 
     @property
     def parent(self) -> "ObjectPath":
-        return ObjectPath(self.url.rpartition("/")[0], self.run)
+        return replace(self, url=self.url.rpartition("/")[0])
 
     def with_name(self, name: str) -> "ObjectPath":
         return self.parent / name
@@ -133,7 +134,7 @@ class ObjectPath:
             # Listings of a former moment would hide what others have put since.
             return fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise CheckpointError(f"{KEY}: {self.url} cannot be opened: {error}") from error
+            raise CheckpointError(f"{self.key}: {self.url} cannot be opened: {error}") from error
 
 
 Place = Path | ObjectPath
@@ -170,9 +171,9 @@ def is_url(text: str) -> bool:
     return "://" in text and not text.startswith("file://")
 
 
-def open_place(text: str, run: Path | None = None) -> Place:
+def open_place(text: str, run: Path | None = None, key: str = KEY) -> Place:
     """A folder for a path or a file:// URL, else an object store's. Nothing is looked at."""
-    return ObjectPath(text.rstrip("/"), run) if is_url(text) else Path(text.removeprefix("file://"))
+    return ObjectPath(text.rstrip("/"), run, key) if is_url(text) else Path(text.removeprefix("file://"))
 
 
 def checkpoints_of(run: Path) -> Place:

@@ -19,6 +19,8 @@ runs/quickstart-001/
     slurm/          job.sh, which is what sbatch got; history, a line for each start and end of the ranks
     code/           the package as it was submitted, which every start imports
     ...             and what observers write: metrics, report, curves
+
+Where run.root is a URL this is the working folder of the run, and remote.py says what else is in it.
 """
 
 import errno
@@ -49,9 +51,11 @@ from framework.checkpoint.place import (
     find_probe_error,
     open_place,
 )
-from framework.checkpoint.storage import LASTING, storage_error
+from framework.checkpoint.storage import LASTING, read, storage_error
 from framework.errors import LeaseLost, RunError, RunInUse
+from framework.launch.remote import URL_FILE, RemoteRun, locate
 from framework.lease import Holder, Lease, read_lease, take
+from framework.recipe.schema import Run
 from framework.train.faults import SAVE_FILE, STOP_FILE
 
 # A file system without file locks.
@@ -127,6 +131,18 @@ class RunDirectory:
         return self.path / "run.json"
 
     @property
+    def keys(self) -> Run:
+        """The keys of the recipe that name this run."""
+        remote = RemoteRun.of(self.path)
+        if remote is None:
+            return Run(root=str(self.path.parent), id=self.id)
+        root, folder = remote.url.parent, self.path.absolute().parent
+        depth = len(locate(root, "/").parts) - 1
+        return Run(
+            root=str(root), work=None if folder == locate(root, None) else str(folder.parents[depth - 1]), id=self.id
+        )
+
+    @property
     def has_trained(self) -> bool:
         """Whether a rank has left a step or a checkpoint: what has not may be begun anew under another recipe."""
         metrics = self.path / "metrics.jsonl"
@@ -134,26 +150,29 @@ class RunDirectory:
         return has_saved or (metrics.exists() and metrics.stat().st_size > 0)
 
     @classmethod
-    def create(cls, root: Path, run_id: str | None, name: str) -> "RunDirectory":
-        """A directory for a new run: `root/run_id`, or the first free `root/name-NNN` after the last one taken.
+    def create(cls, root: Path, run_id: str | None, name: str, url: ObjectPath | None = None) -> "RunDirectory":
+        """A directory for a new run: `root/run_id`, or the first free `root/name-NNN` after the last one taken. url: that of the
+        runs for which `root` has the working folders.
 
         Safe against others who do the same at the same time. Raises RunError where it cannot be made or is not ours.
         """
         with explain_errors(root):
             root.mkdir(parents=True, exist_ok=True)
-            run = cls(_claim_next(root, name)) if run_id is None else cls(root / run_id)
+            run = cls(_claim_next(root, name, url)) if run_id is None else cls(root / run_id)
             if run_id is not None:
                 run.path.mkdir(exist_ok=True)
                 if any(run.path.iterdir()) and not run.record.exists():
                     raise RunError(f"{run.path} is not empty and not a run: choose another run.id or run.root")
             if not run.record.exists():
                 _write_json(run.record, {"id": run.id, "created": _now(), "launches": []})
+            if url is not None:
+                RemoteRun.make(run.path, url / run.id)
         return run
 
     @staticmethod
-    def next_id(root: Path, name: str) -> str:
+    def next_id(root: Path, name: str, url: ObjectPath | None = None) -> str:
         """The id that `create` would give a run without one, if nobody else takes it first."""
-        return f"{name}-{_next_number(root, name):03d}"
+        return f"{name}-{_next_number(root, name, url):03d}"
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
@@ -220,9 +239,24 @@ class RunDirectory:
                 time.sleep(0.2 if waited_s < PATIENCE_S else 1.0)
             self._refuse_overtaken(me, began_at)
             lease = self._take(file, stack, me)
+            self.upload(lease)
             held = stack.pop_all()
         with held:
             yield lease
+
+    def upload(self, lease: Lease) -> None:
+        """Put the run's files into its store, if it has one: before ranks train under this lease, all must be there."""
+        if (remote := RemoteRun.of(self.path)) is not None:
+            remote.push(lease)
+
+    def refresh(self) -> None:
+        """Fetch what the run's store has and this folder has not. Nothing is fetched while the run is held here."""
+        if (remote := RemoteRun.of(self.path)) is None:
+            return
+        with explain_errors(self.path), ExitStack() as stack:
+            if (file := self._try_lock(stack)) is not None:
+                _name_holder(file, describe_self())
+                remote.refresh()
 
     @contextmanager
     def attend(self) -> Iterator[None]:
@@ -291,12 +325,13 @@ class RunDirectory:
         return file
 
     def _take(self, file: TextIO, stack: ExitStack, me: Holder) -> Lease:
-        """The lease for who has the lock; given back on exit."""
-        file.truncate(0)
-        file.write(me.describe())
-        file.flush()
-        lease = take(self.path, me)
+        """The lease for who has the lock; given back on exit. Of a run in a store the claim there as well."""
+        _name_holder(file, me)
+        remote = RemoteRun.of(self.path)
+        lease = take(self.path, me, above=0 if remote is None else remote.find_free())
         stack.callback(lease.release)
+        if remote is not None:
+            stack.enter_context(remote.hold(lease, me))
         return lease
 
     def _refuse_overtaken(self, me: Holder, began_at: int) -> None:
@@ -326,12 +361,15 @@ def place_checkpoints(run: RunDirectory, root: str | None) -> None:
     link, pointer = run.path / CHECKPOINTS, run.path / POINTER
     if run.has_trained:
         return
+    remote = RemoteRun.of(run.path)
     place = None if root is None else open_place(root)
     with explain_errors(link):
         pointer.unlink(missing_ok=True)
         if link.is_symlink():
             link.unlink()
-        if isinstance(place, ObjectPath):
+        if place is None and remote is not None:
+            write_private(pointer, f"{remote.url / CHECKPOINTS}\n")
+        elif isinstance(place, ObjectPath):
             write_private(pointer, f"{place / run.id}\n")
         elif place is not None:
             target = place.expanduser().absolute() / run.id
@@ -341,14 +379,15 @@ def place_checkpoints(run: RunDirectory, root: str | None) -> None:
             link.symlink_to(target)
 
 
-def refuse_unreachable(root: str | None) -> None:
-    """Raises RunError where checkpoint.root is a place that cannot be written to: it tries, and leaves nothing."""
-    place = None if root is None else open_place(root)
+def refuse_unreachable(root: str | None, key: str = KEY) -> None:
+    """Raises RunError where `root`, which `key` of the recipe says, is a place that cannot be written to: it tries, and leaves
+    nothing."""
+    place = None if root is None else open_place(root, key=key)
     if isinstance(place, Path):
-        refuse_unwritable(place.expanduser(), KEY)
+        refuse_unwritable(place.expanduser(), key)
     elif place is not None and (problem := find_probe_error(place)) is not None:
         raise RunError(
-            f"{KEY}={root}: an object cannot be written there, read and removed ({problem}). Is the bucket there, are the"
+            f"{key}={root}: an object cannot be written there, read and removed ({problem}). Is the bucket there, are the"
             " credentials and the endpoint in the environment or in fsspec's configuration? docs/checkpoint.md"
         )
 
@@ -371,13 +410,14 @@ def refuse_unwritable(root: Path, key: str = "run.root") -> None:
 
 
 @contextmanager
-def explain_errors(path: Path, key: str = "run.root") -> Iterator[None]:
+def explain_errors(path: Path, key: str | None = None) -> Iterator[None]:
     """What the file system says against writing at `path`: a RunError where only the user can mend it, else a StorageError, for
     a job that an EIO or a stale handle has ended is to be started again."""
     try:
         yield
     except OSError as error:
         place = error.filename or path
+        key = key or ("run.work" if (path / URL_FILE).exists() else "run.root")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(
                 f"no room at {place} ({error.strerror}): free space, or set {key} to a larger disk"
@@ -387,8 +427,8 @@ def explain_errors(path: Path, key: str = "run.root") -> Iterator[None]:
         raise storage_error(error, "use", Path(place)) from error
 
 
-def _claim_next(root: Path, name: str) -> Path:
-    for number in count(_next_number(root, name)):
+def _claim_next(root: Path, name: str, url: ObjectPath | None) -> Path:
+    for number in count(_next_number(root, name, url)):
         path = root / f"{name}-{number:03d}"
         try:
             path.mkdir()
@@ -398,11 +438,17 @@ def _claim_next(root: Path, name: str) -> Path:
     raise AssertionError("count() does not end")
 
 
-def _next_number(root: Path, name: str) -> int:
-    paths = root.iterdir() if root.is_dir() else ()
-    return 1 + max(
-        (int(m[1]) for path in paths if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))), default=0
-    )
+def _next_number(root: Path, name: str, url: ObjectPath | None) -> int:
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    names += [] if url is None else read(url.list, url)
+    return 1 + max((int(m[1]) for each in names if (m := re.fullmatch(re.escape(name) + r"-(\d+)", each))), default=0)
+
+
+def _name_holder(file: TextIO, me: Holder) -> None:
+    """Write into the lock who has it."""
+    file.truncate(0)
+    file.write(me.describe())
+    file.flush()
 
 
 def _flock(file: TextIO) -> bool:

@@ -11,8 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 
+from framework.checkpoint.place import is_url
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError
+from framework.launch.directory import refuse_unreachable
 from framework.launch.machine import check_measured
+from framework.launch.runs import Runs
 from framework.launch.slurm import partitions, reach
 from framework.recipe.clusters import find_cluster
 from framework.recipe.host import count_cores
@@ -51,9 +54,22 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
     yield from _measured(recipe)
     yield from _layout(recipe)
     yield _slurm(recipe)
-    yield _writable("run root", Path(recipe.run.root), "run.root")
+    runs = Runs.of(recipe.run)
+    yield _writable("run root", runs.folder, "run.root" if runs.url is None else "run.work")
+    yield from _store(recipe)
     yield _writable("token stores", Path(recipe.data.root), "data.root")
     yield _wandb(recipe)
+
+
+def _store(recipe: Recipe) -> Iterator[Finding]:
+    """Whether a URL of run.root can be written to."""
+    if is_url(recipe.run.root):
+        try:
+            refuse_unreachable(recipe.run.root, "run.root")
+        except MeshwrightError as error:
+            yield Finding("run store", f"{recipe.run.root} cannot be used", str(error))
+        else:
+            yield Finding("run store", f"{recipe.run.root}, objects can be put, read and removed")
 
 
 def _layout(recipe: Recipe) -> Iterator[Finding]:

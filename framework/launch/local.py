@@ -21,11 +21,11 @@ from framework.launch.directory import (
     explain_errors,
     place_checkpoints,
     refuse_unreachable,
-    refuse_unwritable,
 )
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
 from framework.launch.resume import resume_recipe
+from framework.launch.runs import Runs
 from framework.launch.settle import settle, settle_tokens
 from framework.launch.snapshot import describe_software
 from framework.lease import Lease
@@ -54,8 +54,7 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
             + " launch.spares=0" * (recipe.launch.spares > 0)
         )
     rank_variables(recipe)
-    run = RunDirectory(Path(recipe.run.root) / (recipe.run.id or ""))
-    if recipe.run.id is not None and run.recipe.exists():
+    if recipe.run.id is not None and (run := Runs.of(recipe.run).find(recipe.run.id)).recipe.exists():
         return _resume(run, overrides, recipe_dirs)
     return _begin(recipe, overrides)
 
@@ -96,7 +95,7 @@ def summarize(recipe: Recipe, model_type: str) -> str:
 
 def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:
     """What a user types to go on with the run."""
-    return write_resume(recipe.launch.kind, run.id, str(run.path.parent), *more)
+    return write_resume(recipe.launch.kind, run.keys, *more)
 
 
 def rank_variables(recipe: Recipe) -> dict[str, str]:
@@ -109,7 +108,8 @@ def rank_variables(recipe: Recipe) -> dict[str, str]:
 
 def _begin(recipe: Recipe, overrides: list[str]) -> int:
     """A new run. Its directory is made once the data is there: bad data leaves no run behind."""
-    refuse_unwritable(Path(recipe.run.root))
+    runs = Runs.of(recipe.run)
+    runs.refuse_unwritable()
     refuse_unreachable(recipe.checkpoint.root)
     recipe = settle(recipe)
     model_type = check_model(recipe)
@@ -118,7 +118,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     prepared = prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
-    run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
+    run = runs.create(recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
         keep_tokenizer(run, lease, prepared.tokenizer)
@@ -168,6 +168,7 @@ def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> 
     with suppress(OSError, LeaseLost):  # a full disk, or another start's run: goodput begins with the ranks
         lease.check()
         note_launch(run.path, find_age_s())
+    run.upload(lease)
     if world == 1 and not variables:
         outcome = Outcome(rank.main(run.path, lease))
     else:  # variables are for a process that starts with them: libraries read theirs when they are loaded

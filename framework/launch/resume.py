@@ -4,7 +4,7 @@ Every value of a run's recipe has shaped its weights, so a run whose recipe chan
 does not touch the training run itself (layouts, places, rhythms), or what only adds to it (more steps).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +13,7 @@ from framework.checkpoint.place import KEY
 from framework.errors import RunError
 from framework.foresight.auto import require_layout
 from framework.launch.directory import RunDirectory
+from framework.launch.runs import Runs
 from framework.launch.settle import keep_settled
 from framework.recipe.compose import compose, load_recipe
 from framework.recipe.environment import HIDDEN, is_secret
@@ -26,7 +27,7 @@ from framework.recipe.suggest import nearest
 
 SHOWN_RUNS = 10
 # Where the run lies, which its folder says.
-OWN_KEYS = ("run.root", "run.id", "run.name")
+OWN_KEYS = ("run.root", "run.work", "run.id", "run.name")
 
 # Patterns of the keys that a resume may change, each with the reason why the run stays the same run.
 MAY_CHANGE = (
@@ -90,6 +91,7 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
             composed = require_layout(compose(overrides, recipe_dirs), overrides, recipe_dirs)
             composed = keep_settled(saved, composed)
         resumed, changes = composed, find_changes(saved, composed)
+    resumed = replace(resumed, run=replace(resumed.run, work=run.keys.work))
     return resumed, [change for change in changes if change.key not in OWN_KEYS]
 
 
@@ -102,12 +104,11 @@ def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base
 
 def refuse_missing(run: Run) -> NoReturn:
     """Raises RunError for a command line that can only mean a resume and names a run that is not there, or has not begun."""
-    folder = Path(run.root) / str(run.id)
-    there = sorted(each.parent.name for each in Path(run.root).glob("*/recipe.yaml"))
+    there = Runs.of(run).list_ids()
     near = nearest(str(run.id), there)
     shown = ", ".join(there[-SHOWN_RUNS:]) + (f" and {len(there) - SHOWN_RUNS} more" if len(there) > SHOWN_RUNS else "")
     raise RunError(
-        f"there is no run {folder} to go on with"
+        f"there is no run {run.root}/{run.id} to go on with"
         + (f"; did you mean run.id={near[0]}?" if near else ".")
         + f" Runs there: {shown or 'none'}. For a new run of this name say what it trains, such as experiment=quickstart"
     )
@@ -138,7 +139,7 @@ def explain_refusal(run: RunDirectory, refused: list[Change], kind: str) -> str:
         [
             f"{run.path} was begun with another recipe, and these keys cannot change within a run:",
             *table,
-            f"to go on with the saved recipe:  {write_resume(kind, run.id, str(run.path.parent))}",
+            f"to go on with the saved recipe:  {write_resume(kind, run.keys)}",
             "for a run of the new recipe:     leave run.id out, or give one that is not taken",
             f"what may change on resume:       {', '.join(pattern for pattern, _ in MAY_CHANGE)}",
         ]

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import jinja2
 
 from framework.checkpoint.place import open_place
 from framework.errors import RunError
+from framework.launch.runs import Runs
 from framework.recipe.derive import Derived, derive
 from framework.recipe.elastic import can_move, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
@@ -134,9 +135,10 @@ def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
     A run's folder: sbatch leaves the %-patterns of `--output` after a backslash, and PYTHONPATH, which has the run's code, is
     split at colons. In a container: see `_UNFIT_TO_MOUNT`.
     """
-    kind = recipe.launch.container.kind
-    for key, folder in (("run.root", here / recipe.run.root), ("data.root", here / recipe.data.root), ("chdir", here)):
-        unfit = _CONTROL + r"\\:" * (key == "run.root") + _UNFIT_TO_MOUNT[kind]
+    kind, runs = recipe.launch.container.kind, Runs.of(recipe.run)
+    run_key = "run.root" if runs.url is None else "run.work"
+    for key, folder in ((run_key, here / runs.folder), ("data.root", here / recipe.data.root), ("chdir", here)):
+        unfit = _CONTROL + r"\\:" * (key == run_key) + _UNFIT_TO_MOUNT[kind]
         if found := re.search(f"[{unfit}]", str(folder)):
             message = f"the job would not find {str(folder)!r}: a {found[0]!r} in a path does not get through"
             way = (
@@ -303,7 +305,7 @@ def _assignments(launch: Launch) -> list[str]:
 
 def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
     """A word of the script: the command that goes on with the run."""
-    command = write_resume(recipe.launch.kind, run_dir.name, recipe.run.root)
+    command = write_resume(recipe.launch.kind, replace(recipe.run, id=run_dir.name))
     if not array:
         return shlex.quote(command)
     before, name, after = command.partition(f"run.id={run_dir.name}")

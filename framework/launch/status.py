@@ -18,6 +18,7 @@ from framework.errors import EXIT_DONE, MeshwrightError, RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.local import resume_command, saved_step
 from framework.launch.overview import describe_runs, list_runs
+from framework.launch.remote import RemoteRun
 from framework.launch.request import find_jobs, is_running
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.recipe.compose import load_recipe
@@ -93,6 +94,7 @@ def describe_run(run: RunDirectory) -> str:
     now_s = time.time() if is_running(run, jobs) else None
     lines = [
         ("run", f"{run.path}{', done' if is_done else ''}"),
+        ("store", _describe_store(run)),
         *[("job", _describe_job(job, state)) for job, state in jobs],
         ("here", _describe_holder(run) if not jobs else ""),
         ("restarts", _describe_history(history)),
@@ -104,6 +106,15 @@ def describe_run(run: RunDirectory) -> str:
         ("next", _next_command(run, recipe, jobs, is_done)),
     ]
     return "\n".join(f"{name:<8} {text}" for name, text in lines if text)
+
+
+def _describe_store(run: RunDirectory) -> str:
+    """Where the run lies, if that is a store, and who had it last."""
+    remote = RemoteRun.of(run.path)
+    newest = remote.list_starts()[-1:] if remote else []
+    if not remote or not newest:
+        return ""
+    return f"{remote.url}, {'last held' if newest[0].has_ended else 'held'} by {newest[0].describe()}"
 
 
 def read_history(run: RunDirectory, jobs: list[str]) -> History | None:

@@ -1,6 +1,7 @@
 """The recipe that `train` and `submit` are given: refused where nothing says what to train, or which run to go on with."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -8,11 +9,14 @@ from hydra.core.override_parser.types import Override
 from framework.errors import RecipeError
 from framework.foresight.auto import require_layout
 from framework.launch.resume import refuse_missing
+from framework.launch.runs import Runs
 from framework.recipe.compose import compose
 from framework.recipe.describe import describe_experiments
 from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
 from framework.recipe.overrides import parse_overrides
+from framework.recipe.place_rules import RUN_ROOT, find_place_problems
+from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe, Run
 
 # What says what is trained: recipes of these groups, values below these keys. Where data lies, or how a model computes, do not.
@@ -25,6 +29,8 @@ def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe
     defaults, so its values are judged beside those; a command that chooses recipes says itself what it wants."""
     composition = compose(overrides, recipe_dirs)
     run = composition.draft.run
+    if problems := list(find_place_problems(RUN_ROOT, run.root)):  # before anybody looks for the run there
+        raise RecipeError(render_problems(problems))
     if (saved := find_saved(run)) is None:
         if run.id is not None and not recipe_dirs and not has_subject(overrides):
             refuse_missing(run)
@@ -33,13 +39,20 @@ def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe
         return require_layout(composition, overrides, recipe_dirs)
     if not parse_overrides(overrides, search_path(recipe_dirs)).choices:
         composition = compose(overrides, recipe_dirs, base=saved)
-    return composition.require()
+    recipe = composition.require()
+    # The folder in which the run was found: that of the saved recipe may be another machine's.
+    return replace(recipe, run=replace(recipe.run, work=run.work))
 
 
 def find_saved(run: Run) -> Path | None:
     """The recipe of the run that run.id names, None where there is none. A sweep's folders have none before they begin."""
-    saved = Path(run.root) / (run.id or "") / "recipe.yaml"
-    return saved if run.id is not None and saved.is_file() else None
+    if run.id is None:
+        return None
+    runs = Runs.of(run)
+    if runs.url is not None:  # whose errors name the key, before a search for the run fails over them
+        runs.refuse_unwritable()
+    saved = runs.find(run.id).recipe
+    return saved if saved.is_file() else None
 
 
 def require_subject(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> None:

@@ -31,6 +31,7 @@ from framework.launch.local import (
     summarize,
 )
 from framework.launch.resume import Change, resume_recipe
+from framework.launch.runs import Runs
 from framework.launch.settle import settle, settle_tokens
 from framework.launch.slurm import (
     WAITING_OR_RUNNING,
@@ -54,8 +55,8 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     dry_run: print the script and change nothing. Raises RecipeError and RunError for all that can be known beforehand.
     """
     check_machine(recipe, dry_run)
-    root = Path(recipe.run.root)
-    run = RunDirectory(root / (recipe.run.id or RunDirectory.next_id(root, recipe.run.name)))
+    runs = Runs.of(recipe.run)
+    run = runs.find(recipe.run.id or runs.next_id(recipe.run.name))
     if recipe.run.id is not None and run.recipe.exists():
         return _resume(run, overrides, recipe_dirs, dry_run)
     if dry_run:
@@ -69,7 +70,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     prepared = prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
-    run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
+    run = runs.create(recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
         _write(run, lease, recipe, prepared.tokenizer, legal_counts(recipe, counts))
@@ -83,8 +84,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     """
     first = recipes[0]
     check_machine(first, dry_run)
-    root, name = Path(first.run.root), f"{first.run.name}-sweep"
-    path = root / (first.run.id or RunDirectory.next_id(root, name))
+    root, name = Runs.of(first.run), f"{first.run.name}-sweep"
+    path = root.folder / (first.run.id or root.next_id(name))
     if first.launch.chain > 1:
         raise RecipeError("launch.chain: a sweep is one job array, whose runs requeue themselves: set launch.chain=1")
     counts = [plan_counts(recipe) for recipe in recipes]
@@ -109,8 +110,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     _say_counts(first, counts[0], sys.stdout)
     tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
     recipes = [settle_tokens(recipe, tokenizer) for recipe, tokenizer in zip(recipes, tokenizers, strict=True)]
-    sweep = RunDirectory.create(root, first.run.id, name)
-    runs = [RunDirectory.create(root, f"{sweep.id}-{index}", name) for index in range(len(recipes))]
+    sweep = root.create(first.run.id, name)
+    runs = [root.create(f"{sweep.id}-{index}", name) for index in range(len(recipes))]
     for run in (sweep, *runs):  # none is begun where one cannot be
         refuse_begun(run)
         refuse_leftovers(run)
@@ -159,9 +160,10 @@ def check_machine(recipe: Recipe, dry_run: bool) -> None:
         raise RecipeError(render_problems(problems))
     if not dry_run:
         require_sbatch()
-        root = Path(recipe.run.root)
-        with explain_errors(root):
-            root.mkdir(parents=True, exist_ok=True)
+        runs = Runs.of(recipe.run)
+        runs.refuse_unwritable()
+        with explain_errors(runs.folder):
+            runs.folder.mkdir(parents=True, exist_ok=True)
         if container.kind == "none":  # whose libraries and variables are not those of this machine
             refuse_unreachable(recipe.checkpoint.root)
 

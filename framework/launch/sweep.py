@@ -11,6 +11,7 @@ from pathlib import Path
 from framework.errors import EXIT_DONE, RecipeError
 from framework.foresight.auto import require_layout
 from framework.launch.directory import RunDirectory
+from framework.launch.runs import Runs
 from framework.launch.subject import find_saved, require_subject
 from framework.recipe.compose import compose, expand_sweep
 from framework.recipe.environment import hide_override
@@ -60,12 +61,10 @@ def _refuse_shared_id(recipes: Sequence[Recipe]) -> None:
 def begin_sweep(recipes: Sequence[Recipe]) -> list[RunDirectory]:
     """The runs, `NAME-sweep-001-0` and so on where the recipes give no id. Their folders are made, so that they are
     told from mistyped ones, and are named in the sweep's run.json."""
-    root, name = Path(recipes[0].run.root), f"{recipes[0].run.name}-sweep"
-    sweep = RunDirectory.create(root, None, name)
+    name = f"{recipes[0].run.name}-sweep"
+    sweep = Runs.of(recipes[0].run).create(None, name)
     ids = [recipe.run.id or f"{sweep.id}-{index}" for index, recipe in enumerate(recipes)]
-    runs = [
-        RunDirectory.create(Path(recipe.run.root), run_id, name) for recipe, run_id in zip(recipes, ids, strict=True)
-    ]
+    runs = [Runs.of(recipe.run).create(run_id, name) for recipe, run_id in zip(recipes, ids, strict=True)]
     sweep.note_launch([], {}, runs=[run.id for run in runs])
     print(f"sweep    {sweep.path}, {len(runs)} runs; how they stand: meshwright status {sweep.path}", flush=True)
     return runs

@@ -35,9 +35,9 @@ from framework.recipe.memory_rules import (
     find_precision_problems,
 )
 from framework.recipe.origins import origin_of
+from framework.recipe.place_rules import find_checkpoint_root_problems, find_run_root_problems
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Optim, Pipeline, Recipe, Zero
-from framework.recipe.suggest import nearest
 
 __all__ = ["Problem", "check_recipe", "render_problems"]
 
@@ -133,7 +133,8 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("model.weights", "model.revision"), _revision),
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes", "checkpoint.interval", "checkpoint.mtbf_hours"), _checkpoint),
-        (("checkpoint.root",), _checkpoint_root),
+        (("run.root",), find_run_root_problems),
+        (("checkpoint.root", "run.root"), find_checkpoint_root_problems),
         ((*COUNTED, *DEGREES, "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps"), _neighbors),
         (("train.on_spike", "checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.interval"), _rewinds),
         ((*COUNTED, *DEGREES, "track.profile_steps", "track.profile_ranks"), _profile),
@@ -388,30 +389,6 @@ def _rewinds(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.on_spike == "rewind" and not (rules.every_steps or rules.every_minutes or rules.interval):
         message = "a rewind goes back to a checkpoint, and none is saved before the end"
         yield Problem("train.on_spike", "rewind", message, "checkpoint.every_steps=100; or train.on_spike=skip")
-
-
-def _checkpoint_root(recipe: Recipe) -> Iterator[Problem]:
-    """What the text alone tells; whether a store answers is asked before a run begins."""
-    root = recipe.checkpoint.root
-    protocol, is_url, _ = (root or "").partition("://")
-    if root is not None and not root.strip():
-        yield Problem("checkpoint.root", root, "names no place", "checkpoint.root=null for RUN/checkpoints")
-    elif root and "::" in root:
-        message = "chains protocols: a cache between the run and its store would show a former state"
-        yield Problem("checkpoint.root", root, message, "checkpoint.root=s3://bucket/runs, the store itself")
-    elif protocol == "memory":
-        message = "is the memory of one process, and goes with it"
-        yield Problem("checkpoint.root", root, message, "checkpoint.root=s3://bucket/runs; or /dev/shm/runs")
-    elif (slip := re.match(r"([a-z][a-z0-9]+):/(?!/)", root or "")) is not None:
-        message = "would be a folder of that name here"
-        yield Problem("checkpoint.root", root, message, f"checkpoint.root={slip[1]}://{(root or '')[slip.end() :]}")
-    elif is_url:
-        from fsspec import available_protocols  # for those who name one
-
-        if protocol not in (known := available_protocols()):
-            near = nearest(protocol, known) or ["s3", "gs", "abfs"]
-            message = f"fsspec knows no protocol {protocol}"
-            yield Problem("checkpoint.root", root, message, ", ".join(f"{each}://..." for each in near))
 
 
 def _checkpoint(recipe: Recipe) -> Iterator[Problem]:

@@ -153,11 +153,12 @@ def write_override(key: str, text: str) -> str:
     return f'{key}="{inner}"'
 
 
-def write_resume(kind: str, run_id: str, root: str, *more: str) -> str:
-    """What a user types to go on with a run; kind: launch.kind, root: run.root."""
+def write_resume(kind: str, run: Run, *more: str) -> str:
+    """What a user types to go on with a run, which has an id; kind: launch.kind."""
     verb = "train" if kind == "local" else "submit"
-    place = [] if root == Run().root else [write_override("run.root", root)]
-    return shlex.join(["meshwright", verb, write_override("run.id", run_id), *place, *more])
+    place = [] if run.root == Run().root else [write_override("run.root", run.root)]
+    place += [] if run.work is None else [write_override("run.work", run.work)]
+    return shlex.join(["meshwright", verb, write_override("run.id", str(run.id)), *place, *more])
 
 
 def explain_flag(flag: str) -> Problem:

@@ -1,6 +1,7 @@
 """A run in numbers and words, before its first step."""
 
 import shlex
+from dataclasses import replace
 
 import torch
 
@@ -44,7 +45,7 @@ def describe_run(
         sources=sources,
         has_experts=bool(plan.mixtures),
         commands={
-            "resume": write_resume(recipe.launch.kind, run_id, recipe.run.root),
+            "resume": write_resume(recipe.launch.kind, replace(recipe.run, id=run_id)),
             "export": shlex.join(["meshwright", "export", run, "--to", f"{run_id}-model"]),
             "generate": shlex.join(["meshwright", "generate", run, "--prompt", prompt]),
         },

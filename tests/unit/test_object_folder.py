@@ -62,8 +62,9 @@ def values(step):
     return torch.arange(NUMEL, dtype=torch.float32) + step
 
 
-def save(root, step, lease=None, keep=3, fault=lambda point: None, failures=1):
-    saver = Saver(root, ALONE, Retention(keep), StagingMemory(CPU, 16 << 20), False, failures, fault=fault, lease=lease)
+def save(root, step, lease=None, keep=3, fault=lambda point: None, failures=1, **more):
+    memory = StagingMemory(CPU, 16 << 20)
+    saver = Saver(root, ALONE, Retention(keep), memory, False, failures, fault=fault, lease=lease, **more)
     saver.start(step, entries(step), {"step": step})
     saver.finish()
 
@@ -177,6 +178,20 @@ def test_a_stale_start_commits_nothing_that_counts_and_overwrites_nothing(root, 
     assert locate(root, 2).name == f"step-00000002.{newer[0].epoch}"
     assert {name: store[name].getvalue() for name in newer[1]} == newer[1]
     assert load(root, newer[0]) == {"step": 2}
+
+
+def test_what_comes_before_a_commit_comes_before_it_and_fails_the_save(root):
+    save(root, 1)
+    seen = []
+    save(root, 2, before_commit=lambda: seen.append(steps(root)))
+    assert seen == [[1]]
+
+    def fail():
+        raise StorageError("the run's store is down")
+
+    with pytest.raises(StorageError, match="is down"):
+        save(root, 3, before_commit=fail)
+    assert steps(root) == [2, 1]
 
 
 def test_sabotaged_checkpoints_of_any_epoch_that_count_are_noticed(root, store, monkeypatch):
