@@ -42,7 +42,7 @@ def with_sbatch(place, monkeypatch):
         (["launch.nodes=1", "experiment=bare_time"], "launch.time = 45000", "quotes"),
         (["launch.nodes=2", "launch.ranks=4"], "launch.nodes = 2", "launch.ranks_per_node=2"),
         (["launch=site", "launch.nodes=1"], "launch.account", "launch.account=..."),
-        (["launch.nodes=1", "run.root=file/runs"], "cannot write at file", "set run.root to a folder of yours"),
+        (["launch.nodes=1", "run.root=file/runs"], "is no folder", "Set run.root to a folder of yours"),
         (
             ["launch.nodes=1", "launch.container.kind=apptainer", "launch.container.image=./none.sif"],
             "launch.container.image = ./none.sif",
