@@ -474,18 +474,8 @@ class _Forecaster:
         """Bytes that layers keep on the first rank of the pipeline at the least. 0 where they keep nothing by themselves."""
         if "activations" in each.offload or each.checkpointing == "sqrt":
             return 0
-        layout = (
-            each.context,
-            each.cp,
-            each.ulysses,
-            each.is_gather,
-            each.tp,
-            each.sequence,
-            each.expert_tp,
-            each.ep > 1,
-        )
         kept = self._remember(
-            ("kept", layout, each.checkpointing),
+            ("kept", _form_of(each), each.checkpointing),
             lambda: self._make_activations(each.changed({"sequences": 1})).layer_bytes,
         )
         key = ("layers", each.pp, each.schedule, each.virtual, each.context, min(each.accumulation, 2 * each.pp))
@@ -496,17 +486,7 @@ class _Forecaster:
         """Of the rank with most layers in a layer's backward, wherever states lie: what the layer keeps, parameters and gradients
         of a few units in full, and what is outside."""
         plain = each.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
-        layout = (
-            each.context,
-            each.cp,
-            each.ulysses,
-            each.is_gather,
-            each.tp,
-            each.sequence,
-            each.expert_tp,
-            each.ep > 1,
-        )
-        found = self._remember(("plain", layout), lambda: self._make_activations(plain))
+        found = self._remember(("plain", _form_of(each)), lambda: self._make_activations(plain))
         inner: int = max(each.sequences * (found.layer_bytes - found.hidden_bytes), 0)
         degrees = Degrees.of(each)
         states: int = self._remember(
@@ -634,17 +614,7 @@ class _Forecaster:
 
     def activations_of(self, each: Candidate) -> Activations:
         """Of one rank and microbatch."""
-        layout = (
-            each.context,
-            each.cp,
-            each.ulysses,
-            each.is_gather,
-            each.tp,
-            each.sequence,
-            each.expert_tp,
-            each.ep > 1,
-        )
-        key = layout, each.sequences, each.checkpointing, "activations" in each.offload
+        key = _form_of(each), each.sequences, each.checkpointing, "activations" in each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))
 
     def is_chunked(self, each: Candidate) -> bool:
@@ -722,6 +692,12 @@ class _Forecaster:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+
+def _form_of(each: Candidate) -> tuple[object, ...]:
+    """What a layer's bytes for one sequence depend on, but for its policy."""
+    cp = each.context, each.cp, each.ulysses, each.is_gather
+    return (*cp, each.tp, each.sequence, each.expert_tp, each.ep > 1)
 
 
 def _slices_of(each: Candidate) -> ContextSlices:
