@@ -31,7 +31,6 @@ from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import count_expert_shards
-from framework.model.flops import attention_masks
 from framework.model.logit_map import find_logit_map
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.live import LiveMoment, live_moments
@@ -42,7 +41,7 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import SDPA, Activations, MomentTable, Peak, StageActivations
+from framework.plan.activations import Activations, MomentTable, Peak, StageActivations, read_masks
 from framework.plan.cluster import Cluster
 from framework.plan.context import ContextCost, Method
 from framework.plan.logits import is_large
@@ -243,7 +242,7 @@ class _Forecaster:
 
     def parts(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> tuple[Sequence[Part], Sequence[Part]]:
         """(states, activations) of each rank of the pipeline."""
-        return self.states(each), self.activations(each) if chosen is None else self._activations(each, chosen)
+        return self.states(each), self._activations(each, chosen)
 
     def states(self, each: Candidate) -> Sequence[Part]:
         """Of each rank of the pipeline."""
@@ -251,15 +250,6 @@ class _Forecaster:
         # Which of dp and cp the batch's ranks are decides how many communicators there are.
         zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload - {"activations"}
         found: Sequence[Part] = self._remember(("states", layout, zero), lambda: self._states(each))
-        return found
-
-    def activations(self, each: Candidate) -> Sequence[Part]:
-        """Of each rank of the pipeline, its layers as the candidate says."""
-        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
-        microbatches = representative(each.schedule, each.pp, each.accumulation)
-        goes = "activations" in each.offload
-        tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, goes, microbatches
-        found: Sequence[Part] = self._remember(("activations", layout, tokens), lambda: self._activations(each, None))
         return found
 
     def _places(self, each: Candidate) -> Places:
@@ -648,11 +638,9 @@ class _Forecaster:
         )
 
     def _masks(self, each: Candidate) -> tuple[str | None, ...]:
-        """Of each layer. Where sequences are divided attention is ours, which reads none."""
-        if each.cp > 1 or self.settings.recipe.model.attention not in SDPA:
-            return ()
-        make = partial(attention_masks, self.shape.text, each.context, self._packs)
-        found: tuple[str | None, ...] = self._remember(("masks", each.context), make)
+        """Of each layer."""
+        make = partial(read_masks, self.settings.recipe, self.shape.text, each.cp, each.context)
+        found: tuple[str | None, ...] = self._remember(("masks", each.cp > 1, each.context), make)
         return found
 
     @property

@@ -85,7 +85,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.mesh.token_layout import TokenLayout
 from framework.model.experts import count_experts, find_experts
-from framework.model.flops import experts_per_token
+from framework.model.flops import attention_masks, experts_per_token
 from framework.model.kept_outputs import EXPERTS, Policy
 from framework.model.loss import chunk_size
 from framework.model.mixtures import ADDED_BIAS
@@ -95,7 +95,7 @@ from framework.parallel.activation_offload import choose_offloaded
 from framework.parallel.pipeline.live import LiveMoment
 from framework.plan.context import ContextCost
 from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts
-from framework.recipe.schema import Memory
+from framework.recipe.schema import Memory, Recipe
 
 # Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
@@ -109,6 +109,13 @@ SDPA = ("auto", "sdpa")
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
+
+
+def read_masks(recipe: Recipe, text: PretrainedConfig, cp: int, context: int) -> tuple[str | None, ...]:
+    """The mask that each layer's attention reads, none of any where sequences are divided: attention is ours then."""
+    if cp > 1 or recipe.model.attention not in SDPA:
+        return ()
+    return attention_masks(text, context, recipe.data.pack == "documents")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from framework.mesh.topology import Topology, count_expert_shards, count_node_ne
 from framework.model.added_bias import prepare_mixtures
 from framework.model.flops import (
     ModelSize,
-    attention_masks,
     experts_per_token,
     flops_per_token,
     measure_model,
@@ -51,7 +50,7 @@ from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import SDPA, Activations, find_peaks, layer_widths, mixture_widths
+from framework.plan.activations import Activations, find_peaks, layer_widths, mixture_widths, read_masks
 from framework.plan.context import ContextCost, Method, Passes, attention_shapes
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
@@ -173,16 +172,8 @@ class Plan:
             mixture_widths(self.whole, text),
             tuple({cost: None for cost in self.context_costs(0) if cost is not None}),
             self.recipe.data.pack == "documents",
-            self._masks(),
+            read_masks(self.recipe, text, derived.cp, derived.context),
             derived.ep > 1 or derived.expert_tp < derived.tp or self.recipe.model.expert_capacity is not None,
-        )
-
-    def _masks(self) -> tuple[str | None, ...]:
-        """Of each layer. Where sequences are divided attention is ours, which reads none."""
-        if self.derived.cp > 1 or self.recipe.model.attention not in SDPA:
-            return ()
-        return attention_masks(
-            self.config.get_text_config(), self.derived.context, self.recipe.data.pack == "documents"
         )
 
     def context_costs(self, rank: int) -> list[ContextCost | None]:

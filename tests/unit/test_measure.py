@@ -9,6 +9,7 @@ import yaml
 
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, RecipeError
+from framework.foresight.correction import correct
 from framework.launch import measure
 from framework.launch.agent import Outcome
 from framework.launch.machine import check_measured, describe_machine, find_differences
@@ -89,6 +90,29 @@ def test_a_plan_by_the_file_takes_as_long_as_what_was_measured(tmp_path):
     assert cluster.softmax_seconds(1e6) == pytest.approx(1e6 / 0.5e9, rel=1e-3)
     assert cluster.memory_seconds(1e7) == pytest.approx(1e7 / 8e9 + 4e-6, rel=1e-3)
     assert any("best 12.8 GFLOP/s" in line for line in describe_findings(group, ORDER))
+
+
+def test_what_layouts_have_taken_longer_slows_all_that_was_measured(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(write_text("mine", describe_group(ORDER, FOUND, HERE, 8 << 30), ORDER, HERE))
+    group = compose(["experiment=quickstart", f"cluster={file}"]).require().cluster
+    slower = correct(group, {"computation": 2.0, "memory": 3.0, "links": 4.0, "host": 1.0}, "slower")
+    before, after = Cluster.from_group(group), Cluster.from_group(slower)
+    own = before.overhead_s
+
+    def factor(seconds, less=0.0):
+        return (seconds(after) - less) / (seconds(before) - less)
+
+    for ranks in (1, 2):
+        assert factor(
+            lambda each, ranks=ranks: each.for_ranks(ranks).matmul_seconds(16, 64, 64, "fp32")
+        ) == pytest.approx(2, 1e-3)
+    assert factor(lambda each: each.gradient_seconds(16, 64, 64, 1e9, "fp32")) == pytest.approx(2, 1e-3)
+    assert factor(lambda each: each.attention_seconds(1e9, "fp32", shape=(32, 8)), own) == pytest.approx(2, 1e-3)
+    assert factor(lambda each: each.softmax_seconds(1e6)) == pytest.approx(3, 1e-3)
+    assert factor(lambda each: each.memory_seconds(1e7), own) == pytest.approx(3, 1e-3)
+    for kind in COLLECTIVES:
+        assert factor(lambda each, kind=kind: each.collective_seconds(kind, 1e6, 2, 1)) == pytest.approx(4, 1e-3)
 
 
 def test_a_gpus_file_has_its_data_sheets_peak_and_between_nodes_what_is_shipped(tmp_path):
