@@ -15,6 +15,8 @@ from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
 
 # Beyond so many microbatches for each rank of the pipeline lengths are taken to grow evenly.
 STEADY = 3
+# Schedules whose backwards are whole, in which stages lie in a loop.
+WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
 # Steps in which costs are rounded, of the mean forward.
 ROUNDED = 0.125
 
@@ -63,6 +65,25 @@ class Lengths:
             relative = Costs(*rounded[:3], rounded[3])
             self._paths[key] = find_path(schedule, simulate(schedule, relative), relative.message)
         return self._paths[key].length(costs)
+
+
+def least_length(name: str, owners: Sequence[int], num_microbatches: int, costs: Costs) -> float:
+    """What no timeline of the named schedule is shorter than: a rank's work behind the forwards that its first action waits for,
+    and the way of a microbatch to the last stage and back, on which all microbatches follow one another. owners: the rank of each
+    stage."""
+    starts: dict[int, float] = {}
+    busy, before = [0.0] * (max(owners) + 1), 0.0
+    totals = [sum(each) for each in zip(costs.forward, costs.input, costs.weight, strict=True)]
+    for stage, owner in enumerate(owners):
+        starts.setdefault(owner, before)
+        before += costs.forward[stage]
+        busy[owner] += num_microbatches * totals[stage]
+    most = max(starts[rank] + own for rank, own in enumerate(busy))
+    is_whole = name in WHOLE_BACKWARDS
+    passages = totals if is_whole else [f + i for f, i in zip(costs.forward, costs.input, strict=True)]
+    most = max(most, sum(passages[:-1]) + num_microbatches * passages[-1])
+    # Behind the last action of the last rank, a backward of its first stage, gradients go back through the stages before.
+    return max(most, sum(totals[: len(busy) - 1]) + busy[-1]) if is_whole else most
 
 
 def _gpipe(num_ranks: int, num_microbatches: int, costs: Costs) -> float:

@@ -63,6 +63,7 @@ from framework.recipe.schema import Offload, Recipe
 # --estimated`; opt, and gemma2, whose attention caps its scores and so has matrices of them.
 ESTIMATE_OFF = (0.75, 3.3)
 PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
+BACKWARD = PHASES.index("backward")
 MIB = 2**20
 # Where states lie: the fields zero, shard and offload of a candidate.
 States = tuple[int, int, frozenset[str]]
@@ -75,8 +76,6 @@ COMMUNICATOR_BYTES = 128 * MIB
 # more than tensors fill, because free blocks do not fit what is asked for. What lives for the whole run is allocated first, in
 # blocks of its own.
 FRAGMENTATION = 0.04
-# Of an element's gradient at the least (`BufferDtypes.gradient`).
-GRADIENT_BYTES = 4
 
 
 class Part(NamedTuple):
@@ -111,6 +110,23 @@ class Places:
         return [[stage for stage, owner in pairs if owner == rank] for rank in range(max(self.owners) + 1)]
 
 
+@dataclass(frozen=True, eq=False)
+class StateOptions:
+    """Places where the states of a layout may lie. Compared by identity, so that what is known of them is found at once."""
+
+    states: tuple[States, ...]
+
+
+class StateTable(NamedTuple):
+    """Bytes of each option. totals, moving: [options, ranks, phases], as of `Part`; outside: not torch's, of any rank.
+    in_backward: [options], on the first rank of the pipeline, with the slack of what comes and goes."""
+
+    totals: np.ndarray
+    moving: np.ndarray
+    outside: int
+    in_backward: np.ndarray
+
+
 class UnitOfOptions(NamedTuple):
     """Bytes of one unit by option: for the whole run, and what comes and goes with its full parameters and gradients."""
 
@@ -143,7 +159,7 @@ def forecast_memory(
     activation checkpointing; None: all as the candidate says. Raises what the model's transforms raise for degrees that do not
     fit (`ModelShape.refusal` asks first), RecipeError for more stages than layers.
     """
-    states, activations = _forecaster(shape, settings).parts(candidate, chosen)
+    states, activations = memory_model(shape, settings).parts(candidate, chosen)
     stages = tuple(_join(*each) for each in zip(states, activations, strict=True))
     return MemoryForecast(stages, cluster.memory_bytes)
 
@@ -164,49 +180,22 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
 
 def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
     """`forecast_memory(...).spare` alone, for a search: negative where the fullest rank lacks so many."""
-    states, activations = _forecaster(shape, settings).parts(candidate, None)
+    states, activations = memory_model(shape, settings).parts(candidate, None)
     return cluster.memory_bytes - max(map(_most, states, activations))
 
 
 def spare_of_options(
-    shape: ModelShape, stages: Candidate, options: tuple[States, ...], settings: Settings | Recipe, cluster: Cluster
+    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
 ) -> np.ndarray:
     """`spare_bytes` of all options at once: `stages` with states in other places."""
-    return _forecaster(shape, settings).spare(stages, options, cluster.memory_bytes)
+    return memory_model(shape, settings).spare(stages, options, cluster.memory_bytes)
 
 
-def spare_of_activations(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
-    """What activations alone leave on the first rank of the pipeline, wherever states lie: no candidate with other ZeRO has more
-    to spare on its fullest rank."""
-    return cluster.memory_bytes - _most(NOTHING, _forecaster(shape, settings).activations_of_rank(candidate, 0))
-
-
-def spare_at_most(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
-    """A bound of `spare_of_activations` that makes no schedule: what the layers of the microbatches that a schedule is known to
-    hold on its first rank leave. Layers keep as much of several sequences as of one so often, or some bytes more."""
-    return cluster.memory_bytes - _forecaster(shape, settings).least_of_activations(candidate)
-
-
-def least_of_work(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
-    """Bytes of any rank for all schedules and policies of checkpointing, at the least: while a layer's backward runs, what it
-    keeps without checkpointing is there, but for its input."""
-    return _forecaster(shape, settings).least_of_work(candidate)
-
-
-def chunks_loss(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> bool:
-    """Whether a candidate's loss is computed in chunks."""
-    return _forecaster(shape, settings).is_chunked(candidate)
-
-
-def activations_of(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> Activations:
-    """Bytes of a candidate's activations, by layer and by head, with the loss chunked or not as the recipe says of its size."""
-    return _forecaster(shape, settings).activations_of(candidate)
-
-
-def _forecaster(shape: ModelShape, settings: Settings | Recipe) -> "_Forecaster":
+def memory_model(shape: ModelShape, settings: Settings | Recipe) -> "MemoryModel":
+    """What is known of a model's bytes with these settings: one for both, which remembers."""
     known = Settings.of(settings) if isinstance(settings, Recipe) else settings
-    forecaster: _Forecaster = known.remember(("memory", shape), lambda: _Forecaster(shape, known))
-    return forecaster
+    model: MemoryModel = known.remember(("memory", shape), lambda: MemoryModel(shape, known))
+    return model
 
 
 def _most(states: Part, activations: Part) -> int:
@@ -216,10 +205,11 @@ def _most(states: Part, activations: Part) -> int:
 def _reserve(states: Part, activations: Part, phase: int) -> int:
     """What the device must have for one phase."""
     moving = states.moving[phase] + activations.moving[phase]
-    return states.totals[phase] + activations.totals[phase] + _slack(moving) + states.outside
+    return states.totals[phase] + activations.totals[phase] + slack_of(moving) + states.outside
 
 
-def _slack(moving: int) -> int:
+def slack_of(moving: int) -> int:
+    """What the allocator reserves beside tensors that come and go."""
     return int(FRAGMENTATION * moving)
 
 
@@ -227,13 +217,13 @@ def _join(states: Part, activations: Part) -> StageMemory:
     """Both parts of a rank."""
     fullest = max(range(len(PHASES)), key=lambda phase: _reserve(states, activations, phase))
     phases = {name: {**states.phases[index], **activations.phases[index]} for index, name in enumerate(PHASES)}
-    slack = _slack(states.moving[fullest] + activations.moving[fullest])
+    slack = slack_of(states.moving[fullest] + activations.moving[fullest])
     host = states.host + activations.host
     return StageMemory(phases[PHASES[fullest]], slack, phases, host, states.outside)
 
 
 @dataclass(frozen=True, eq=False)
-class _Forecaster:
+class MemoryModel:
     """Parts of memory of one model and one recipe, each remembered by what it depends on."""
 
     shape: ModelShape
@@ -252,7 +242,8 @@ class _Forecaster:
         found: Sequence[Part] = self._remember(("states", layout, zero), lambda: self._states(each))
         return found
 
-    def _places(self, each: Candidate) -> Places:
+    def places(self, each: Candidate) -> Places:
+        """The stages of a pipeline on its ranks."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         found: Places = self._remember(("places", layout), lambda: self._find_places(each))
         return found
@@ -262,18 +253,22 @@ class _Forecaster:
         stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
         return Places(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
 
-    def spare(self, stages: Candidate, options: tuple[States, ...], limit: int) -> np.ndarray:
+    def spare(self, stages: Candidate, options: StateOptions, limit: int) -> np.ndarray:
         """Bytes that each option leaves of a limit, on its fullest rank. options: the same layout with states elsewhere."""
+        table, ranks = self.states_of_options(stages, options), self._deciding_ranks(stages)
+        beside = [self.activations_of_rank(stages, rank) for rank in ranks]
+        moving = table.moving[:, ranks] + np.array([part.moving for part in beside], dtype=np.int64)
+        totals = table.totals[:, ranks] + np.array([part.totals for part in beside], dtype=np.int64)
+        reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
+        found: np.ndarray = limit - table.outside - reserved.max(axis=(1, 2))
+        return found
+
+    def states_of_options(self, stages: Candidate, options: StateOptions) -> StateTable:
+        """Bytes of states in each of these places."""
         layout = stages.pp, stages.schedule, stages.virtual, stages.context
         degrees = stages.tp, stages.ep, stages.expert_tp, stages.sequence, stages.dp * stages.cp, stages.cp > 1
-        table = self._remember(("state table", layout, degrees, options), lambda: self._make_table(stages, options))
-        totals, moving, outside = table
-        ranks = self._deciding_ranks(stages)
-        beside = [self.activations_of_rank(stages, rank) for rank in ranks]
-        moving = moving[:, ranks] + np.array([part.moving for part in beside], dtype=np.int64)
-        totals = totals[:, ranks] + np.array([part.totals for part in beside], dtype=np.int64)
-        reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
-        found: np.ndarray = limit - outside - reserved.max(axis=(1, 2))
+        key = ("state table", layout, degrees, options)
+        found: StateTable = self._remember(key, lambda: self._make_table(stages, options))
         return found
 
     def _deciding_ranks(self, each: Candidate) -> list[int]:
@@ -286,33 +281,41 @@ class _Forecaster:
     def _find_deciding_ranks(self, each: Candidate) -> list[int]:
         kept: dict[Any, list[int]] = {}
         tables = [self._moments(each, rank)[1] for rank in range(each.pp)]
-        for rank, stages in enumerate(self._places(each).of_ranks):
+        for rank, stages in enumerate(self.places(each).of_ranks):
             forms = [(stage.is_first, stage.is_last, self.shape.kinds[stage.start : stage.stop]) for stage in stages]
             others = kept.setdefault(tuple(forms), [])
             if not any(tables[other].covers(tables[rank]) for other in others):
                 others.append(rank)
         return sorted(rank for ranks in kept.values() for rank in ranks)
 
-    def _make_table(self, stages: Candidate, options: tuple[States, ...]) -> tuple[np.ndarray, np.ndarray, int]:
-        """(totals, moving [options, ranks, phases], bytes outside, which all ranks have)."""
+    def _make_table(self, stages: Candidate, options: StateOptions) -> StateTable:
         names = ("zero", "shard", "offload")
-        layouts = [stages.changed(dict(zip(names, each, strict=True))) for each in options]
-        if not self._divides_units:
+        layouts = [stages.changed(dict(zip(names, each, strict=True))) for each in options.states]
+        if self._divides_units:
+            totals, moving = self._add_up_units(stages, options, layouts)
+        else:
             parts = [self.states(each) for each in layouts]
             totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
             moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
-            return totals, moving, parts[0][0].outside
-        places = self._places(stages)
+        first = moving[:, 0, BACKWARD]
+        in_backward = totals[:, 0, BACKWARD] + (FRAGMENTATION * first).astype(np.int64)
+        return StateTable(totals, moving, self.outside(stages), in_backward)
+
+    def _add_up_units(
+        self, stages: Candidate, options: StateOptions, layouts: Sequence[Candidate]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(totals, moving [options, ranks, phases])."""
+        places = self.places(stages)
         memo: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         ranks = []
         for held in places.of_ranks:
             units = [self.shape.stage_units(stage, places.degrees) for stage in held]
             key = tuple(map(id, units))
             if key not in memo:
-                memo[key] = self._phases_of_options(units, layouts)
+                memo[key] = self._phases_of_options(units, options, layouts)
             ranks.append(memo[key])
         totals, moving = (np.stack(arrays, axis=1) for arrays in zip(*ranks, strict=True))
-        return totals, moving, self._outside(stages)
+        return totals, moving
 
     @property
     def _divides_units(self) -> bool:
@@ -321,7 +324,7 @@ class _Forecaster:
         return offload.home == "host" and {offload.optimizer, offload.parameters} <= {0.0, 1.0}
 
     def _phases_of_options(
-        self, stages: Sequence[StageUnits], layouts: Sequence[Candidate]
+        self, stages: Sequence[StageUnits], options: StateOptions, layouts: Sequence[Candidate]
     ) -> tuple[np.ndarray, np.ndarray]:
         """(totals, moving [options, phases]) of a rank with such stages, as `_part_of_states` has them of one."""
         counts: dict[tuple[int, tuple[str, ...]], int] = {}
@@ -330,7 +333,7 @@ class _Forecaster:
             for unit, count in stage.counted:
                 key = id(unit), stage.order
                 counts[key] = counts.get(key, 0) + count
-                found[key] = self._unit_of_options(unit, stage.order, layouts)
+                found[key] = self._unit_of_options(unit, stage.order, options, layouts)
         lasting = sum(count * found[key].lasting for key, count in counts.items())
         layers = [
             found[key].unsharded for key, count in counts.items() for _ in range(min(count, 2)) if found[key].is_layer
@@ -344,22 +347,23 @@ class _Forecaster:
         )
         return moving + np.asarray(lasting)[:, None], moving
 
-    def _unit_of_options(self, unit: RankUnit, order: tuple[str, ...], layouts: Sequence[Candidate]) -> "UnitOfOptions":
+    def _unit_of_options(
+        self, unit: RankUnit, order: tuple[str, ...], options: StateOptions, layouts: Sequence[Candidate]
+    ) -> "UnitOfOptions":
         first = layouts[0]
         degrees = first.tp, first.ep, first.expert_tp, first.dp * first.cp
-        places = tuple([(each.zero, each.shard, each.offload) for each in layouts])
 
         def measure() -> UnitOfOptions:
             units = [self._measure_unit(each, unit, order, self.settings.offload(each)) for each in layouts]
             numbers = [(sum(each.device.values()), each.unsharded, each.unreduced) for each in units]
             return UnitOfOptions(units[0].is_layer, *np.array(numbers, dtype=np.int64).T)
 
-        return self._remember(("unit of options", id(unit), order, degrees, places), measure)
+        return self._remember(("unit of options", id(unit), order, degrees, options), measure)
 
     # --- states
 
     def _states(self, each: Candidate) -> list[Part]:
-        places = self._places(each)
+        places = self.places(each)
         memo: dict[Any, Part] = {}
         parts = []
         for stages in places.of_ranks:
@@ -376,7 +380,7 @@ class _Forecaster:
         parameters, gradients = gathered
         by_phase = (parameters, parameters, parameters + gradients, gradients, 0)
         phases = [{**lasting, "gathered": size} for size in by_phase]
-        return Part.of(phases, sum(lasting.values()), sum(host.values()), self._outside(each))
+        return Part.of(phases, sum(lasting.values()), sum(host.values()), self.outside(each))
 
     def _measure(
         self, each: Candidate, stages: Sequence[StageUnits]
@@ -397,21 +401,25 @@ class _Forecaster:
         return bytes_held(buffers, names, moments), count_gathered(units), bytes_on_host(buffers, names, moments)
 
     def _measure_unit(self, each: Candidate, unit: RankUnit, order: tuple[str, ...], offload: Offload) -> UnitMemory:
+        zero, states = self._zero_key(each, unit), each.offload - {"activations"}
+
         def measure() -> UnitMemory:
-            buffers = choose_homes(self._buffers(each, unit, order), offload)
+            buffers = choose_homes(self._planned_buffers(each, unit, order), offload)
             return measure_unit(buffers, self.settings.states, self._moments_dtype)
 
-        return self._remember(("unit", id(unit), order, self._zero_key(each, unit), each.offload), measure)
+        return self._remember(("unit", id(unit), order, zero, states), measure)
+
+    def _planned_buffers(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> list[BufferPlan]:
+        """Before states have homes: planned once for all of these."""
+        key = ("buffers", id(unit), order, self._zero_key(each, unit))
+        return self._remember(key, partial(self._buffers, each, unit, order))
 
     def _buffers_in_order(self, each: Candidate, stage: StageUnits) -> list[BufferPlan]:
         """Of all units of a stage, under names of their own."""
         return [
             replace(buffer, unit=name)
             for name, unit in stage.in_order
-            for buffer in self._remember(
-                ("buffers", id(unit), stage.order, self._zero_key(each, unit)),
-                partial(self._buffers, each, unit, stage.order),
-            )
+            for buffer in self._planned_buffers(each, unit, stage.order)
         ]
 
     def _buffers(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> list[BufferPlan]:
@@ -452,64 +460,14 @@ class _Forecaster:
     def _moments_dtype(self) -> Any:
         return self.settings.recipe.precision.moments
 
-    def _outside(self, each: Candidate) -> int:
+    def outside(self, each: Candidate) -> int:
+        """Bytes of the device that are not torch's."""
         if self.settings.device != "cuda":
             return 0
         sizes = (each.world, each.tp, each.dp * each.cp, each.pp, each.cp, each.ep)
         return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in sizes)
 
     # --- activations
-
-    def least_of_activations(self, each: Candidate) -> int:
-        """Bytes that layers keep on the first rank of the pipeline at the least. 0 where they keep nothing by themselves."""
-        if "activations" in each.offload or each.checkpointing == "sqrt":
-            return 0
-        kept = self._remember(
-            ("kept", _form_of(each), each.checkpointing),
-            lambda: self._make_activations(each.changed({"sequences": 1})).layer_bytes,
-        )
-        key = ("layers", each.pp, each.schedule, each.virtual, each.context, min(each.accumulation, 2 * each.pp))
-        layers: int = self._remember(key, lambda: self._live_layers(each))
-        return layers * int(kept) * each.sequences
-
-    def least_of_work(self, each: Candidate) -> int:
-        """Of the rank with most layers in a layer's backward, wherever states lie: what the layer keeps, parameters and gradients
-        of a few units in full, and what is outside."""
-        plain = each.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
-        found = self._remember(("plain", _form_of(each)), lambda: self._make_activations(plain))
-        inner: int = max(each.sequences * (found.layer_bytes - found.hidden_bytes), 0)
-        degrees = Degrees.of(each)
-        states: int = self._remember(
-            ("least states", degrees, each.pp), lambda: self._least_of_states(degrees, each.pp)
-        )
-        return inner + _slack(inner) + states + self._workspace + self._outside(each)
-
-    def _least_of_states(self, degrees: Degrees, pp: int) -> int:
-        """Bytes in a layer's backward of the rank with most layers, or with an end beside one layer. Whatever ZeRO does, one unit
-        is in use and one gathered ahead, and gradients of three are written or under way (`count_gathered`); every stage has a
-        layer."""
-        units = self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), degrees)
-        layer = min((unit.numel for unit, _ in units.layers), default=0)
-        end = max((unit.numel for unit in units.ends), default=0)
-        most = -(-self.shape.num_layers // pp)
-        # Where some parameters are frozen nothing is said of gradients, which are fp32 or wider.
-        trained = 0 if self.shape.recipe.model.freeze else GRADIENT_BYTES
-        read = self.settings.compute.itemsize
-        return max(layer * (read * min(most, 2) + trained * min(most, 3)), (layer + end) * (read + trained))
-
-    def _live_layers(self, each: Candidate) -> int:
-        """Layers times microbatches that the first rank holds at once, at the least."""
-        sizes = [stage.stop - stage.start for stage in self._places(each).of_ranks[0]]
-        once, pp = sum(sizes), each.pp
-        if each.schedule == "gpipe":
-            return once
-        if each.schedule in ("1f1b", "zb_h1"):
-            return once * min(each.accumulation, pp)
-        if each.schedule == "interleaved":
-            # Forwards before the first backward (`interleaved` in parallel/pipeline/schedules.py), in groups of pp or more.
-            warm = (each.virtual - 1) * min(pp, each.accumulation) + 2 * (pp - 1)
-            return max(once, min(sizes) * min(warm, each.accumulation * each.virtual))
-        return once
 
     def _activations(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
         ranks = range(each.pp)
@@ -528,7 +486,7 @@ class _Forecaster:
         return found
 
     def _activations_of_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> Part:
-        places, activations = self._places(each), self.activations_of(each)
+        places, activations = self.places(each), self.activations_of(each)
         moments, table = self._moments(each, rank)
         policy, stages = each.checkpointing, places.of_ranks[rank]
         counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in stages}
@@ -546,12 +504,12 @@ class _Forecaster:
         has_loss = any(stage.is_last for stage in stages)
         more = (0, activations.loss_temporaries * has_loss, activations.backward_temporaries)
         phases = [
-            self._phase(peaks[name], on_the_way, more[number]) | {"workspace": self._workspace}
+            self._phase(peaks[name], on_the_way, more[number]) | {"workspace": self.workspace}
             for number, name in enumerate(PHASES[:3])
         ]
-        nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self._workspace}
+        nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self.workspace}
         host = self._offloaded_bytes(activations, stages, moments)
-        return Part.of([*phases, nothing, nothing], self._workspace, host, 0)
+        return Part.of([*phases, nothing, nothing], self.workspace, host, 0)
 
     def _moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
         count = representative(each.schedule, each.pp, each.accumulation)
@@ -573,7 +531,7 @@ class _Forecaster:
         def find() -> tuple[float, ...]:
             flops, layers = self.shape.flops(each.context), self.shape.layer_flops(each.context)
             first, last = flops.get("embedding", 0.0), flops.get("head", 0.0)
-            stages = self._places(each).stages
+            stages = self.places(each).stages
             return tuple(sum(layers[x.start : x.stop]) + first * x.is_first + last * x.is_last for x in stages)
 
         key = "stage costs", each.pp, each.schedule, each.virtual, each.context
@@ -599,12 +557,13 @@ class _Forecaster:
         return sum(size * most[index] for index, size in sizes.items())
 
     @property
-    def _workspace(self) -> int:
+    def workspace(self) -> int:
+        """Of the libraries that multiply."""
         return CUBLAS_BYTES if self.settings.device == "cuda" else 0
 
     def activations_of(self, each: Candidate) -> Activations:
         """Of one rank and microbatch."""
-        key = _form_of(each), each.sequences, each.checkpointing, "activations" in each.offload
+        key = form_of(each), each.sequences, each.checkpointing, "activations" in each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))
 
     def is_chunked(self, each: Candidate) -> bool:
@@ -682,7 +641,7 @@ class _Forecaster:
         return self._known[key]
 
 
-def _form_of(each: Candidate) -> tuple[object, ...]:
+def form_of(each: Candidate) -> tuple[object, ...]:
     """What a layer's bytes for one sequence depend on, but for its policy."""
     cp = each.context, each.cp, each.ulysses, each.is_gather
     return (*cp, each.tp, each.sequence, each.expert_tp, each.ep > 1)

@@ -14,7 +14,7 @@ parallelism); R rows in a rank's experts.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -242,6 +242,11 @@ class UnitWork:
     row_forward: float = 0.0
     inside: float = 0.0
     shared: float = 0.0
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward.total + self.backward
 
     @property
     def backward(self) -> float:

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from framework.foresight.bubble import Lengths
+from framework.foresight.bubble import Lengths, least_length
 from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import place_group, place_groups
 from framework.foresight.forecast import TimeForecast
@@ -232,6 +233,25 @@ def test_lengths_are_the_simulators(name: str, num_microbatches: int) -> None:
     uneven = Costs([0.97 * x for x in costs.forward], [1.04 * x for x in costs.input], costs.weight, 0.11)
     exact = simulate(schedule, uneven).length
     assert Lengths().length(name, 4, num_microbatches, uneven) == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"])
+def test_no_timeline_is_shorter_than_its_bound(name: str) -> None:
+    virtual = 1 if name in ("gpipe", "1f1b", "zb_h1") else 2
+    random, shares = Random(name), []
+    for num_microbatches in (8, 9, 16):
+        for _ in range(4):
+            uneven = [[random.uniform(0.2, 3.0) for _ in range(4 * virtual)] for _ in range(3)]
+            costs = Costs(*uneven, message=random.choice((0.0, 0.5)))  # type: ignore[misc]
+            schedule = make_schedule(name, 4, num_microbatches, virtual)
+            least = least_length(name, schedule.rank_of_stage, num_microbatches, costs)
+            shares.append(least / simulate(schedule, costs).length)
+    assert max(shares) <= 1 + 1e-9
+    assert sum(shares) / len(shares) > 0.7  # and it says much of it
+    even = Costs(*[[1.0] * 4 * virtual] * 3)  # type: ignore[misc]
+    schedule = make_schedule(name, 4, 8, virtual)
+    if name in ("gpipe", "1f1b", "interleaved"):
+        assert least_length(name, schedule.rank_of_stage, 8, even) == simulate(schedule, even).length
 
 
 def test_bubble_is_the_simulators() -> None:
