@@ -7,14 +7,13 @@ import numpy as np
 from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import MemoryForecast, TimeForecast
 from framework.foresight.memory import (
-    StateOptions,
-    StateTable,
     forecast_memory,
     memory_model,
     spare_bytes,
     spare_of_options,
 )
 from framework.foresight.memory_bounds import MemoryBounds
+from framework.foresight.memory_states import StateOptions, StateTable
 from framework.foresight.settings import Settings
 from framework.foresight.shape import ModelShape
 from framework.foresight.time import TimeModel
@@ -57,7 +56,7 @@ class Engine:
 
     def states_of_options(self, stages: Candidate, options: StateOptions) -> StateTable:
         """Bytes of states in each of these places."""
-        return self.least_bytes.memory.states_of_options(stages, options)
+        return self.least_bytes.memory.states.of_options(stages, options)
 
     def time(self, candidate: Candidate) -> TimeForecast:
         """Of a step."""

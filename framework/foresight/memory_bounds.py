@@ -20,7 +20,10 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from framework.foresight.candidate import Candidate, Checkpointing
-from framework.foresight.memory import MemoryModel, form_of, representative, slack_of
+from framework.foresight.memory import MemoryModel
+from framework.foresight.memory_activations import form_of
+from framework.foresight.memory_moments import representative
+from framework.foresight.memory_parts import slack_of
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.schedules import group_sizes
 
@@ -73,7 +76,7 @@ class MemoryBounds:
         # A share of all gradients and three units' in full; all of them where each rank keeps all.
         gradients = min(flight.reduced + flight.sharded // (c.dp * c.cp), flight.whole)
         states = flight.read * self._read_bytes + gradients * self._gradient_bytes
-        fixed = states + self._workspace + self.memory.outside(c)
+        fixed = states + self._workspace + self.memory.pipelines.outside(c)
         return [
             fixed + self._add_up(c.sequences, self._layer_bytes(c, form, way), bool(way[1]), flight) for way in ways
         ]
@@ -95,28 +98,28 @@ class MemoryBounds:
 
     @cached_property
     def _workspace(self) -> int:
-        return self.memory.workspace
+        return self.memory.pipelines.workspace
 
     @cached_property
     def _read_bytes(self) -> int:
-        return self.memory.settings.compute.itemsize
+        return self.memory.pipelines.settings.compute.itemsize
 
     @cached_property
     def _gradient_bytes(self) -> int:
         # Where some parameters are frozen nothing is said of gradients, which are fp32 or wider.
-        return 0 if self.memory.shape.recipe.model.freeze else GRADIENT_BYTES
+        return 0 if self.memory.pipelines.shape.recipe.model.freeze else GRADIENT_BYTES
 
     def _layer_bytes(self, c: Candidate, form: object, way: Way) -> LayerBytes:
         key = form, way
         if key not in self._known:
             # Several sequences have as much as one so often, or some bytes more.
             alone = c.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
-            one, policy = self.memory.activations_of(alone), way[0]
+            one, policy = self.memory.activations.of_microbatch(alone), way[0]
             cost = one.cost_of(policy)
             # Of a group one layer's input is kept; what else a layer keeps is kept of all.
             of_group = one.hidden_bytes if policy == "sqrt" else 0
             # Where a recipe offloads a part of the layers neighbours need not be offloaded.
-            whole = self.memory.settings.recipe.memory.offload.activations in (0, 1)
+            whole = self.memory.pipelines.settings.recipe.memory.offload.activations in (0, 1)
             working = cost.recomputed + one.backward_temporaries
             self._known[key] = LayerBytes(cost.kept - of_group, of_group, working, cost.kept, cost.kept * whole)
         found: LayerBytes = self._known[key]
@@ -133,12 +136,14 @@ class MemoryBounds:
         return found
 
     def _find_in_flight(self, c: Candidate) -> InFlight:
-        places = self.memory.places(c)
+        places = self.memory.pipelines.places(c)
         stages = places.of_ranks[0]
         sizes = [stage.stop - stage.start for stage in stages]
         counts = first_in_flight(c.schedule, c.pp, c.virtual, c.accumulation)
         units = [
-            counted for stage in stages for counted in self.memory.shape.stage_units(stage, places.degrees).counted
+            counted
+            for stage in stages
+            for counted in self.memory.pipelines.shape.stage_units(stage, places.degrees).counted
         ]
         layers = [(unit.numel, count) for unit, count in units if unit.unit.is_layer]
         ends = [unit.numel for unit, _ in units if not unit.unit.is_layer]

@@ -24,8 +24,8 @@ import numpy as np
 from framework.foresight.candidate import Candidate
 from framework.foresight.engine import Engine
 from framework.foresight.forecast import Forecast
-from framework.foresight.memory import StateOptions, States
 from framework.foresight.memory_bounds import Way
+from framework.foresight.memory_states import StateOptions, States
 from framework.foresight.rejections import Constraints, Rejection, read_field, too_large
 from framework.foresight.space import CHOICES, Space
 

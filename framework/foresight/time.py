@@ -231,7 +231,7 @@ class TimeModel:
         for kind, number in form.layers:
             total.add(self.layer(kind, c, groups, grouped), number, elements[kind])
         if bounds.is_last:
-            head = times.head(c, self.memory.is_chunked(c))
+            head = times.head(c, self.memory.activations.is_chunked(c))
             total.add(self.end(head, c, groups), 1, elements["head"], "head")
         return total
 
@@ -255,7 +255,7 @@ class TimeModel:
         return Exposure(late, late_back, hidden + hidden_back)
 
     def _activations(self, c: Candidate) -> Activations:
-        return self.memory.activations_of(c)
+        return self.memory.activations.of_microbatch(c)
 
     def end(self, work: UnitWork, c: Candidate, groups: Groups) -> UnitTime:
         """Embedding or head, with the border of hidden states that a divided vocabulary needs."""

@@ -58,13 +58,13 @@ class TimeBounds:
         """Seconds of the mean rank, whatever the schedule is: of microbatches of so many sequences, and where they gain by their
         size of all smaller ones whose size divides it, down to those of `smallest`."""
         # A large microbatch may have its loss in chunks, which computes the head once more, and a small one not.
-        is_chunked = self.model.memory.is_chunked(smallest)
+        is_chunked = self.model.memory.activations.is_chunked(smallest)
         units = self._units(c, ((c.schedule, c.virtual),), is_chunked)
         return float(units[-len(self._names) :] @ self._counts) * c.accumulation / c.pp
 
     def least(self, c: Candidate, schedules: tuple[tuple[str, int], ...]) -> float:
         """Seconds wherever states lie, by any of these schedules: names, and stages of a rank."""
-        units = self._units(c, schedules, self.model.memory.is_chunked(c))
+        units = self._units(c, schedules, self.model.memory.activations.is_chunked(c))
         paths = self._paths(c, schedules)
         seconds = paths.once @ units + c.accumulation * (
             paths.often @ units + paths.stages * self.model.profile.microbatch_s

@@ -20,8 +20,10 @@ from framework.foresight.engine import Engine
 from framework.foresight.find import Question, best_of, search
 from framework.foresight.forecast import Forecast
 from framework.foresight.layouts import candidate_of, recipe_of, values_of
-from framework.foresight.memory import FRAGMENTATION, StateOptions, moments_of
 from framework.foresight.memory_bounds import first_in_flight
+from framework.foresight.memory_moments import moments_of
+from framework.foresight.memory_parts import FRAGMENTATION
+from framework.foresight.memory_states import StateOptions
 from framework.foresight.page_html import require_pages
 from framework.foresight.page_png import mark_png
 from framework.foresight.rejections import Constraints, collect_constraints, describe
