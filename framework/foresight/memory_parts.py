@@ -73,7 +73,7 @@ class Pipelines:
         """The stages of a pipeline on its ranks."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         if layout not in self._known:
-            layers = self.settings.recipe.pipeline.layers
+            layers = self.settings.layers(each)
             stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
             self._known[layout] = Places(
                 stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each)

@@ -186,8 +186,8 @@ class TimeModel:
         return self._remember(("stages", c.pp, c.schedule, c.virtual, c.context), lambda: self._find_stages(c))
 
     def _find_stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int], Sequence[int]]:
-        layers = self.settings.pipeline.layers
-        bounds = self.shape.stages(c.pp, c.schedule, c.virtual, c.context, layers and tuple(layers))
+        layers = self.memory.pipelines.settings.layers(c)
+        bounds = self.shape.stages(c.pp, c.schedule, c.virtual, c.context, layers)
         numbers: dict[Any, int] = {}
         forms: list[StageForm] = []
         order: list[int] = []

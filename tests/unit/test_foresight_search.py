@@ -346,6 +346,18 @@ def test_the_first_rank_has_in_flight_what_its_schedule_says(pp: int) -> None:
                 assert all(size * few >= many for few, many in zip(fewer, counts, strict=True))
 
 
+def test_layers_of_stages_stay_where_a_layout_has_as_many() -> None:
+    uneven = Whole([*SMALL, "pipeline.layers=[1,2]", "zero.stage=0", "memory.offload.optimizer=0", "parallel.cp=1"])
+    found = uneven.search(10**6).run()
+    assert {each.candidate.pp for each in found.ranked} == {1, 2}  # four stages have too few layers
+    best = next(each for each in found.ranked if each.candidate.pp == 2 and each.candidate.virtual == 1)
+    recipe = recipe_of(best.candidate, uneven.recipe)
+    assert recipe.pipeline.layers == [1, 2]
+    plan = check_layout(recipe)
+    for rank, stage in enumerate(best.forecast.memory.stages):
+        assert plan.memory(plan.topology.ranks("pp", 0)[rank]).held["parameters"] == stage.held["parameters"]
+
+
 def test_a_communicator_more_is_counted_whatever_was_asked_before(small: Whole) -> None:
     one = Candidate(dp=4, zero=3, shard=4, context=32, ranks_per_node=4)
     for each in (one, replace(one, dp=2, cp=2), replace(one, dp=1, cp=4)):
