@@ -186,6 +186,20 @@ class Search:
         for c in self._find_divisions():
             yield from self._expand(c, (WORK, SCHEDULE, *WAY, *STATES))
 
+    def choose_layout(self, rejection: Rejection) -> Candidate | None:
+        """One of the layouts that are rejected as too large: that with the first legal values of what is left to choose, and with
+        states where they leave most. None where no rule allows any."""
+        names = list(CHOICES)
+        rest = names[names.index(rejection.choice) + 1 :]
+        if not rest:
+            return rejection.candidate
+        stages = next(self._expand(rejection.candidate, tuple(name for name in rest if name not in STATES)), None)
+        places = None if stages is None else self._place_states(stages)
+        if stages is None or places is None or not places.options.states:
+            return None
+        nearest = int(np.argmax(self.engine.spare_of_options(stages, places.options)))
+        return stages.changed(states_as(places.options.states[nearest]))
+
     def _find_divisions(self) -> Iterator[Candidate]:
         """How ranks may divide what they compute: all choices before the microbatch, where no rule is against them."""
         for c in self.space.children("degrees", self.space.root()):

@@ -222,6 +222,11 @@ def test_what_does_not_fit_says_by_how_much() -> None:
             ), each.line
     assert {each.candidate for each in found.ranked} == {each for each, num_bytes in lacking.items() if num_bytes <= 0}
     assert found.num_layouts == found.num_rejected + found.num_forecast
+    # What a page shows of them is one of these.
+    asked = tight.search(1)
+    shown = [(asked.choose_layout(each), each.missing) for each in large]
+    assert all(layout is None or lacking[layout] >= least for layout, least in shown)
+    assert any(layout is not None for layout, _ in shown)
 
 
 # --- the ranking
