@@ -45,6 +45,8 @@ PARTS = (
 )
 
 
+# Those of computation in a pipeline's actions.
+COMPUTED = ("matmuls", "attention", "elementwise", "recomputation")
 # Schedules in which the last rank's last action is a whole backward, behind which the others' follow.
 WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
 
@@ -88,7 +90,7 @@ class TimeModel:
         worst = _slowest(busy, after, updates)
         own = [stage for stage, owner in zip(stages, owners, strict=True) if owner == worst]
         parts, hidden = self._add_up(own, c)
-        parts["bubble"] = self._length(c, groups, stages, busy) - busy[worst]
+        _wait(parts, self._length(c, groups, stages, busy) - busy[worst])
         for name, seconds in updates[worst].items():
             parts[name] += seconds
         # A number for each parameter is summed beside loss and norm.
@@ -123,7 +125,7 @@ class TimeModel:
             late = sum([each.after for each in own])
             late += sum(self._update.seconds(sum([each.owned for each in own]), c).values())
             if busy + late > slowest:
-                slowest, bound = busy + late, late + max(least, busy + self.profile.step_s)
+                slowest, bound = busy + late, late + max(least, self._least_share(c) * busy + self.profile.step_s)
         return bound
 
     def least_updates(self, candidate: Candidate, options: Sequence[tuple[int, int, frozenset[str]]]) -> list[float]:
@@ -189,7 +191,11 @@ class TimeModel:
             # The pipeline's last rank begins when a microbatch has come through the stages before its first one, and behind its
             # last action that stage's gradients go back through them.
             most = max(most, add_up(before) + c.accumulation * add_up(last))
-        return most + self.profile.step_s
+        return most * self._least_share(c) + self.profile.step_s
+
+    def _least_share(self, c: Candidate) -> float:
+        """Of a rank's own work, the least that it takes: where the pipeline's other ranks wait it has their cores."""
+        return self.cluster.turn if c.pp > 1 else 1.0
 
     def _count_units(self, c: Candidate) -> tuple[Any, Any, Any]:
         """(stages, and units by kind) of each rank, without those that have the same; of the last rank; and of the stages before
@@ -292,7 +298,9 @@ class TimeModel:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
             return busy[0]
-        return max(self._lengths.length(c.schedule, c.pp, c.accumulation, self._costs(c, groups, stages)), *busy)
+        turn, costs = self.cluster.turn, self._costs(c, groups, stages)
+        found = self._lengths.length(c.schedule, c.pp, c.accumulation, costs, turn)
+        return max(found, *(self._least_share(c) * each for each in busy), sum(busy) / c.pp)
 
     def _costs(self, c: Candidate, groups: Groups, stages: Sequence[StageTime]) -> Costs:
         return Costs(
@@ -439,6 +447,14 @@ class TimeModel:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+
+def _wait(parts: Seconds, seconds: float) -> None:
+    """Have the busiest rank wait so long; below 0: its own work takes so much less, by the cores that others leave it."""
+    parts["bubble"] = max(seconds, 0.0)
+    own = sum(parts[name] for name in COMPUTED)
+    for name in COMPUTED:
+        parts[name] *= 1 + min(seconds, 0.0) / own if own else 1.0
 
 
 def _slowest(busy: Sequence[float], after: Sequence[float], updates: Sequence[Mapping[str, float]]) -> int:

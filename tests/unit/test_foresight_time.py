@@ -234,6 +234,23 @@ def test_lengths_are_the_simulators(name: str, num_microbatches: int) -> None:
     assert Lengths().length(name, 4, num_microbatches, uneven) == pytest.approx(exact, rel=0.03)
 
 
+def test_ranks_that_share_cores_leave_them_to_one_another_where_they_wait() -> None:
+    # Two ranks on one core, each with half of it: costs of 2 are 1 where the other waits.
+    alike = Costs([2.0, 2.0], [4.0, 4.0], [0.0, 0.0])
+    length = Lengths().length
+    # One microbatch: never do both compute.
+    assert length("1f1b", 2, 1, alike) == pytest.approx(12.0)
+    assert length("1f1b", 2, 1, alike, turn=0.5) == pytest.approx(6.0)
+    # One core is idle only while messages alone are under way: here never.
+    for name in ("1f1b", "gpipe"):
+        for num_microbatches in (2, 8, 40):
+            assert length(name, 2, num_microbatches, alike, turn=0.5) == pytest.approx(num_microbatches * 6.0)
+    # Four ranks on two cores: one core is idle while one rank alone computes, at the start and the end of each line.
+    four = Costs([1.0] * 4, [2.0] * 4, [0.0] * 4)
+    assert length("gpipe", 4, 8, four) == pytest.approx(3 * 11.0)
+    assert length("gpipe", 4, 8, four, turn=0.5) == pytest.approx(3 * (8 + 2 * (1 / 2 - 1 / 4)))
+
+
 def test_bubble_is_the_simulators() -> None:
     candidate = replace(ONE, pp=4, accumulation=8)
     found = of(candidate)
