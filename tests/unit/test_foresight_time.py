@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from math import log
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from framework.foresight.time import PARTS, TimeModel, forecast_time
 from framework.foresight.update import expected_goodput
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
-from framework.plan.cluster import Cluster, Link, Span
+from framework.plan.cluster import Cluster, Grid, Link, Span
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
 
@@ -25,7 +26,7 @@ TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)
 # Matmuls, attention and messages alone, nothing hidden behind anything.
 BARE = Profile(
-    *("bare", 1.0, 1.0, 2.5, True, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+    *("bare", 1.0, 1.0, 2.5, True, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
     gradient_bytes=0.0,
     hides_gathers=0.0,
     hides_reductions=0.0,
@@ -232,6 +233,33 @@ def test_lengths_are_the_simulators(name: str, num_microbatches: int) -> None:
     uneven = Costs([0.97 * x for x in costs.forward], [1.04 * x for x in costs.input], costs.weight, 0.11)
     exact = simulate(schedule, uneven).length
     assert Lengths().length(name, 4, num_microbatches, uneven) == pytest.approx(exact, rel=0.03)
+
+
+def test_a_rings_kernels_see_its_blocks_and_merge_them() -> None:
+    # Twice as slow with half of the context: a ring's half of the work takes as long as one rank's whole.
+    curve = Grid(((log(64), log(128)), (log(8),)), (0.25, 0.5))
+    curves = {"attention_curves": {"bf16": (curve, curve)}, "overhead_s": 1e-6}
+    whole, ring, ulysses = (
+        of(replace(ONE, cp=cp, ulysses=ulysses), **curves) for cp, ulysses in ((1, 1), (2, 1), (2, 2))
+    )
+    launches = 2 * 4 * 1e-6  # of a layer's forward and backward
+    assert ring.parts["attention"] - launches == pytest.approx(whole.parts["attention"] - launches)
+    assert ulysses.parts["attention"] - launches == pytest.approx((whole.parts["attention"] - launches) / 2)
+    # A rank's own chunks meet once, and each other rank's once: of 4 layers, backward as forward's passes.
+    more = of(replace(ONE, cp=2), replace(BARE, merge=Kernels(1, 1, 5)), **curves)
+    kernels = 4 * 2 * (1 + BARE.backward_passes)
+    assert more.parts["elementwise"] - ring.parts["elementwise"] == pytest.approx(kernels * 5 * 1e-6)
+
+
+def test_a_pipelines_ranks_on_few_cores_are_no_slower_than_their_work() -> None:
+    candidate = replace(ONE, pp=4, accumulation=4)
+    free, shared = of(candidate), of(candidate, turn=0.5)
+    assert shared.parts["bubble"] < free.parts["bubble"]
+    assert sum(free.parts[name] for name in ("matmuls", "attention")) / 4 < shared.step_s < free.step_s
+    model = TimeModel(shape(), DEFAULT, machine(turn=0.5), BARE)
+    assert model.least_mean(candidate) <= model.least_seconds(candidate) * 4
+    assert max(model.least_mean(candidate), model.least_seconds(candidate)) <= shared.step_s * (1 + 1e-9)
+    assert model.least_with_states(candidate, model.least_seconds(candidate)) <= shared.step_s * (1 + 1e-9)
 
 
 def test_ranks_that_share_cores_leave_them_to_one_another_where_they_wait() -> None:

@@ -127,6 +127,15 @@ def test_what_layouts_have_taken_longer_slows_all_that_was_measured(tmp_path):
         assert factor(lambda each, kind=kind: each.collective_seconds(kind, 1e6, 2, 1)) == pytest.approx(4, 1e-3)
 
 
+def test_what_ranks_that_share_cores_took_says_how_many_they_were(tmp_path):
+    file = tmp_path / "mine.yaml"
+    group = describe_group(ORDER, FOUND, HERE, 8 << 30)
+    file.write_text(write_text("mine", group, ORDER, HERE).replace("crowd: 4\n", ""))
+    problems = compose(["experiment=quickstart", f"cluster={file}"]).problems
+    assert {each.key for each in problems} == {"cluster.crowd"}
+    assert "more ranks than devices_per_node=2" in problems[0].message
+
+
 def test_a_gpus_file_has_its_data_sheets_peak_and_between_nodes_what_is_shipped(tmp_path):
     here = replace(HERE, gpus=["NVIDIA H100 80GB HBM3"] * 2)
     order = replace(ORDER, device="cuda", ranks=2, crowd=2, threads=8, dtypes=["bf16", "fp32"])
