@@ -95,8 +95,7 @@ def share_cores(timeline: Timeline, turn: float) -> float:
     active, shared = 0, 0.0
     for (moment, change), (following, _) in pairwise(changes):
         active += change
-        # While messages alone are under way nobody waits for a core.
-        shared += (following - moment) * (max(turn, active / len(timeline.ranks)) if active else 1.0)
+        shared += (following - moment) * max(turn, active / len(timeline.ranks))
     return shared / timeline.length if turn < 1.0 else 1.0
 
 

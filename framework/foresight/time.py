@@ -307,7 +307,8 @@ class TimeModel:
             [each.forward for each in stages],
             [each.input for each in stages],
             [each.weight for each in stages],
-            self._message_s(c, groups),
+            # By the clock of ranks that all compute. Who waits for a message does so while few do, and it takes what was measured.
+            self._message_s(c, groups) / self.cluster.turn,
         )
 
     def _message_s(self, c: Candidate, groups: Groups) -> float:
