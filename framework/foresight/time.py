@@ -41,6 +41,8 @@ PARTS = (
     *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "pp", "gathers", "reductions"),
     *("contention", "bubble", "optimizer", "offload", "checkpoint", "host"),
 )
+# Those of computation in a pipeline's actions.
+COMPUTED = ("matmuls", "attention", "elementwise", "recomputation")
 
 
 class TimeModel:
@@ -83,7 +85,7 @@ class TimeModel:
         worst = _slowest(busy, after, updates)
         own = [stage for stage, owner in zip(stages, owners, strict=True) if owner == worst]
         parts, hidden = self._add_up(own, c)
-        parts["bubble"] = self._length(c, groups, stages, busy[0]) - busy[worst]
+        _wait(parts, self._length(c, groups, stages, busy) - busy[worst])
         for name, seconds in updates[worst].items():
             parts[name] += seconds
         # A number for each parameter is summed beside loss and norm.
@@ -111,6 +113,10 @@ class TimeModel:
         groups, (forms, order, _) = self.groups(candidate), self.stages(candidate)
         found = [self.stage(form, candidate, groups) for form in forms]
         return self._costs(candidate, groups, [found[index] for index in order])
+
+    def least_share(self, c: Candidate) -> float:
+        """Of a rank's own work, the least that it takes: where the pipeline's other ranks wait it has their cores."""
+        return self.cluster.turn if c.pp > 1 else 1.0
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)
@@ -148,21 +154,23 @@ class TimeModel:
             self._operators(c.context).estimated,
         )
 
-    def _length(self, c: Candidate, groups: Groups, stages: Sequence[StageTime], busy: float) -> float:
+    def _length(self, c: Candidate, groups: Groups, stages: Sequence[StageTime], busy: Sequence[float]) -> float:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
-            return busy
+            return busy[0]
         costs, owners = self._costs(c, groups, stages), self.stages(c)[2]
         # What is remembered is a path, which need not be the longest for these costs.
-        least = least_length(c.schedule, owners, c.accumulation, costs)
-        return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), least)
+        least = self.least_share(c) * least_length(c.schedule, owners, c.accumulation, costs)
+        found = self._lengths.length(c.schedule, c.pp, c.accumulation, costs, self.cluster.turn)
+        return max(found, least, sum(busy) / c.pp)
 
     def _costs(self, c: Candidate, groups: Groups, stages: Sequence[StageTime]) -> Costs:
         return Costs(
             [each.forward for each in stages],
             [each.input for each in stages],
             [each.weight for each in stages],
-            self._message_s(c, groups),
+            # By the clock of ranks that all compute. Few do while one waits for a message, which takes what was measured.
+            self._message_s(c, groups) / self.cluster.turn,
         )
 
     def _message_s(self, c: Candidate, groups: Groups) -> float:
@@ -301,6 +309,14 @@ class TimeModel:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+
+def _wait(parts: Seconds, seconds: float) -> None:
+    """Have the busiest rank wait so long; below 0: its own work takes so much less, by the cores that others leave it."""
+    parts["bubble"] = max(seconds, 0.0)
+    own = sum(parts[name] for name in COMPUTED)
+    for name in COMPUTED:
+        parts[name] *= 1 + min(seconds, 0.0) / own if own else 1.0
 
 
 def _slowest(busy: Sequence[float], after: Sequence[float], updates: Sequence[Mapping[str, float]]) -> int:
