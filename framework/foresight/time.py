@@ -169,7 +169,7 @@ class TimeModel:
             [each.forward for each in stages],
             [each.input for each in stages],
             [each.weight for each in stages],
-            # By the clock of ranks that all compute. Few do while one waits for a message, which takes what was measured.
+            # By the clock of ranks that all compute: it is waited for while few do, and takes as long as it was measured.
             self._message_s(c, groups) / self.cluster.turn,
         )
 

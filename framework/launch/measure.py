@@ -117,7 +117,7 @@ def make_order(recipe: Recipe, here: ClusterMeasured, result: Path, effort: Effo
     return Order(
         device="cuda" if is_gpu else "cpu",
         ranks=ranks,
-        crowd=ranks if is_gpu else CROWD * ranks,
+        crowd=ranks if is_gpu or ranks * threads > here.cores else CROWD * ranks,
         threads=threads,
         cores=here.cores,
         dtypes=choose_dtypes(recipe, is_gpu),

@@ -28,9 +28,8 @@ from framework.launch.measure_order import Order
 from framework.launch.timings import Effort
 from framework.model.precision import DTYPES
 
-# Rounds over all messages, and how long a message's calls in a round take, with what is computed between them; in fewer rounds
-# those of ranks that share cores.
-ROUNDS, ROUNDS_OF_CROWD, BATCH_S = 14, 6, 20e-3
+# How long a message's calls in a round take, with what is computed between them.
+BATCH_S = 20e-3
 # The first calls among these ranks connect them.
 WARM_UP = 3
 # No message takes less.
@@ -46,7 +45,7 @@ def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
         say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
         found = combine(gather_objects(measure_compute(order, effort, own, mesh.device), own))
         say("measuring collectives")
-        links = measure_links(own, mesh.device, effort.pause_s, effort.message_bytes, order.ranks, ROUNDS)
+        links = measure_links(own, mesh.device, effort.pause_s, effort.message_bytes, order.ranks, effort.rounds)
         found["links"] = combine(gather_objects(links, own))
     if order.crowd > order.ranks:
         # The others have waited here, without any of the machine's time.
@@ -54,7 +53,7 @@ def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
         say(f"measuring collectives of {order.crowd} ranks that share the cores")
         # Groups as large as those before, all at the same time, then one group of all.
         crowded = [
-            measure_links(axis, mesh.device, effort.pause_s, effort.crowd_bytes, order.crowd, ROUNDS_OF_CROWD)
+            measure_links(axis, mesh.device, effort.pause_s, effort.crowd_bytes, order.crowd, effort.crowd_rounds)
             for axis in (own, crowd)
         ]
         together = combine(gather_objects(crowded, crowd))

@@ -39,8 +39,9 @@ class Effort:
     """How much is measured. edges: sizes of matmuls, of which every triple is multiplied; wide: one more for features out, as
     of a vocabulary; memory_bytes: that a pass reads and writes; message_bytes: of collectives; crowd_bytes: of those of ranks
     that share cores; contexts, features, width, tokens: of attention, features of a head and of all heads together; disk_bytes:
-    written to disk; pause_s: of computing between two messages, as between those of a step; point_s: for a figure, but for the
-    fewest batches; pass_s: for all matmuls once, else the largest edges are left out."""
+    written to disk; pause_s: of computing between two messages, as between those of a step; rounds, crowd_rounds: over
+    all messages; point_s: for a figure, but for the fewest batches; pass_s: for all matmuls once, else the largest edges are left
+    out."""
 
     edges: tuple[int, ...]
     wide: int
@@ -53,6 +54,8 @@ class Effort:
     tokens: int
     disk_bytes: int
     pause_s: float
+    rounds: int
+    crowd_rounds: int
     point_s: float = 0.05
     pass_s: float = 3.0
 
@@ -69,6 +72,8 @@ ON_CPU = Effort(
     tokens=1024,
     disk_bytes=1 << 28,
     pause_s=2e-3,
+    rounds=14,
+    crowd_rounds=6,
 )
 ON_GPU = Effort(
     edges=(64, 256, 1024, 4096, 16384),
@@ -82,6 +87,8 @@ ON_GPU = Effort(
     tokens=32768,
     disk_bytes=1 << 30,
     pause_s=0.0,
+    rounds=8,
+    crowd_rounds=0,
 )
 
 

@@ -323,7 +323,8 @@ class Cluster:
         turn, most = min(1.0, cores / (ranks * threads)), cores / self.threads
         part = turn * min(1.0, threads / self.threads)
         share = min(max(log(threads / self.threads) / log(most), 0.0), 1.0) if most > 1 else 0.0
-        crowded = log(1 / turn) / log(self.crowd / self.ranks_per_node) if self.crowd else 0.0
+        is_known = self.crowd > self.ranks_per_node
+        crowded = log(1 / turn) / log(self.crowd / self.ranks_per_node) if is_known else 0.0
         faster = self._gain_alone**share
         curve = _blend(self.memory_curve, self.memory_alone, share, part)
         return replace(

@@ -225,7 +225,8 @@ class Choice:
         for place, each in enumerate(self.ranked):
             c = each.candidate
             firsts.setdefault((c.dp, c.tp, c.cp, c.pp), place)
-        wanted = dict.fromkeys((*self.chosen, *firsts.values(), *range(count // 4)))
+        few = range(min(count // 4, len(self.ranked)))
+        wanted = dict.fromkeys((*self.chosen, *firsts.values(), *few))
         rest = [place for place in range(len(self.ranked)) if place not in wanted]
         more = rng.sample(rest, min(len(rest), max(0, count - len(wanted))))
         return sorted([*wanted, *more])

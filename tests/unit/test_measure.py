@@ -36,6 +36,8 @@ TINY = Effort(
     tokens=64,
     disk_bytes=1 << 20,
     pause_s=1e-4,
+    rounds=2,
+    crowd_rounds=1,
     point_s=0.002,
 )
 HERE = ClusterMeasured("Some CPU, family 1, model 2", 4, [], "2.13.0")
