@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from framework.errors import EXIT_FAILED
 from tests.faults.test_launch_agent import PROGRAM, ROOT, folder, launch
 
@@ -37,6 +39,7 @@ def test_a_rank_that_sleeps_and_one_that_is_stopped_are_named_and_all_end(folder
     assert took_s < DEADLINE_S + DETECTION_S + 3  # what the agent needs to notice ends, and this machine to be busy
 
 
+@pytest.mark.grid
 def test_where_the_rank_that_hosts_the_store_is_stopped_the_others_say_so_and_end(folder):
     """As under srun, where no agent hosts it."""
     with socket.socket() as free:

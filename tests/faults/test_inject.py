@@ -116,6 +116,7 @@ def assert_as_undisturbed(run):
     assert find_ledger_problems(lineages[0], STEPS * BATCH, lineages[1]) == []
 
 
+@pytest.mark.grid
 def test_deaths_at_any_time_leave_no_trace_in_what_is_trained():
     prepare_run(
         "deaths",
@@ -173,6 +174,7 @@ def test_a_run_that_does_not_allow_faults_suffers_none(capsys):
     assert suffered("closed") == [("kill", 6)]
 
 
+@pytest.mark.grid
 def test_a_running_run_is_killed_from_outside(capsys):
     prepare_run("outside")
     process = multiprocessing.get_context("fork").Process(

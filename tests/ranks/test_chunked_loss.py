@@ -44,7 +44,7 @@ CASES = {
     "tied, soft-capped": Case(
         "tied, soft-capped",
         family("gemma2"),
-        {label: DENSE[label] for label in ("zero 3 x sp, regather", "zero 3 x zb_h1", "tp x pp, zb_h1")},
+        {label: DENSE[label] for label in ("zero 3 x sp, regather", "tp x pp, zb_h1")},
     ),
     "tied, soft-capped, all": Case("tied, soft-capped, all", family("gemma2"), DENSE),
     "frozen head": Case(

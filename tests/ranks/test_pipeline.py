@@ -111,7 +111,7 @@ def test_any_two_with_more_stages_and_families_equal_one_process(pool: RankPool)
 UNEVEN = ("gemma2", "granite", "qwen3_moe", "opt", "bloom", "falcon", "deepseek_v3")
 
 
-@pytest.mark.parametrize("name", few_of(UNEVEN, lambda name: name in ("gemma2", "qwen3_moe", "bloom")))
+@pytest.mark.parametrize("name", few_of(UNEVEN, lambda name: name == "qwen3_moe"))
 def test_families_in_two_and_three_uneven_stages_equal_one_process(pool: RankPool, name: str) -> None:
     """Scaled and summed embeddings, sliding masks, routers, layers that return tuples, parallel blocks."""
     layouts = {

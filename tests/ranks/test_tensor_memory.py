@@ -96,7 +96,7 @@ def keep(case: Case, recipe: Recipe, mesh: Mesh) -> int:
     return sum(num_bytes for address, num_bytes in storages.items() if address not in of_parameters)
 
 
-FEW = {label: LAYOUTS[label] for label in ("whole", "divided", "replicated outside")}
+FEW = {label: LAYOUTS[label] for label in ("whole", "divided")}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ MIXTURES = {
 @pytest.mark.parametrize(
     ("name", "labels"),
     [
-        pytest.param("mixtral", ("divided, in halves", "whole under sequences", "slices"), id="mixtral"),
+        pytest.param("mixtral", ("slices",), id="mixtral"),
         *(
             pytest.param(name, tuple(MIXTURES), marks=pytest.mark.grid, id=f"{name} in all")
             for name in ("mixtral", "qwen3_moe")

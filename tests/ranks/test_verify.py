@@ -314,6 +314,7 @@ def test_a_mismatch_in_fp32_that_is_rounding_is_told_from_a_fault(
     assert "The fp32 difference is rounding" in printed
 
 
+@pytest.mark.grid
 def test_a_fault_in_fp32_alone_is_a_mismatch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -402,6 +403,7 @@ def test_documents_restart_their_positions_and_predict_nothing_across_a_border()
     assert (batch.labels != IGNORE).any()
 
 
+@pytest.mark.grid
 def test_packed_documents_are_verified_as_such(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, told = shrunk(recipe_of("launch.ranks=2", "parallel.tp=2", "data.pack=documents"), "fp64")
     assert "data.pack" not in told
