@@ -104,11 +104,11 @@ class Way:
 # Each mechanism once: the methods, two ranks and four, lengths that need padding and not, packed documents that span ranks,
 # windows, soft-caps, sinks, ALiBi, unequal head dims, experts with capacity and balancing, beside every other axis.
 SHOWN = (
-    Way("mistral", 4, (2, 2), context=16, packs=True, memory=RECOMPUTES),
     Way("gemma2", 2, "ulysses", tp=2, zero=Zero(stage=1), packs=True, memory=CHUNKED),
     Way("deepseek_v3", 2, pp=2, ep=2, count=3, schedule="zbv", bias_rate=0.05),
 )
 MORE = (
+    Way("mistral", 4, (2, 2), context=16, packs=True, memory=RECOMPUTES),
     Way("llama", 2, dp=2, zero=Zero(stage=3), packs=True, precision="fp32"),
     Way("gpt_oss", 2, "gather", dp=2, ep=2, zero=Zero(stage=3)),
     Way("qwen3_moe", 2, tp=2, ep=2, capacity=1.0, zero=Zero(stage=1)),

@@ -160,12 +160,8 @@ def added_case(name: str, labels: Sequence[str], layouts: Mapping[str, Recipe] =
 
 
 def test_added_biases_move_and_choose_as_in_one_process(pool: RankPool) -> None:
-    """The grid has these families in all layouts."""
-    cases = [
-        added_case("qwen2_moe", ["ep, tokens divided"], BOUNDED),
-        added_case("gpt_oss", ["ep x pp, split backwards"]),
-    ]
-    assert_equal(pool, 4, cases)
+    """The grid has more families in all layouts."""
+    assert_equal(pool, 4, [added_case("qwen2_moe", ["ep, tokens divided"], BOUNDED)])
 
 
 @pytest.mark.grid

@@ -89,7 +89,7 @@ def crossed_layouts(precision: str, world: int, clip_norm: float | None) -> dict
 
 @pytest.mark.parametrize(
     ("world", "stages"),
-    [(3, (2, 3)), *(pytest.param(world, (0, 1, 2, 3), marks=pytest.mark.grid) for world in (2, 3, 4))],
+    [(3, (3,)), *(pytest.param(world, (0, 1, 2, 3), marks=pytest.mark.grid) for world in (2, 3, 4))],
 )
 def test_parameters_read_elsewhere_than_where_they_stand_equal_one_process(
     pool: RankPool, world: int, stages: tuple[int, ...]
@@ -99,7 +99,8 @@ def test_parameters_read_elsewhere_than_where_they_stand_equal_one_process(
     assert_equal(pool, world, [Case("crossed", CROSSED, layouts)])
 
 
-@pytest.mark.parametrize("world", few_of([2, 3, 4], lambda world: world == 2))
+@pytest.mark.grid
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_fp32_parameters_in_bf16_units_are_the_same_at_all_stages(pool: RankPool, world: int) -> None:
     """A scale of one element has a buffer of its own, of which most ranks hold nothing but padding."""
     found = train(pool, world, Case("crossed", CROSSED, crossed_layouts("bf16", world, None)))
@@ -262,10 +263,10 @@ def watch_memory(rank: int, world: int, rendezvous: str, recipe: Recipe, num_ste
     return live
 
 
-@pytest.mark.parametrize("steps", few_of([24, 500], lambda steps: steps == 24))
+@pytest.mark.parametrize("steps", few_of([12, 500], lambda steps: steps == 12))
 def test_many_steps_at_stage_3_leave_memory_flat(pool: RankPool, steps: int) -> None:
     keeping = Zero(stage=3, accumulate="local", keep_gathered=True)
-    for zero, num_microbatches, num_steps in ((STAGE_3, 1, steps), (keeping, 2, 20)):
+    for zero, num_microbatches, num_steps in ((STAGE_3, 1, steps), (keeping, 2, min(steps, 20))):
         recipe = small_recipe("bf16", 2, num_microbatches, 4, 0.05, zero)
         for early, late in pool.run(2, watch_memory, recipe, num_steps):
             assert early == late
