@@ -22,6 +22,7 @@ def ready_s(path: Path) -> float:
     return path.stat().st_mtime
 
 
+@pytest.mark.grid  # what it says, and when: unit/test_hang.py
 def test_a_rank_that_sleeps_and_one_that_is_stopped_are_named_and_all_end(folder):
     outcome = launch("hang_watched", folder, 3)
     took_s = time.time() - max(ready_s(folder / f"ready-{rank}") for rank in (1, 2))
@@ -39,7 +40,6 @@ def test_a_rank_that_sleeps_and_one_that_is_stopped_are_named_and_all_end(folder
     assert took_s < DEADLINE_S + DETECTION_S + 3  # what the agent needs to notice ends, and this machine to be busy
 
 
-@pytest.mark.grid
 def test_where_the_rank_that_hosts_the_store_is_stopped_the_others_say_so_and_end(folder):
     """As under srun, where no agent hosts it."""
     with socket.socket() as free:

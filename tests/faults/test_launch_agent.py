@@ -95,6 +95,7 @@ def test_error_of_one_rank_is_the_cause_and_the_others_are_silent(folder, capfd)
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.grid
 def test_fault_of_ours_is_told_with_its_traceback(folder):
     outcome = launch("fail_by_our_fault", folder)
     assert outcome.code == 1

@@ -249,6 +249,7 @@ def test_experts_that_dispatch_are_left_alone(pool: RankPool, kernels: str, zero
     compile_case(pool, Case("qwen3_moe", family("qwen3_moe"), layouts), "eager", kernels)
 
 
+@pytest.mark.grid
 def test_gradients_of_experts_that_dispatch_go_into_their_views(pool: RankPool) -> None:
     assert pool.run(2, find_expert_views, lay_out("fp64", 0, Parallel(ep=2), dp=2)) == [[True, True]] * 2
 

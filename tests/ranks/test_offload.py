@@ -179,6 +179,7 @@ def save_and_go_on(
 DIVIDED = Zero(3, shard_within=1, optimizer_within="all")
 
 
+@pytest.mark.grid  # states on a disk go on: faults/test_launch_train.py
 @pytest.mark.parametrize("zero", few_of([DIVIDED, Zero(2)], lambda zero: zero.stage == 3))
 def test_checkpoints_know_no_home(pool: RankPool, tmp_path: Path, zero: Zero) -> None:
     """Saved with states on the host and resumed without, and the other way round: bit by bit the run that never stopped."""

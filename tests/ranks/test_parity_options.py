@@ -91,6 +91,7 @@ def test_optimizers_equal_one_process(pool: RankPool, stages: Sequence[Zero], na
     assert_equal(pool, WORLD, [Case(model, family(model), optim_recipes(stages, name=name))])
 
 
+@pytest.mark.grid
 def test_sgd_without_momentum_equals_one_process(pool: RankPool, stages: Sequence[Zero]) -> None:
     assert_equal(pool, WORLD, [Case("gpt2", family("gpt2"), optim_recipes(stages, name="sgd", momentum=0.0))])
 
@@ -121,6 +122,7 @@ def test_parameters_that_some_or_all_ranks_leave_out_equal_one_process(
     assert_equal(pool, WORLD, [opened])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", few_of(["lion", "sgd"], lambda name: name == "lion"))
 def test_parameters_left_out_of_a_whole_step_rest_in_it(pool: RankPool, stages: Sequence[Zero], name: Any) -> None:
     """Layer 1 runs in the first and in the last step. With AdamW it differs from stock: see docs/verify.md."""

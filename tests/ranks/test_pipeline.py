@@ -130,7 +130,7 @@ def train(pool: RankPool, case: Case, world: int) -> dict[str, Evidence]:
 
 @pytest.mark.parametrize(
     ("name", "pp", "count", "zero"),
-    few_of([("llama", 2, 7, 0), ("gpt2", 3, 4, 3), ("qwen3_moe", 4, 2, 2)], lambda name, *_: name == "gpt2"),
+    few_of([("llama", 2, 7, 0), ("gpt2", 3, 4, 3), ("qwen3_moe", 4, 2, 2)], lambda name, *_: name == "llama"),
 )
 def test_gpipe_and_1f1b_are_bitwise_equal(pool: RankPool, name: str, pp: int, count: int, zero: int) -> None:
     layouts = {schedule: recipe_of(pp, schedule, count, zero=Zero(stage=zero)) for schedule in ("gpipe", "1f1b")}
@@ -246,7 +246,7 @@ def observe(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, Obs
 # dualpipe_v needs twice as many microbatches.
 @pytest.mark.parametrize(
     "schedules",
-    [("gpipe", "1f1b", "zbv"), pytest.param(SCHEDULES[:-1], marks=pytest.mark.grid)],
+    [("gpipe", "1f1b"), pytest.param(SCHEDULES[:-1], marks=pytest.mark.grid)],
     ids=["few", "more"],
 )
 def test_ranks_do_what_was_simulated_and_keep_no_more_microbatches(pool: RankPool, schedules: Sequence[str]) -> None:

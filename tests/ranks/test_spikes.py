@@ -83,6 +83,7 @@ def spared(pool: RankPool, place: Path) -> dict[int, float]:
     return losses_of(place / "spared")
 
 
+@pytest.mark.grid
 def test_a_spike_is_said_and_counted_and_changes_nothing_by_default(pool: RankPool, place: Path) -> None:
     run_dir = folder(place, "log")
     (ended,) = pool.run(1, train_body, compose_run(place), run_dir)
@@ -206,6 +207,7 @@ def save_huge_weights() -> AbstractContextManager[Any]:
     return patch.object(saves, "saved_entries", huge)
 
 
+@pytest.mark.grid
 def test_a_checkpoint_that_makes_every_loss_nan_ends_the_run_however_often_it_starts(
     pool: RankPool, place: Path
 ) -> None:

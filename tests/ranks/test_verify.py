@@ -289,6 +289,7 @@ def test_ranks_that_do_not_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> N
     assert DyingPool.ended == ["close", "drop"]
 
 
+@pytest.mark.grid
 def test_a_rank_that_fails_tells_where(pool: RankPool) -> None:
     """Lion's oracle waits for the ranks, so that theirs is the first error; but stock transformers fails here, too."""
     recipe, _ = shrunk(recipe_of("launch.ranks=2", "optim.name=lion"))
@@ -302,6 +303,7 @@ def test_a_rank_that_fails_tells_where(pool: RankPool) -> None:
 # --- rounding and faults
 
 
+@pytest.mark.grid
 def test_a_mismatch_in_fp32_that_is_rounding_is_told_from_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ ZEROS = (
 FEW = (ZEROS[0], ZEROS[6])
 # At most three roundings, each of terms that are no more than twice as large as their sum.
 ROUNDING = 3 * 2 * 2**-9
-WAYS = [pytest.param(FEW, id="few"), pytest.param(ZEROS, marks=pytest.mark.grid, id="all")]
+WAYS = [pytest.param(ZEROS[6:7], id="few"), pytest.param(ZEROS, marks=pytest.mark.grid, id="all")]
 
 
 def recipes(compute: str, reduce: str, accumulation: int, zeros: tuple[Zero, ...] = ZEROS) -> dict[str, Recipe]:
