@@ -215,6 +215,7 @@ def test_an_interrupted_measurement_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.grid
 def test_the_ranks_of_this_machine_write_a_file_that_plan_reads(tmp_path, capsys):
     file = tmp_path / "cluster" / "here.yaml"
     recipe = Recipe(run=replace(Recipe().run, root=str(tmp_path)))
