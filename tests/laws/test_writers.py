@@ -105,7 +105,7 @@ KNOWN = {
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
     "train/watch.py write_ranks": CHECKED,
-    "train/watch.py Watch._keep_flight_record": CHECKED,
+    "train/watch.py Watch._keep_flight_records": CHECKED,
 }
 
 
