@@ -2,7 +2,8 @@
 
 runs/quickstart-001/
     recipe.yaml     what every rank, every resume and every requeue reads
-    run.json        the run's id, and each launch: when, where, with which overrides, what they changed
+    run.json        the run's id and birth, which no other run at this path has, and each launch: when, where, with which
+                    overrides, what they changed
     tokenizer/      the one that made the tokens; an export gets a copy
     lock            held by the launching process, in a job by rank 0; its text names the holder
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
@@ -164,7 +165,7 @@ class RunDirectory:
                 if any(run.path.iterdir()) and not run.record.exists():
                     raise RunError(f"{run.path} is not empty and not a run: choose another run.id or run.root")
             if not run.record.exists():
-                _write_json(run.record, {"id": run.id, "created": _now(), "launches": []})
+                _write_json(run.record, {"id": run.id, "created": _now(), "birth": _draw_birth(), "launches": []})
             if url is not None:
                 RemoteRun.make(run.path, url / run.id)
         return run
@@ -482,3 +483,8 @@ def write_private(path: Path, text: str) -> None:
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
     os.replace(partial, path)
+def _draw_birth() -> str:
+    """A name of a new run that none before it has had, and that sorts behind theirs: nanoseconds of the clock, and chance."""
+    return f"{time.time_ns():016x}-{os.urandom(4).hex()}"
+
+

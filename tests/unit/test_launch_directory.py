@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,14 @@ def test_run_has_the_id_that_is_asked_for(tmp_path):
 
 def test_folder_of_something_else_is_not_taken(tmp_path):
     (tmp_path / "thesis").mkdir()
+def test_a_run_that_is_begun_anew_at_the_same_path_has_another_birth(tmp_path):
+    births = []
+    for _ in range(3):
+        births.append(create(tmp_path, "mine").read_record()["birth"])
+        shutil.rmtree(tmp_path / "mine")
+    assert births == sorted(set(births))
+
+
     (tmp_path / "thesis" / "chapter1.tex").write_text("")
     with pytest.raises(RunError, match="not empty and not a run"):
         create(tmp_path, "thesis")
