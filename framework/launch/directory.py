@@ -11,7 +11,7 @@ runs/quickstart-001/
     .epoch-N/       where the start of epoch N makes files before they get their names; also in checkpoints/
     checkpoints/    step-N folders; a link, where checkpoint.root names another folder
     checkpoints.url  in its place: where an object store has them, as checkpoint.root says
-    exports/        step-N folders that from_pretrained loads, of checkpoint.export_every_steps
+    exports/        step-N folders that from_pretrained loads, of checkpoint.export_every_steps: export_places.py
     request-save, request-stop  what `meshwright save` and `stop` ask of a run that runs
     lineage.json    which starts have trained the steps that the run goes on from; what nodes hold of others is not theirs
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
