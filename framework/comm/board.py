@@ -77,8 +77,8 @@ class Board:
 
 
 def dump_flight_records() -> dict[str, bytes]:
-    """What torch's flight recorder has of the last collectives, by the library that carried them, pickled for `torchfrtrace`.
-    That of NCCL, which only a build for GPUs has, was not run on one."""
+    """What torch's flight recorder has of the last collectives, by the library that carried them: pickled dicts with sizes,
+    states and Python frames. That of NCCL, which only a build for GPUs has, was not run on one."""
     names = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
     found = {library: getattr(_distributed_c10d, name, None) for library, name in names.items()}
     return {library: dump() for library, dump in found.items() if dump is not None}
