@@ -1,11 +1,12 @@
 """Files in a node's memory that outlive its ranks: a folder of tmpfs for each run and node, which only its user may enter.
 
-    /dev/shm/meshwright-UID/RUN-HASH/NODE/epoch-7/
+    /dev/shm/meshwright-UID/RUN-HASH/NODE/BIRTH/epoch-7/
         step-00000070-GENERATION/        files as in a checkpoint's folder: of this node's ranks, and copies
         step-00000080-GENERATION.tmp/    a step that is being copied
 
-HASH tells runs of one name in two places apart. NODE is in the path because the nodes of a cluster on one machine share its
-memory. All goes when the node loses its power, and when the run has come to its end.
+HASH tells runs of one name in two places apart, BIRTH those that came after one another in one place: a run folder may be removed
+and begun anew, and what nodes hold of the former run is a stranger's, whatever its epoch. NODE is in the path because the nodes
+of a cluster on one machine share its memory. All goes when the node loses its power, and when the run has come to its end.
 
 The epoch is that of the start's lease (lease.py), and a fence as the lease's workplaces are: whatever a start does here it does
 below the folder of its epoch, and the next start renames that to its own before it looks. One that was frozen, held for dead, and
@@ -31,6 +32,8 @@ from framework.plan.host_memory import MEMORY
 
 # In the name of a start's folder, before the number of its epoch.
 EPOCH = "epoch-"
+# Of a run that has no birth: one that an older version has begun, or nobody.
+NO_BIRTH = "0"
 
 
 @dataclass(frozen=True, order=True)
@@ -46,10 +49,12 @@ class HeldName:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """A run's folder in the memory of this node. Nothing is made before `make`. epoch: of the start, 0 where nobody launches."""
+    """A run's folder in the memory of this node. Nothing is made before `make`. epoch: of the start, 0 where nobody launches.
+    birth: of the run, a name that no other run at its path has; births sort in the order of time."""
 
     path: Path
     epoch: int = 0
+    birth: str = NO_BIRTH
 
     @property
     def top(self) -> Path:
@@ -57,9 +62,14 @@ class NodeMemory:
         return self.path.parent.parent
 
     @property
+    def home(self) -> Path:
+        """Of all starts of this run."""
+        return self.path / self.birth
+
+    @property
     def place(self) -> Path:
         """Below which this start does all that it does here."""
-        return self.path / f"{EPOCH}{self.epoch}"
+        return self.home / f"{EPOCH}{self.epoch}"
 
     def folder(self, name: HeldName) -> Path:
         """Where the files of a step lie."""
@@ -70,12 +80,12 @@ class NodeMemory:
         return self.place / f"{name}.tmp"
 
     def enter(self) -> None:
-        """Take over what the last start has left here, and remove what older ones have. Once, for one rank of the node, before
-        anybody looks."""
+        """Take over what the last start has left here, and remove what older starts have left, and older runs at this path.
+        Once, for one rank of the node, before anybody looks."""
         former = self._former_epochs()
         if former and not self.place.exists():
             with suppress(FileNotFoundError):  # a newer start was faster: this one finds nothing
-                (self.path / f"{EPOCH}{former[-1]}").rename(self.place)
+                (self.home / f"{EPOCH}{former[-1]}").rename(self.place)
         self._remove_former()
 
     def make(self, folder: Path) -> None:
@@ -109,18 +119,22 @@ class NodeMemory:
         self.clear()
         self._remove_former()
         # Not the user's own: another run of the user may be about to make its folder in there.
-        for folder in (self.place, self.path, self.path.parent) if self._is_ours() else ():
+        for folder in (self.place, self.home, self.path, self.path.parent) if self._is_ours() else ():
             with suppress(OSError):  # not empty: of other nodes, or of a newer start
                 folder.rmdir()
 
     def _former_epochs(self) -> Sequence[int]:
-        names = _names(self.path) if self._is_ours() else ()
+        names = _names(self.home) if self._is_ours() else ()
         epochs = sorted(int(match[1]) for name in names if (match := re.fullmatch(EPOCH + r"(\d+)", name)))
         return [epoch for epoch in epochs if epoch < self.epoch]
 
     def _remove_former(self) -> None:
         for epoch in self._former_epochs():
-            _remove(self.path / f"{EPOCH}{epoch}")
+            _remove(self.home / f"{EPOCH}{epoch}")
+        # Not those of a later birth: then this is a start of a run that is gone, which was frozen, and thaws.
+        for birth in _names(self.path) if self._is_ours() else ():
+            if birth < self.birth:
+                _remove(self.path / birth)
 
     def _is_ours(self) -> bool:
         """Whether the user's folder is there, and nobody else can have written into it."""
@@ -131,9 +145,9 @@ class NodeMemory:
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def memory_of(run_dir: Path, node: str, memory: Path = MEMORY, epoch: int = 0) -> NodeMemory:
-    """The memory of a node for a start of a run. memory: a tmpfs; epoch: of the start's lease."""
-    return NodeMemory(run_memory(run_dir, memory) / re.sub(r"[^\w.-]", "_", node), epoch)
+def memory_of(run_dir: Path, node: str, memory: Path = MEMORY, epoch: int = 0, birth: str = NO_BIRTH) -> NodeMemory:
+    """The memory of a node for a start of a run. memory: a tmpfs; epoch: of the start's lease; birth: the run's."""
+    return NodeMemory(run_memory(run_dir, memory) / re.sub(r"[^\w.-]", "_", node), epoch, birth)
 
 
 def run_memory(run_dir: Path, memory: Path = MEMORY) -> Path:

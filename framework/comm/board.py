@@ -8,11 +8,11 @@ when training hangs.
 Nothing here waits for a rank: what is not there is None. A question does wait for who hosts the store (`open_store_beside`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
-# Private, and only there in a build with NCCL.
+# Private: torch has no public name for what its flight recorder knows.
 from torch._C import _distributed_c10d
 
 
@@ -76,8 +76,9 @@ class Board:
         return [values[key].decode() if key in values else None for key in keys]
 
 
-def dump_flight_record() -> bytes | None:
-    """What torch's flight recorder has of the last collectives over NCCL, pickled, for `torchfrtrace`; None where there is none,
-    as on CPUs. Not run on a GPU."""
-    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_nccl_trace", None)
-    return None if dump is None else dump()
+def dump_flight_records() -> dict[str, bytes]:
+    """What torch's flight recorder has of the last collectives, by the library that carried them: pickled dicts with sizes,
+    states and Python frames. That of NCCL, which only a build for GPUs has, was not run on one."""
+    names = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
+    found = {library: getattr(_distributed_c10d, name, None) for library, name in names.items()}
+    return {library: dump() for library, dump in found.items() if dump is not None}

@@ -2,7 +2,8 @@
 
 runs/quickstart-001/
     recipe.yaml     what every rank, every resume and every requeue reads
-    run.json        the run's id, and each launch: when, where, with which overrides, what they changed
+    run.json        the run's id and birth, which no other run at this path has, and each launch: when, where, with which
+                    overrides, what they changed
     tokenizer/      the one that made the tokens; an export gets a copy
     lock            held by the launching process, in a job by rank 0; its text names the holder
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
@@ -10,7 +11,7 @@ runs/quickstart-001/
     .epoch-N/       where the start of epoch N makes files before they get their names; also in checkpoints/
     checkpoints/    step-N folders; a link, where checkpoint.root names another folder
     checkpoints.url  in its place: where an object store has them, as checkpoint.root says
-    exports/        step-N folders that from_pretrained loads, of checkpoint.export_every_steps
+    exports/        step-N folders that from_pretrained loads, of checkpoint.export_every_steps: export_places.py
     request-save, request-stop  what `meshwright save` and `stop` ask of a run that runs
     lineage.json    which starts have trained the steps that the run goes on from; what nodes hold of others is not theirs
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
@@ -55,6 +56,7 @@ from framework.checkpoint.storage import LASTING, read, storage_error
 from framework.errors import LeaseLost, RunError, RunInUse
 from framework.launch.remote import URL_FILE, RemoteRun, locate
 from framework.lease import Holder, Lease, read_lease, take
+from framework.recipe.place_rules import RUN_ROOT
 from framework.recipe.schema import Run
 from framework.train.faults import SAVE_FILE, STOP_FILE
 
@@ -143,6 +145,12 @@ class RunDirectory:
         )
 
     @property
+    def members(self) -> list[str]:
+        """The ids of the runs of a sweep, which lie beside its folder; none for a run."""
+        launches = self.read_record()["launches"] if self.record.is_file() else []
+        return list(launches[-1].get("runs", [])) if launches else []
+
+    @property
     def has_trained(self) -> bool:
         """Whether a rank has left a step or a checkpoint: what has not may be begun anew under another recipe."""
         metrics = self.path / "metrics.jsonl"
@@ -164,7 +172,7 @@ class RunDirectory:
                 if any(run.path.iterdir()) and not run.record.exists():
                     raise RunError(f"{run.path} is not empty and not a run: choose another run.id or run.root")
             if not run.record.exists():
-                _write_json(run.record, {"id": run.id, "created": _now(), "launches": []})
+                _write_json(run.record, {"id": run.id, "created": _now(), "birth": _draw_birth(), "launches": []})
             if url is not None:
                 RemoteRun.make(run.path, url / run.id)
         return run
@@ -185,30 +193,28 @@ class RunDirectory:
         return run
 
     @contextmanager
-    def lock(self, refuse: Callable[[], None] = lambda: None) -> Iterator[Lease]:
+    def lock(self, refuse: Callable[[], object] = lambda: None) -> Iterator[Lease]:
         """Hold the run against every other launcher, and take its lease. Released when the process ends, however it ends. What is
         asked of the run meanwhile (`request-stop`) is forgotten with it.
 
         refuse: raises what speaks against that, under the lock and before the epoch is raised: that would end a start which runs.
-        It may do what comes before a lease.
+        It may do what comes before a lease. A run in a store has the newest files then.
         Raises RunError while another process holds it, or while ranks of a launcher that died still run.
         """
-        with explain_errors(self.path), ExitStack() as stack:
-            file = self._try_lock(stack)
-            if file is None:
-                raise RunError(
-                    f"{self.path} is in use by {self._read_lock()}: wait for it, or stop it.{self._if_dead()}"
-                )
-            with open(self.path / "lock.ranks", "a+") as ranks:
-                if not _flock(ranks):
-                    raise RunError(
-                        f"{self.path} is in use by ranks whose launching process is gone: they save and end by"
-                        f" themselves; try again in a while.{self._if_dead()}"
-                    )
+        me, remote = describe_self(), RemoteRun.of(self.path)
+        with ExitStack() as stack:
+            with explain_errors(self.path):
+                self._lock_at_once(stack, me)
+                # Of a launcher that was killed. What is asked from here on is asked of this one.
+                former = self._find_requests()
+                newest = 0 if remote is None else remote.find_free()
+                if remote is not None:
+                    remote.refresh()
             refuse()
-            lease = self._take(file, stack, describe_self())
-            self.forget_requests(lease)  # of a launcher that was killed
-            stack.callback(self.forget_requests, lease)
+            with explain_errors(self.path):
+                lease = self._take(stack, me, remote, newest)
+                self._forget(lease, former)
+                stack.callback(lambda: self._forget(lease, self._find_requests()))
             held = stack.pop_all()
         with held:
             yield lease
@@ -221,7 +227,8 @@ class RunDirectory:
         lock is not free. One that is over loses the run after `TAKE_OVER_AFTER_S`: a frozen process keeps its lock on its own
         node, and NFSv3 keeps that of a lost node until it boots; the lease keeps it from writing if it wakes up. One that lives
         is not waited for: RunError. Raises RunInUse when nobody lets go within `within_s` seconds, LeaseLost where another start
-        has taken the run since this process began.
+        has taken the run since this process began, RunError where the run has gone on in another working folder: what this
+        process has read is older.
         """
         asked_s = time.monotonic()
         with explain_errors(self.path), ExitStack() as stack:
@@ -238,7 +245,12 @@ class RunDirectory:
                     raise RunInUse(f"{self.path} is still in use by {self._read_lock()}.{self._if_dead()}")
                 time.sleep(0.2 if waited_s < PATIENCE_S else 1.0)
             self._refuse_overtaken(me, began_at)
-            lease = self._take(file, stack, me)
+            _name_holder(file, me)
+            remote = RemoteRun.of(self.path)
+            newest = 0 if remote is None else remote.find_free()
+            if remote is not None:
+                remote.refuse_moved()
+            lease = self._take(stack, me, remote, newest)
             self.upload(lease)
             held = stack.pop_all()
         with held:
@@ -279,11 +291,20 @@ class RunDirectory:
                 return file.read().strip()
         return None
 
-    def forget_requests(self, lease: Lease) -> None:
-        """Take away what was asked of the run: `meshwright stop` waits for that. Who has lost the lease leaves it to others."""
+    def _find_requests(self) -> frozenset[tuple[Path, int]]:
+        """What is asked of the run now: files, and when each was asked for last, in ns."""
+        found = []
+        for path in (self.path / SAVE_FILE, self.path / STOP_FILE):
+            with suppress(FileNotFoundError):
+                found.append((path, path.stat().st_mtime_ns))
+        return frozenset(found)
+
+    def _forget(self, lease: Lease, asked: frozenset[tuple[Path, int]]) -> None:
+        """Take away what was asked of the run, and was not asked again since: `meshwright stop` waits for that. Who has lost the
+        lease leaves it to others."""
         with suppress(LeaseLost):
-            for name in (SAVE_FILE, STOP_FILE):
-                lease.remove(self.path / name)
+            for path, _ in asked & self._find_requests():
+                lease.remove(path)
 
     def read_record(self) -> dict[str, Any]:
         """The content of run.json."""
@@ -324,14 +345,25 @@ class RunDirectory:
         made.replace(self.path / "lock")
         return file
 
-    def _take(self, file: TextIO, stack: ExitStack, me: Holder) -> Lease:
-        """The lease for who has the lock; given back on exit. Of a run in a store the claim there as well."""
+    def _lock_at_once(self, stack: ExitStack, me: Holder) -> None:
+        """Have the lock until the stack ends. Raises RunError where others have the run."""
+        file = self._try_lock(stack)
+        if file is None:
+            raise RunError(f"{self.path} is in use by {self._read_lock()}: wait for it, or stop it.{self._if_dead()}")
+        with open(self.path / "lock.ranks", "a+") as ranks:
+            if not _flock(ranks):
+                raise RunError(
+                    f"{self.path} is in use by ranks whose launching process is gone: they save and end by"
+                    f" themselves; try again in a while.{self._if_dead()}"
+                )
         _name_holder(file, me)
-        remote = RemoteRun.of(self.path)
-        lease = take(self.path, me, above=0 if remote is None else remote.find_free())
+
+    def _take(self, stack: ExitStack, me: Holder, remote: RemoteRun | None, newest: int) -> Lease:
+        """The lease for who has the lock; given back on exit. Of a run in a store the claim there as well, behind `newest`."""
+        lease = take(self.path, me, above=newest)
         stack.callback(lease.release)
         if remote is not None:
-            stack.enter_context(remote.hold(lease, me))
+            stack.enter_context(remote.hold(lease, me, newest))
         return lease
 
     def _refuse_overtaken(self, me: Holder, began_at: int) -> None:
@@ -392,7 +424,7 @@ def refuse_unreachable(root: str | None, key: str = KEY) -> None:
         )
 
 
-def refuse_unwritable(root: Path, key: str = "run.root") -> None:
+def refuse_unwritable(root: Path, key: str = RUN_ROOT) -> None:
     """Raises RunError where no run can be made below `root`, which `key` of the recipe says. It tries, for what permissions say
     does not hold on every file system, and leaves nothing: data is prepared first, which may take hours."""
     made = [each for each in (root.absolute(), *root.absolute().parents) if not each.exists()]
@@ -409,6 +441,11 @@ def refuse_unwritable(root: Path, key: str = "run.root") -> None:
                     each.rmdir()
 
 
+def find_key(path: Path) -> str:
+    """The key of the recipe that says where a run directory is."""
+    return "run.work" if (path / URL_FILE).exists() else RUN_ROOT
+
+
 @contextmanager
 def explain_errors(path: Path, key: str | None = None) -> Iterator[None]:
     """What the file system says against writing at `path`: a RunError where only the user can mend it, else a StorageError, for
@@ -416,8 +453,7 @@ def explain_errors(path: Path, key: str | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = error.filename or path
-        key = key or ("run.work" if (path / URL_FILE).exists() else "run.root")
+        place, key = error.filename or path, key or find_key(path)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(
                 f"no room at {place} ({error.strerror}): free space, or set {key} to a larger disk"
@@ -465,6 +501,11 @@ def _is_at(file: TextIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _draw_birth() -> str:
+    """A name of a new run that none before it has had, and that sorts behind theirs: nanoseconds of the clock, and chance."""
+    return f"{time.time_ns():016x}-{os.urandom(4).hex()}"
 
 
 def _now() -> str:

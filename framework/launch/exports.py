@@ -1,12 +1,12 @@
 """Exports beside training (`checkpoint.export_every_steps`): the checkpoints of a run as folders that `from_pretrained` loads.
 
-    save of step N is committed --> `meshwright export RUN --step N` in a process of its own --> RUN/exports/step-N, by one rename
+    save of step N is committed --> `meshwright export RUN --step N` in a process of its own --> RUN/exports/step-N
 
-The folder is made in the workplace of this start, so that one which was held for dead publishes none (framework/lease.py). The
-process reads the checkpoint's files, unit after unit, so training lends it neither its memory nor its interpreter: it has
-memory for one unit, one thread, and yields the processor to whoever wants it. What it does wrong, or dies of, is said and ends
-nothing. Exports go one after another. The checkpoint that one reads, or is to read next, is kept until then. Where they take
-longer than the time between them, the one that waits is left out, which is said.
+Where exports lie, and how they appear as a whole, is in export_places.py. The process reads the checkpoint's files, unit after
+unit, so training lends it neither its memory nor its interpreter: it has memory for one unit, one thread, and yields the
+processor to whoever wants it. What it does wrong, or dies of, is said and ends nothing. Exports go one after another. The
+checkpoint that one reads, or is to read next, is kept until then. Where they take longer than the time between them, the one
+that waits is left out, which is said.
 
 An export that a stop or a crash has ended is made at the next start, if its checkpoint is still there.
 """
@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 
 from framework.checkpoint.commit import list_checkpoints, step_of
-from framework.checkpoint.folder import committed_name, report
+from framework.checkpoint.folder import report
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError
 from framework.launch.directory import RunDirectory
+from framework.launch.export_places import find_exports
 from framework.lease import Lease
 
 # The lowest priority that there is.
@@ -42,7 +43,8 @@ class Exports:
     """The exports of a run, in one thread that waits for one process at a time. every_steps: None: none are made."""
 
     def __init__(self, lease: Lease, every_steps: int | None) -> None:
-        self._run, self._lease, self._every_steps = RunDirectory(lease.run), lease, every_steps
+        self._run, self._every_steps = RunDirectory(lease.run), every_steps
+        self._place = find_exports(lease)
         # Guards what follows: the loop's thread, the save's and this one meet here.
         self._changed = threading.Condition()
         self._waiting: int | None = None
@@ -54,11 +56,8 @@ class Exports:
 
     def _resume(self) -> None:
         """Ask for what an earlier start has left undone."""
-        undone = [
-            step
-            for step in map(step_of, list_checkpoints(self._run.checkpoints))
-            if self._is_due(step) and not self._folder(step).exists()
-        ]
+        due = [step for step in map(step_of, list_checkpoints(self._run.checkpoints)) if self._is_due(step)]
+        undone = [step for step in due if not self._place.has(step)]
         if undone:
             self._ask_for(undone[0])  # the newest: of a run that is long past the others
 
@@ -79,9 +78,8 @@ class Exports:
             if self._reading is not None and self._reading > step and self._process is not None:
                 self._process.kill()
                 self._changed.wait_for(lambda: self._reading is None, END_S)
-        for folder in self._run.exports.glob("step-*") if self._every_steps is not None else ():
-            if step_of(folder) > step:
-                self._lease.remove(folder)
+        if self._every_steps is not None:
+            self._place.remove_after(step)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether all exports have ended, after waiting for so long at most."""
@@ -104,9 +102,6 @@ class Exports:
 
     def _is_due(self, step: int) -> bool:
         return self._every_steps is not None and step % self._every_steps == 0
-
-    def _folder(self, step: int) -> Path:
-        return committed_name(self._run.exports, step)
 
     def _ask_for(self, step: int) -> None:
         with self._changed:
@@ -134,7 +129,7 @@ class Exports:
                 step = self._reading
             try:
                 self._export(step)
-                report(f"exported step {step:,} to {self._folder(step)}")
+                report(f"exported step {step:,} to {self._place.name(step)}")
             except (OSError, MeshwrightError, _NotExported) as error:
                 if self._has_ended:
                     report(f"the export of step {step:,} was stopped with the run; the next start makes it")
@@ -149,11 +144,8 @@ class Exports:
                     self._changed.notify_all()
 
     def _export(self, step: int) -> None:
-        """Raises what is wrong; a folder of the step's name, of a run that has come to it once more, is then as it was."""
-        folder = self._folder(step)
-        self._lease.check()
-        folder.parent.mkdir(exist_ok=True)
-        with self._lease.replacing(folder) as made:
+        """Raises what is wrong."""
+        with self._place.making(step) as made:
             self._run_process(make_command(self._run.path, step, made))
 
     def _run_process(self, command: list[str]) -> None:

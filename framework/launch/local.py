@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
@@ -24,7 +24,7 @@ from framework.launch.directory import (
 )
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
-from framework.launch.resume import resume_recipe
+from framework.launch.resume import Change, resume_recipe
 from framework.launch.runs import Runs
 from framework.launch.settle import settle, settle_tokens
 from framework.launch.snapshot import describe_software
@@ -128,32 +128,54 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
         return _launch(run, lease, recipe, from_step=0)
 
 
+@dataclass(frozen=True)
+class NextPart:
+    """The next part of a run: what it is trained with, and from which step on. tokenizer: that of its data, for a run that has
+    never trained, else None. is_saved: whether recipe.yaml says the same."""
+
+    recipe: Recipe
+    changes: list[Change]
+    step: int
+    tokenizer: Path | None
+    is_saved: bool
+
+
 def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> int:
-    """Go on with a run, under the saved recipe and the changes that it allows."""
-    with run.lock() as lease:
-        chosen, changes = resume_recipe(run, overrides, recipe_dirs)
-        chosen, changes = settle_length(run, chosen, changes)
-        step = saved_step(run)
-        if step >= chosen.train.steps:
-            more = resume_command(run, chosen, f"train.steps={2 * step}")
-            raise RunError(
-                f"{run.path} is finished: {step:,} of {chosen.train.steps:,} steps are done. To train on: {more}"
-            )
-        recipe = settle(chosen)
-        model_type = check_model(recipe)
-        print(summarize(recipe, model_type))
-        for change in changes:
-            print(f"changed  {change.key}: {change.was} -> {change.now}")
-        prepared = prepare(recipe)
-        print(summarize_data(prepared, recipe.data.validation))
-        if not run.has_trained:
-            recipe = settle_tokens(recipe, prepared.tokenizer)
-            keep_tokenizer(run, lease, prepared.tokenizer)
-        if changes or recipe != chosen:
+    """Go on with a run, under the saved recipe and the changes that it allows. All that may refuse this comes before a new epoch,
+    which would end a start that runs, and whose lock is not seen here."""
+    decide = cache(partial(_decide, run, overrides, recipe_dirs))
+    with run.lock(decide) as lease:
+        part = decide()
+        if part.tokenizer is not None:
+            keep_tokenizer(run, lease, part.tokenizer)
+        if not part.is_saved:
             with explain_errors(run.path), lease.replacing(run.recipe) as made:
-                save_recipe(recipe, made)
-        run.note_launch(overrides, {change.key: change.now for change in changes}, lease, **describe_software())
-        return _launch(run, lease, recipe, from_step=step)
+                save_recipe(part.recipe, made)
+        run.note_launch(overrides, {each.key: each.now for each in part.changes}, lease, **describe_software())
+        return _launch(run, lease, part.recipe, from_step=part.step)
+
+
+def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> NextPart:
+    """The next part, which is said; raises all that speaks against it."""
+    chosen, changes = resume_recipe(run, overrides, recipe_dirs)
+    chosen, changes = settle_length(run, chosen, changes)
+    step = saved_step(run)
+    if step >= chosen.train.steps:
+        more = resume_command(run, chosen, f"train.steps={2 * step}")
+        raise RunError(
+            f"{run.path} is finished: {step:,} of {chosen.train.steps:,} steps are done. To train on: {more}"
+        )
+    recipe = settle(chosen)
+    model_type = check_model(recipe)
+    print(summarize(recipe, model_type))
+    for change in changes:
+        print(f"changed  {change.key}: {change.was} -> {change.now}")
+    prepared = prepare(recipe)
+    print(summarize_data(prepared, recipe.data.validation))
+    if not run.has_trained:
+        recipe = settle_tokens(recipe, prepared.tokenizer)
+    tokenizer = None if run.has_trained else prepared.tokenizer
+    return NextPart(recipe, changes, step, tokenizer, is_saved=not changes and recipe == chosen)
 
 
 def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:

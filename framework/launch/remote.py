@@ -9,7 +9,7 @@
     WORK/s3/bucket/runs/RUN-ID/     the working folder: a run directory as any other (directory.py), and
         run.url                     where the run lies
         .folder                     the name of this folder, 3fa9c2d1, which no other has
-        .start.json                 the record that was put last from here
+        .start-7.json               the record of start 7 that was put last from here; lock.upload-7 is held meanwhile
 
 Processes of a run write into the working folder, with its locks and its lease. Who holds the lock puts what has changed,
 every `BEAT_S` behind training; rank 0 does so once more before it commits a checkpoint. So the store has the lines of a step
@@ -180,11 +180,22 @@ class RemoteRun:
             _say(f"{self.url}: nothing was heard of {start.describe()} for {HELD_S:.0f} s; taken over")
         return newest
 
-    def claim(self, lease: Lease, me: Holder) -> None:
-        """Begin a start of this epoch. Raises RunError where another one has begun meanwhile."""
+    def refuse_moved(self) -> None:
+        """Raises RunError where the run has gone on in another folder: for a process that has read the recipe of this one."""
+        newest = self._find_newest()
+        if newest is not None and newest.folder != self.folder_name:
+            raise RunError(
+                f"{self.url} has gone on elsewhere since this job was submitted, as {newest.describe()}: submit it again"
+            )
+
+    def claim(self, lease: Lease, me: Holder, newest: int) -> None:
+        """Begin a start of this epoch, which comes after that of epoch `newest`. Raises RunError where another one has begun
+        since: what this one has read of the run may be older."""
         start = Start(lease.epoch, self.folder_name, me, f"{me.host}:{self.folder}")
+        for left in (*self.folder.glob(".start-*.json"), *self.folder.glob("lock.upload-*")):
+            left.unlink(missing_ok=True)  # of former starts
         self._put(start)
-        rivals = [each for each in self.list_starts(lease.epoch - 1) if each.name != start.name]
+        rivals = [each for each in self.list_starts(newest) if each.name != start.name]
         if rivals:
             self._withdraw(start)
             raise RunError(
@@ -217,13 +228,17 @@ class RemoteRun:
     def refresh(self) -> bool:
         """Fetch what the store has that this folder has not; whether the store has the run. For who has the folder's lock."""
         for _ in range(3):
-            newest = next((start for start in reversed(self.list_starts()) if start.files is not None), None)
+            newest = self._find_newest()
             if newest is None or newest.folder == self.folder_name:
                 return newest is not None
             with suppress(FileNotFoundError):
                 self.fetch(newest)
                 return True
         raise RunError(f"{self.url} changes hands just now: ask again")
+
+    def _find_newest(self) -> Start | None:
+        """The start whose files are those of the run."""
+        return next((start for start in reversed(self.list_starts()) if start.files is not None), None)
 
     def push(self, lease: Lease, has_ended: bool = False) -> None:
         """Put what has changed, then the record. Any process of the start may; they wait for one another. Raises LeaseLost
@@ -248,12 +263,11 @@ class RemoteRun:
                 self._remove_older(own)
 
     @contextmanager
-    def hold(self, lease: Lease, me: Holder) -> Iterator[None]:
-        """Have the run while this lasts: its files are here, and what changes is put behind it, last when it ends. For who
-        has the lock of the folder and a lease above `find_free`."""
-        self.claim(lease, me)
+    def hold(self, lease: Lease, me: Holder, newest: int) -> Iterator[None]:
+        """Have the run while this lasts: what changes of its files is put behind it, last when it ends. For who has the lock of
+        the folder, a lease above `newest`, which `find_free` has told, and the files that the run had then."""
+        self.claim(lease, me, newest)
         try:
-            self.refresh()
             with self._putting(lease):
                 yield
         except BaseException:
@@ -325,20 +339,27 @@ class RemoteRun:
 
     @contextmanager
     def _own(self, lease: Lease) -> Iterator[Start]:
-        """The record of this start, which no other process of it changes meanwhile."""
-        with open(self.folder / "lock.upload", "a+") as lock:
+        """The record of this start, which no other process of it changes meanwhile. Lock and record are of its epoch: a former
+        start may be frozen while it has its own, and would keep this one waiting, or replace its record when it thaws."""
+        path = self._record_of(lease.epoch)
+        with open(self.folder / f"lock.upload-{lease.epoch}", "a+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            own = decode_start((self.folder / RECORD).read_bytes(), self.folder / RECORD)
-            if own.epoch != lease.epoch:
+            try:
+                own = decode_start(path.read_bytes(), path)
+            except FileNotFoundError as error:
                 lease.check()
                 raise LeaseLost(
-                    f"{self.folder} was taken by {own.describe()}: this process writes nothing more, and ends"
-                )
+                    f"{self.folder} was taken by another start: this process writes nothing more, and ends"
+                ) from error
             yield own
+
+    def _record_of(self, epoch: int) -> Path:
+        """The record that the start of an epoch has put last from this folder."""
+        return self.folder / f".start-{epoch}.json"
 
     def _put(self, start: Start) -> None:
         _put(self.url / start.name / RECORD, start.encode())
-        _write(self.folder / RECORD, start.encode())
+        _write(self._record_of(start.epoch), start.encode())
 
     def _read(self, name: str) -> Start | None:
         path = self.url / name / RECORD

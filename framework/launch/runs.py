@@ -25,6 +25,12 @@ class Runs:
         place = open_place(run.root, key=RUN_ROOT)
         return cls(place) if isinstance(place, Path) else cls(locate(place, run.work), place)
 
+    @classmethod
+    def beside(cls, run: RunDirectory) -> "Runs":
+        """Those among which a run is."""
+        remote = RemoteRun.of(run.path)
+        return cls(run.path.parent, None if remote is None else remote.url.parent)
+
     def find(self, run_id: str) -> RunDirectory:
         """The run of an id, as its store has it; without a recipe where there is none. Makes no folder for a run that is not
         there."""
@@ -59,12 +65,12 @@ class Runs:
 
 
 def find_run(name: str) -> Path:
-    """The run directory that a user names: a folder as it is, a run's id in the default folder of runs, or the URL of a run,
-    whose files are fetched. Raises RunError where a URL has no run."""
+    """The run directory that a user names: a folder as it is, a run's id in the default folder of runs, or the URL of a run or a
+    sweep, whose files are fetched. Raises RunError where a URL has neither."""
     if is_url(name):
         root, _, run_id = name.rstrip("/").rpartition("/")
         run = Runs.of(Run(root=root)).find(run_id)
-        if not run.recipe.is_file():
+        if not run.recipe.is_file() and not run.members:
             raise RunError(f"{name} is not a run (nothing there is the record of a start). A run is named ROOT/RUN-ID")
         return run.path
     folder = Path(name)

@@ -20,7 +20,7 @@ from framework.checkpoint.held import HeldSteps, Start
 from framework.checkpoint.index import Entry
 from framework.checkpoint.lineage import begin_generation
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
-from framework.checkpoint.node_memory import memory_of
+from framework.checkpoint.node_memory import NO_BIRTH, memory_of
 from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.save import Goal, Saver
 from framework.checkpoint.staging import StagingMemory
@@ -62,12 +62,17 @@ class Saves:
         return checkpoints_of(self.lease.run)
 
     @cached_property
+    def birth(self) -> str:
+        """What tells the run from those that were at its path before: nodes may hold steps of them."""
+        return tell(self._read_birth, self.mesh.axis("world"))
+
+    @cached_property
     def neighbours(self) -> Neighbours:
         return meet_neighbours(node_name(), self.rules.neighbor_copies, self.mesh.axis("world"))
 
     @cached_property
     def copies(self) -> HeldSteps:
-        memory = memory_of(self.lease.run, node_name(), epoch=self.lease.epoch)
+        memory = memory_of(self.lease.run, node_name(), epoch=self.lease.epoch, birth=self.birth)
         return HeldSteps(memory, self.neighbours, self.mesh.axis("world"))
 
     @cached_property
@@ -194,6 +199,11 @@ class Saves:
             folder_of(self.root).enter(self.lease, f"{run.id} of {created}")
         except OSError as error:
             raise explain(error, self.root, 0) from error
+
+    def _read_birth(self) -> str:
+        """On rank 0."""
+        run = RunDirectory(self.lease.run)
+        return str(run.read_record().get("birth", NO_BIRTH)) if run.record.exists() else NO_BIRTH
 
     def _begin_generation(self, step: int) -> None:
         self.keeper.generation = tell(partial(begin_generation, self.lease, step), self.mesh.axis("world"))

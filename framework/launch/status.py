@@ -20,6 +20,7 @@ from framework.launch.local import resume_command, saved_step
 from framework.launch.overview import describe_runs, list_runs
 from framework.launch.remote import RemoteRun
 from framework.launch.request import find_jobs, is_running
+from framework.launch.runs import Runs
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe
@@ -53,11 +54,11 @@ class History:
 def status_command(path: Path) -> int:
     """Print how the run, or each run of the sweep, at `path` stands. Raises RunError where there is none."""
     sweep = RunDirectory(path)
-    members = _last_launch(sweep).get("runs", []) if sweep.record.is_file() else []
-    if not members:
+    if not sweep.members:
         print(describe_run(RunDirectory.open(path)))
         return EXIT_DONE
-    runs = [RunDirectory(path.parent / name) for name in members]
+    beside = Runs.beside(sweep)
+    runs = [beside.find(name) for name in sweep.members]
     print("\n\n".join(_describe_member(run) for run in runs))
     if begun := [run for run in runs if run.recipe.is_file()]:
         print(f"\n{describe_runs(begun, marks_best=True)}")

@@ -6,8 +6,8 @@ check -> data -> run directory: recipe.yaml, code/, slurm/job.sh -> sbatch -> wh
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TextIO
 
@@ -124,8 +124,9 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
         with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
             _write(run, lease, recipe, tokenizers[index], legal[index])
-    job = submit_script(sweep.script)
-    sweep.note_launch([], {}, jobs=[job], runs=[run.id for run in runs], **describe_software())
+    with sweep.lock() as lease:  # which puts it where run.root is a URL
+        job = submit_script(sweep.script)
+        sweep.note_launch([], {}, lease, jobs=[job], runs=[run.id for run in runs], **describe_software())
     for index, run in enumerate(runs):
         run.note_launch(combinations[index], {}, jobs=[f"{job}_{index}"], **describe_software())
         print(f"run      {run.path}: {shlex.join(combinations[index])}")
@@ -184,30 +185,49 @@ def _refuse_busy(run: RunDirectory) -> None:
         raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `meshwright stop {run.path}`")
 
 
+@dataclass(frozen=True)
+class NextJobs:
+    """The next part of a run. tokenizer: that of its data; counts: so many nodes it may start on."""
+
+    recipe: Recipe
+    changes: list[Change]
+    tokenizer: Path
+    counts: Sequence[int]
+
+
 def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dry_run: bool) -> int:
-    """Queue the next part of a run, under the saved recipe and the changes that it allows."""
-    recipe, changes = resume_recipe(run, overrides, recipe_dirs)
+    """Queue the next part of a run, under the saved recipe and the changes that it allows. All that may refuse this comes before
+    a new epoch, which would end a start that runs."""
     if dry_run:
-        return _show_run(run, recipe)
+        return _show_run(run, resume_recipe(run, overrides, recipe_dirs)[0])
     _refuse_busy(run)
-    with run.lock(partial(_refuse_busy, run)) as lease:  # another `submit` may have queued a job since
-        recipe, changes = settle_length(run, recipe, changes)
-        step = saved_step(run)
-        if step >= recipe.train.steps:
-            more = resume_command(run, recipe, f"train.steps={2 * step}")
-            raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
-        recipe = settle(recipe)
-        model_type, need = _check_layouts([recipe])
-        counts = plan_counts(recipe)
-        print(f"{summarize(recipe, model_type)}\n{need}")
-        _say_counts(recipe, counts, sys.stdout)
-        for change in changes:
-            print(f"changed  {change.key}: {change.was} -> {change.now}")
-        prepared = prepare(recipe)
-        if not run.has_trained:
-            recipe = settle_tokens(recipe, prepared.tokenizer)
-        _write(run, lease, recipe, prepared.tokenizer, legal_counts(recipe, counts))
-        return _queue(run, lease, recipe, overrides, changes)
+    decide = cache(partial(_decide, run, overrides, recipe_dirs))
+    with run.lock(decide) as lease:
+        part = decide()
+        _write(run, lease, part.recipe, part.tokenizer, part.counts)
+        return _queue(run, lease, part.recipe, overrides, part.changes)
+
+
+def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> NextJobs:
+    """The next part, which is said; raises all that speaks against it. Under the lock: another `submit` may have queued a job
+    since, or another start may have changed the recipe."""
+    _refuse_busy(run)
+    recipe, changes = settle_length(run, *resume_recipe(run, overrides, recipe_dirs))
+    step = saved_step(run)
+    if step >= recipe.train.steps:
+        more = resume_command(run, recipe, f"train.steps={2 * step}")
+        raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
+    recipe = settle(recipe)
+    model_type, need = _check_layouts([recipe])
+    counts = plan_counts(recipe)
+    print(f"{summarize(recipe, model_type)}\n{need}")
+    _say_counts(recipe, counts, sys.stdout)
+    for change in changes:
+        print(f"changed  {change.key}: {change.was} -> {change.now}")
+    prepared = prepare(recipe)
+    if not run.has_trained:
+        recipe = settle_tokens(recipe, prepared.tokenizer)
+    return NextJobs(recipe, changes, prepared.tokenizer, legal_counts(recipe, counts))
 
 
 def _say_counts(recipe: Recipe, counts: Sequence[NodeCount], place: TextIO) -> None:

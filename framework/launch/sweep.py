@@ -65,7 +65,8 @@ def begin_sweep(recipes: Sequence[Recipe]) -> list[RunDirectory]:
     sweep = Runs.of(recipes[0].run).create(None, name)
     ids = [recipe.run.id or f"{sweep.id}-{index}" for index, recipe in enumerate(recipes)]
     runs = [Runs.of(recipe.run).create(run_id, name) for recipe, run_id in zip(recipes, ids, strict=True)]
-    sweep.note_launch([], {}, runs=[run.id for run in runs])
+    with sweep.lock() as lease:  # which puts it where run.root is a URL
+        sweep.note_launch([], {}, lease, runs=[run.id for run in runs])
     print(f"sweep    {sweep.path}, {len(runs)} runs; how they stand: meshwright status {sweep.path}", flush=True)
     return runs
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from framework.comm.board import Board, dump_flight_record
+from framework.comm.board import Board, dump_flight_records
 from framework.comm.communicator import Operation
 from framework.errors import ConnectionFailed, HungError, LeaseLost
 from framework.recipe.deadlines import Deadlines
@@ -51,6 +51,8 @@ SILENT_S, SILENT_PATIENCE_S = 5.0, 2.0
 # So long the one who wrote the verdict stays, as its process may host the store in which the others are to read it.
 STAY_S = 0.6
 STACK_FRAMES = 10
+# In the run's folder: a folder for each library that carried collectives, with a file of each rank that could answer.
+FLIGHT_RECORDS = "flight-recorder"
 
 
 class Watch:
@@ -172,7 +174,7 @@ class Watch:
         """An alarm was sounded: answer, see to it that there is a verdict, and end with it."""
         self._hear(alarm)
         board.answer(self._answer().to_json())
-        self._keep_flight_record()
+        self._keep_flight_records()
         began_s, is_claimed = time.monotonic(), False
         while (verdict := board.find_verdict()) is None:
             self._heard_s = time.monotonic()
@@ -243,14 +245,15 @@ class Watch:
         if self._progress.lease is not None:
             self._progress.lease.check()
 
-    def _keep_flight_record(self) -> None:
-        """What NCCL was doing, for those who know how to read it. On CPUs there is none; not run on a GPU."""
-        record = dump_flight_record()
-        if record is not None and self._folder is not None:
-            with suppress(OSError, LeaseLost):
-                self._check_lease()
-                folder = self._folder / "flight-recorder"
-                folder.mkdir(exist_ok=True)
+    def _keep_flight_records(self) -> None:
+        """The last collectives of this rank, as gloo and NCCL have seen them, for those who know how to read that."""
+        if self._folder is None:
+            return
+        with suppress(OSError, LeaseLost):
+            self._check_lease()
+            for library, record in dump_flight_records().items():
+                folder = self._folder / FLIGHT_RECORDS / library
+                folder.mkdir(parents=True, exist_ok=True)
                 (folder / f"rank-{self._rank}").write_bytes(record)
 
 

@@ -1,6 +1,7 @@
 """Ranks that hang: real processes, one that sleeps and one that is stopped; who is named, and how soon all are gone."""
 
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from framework.errors import EXIT_FAILED
+from framework.train.watch import FLIGHT_RECORDS
 from tests.faults.test_launch_agent import PROGRAM, ROOT, folder, launch
 
 __all__ = ["folder"]
@@ -37,7 +39,19 @@ def test_a_rank_that_sleeps_and_one_that_is_stopped_are_named_and_all_end(folder
     assert "rank 0 waits in all_reduce of ones over world" in said
     assert re.search(r"\[rank 2\] process \d+ was stopped \(state T\), and was killed", said)
     assert outcome.message.count("hangs:") == 1, "every rank ends with the verdict, which is said once"
+    check_flight_records(folder)
     assert took_s < DEADLINE_S + DETECTION_S + 3  # what the agent needs to notice ends, and this machine to be busy
+
+
+def check_flight_records(folder):
+    """Of the ranks that answered: rank 0 has begun one collective more than rank 1, which sleeps before it."""
+    files = sorted((folder / FLIGHT_RECORDS / "gloo").iterdir())
+    assert [path.name for path in files] == ["rank-0", "rank-1"]
+    begun = []
+    for path in files:
+        entries = pickle.loads(path.read_bytes())["entries"]
+        begun.append(sum(each["input_sizes"] == [[2**19]] for each in entries))
+    assert begun == [40, 39]
 
 
 def test_where_the_rank_that_hosts_the_store_is_stopped_the_others_say_so_and_end(folder):

@@ -63,7 +63,7 @@ KNOWN = {
     "checkpoint/node_memory.py NodeMemory.make": MEMORY,
     "checkpoint/node_memory.py make_file": MEMORY,
     "launch/directory.py RunDirectory.create": OUTSIDE,
-    "launch/directory.py RunDirectory.lock": LOCK,
+    "launch/directory.py RunDirectory._lock_at_once": LOCK,
     "launch/directory.py RunDirectory.attend": LOCK,
     "launch/directory.py RunDirectory._try_lock": LOCK,
     "launch/directory.py RunDirectory._replace_lock": LOCK,
@@ -71,7 +71,9 @@ KNOWN = {
     "launch/directory.py refuse_unwritable": OUTSIDE,
     "launch/directory.py _claim_next": OUTSIDE,
     "launch/directory.py write_private": "called for files of a workplace, or for a run that is just made",
-    "launch/exports.py Exports._export": CHECKED,
+    "launch/export_places.py ExportFolder.making": CHECKED,
+    "launch/export_places.py ExportObjects._put": EPOCH,
+    "launch/export_places.py ExportObjects.remove_after": EPOCH,
     "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/local.py keep_tokenizer": IN_WORKPLACE,
     "launch/measure.py measure_command": TEMPORARY,
@@ -82,6 +84,7 @@ KNOWN = {
     "launch/remote.py RemoteRun.make": "a working folder, made once; who holds its lock changes it",
     "launch/remote.py RemoteRun.fetch": "under the lock of the folder, before anybody writes there",
     "launch/remote.py RemoteRun._own": LOCK,
+    "launch/remote.py RemoteRun.claim": "records and locks of former starts, which no other start reads",
     "launch/remote.py RemoteRun._withdraw": REMOTE,
     "launch/remote.py RemoteRun._remove_older": REMOTE,
     "launch/remote.py _put": REMOTE,
@@ -105,7 +108,7 @@ KNOWN = {
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
     "train/watch.py write_ranks": CHECKED,
-    "train/watch.py Watch._keep_flight_record": CHECKED,
+    "train/watch.py Watch._keep_flight_records": CHECKED,
 }
 
 

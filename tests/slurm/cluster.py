@@ -20,6 +20,7 @@ import torch
 
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.load import Reader
+from framework.checkpoint.place import checkpoints_of
 from framework.launch.export import _read
 from tests import tiny_run
 from tests.unit.test_track_wandb import steps_in_wandb
@@ -116,7 +117,7 @@ class Desk:
         return [(record["step"], record["loss"]) for record in self.records(run)]
 
     def weights(self, run: str) -> dict[str, torch.Tensor]:
-        reader = Reader(newest_checkpoint(self.folder(run) / "checkpoints"))
+        reader = Reader(newest_checkpoint(checkpoints_of(self.folder(run))))
         return _read(reader, "", [name for name in reader.manifest.entries if name.startswith("weight/")])
 
     def history(self, run: str) -> list[dict]:

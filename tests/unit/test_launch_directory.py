@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +79,15 @@ def test_a_new_run_that_is_refused_leaves_epoch_and_checkpoints_where_they_are(t
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_what_is_asked_while_a_launch_is_decided_is_asked_of_it(tmp_path):
+    """To decide may take hours where data are prepared. What was asked of a launcher that was killed goes."""
+    run = create(tmp_path)
+    (run.path / "request-save").touch()
+    with run.lock((run.path / "request-stop").touch):
+        assert sorted(path.name for path in run.path.glob("request-*")) == ["request-stop"]
+    assert not list(run.path.glob("request-*"))
+
+
 def test_a_resume_asks_for_a_job_before_and_under_the_lock(tmp_path, monkeypatch):
     run, asked = create(tmp_path), []
 
@@ -91,6 +101,14 @@ def test_a_resume_asks_for_a_job_before_and_under_the_lock(tmp_path, monkeypatch
         submit._resume(run, [], [], dry_run=False)
     assert asked == [False, True]
     assert read_lease(run.path)[0] == 0
+
+
+def test_a_run_that_is_begun_anew_at_the_same_path_has_another_birth(tmp_path):
+    births = []
+    for _ in range(3):
+        births.append(create(tmp_path, "mine").read_record()["birth"])
+        shutil.rmtree(tmp_path / "mine")
+    assert births == sorted(set(births))
 
 
 def test_run_has_the_id_that_is_asked_for(tmp_path):

@@ -1,11 +1,15 @@
 """What a resume may change, and how a change that makes another run is refused."""
 
+from functools import partial
+
 import pytest
 
 from framework.errors import RunError
-from framework.launch.directory import RunDirectory
+from framework.launch import local, submit
+from framework.launch.directory import RunDirectory, describe_self
 from framework.launch.resume import MAY_CHANGE, Change, resume_recipe
 from framework.launch.settle import settle
+from framework.lease import take
 from framework.recipe.compose import compose, save_recipe
 from framework.recipe.keys import list_keys
 
@@ -68,6 +72,16 @@ def test_change_that_makes_another_run_is_refused_with_the_difference(run, overr
     assert "train.steps  " not in str(caught.value)
     if "{" not in value:
         assert value.strip("[]") in table[0]
+
+
+@pytest.mark.parametrize("go_on", [local._resume, partial(submit._resume, dry_run=False)], ids=["train", "submit"])
+def test_a_resume_that_is_refused_leaves_a_start_that_runs_alone(run, go_on):
+    """One whose lock is not seen here, as on a file system with locks of one machine only."""
+    lease = take(run.path, describe_self())
+    with pytest.raises(RunError, match="cannot change within a run"):
+        go_on(run, [f"run.root={run.path.parent}", "run.id=x", "optim.lr=0.1"], [])
+    lease.check()
+    lease.write(run.path / "run_info.json", b"{}")
 
 
 def test_repeating_the_first_command_goes_on(run):

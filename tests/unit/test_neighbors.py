@@ -2,6 +2,7 @@
 
 import os
 import stat
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,9 +10,13 @@ from hypothesis import strategies as st
 
 from framework.checkpoint.lineage import RECORD, Generation, Lineage, begin_generation, read_lineage, was_rewound
 from framework.checkpoint.neighbors import Neighbours
-from framework.checkpoint.node_memory import HeldName, make_file, map_file, memory_of
+from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, map_file, memory_of
 from framework.errors import CheckpointError
+from framework.launch.directory import RunDirectory
+from framework.launch.saves import Saves
 from framework.lease import Lease
+from framework.recipe.schema import Checkpoint
+from tests.unit.test_checkpoint import ALONE
 
 
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=12), st.integers(0, 4))
@@ -126,7 +131,7 @@ def test_a_start_takes_over_what_the_last_one_held_and_nothing_of_a_newer_one(tm
         starts[epoch].make(starts[epoch].folder(HeldName(epoch, "a")))
     starts[6].enter()
     assert starts[6].list() == {HeldName(5, "a"): frozenset()}
-    assert [path.name for path in starts[6].path.iterdir()] == ["epoch-6"]
+    assert [path.name for path in starts[6].home.iterdir()] == ["epoch-6"]
     starts[5].make(starts[5].folder(HeldName(7, "a")))  # which was frozen
     starts[6].clear()
     starts[6].make(starts[6].folder(HeldName(8, "b")))  # as after a rewind: its folder is still its own
@@ -138,6 +143,46 @@ def test_a_start_takes_over_what_the_last_one_held_and_nothing_of_a_newer_one(tm
     assert starts[9].list() == {HeldName(8, "b"): frozenset()}
     starts[9].leave()
     assert not starts[9].path.parent.exists()
+
+
+def check_births(tmp_path):
+    """A run folder was removed, and begun anew under the same name: its epochs begin anew, too."""
+
+    def memory(birth, epoch):
+        return memory_of(tmp_path / "run", "n1", tmp_path, epoch, birth)
+
+    old, new = memory("0001-a", 12), memory("0002-b", 1)
+    old.make(old.folder(HeldName(70, "a")))
+    new.enter()
+    assert new.list() == {}
+    assert not old.home.exists()
+    new.make(new.folder(HeldName(3, "b")))
+    old.enter()  # which was frozen
+    old.make(old.folder(HeldName(71, "a")))
+    memory("0001-a", 13).enter()
+    old.leave()
+    later = memory("0002-b", 12)
+    later.enter()
+    assert later.list() == {HeldName(3, "b"): frozenset()}
+    later.leave()
+    assert not later.path.parent.exists()
+
+
+def test_what_nodes_hold_of_a_former_run_at_the_same_path_is_not_taken_and_goes(tmp_path):
+    check_births(tmp_path)
+
+
+def test_sabotaged_copies_that_do_not_say_whose_they_are_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(NodeMemory, "home", property(lambda memory: memory.path))
+    with pytest.raises(AssertionError):
+        check_births(tmp_path)
+
+
+def test_copies_are_of_the_run_that_the_record_of_the_folder_names(tmp_path):
+    run, mesh = RunDirectory.create(tmp_path, "x", "demo"), SimpleNamespace(axis=lambda name: ALONE)
+    for lease, birth in ((Lease(run.path), run.read_record()["birth"]), (Lease(tmp_path), "0")):
+        saves = Saves(Checkpoint(), mesh, lease, SimpleNamespace(), SimpleNamespace())
+        assert saves.copies.memory.home.name == birth
 
 
 def test_two_runs_of_one_name_have_folders_of_their_own(tmp_path):

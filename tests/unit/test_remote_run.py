@@ -3,7 +3,9 @@ nothing."""
 
 import os
 import shutil
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 from framework.checkpoint import storage
 from framework.checkpoint.place import ObjectPath, checkpoints_of
 from framework.errors import CheckpointError, LeaseLost, RunError, StorageError
-from framework.launch import remote
-from framework.launch.directory import RunDirectory, describe_self, place_checkpoints
+from framework.launch import remote, sweep
+from framework.launch.directory import RunDirectory, Verdict, describe_self, place_checkpoints
 from framework.launch.remote import RemoteRun, Start, decode_start, locate
 from framework.launch.resume import resume_recipe
 from framework.launch.runs import Runs, find_run, find_running
+from framework.launch.status import status_command
 from framework.launch.subject import compose_run
-from framework.lease import Holder, take
-from framework.recipe.compose import save_recipe
+from framework.lease import Holder, Lease, read_lease, take
+from framework.recipe.compose import compose, save_recipe
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Run
 from tests.shared_store import register
@@ -77,8 +80,9 @@ def files_on(machine):
 def freeze(run, files=FILES):
     """A start that holds the run, puts its files, and then is heard of no more: its lease."""
     held = RemoteRun.of(run.path)
-    lease = take(run.path, describe_self(), above=held.find_free())
-    held.claim(lease, describe_self())
+    newest = held.find_free()
+    lease = take(run.path, describe_self(), above=newest)
+    held.claim(lease, describe_self(), newest)
     write(run, files)
     held.push(lease)
     return lease
@@ -147,8 +151,6 @@ def test_a_second_start_is_refused_with_who_holds_the_run(tmp_path, store):
 
 def take_back(run):
     """The lease that the folder has now."""
-    from framework.lease import Lease, read_lease
-
     return Lease(run.path, read_lease(run.path)[0])
 
 
@@ -197,6 +199,125 @@ def test_a_start_that_is_frozen_right_behind_its_check_overwrites_nothing(tmp_pa
     assert files_on(tmp_path / "c")["metrics.jsonl"] == b"newer\n"
 
 
+def check_frozen_upload(tmp_path, monkeypatch):
+    """A start is frozen while it puts a file, with the lock of its uploads, and the next one has the same working folder."""
+    run = begin(tmp_path / "a")
+    stale = freeze(run)
+    plain, is_frozen, thaws = ObjectPath.write_bytes, threading.Event(), threading.Event()
+
+    def put(path, data):
+        if data == b"frozen" and not is_frozen.is_set():
+            is_frozen.set()
+            assert thaws.wait(20)
+        plain(path, data)
+
+    monkeypatch.setattr(ObjectPath, "write_bytes", put)
+    write(run, {"metrics.jsonl": b"frozen"})
+    frozen = threading.Thread(target=lambda: ignore(LeaseLost, run.upload, stale))
+    frozen.start()
+    assert is_frozen.wait(20)
+    try:
+        with run.lock() as lease:
+            write(run, {"metrics.jsonl": b"newer\n"})
+            began_s = time.monotonic()
+            run.upload(lease)
+            assert time.monotonic() - began_s < 10, "waited for a frozen process"
+            thaws.set()
+            frozen.join()
+            write(run, {"metrics.jsonl": b"newest\n"})
+            run.upload(lease)
+    finally:
+        thaws.set()
+        frozen.join()
+    assert files_on(tmp_path / "b")["metrics.jsonl"] == b"newest\n"
+
+
+def ignore(kind, work, *words):
+    with suppress(kind):
+        work(*words)
+
+
+def test_a_start_that_is_frozen_in_an_upload_does_not_hold_up_the_next_one_of_its_folder(tmp_path, monkeypatch):
+    check_frozen_upload(tmp_path, monkeypatch)
+
+
+def test_sabotaged_one_record_for_all_starts_of_a_folder_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(RemoteRun, "_record_of", lambda self, epoch: self.folder / ".start-all.json")
+    with pytest.raises((AssertionError, LeaseLost)):
+        check_frozen_upload(tmp_path, monkeypatch)
+
+
+def test_a_job_whose_run_has_gone_on_elsewhere_since_it_was_queued_takes_nothing(tmp_path, store):
+    """It has read a recipe that may be an older one."""
+    run = begin(tmp_path / "a")
+    with run.lock():
+        write(run)
+    with (there := runs_on(tmp_path / "b").find("x")).lock():
+        write(there, {"recipe.yaml": b"a: 2\n"})
+    before = read_lease(run.path), names(store)
+    words = (0.0, describe_self("4"), before[0][0], lambda holder, me: Verdict.UNKNOWN)
+    with (
+        pytest.raises(RunError, match=r"gone on elsewhere since this job was submitted, as process \d+"),
+        run.hold(*words),
+    ):
+        pytest.fail("held")
+    assert (read_lease(run.path), names(store)) == before
+    with runs_on(tmp_path / "a").find("x").lock() as submitted:
+        pass
+    with run.hold(0.0, describe_self("5"), submitted.epoch, words[-1]) as lease:
+        assert lease.epoch == submitted.epoch + 1
+    assert files_on(tmp_path / "c")["recipe.yaml"] == b"a: 2\n"
+
+
+def test_what_speaks_against_a_launch_is_asked_with_the_newest_files_and_leaves_no_trace(tmp_path, store):
+    run = begin(tmp_path / "a")
+    with run.lock():
+        write(run)
+    with (there := runs_on(tmp_path / "b").find("x")).lock():
+        write(there, {"recipe.yaml": b"a: 2\n"})
+    before, seen = (read_lease(run.path), names(store)), []
+
+    def refuse():
+        seen.append((run.path / "recipe.yaml").read_bytes())
+        raise RunError("no")
+
+    with pytest.raises(RunError, match="no"), run.lock(refuse):
+        pytest.fail("locked")
+    assert seen == [b"a: 2\n"]
+    assert (read_lease(run.path), names(store)) == before
+
+
+def test_a_start_that_begins_while_another_launch_is_decided_keeps_the_run(tmp_path):
+    run = begin(tmp_path / "a")
+    with run.lock():
+        write(run)
+    there = runs_on(tmp_path / "b").find("x")
+    with (
+        pytest.raises(RunError, match=rf"taken by process {os.getpid()} on .* at the same moment"),
+        run.lock(lambda: freeze(there)),
+    ):
+        pytest.fail("locked")
+    assert {start.folder for start in RemoteRun.of(run.path).list_starts(1)} == {RemoteRun.of(there.path).folder_name}
+
+
+def test_a_sweep_is_found_where_its_runs_lie(tmp_path, monkeypatch, capsys):
+    runs, recipe = (
+        runs_on(tmp_path / "a"),
+        compose(["experiment=quickstart", "run.root=s3://b", f"run.work={tmp_path}/a"], []),
+    )
+    plain = Runs.of
+    monkeypatch.setattr(Runs, "of", lambda run: plain(Run(root=ROOT, work=run.work or f"{tmp_path}/b")))
+    sweep.begin_sweep([recipe.require()] * 2)
+    with (member := runs.find("quickstart-sweep-001-0")).lock() as lease, lease.replacing(member.recipe) as made:
+        save_recipe(recipe.require(), made)
+    capsys.readouterr()
+    assert status_command(find_run(f"{ROOT}/quickstart-sweep-001")) == 0
+    said = capsys.readouterr().out
+    assert f"run      {tmp_path}/b/memory/bucket/runs/quickstart-sweep-001-0\n" in said
+    assert "quickstart-sweep-001-1, not begun" in said
+    assert runs_on(tmp_path / "c").next_id("quickstart-sweep") == "quickstart-sweep-002"
+
+
 def test_sabotaged_names_without_an_epoch_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(Start, "name", "start-00000001-aaaa")
     with pytest.raises((AssertionError, LeaseLost, RunError)):
@@ -211,11 +332,11 @@ def test_of_two_starts_at_once_only_one_has_the_run(tmp_path, monkeypatch, store
     def list_late(self, above=0):
         monkeypatch.setattr(RemoteRun, "list_starts", plain)
         with pytest.raises(RunError, match=rf"taken by process {os.getpid()} on .* at the same moment"):
-            second.claim(take(second.folder, describe_self()), describe_self())
+            second.claim(take(second.folder, describe_self()), describe_self(), 0)
         return plain(self, above)
 
     monkeypatch.setattr(RemoteRun, "list_starts", list_late)
-    first.claim(take(first.folder, describe_self()), describe_self())
+    first.claim(take(first.folder, describe_self()), describe_self(), 0)
     assert [start.folder for start in first.list_starts()] == [first.folder_name]
 
 
