@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from framework.checkpoint.commit import begin, finish, list_checkpoints
 from framework.checkpoint.divide import WRITES, describe, divide, owned_entries, pack_claims
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import committed_name
-from framework.checkpoint.index import DamagedCheckpoint, Entry, read_manifest
+from framework.checkpoint.index import DamagedCheckpoint, read_manifest
 from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
 from framework.checkpoint.pieces import FileRecord, file_name
