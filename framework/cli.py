@@ -8,8 +8,9 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -548,7 +549,7 @@ def _parse(command: Command, argv: Sequence[str]) -> argparse.Namespace:
     if unknown and not command.composes:
         parser.error(f"there is no option {' '.join(unknown)}")
     if unknown:
-        raise RecipeError(_explain_flags(unknown, parser.format_help()))
+        raise RecipeError(_explain_flags(_join_values(argv, unknown), parser.format_help()))
     return arguments
 
 
@@ -600,15 +601,27 @@ keys (`meshwright check --keys [WORD]` explains them):
 
 
 def _explain_flags(flags: Iterable[str], help_text: str) -> str:
+    from framework.recipe.files import search_path
     from framework.recipe.overrides import explain_flag
     from framework.recipe.problem import render_problems
     from framework.recipe.suggest import nearest
 
-    options = re.findall(r"--[a-z-]+", help_text)
-    guesses = {flag: nearest(flag.partition("=")[0], options) for flag in flags}
-    mistyped = [f"there is no option {flag}; did you mean {guess[0]}?" for flag, guess in guesses.items() if guess]
-    keys = [explain_flag(flag) for flag, guess in guesses.items() if not guess]
+    options = re.findall(r"--([a-z-]+)", help_text)
+    guesses = {flag: nearest(flag.partition("=")[0].lstrip("-"), options) for flag in flags}
+    mistyped = [f"there is no option {flag}; did you mean --{guess[0]}?" for flag, guess in guesses.items() if guess]
+    keys = [explain_flag(flag, search_path()) for flag, guess in guesses.items() if not guess]
     return "\n".join([*mistyped, *([render_problems(keys)] if keys else [])])
+
+
+def _join_values(argv: Sequence[str], unknown: Collection[str]) -> list[str]:
+    """The unknown flags with the values behind them: `--lr 3` as `--lr=3`; whatever else is unknown stands behind none."""
+    flags = [
+        f"{word}={value}" if not (value.startswith("-") or "=" in word + value or not value) else word
+        for word, value in pairwise([*argv, ""])
+        if word in unknown and word.startswith("-")
+    ]
+    joined = {flag.partition("=")[2] for flag in flags}
+    return [*flags, *(word for word in unknown if not word.startswith("-") and "=" not in word and word not in joined)]
 
 
 def _explain_command(name: str, commands: Sequence[str]) -> str:

@@ -69,7 +69,7 @@ def overview_command(paths: Sequence[Path], root: Path) -> int:
     runs = [RunDirectory.open(path) for path in paths] or list_runs(root)
     if not runs:
         raise RunError(
-            f"{root} has no runs: give a run's folder, or start one with `meshwright train experiment=quickstart`"
+            f"there are no runs in {root}: give a run's folder, or start one with `meshwright train experiment=quickstart`"
         )
     print(describe_runs(runs, marks_best=False))
     return EXIT_DONE

@@ -8,6 +8,8 @@ from transformers import PretrainedConfig
 from framework.data.fit import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
+from framework.model.materialize import refuse_uninitialised
+from framework.parallel.tensor import refuse_unordered_layers
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.origins import origin_of
@@ -30,7 +32,7 @@ def check_layout(recipe: Recipe, origins: Mapping[str, str] | None = None) -> Pl
         for problem in find_sequence_problems(recipe, config)
     ]
     try:
-        plan = _lay_out(recipe, config)
+        plan = lay_out_ranks(recipe, config)
     except MeshwrightError as error:
         if not problems:
             raise
@@ -46,10 +48,16 @@ def check_layouts(recipes: Sequence[Recipe]) -> Plan:
     return max(map(check_layout, different.values()), key=most_bytes)
 
 
-def _lay_out(recipe: Recipe, config: PretrainedConfig) -> Plan:
+def lay_out_ranks(recipe: Recipe, config: PretrainedConfig) -> Plan:
+    """`check_layout` of a model's config. Two things that ranks find out later are asked of small parts of the model: do its
+    layers run in an order in which tokens can be divided, has each parameter an initial value?"""
     plan = make_plan(recipe, config)
     for rank in plan.topology.ranks("pp", 0):
         plan.of_rank(rank)
+    if plan.derived.tp > 1 and recipe.parallel.sequence:
+        refuse_unordered_layers(config)
+    if recipe.model.weights is None:
+        refuse_uninitialised(plan.whole, plan.units)
     return plan
 
 

@@ -14,6 +14,8 @@ from framework.recipe.compose import compose
 from tests.grid import few_of
 
 QUICKSTART = ("experiment=quickstart", "launch.device=cpu")
+SMALL = ("~model", "data.bpe_vocab=300")
+SIZES = "{vocab_size:300,hidden_size:32,intermediate_size:56,num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:2}"
 # What passed `check` and failed on the ranks: overrides of the quickstart, and what the error says.
 MISTAKES = {
     "unknown family": (("model.family=lama",), ("model.family=lama", "nearest: llama")),
@@ -59,6 +61,18 @@ MISTAKES = {
     "ep without experts": (
         ("parallel.ep=2", "launch.ranks=2"),
         ("parallel.ep=2: llama has no stacked experts", "leave the key out"),
+    ),
+    "a family without initial values": (
+        (*SMALL, "model.family=apertus", f"model.config={SIZES}"),
+        ("apertus models cannot start from random weights", "act_fn.alpha_p", "Set model.weights"),
+    ),
+    "layers that run in cycles, with divided tokens": (
+        (
+            *(*SMALL, "model.family=hrm_text", "parallel.tp=2", "launch.ranks=2", "parallel.dp=1"),
+            "model.config={vocab_size:300,hidden_size:32,intermediate_size:56,num_hidden_layers:16,num_attention_heads:4,"
+            "head_dim:8}",
+        ),
+        ("parallel.sequence=true cannot divide the tokens of hrm_text", "Use parallel.sequence=false"),
     ),
     "context over positions": (
         ("batch.context=4096",),
