@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -59,10 +60,19 @@ def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_
     # A family's default ids are those of another tokenizer; the launcher adds this one's to model.config.
     unset = {name: None for name in TOKEN_IDS if name in known.to_dict()}
     try:
-        config = AutoConfig.for_model(model.family, **(unset | model.config))
+        config = AutoConfig.for_model(model.family, **(unset | _without_nulls(model.config)))
     except REFUSALS as error:
         raise ModelError(f"model.config is refused by {model.family}: {_reason(error)}") from error
     return _for_training(config)
+
+
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a config whose rope has no null in it, by which a recipe takes back what another one has set: transformers would
+    warn of it as of a key that it does not know, and export it."""
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return values
+    return values | {"rope_parameters": {name: value for name, value in rope.items() if value is not None}}
 
 
 def _load_pretrained_config(model: Model, folder: Path) -> PretrainedConfig:
