@@ -300,9 +300,11 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _describe_need(recipe: Recipe, origins: Mapping[str, str]) -> str:
     with loading_libraries():
-        from framework.plan.check import check_layout, describe_need
+        from framework.plan.check import check_layout, check_weights, describe_need
 
-    return f"\nmodel         {describe_need(check_layout(recipe, origins))}"
+    plan = check_layout(recipe, origins)
+    check_weights(plan)
+    return f"\nmodel         {describe_need(plan)}"
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:

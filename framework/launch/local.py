@@ -58,13 +58,16 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
     return _begin(recipe, overrides)
 
 
-def check_model(recipe: Recipe) -> str:
-    """Lay every rank out before anything is written, and return the model's type. Raises what ranks would raise."""
+def check_model(recipe: Recipe, is_new: bool = True) -> str:
+    """Lay every rank out before anything is written, and return the model's type. Raises what ranks would raise. is_new: the run
+    begins with its pretrained weights, if it has any, and not with a checkpoint."""
     with loading_libraries():
-        from framework.plan.check import check_layout
+        from framework.plan.check import check_layout, check_weights
         from framework.plan.host_memory import check_host_memory
 
     plan = check_layout(recipe)
+    if is_new:
+        check_weights(plan)
     if recipe.launch.kind == "local":
         check_host_memory(plan)  # of this machine: a cluster's nodes look for themselves
     return plan.config.model_type
@@ -135,7 +138,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
                 f"{run.path} is finished: {step:,} of {chosen.train.steps:,} steps are done. To train on: {more}"
             )
         recipe = settle(chosen)
-        model_type = check_model(recipe)
+        model_type = check_model(recipe, is_new=step == 0)
         print(summarize(recipe, model_type))
         for change in changes:
             print(f"changed  {change.key}: {change.was} -> {change.now}")

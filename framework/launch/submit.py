@@ -133,12 +133,15 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     return EXIT_DONE
 
 
-def _check_layouts(recipes: Sequence[Recipe]) -> tuple[str, str]:
-    """Raise now what the ranks of a job would raise after the queue. Returns the model's type, and a line on memory."""
+def _check_layouts(recipes: Sequence[Recipe], is_new: bool = True) -> tuple[str, str]:
+    """Raise now what the ranks of a job would raise after the queue. Returns the model's type, and a line on memory. is_new: they
+    begin with their pretrained weights, if they have any, and not with a checkpoint."""
     with loading_libraries():  # they take seconds, which only what is queued pays
-        from framework.plan.check import check_layouts, describe_need
+        from framework.plan.check import check_layouts, check_weights, describe_need
 
     plan = check_layouts(recipes)
+    if is_new:
+        check_weights(plan)
     return plan.config.model_type, f"plan     {describe_need(plan)}"
 
 
@@ -198,7 +201,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dr
             more = resume_command(run, recipe, f"train.steps={2 * step}")
             raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
         recipe = settle(recipe)
-        model_type, need = _check_layouts([recipe])
+        model_type, need = _check_layouts([recipe], is_new=step == 0)
         counts = plan_counts(recipe)
         print(f"{summarize(recipe, model_type)}\n{need}")
         _say_counts(recipe, counts, sys.stdout)

@@ -7,8 +7,11 @@ from transformers import PretrainedConfig
 
 from framework.data.fit import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
+from framework.model.hub import find_weights
 from framework.model.load import load_config
 from framework.model.materialize import refuse_uninitialised
+from framework.model.mixtures import ADDED_BIAS
+from framework.model.weights import refuse_other_weights
 from framework.parallel.tensor import refuse_unordered_layers
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
@@ -40,6 +43,16 @@ def check_layout(recipe: Recipe, origins: Mapping[str, str] | None = None) -> Pl
     if problems:
         raise RecipeError(render_problems(problems))
     return plan
+
+
+def check_weights(plan: Plan) -> None:
+    """Raises ModelError where the pretrained weights that a new run begins with are here and are not this model's, as ranks would
+    that read them. Reads the files' headers."""
+    folder = find_weights(plan.recipe.model)
+    if folder is not None:
+        # A bias that was added to routers begins with zeros: no folder has it.
+        names = [name for name in plan.whole.state_dict() if not name.endswith(f".{ADDED_BIAS}")]
+        refuse_other_weights(folder, plan.whole, names)
 
 
 def check_layouts(recipes: Sequence[Recipe]) -> Plan:
