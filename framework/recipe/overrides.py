@@ -169,9 +169,9 @@ def explain_flag(flag: str, folders: Sequence[Path] = ()) -> Problem:
         return Problem(flag, None, message, _explain_word(value, folders), COMMAND_LINE)
     known = {key.path for key in list_keys()}
     fix = f"did you mean {name}?" if name in known else explain_unknown(name).fix
-    ours = fix.removeprefix("did you mean ").partition(" ")[0].rstrip("?")
+    ours, _, whose = fix.removeprefix("did you mean ").removesuffix("?").partition(" ")
     if ours in known:
-        fix = f"write {ours}={value or '...'}"
+        fix = f"write {ours}={value or '...'} {whose}".rstrip()
     return Problem(flag, None, message, fix, COMMAND_LINE)
 
 

@@ -180,9 +180,9 @@ class TestArguments:
     def test_keys_written_as_flags_are_explained(self, run):
         code, _, err = run("train", "--learning_rate=1e-3", "--optim.lr=3", "--bf16")
         assert code == EXIT_USER
-        assert "optim.lr (HF Trainer: learning_rate)" in err
+        assert "write optim.lr=1e-3 (HF Trainer: learning_rate)" in err
         assert "write optim.lr=3" in err
-        assert "precision.compute (HF Trainer: bf16)" in err
+        assert "write precision.compute=... (HF Trainer: bf16)" in err
 
     def test_missing_arguments_are_the_users_mistake(self, run):
         code, _, err = run("export", "runs/x")
