@@ -158,10 +158,12 @@ def _refuse_uneven_heads_of(config: PretrainedConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What Hugging Face says, without the name of its validator in the line above."""
+    """What Hugging Face says, without the name of its validator in the line above, and of the kind of error."""
     if isinstance(error, KeyError):
         return f"{error} is not known"
-    return str(error).strip().splitlines()[-1].strip() if isinstance(error, StrictDataclassError) else str(error)
+    if isinstance(error, StrictDataclassError):
+        return re.sub(r"^\w+Error: ", "", str(error).strip().splitlines()[-1].strip())
+    return str(error)
 
 
 def _refuse_unknown_keys(known: PretrainedConfig, model: Model) -> None:
