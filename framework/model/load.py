@@ -28,6 +28,8 @@ from framework.recipe.schema import Model
 
 # What Hugging Face raises for values of a config that it does not take, or that do not fit one another (a list of layers' kinds).
 REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError)
+# What PyTorch's grouped matmuls want of each row.
+GROUPED_ROW_BYTES = 16
 # What models raise, when they are built or run, where they want more than they get: other inputs, or a value that the config
 # leaves open.
 FORWARD_ERRORS = (
@@ -123,6 +125,23 @@ def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.d
         implementation = "eager"
     if implementation != "auto":
         model.set_experts_implementation(implementation)
+
+
+def refuse_unaligned_experts(model: PreTrainedModel, compute: torch.dtype) -> None:
+    """Raises ModelError where the family multiplies its stacked experts by grouped matmuls, which cannot take their widths: each
+    row is of whole 16 bytes."""
+    multiple = GROUPED_ROW_BYTES // compute.itemsize
+    for name, experts, form in find_experts(model):
+        implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+        if not form.has_kernels or implementation != "grouped_mm":
+            continue
+        sizes = {size for weight in (form.first, form.last) for size in experts.get_parameter(weight).shape[1:]}
+        uneven = sorted(size for size in sizes if size % multiple)
+        if uneven:
+            raise ModelError(
+                f"{name} has experts of {' and '.join(map(str, uneven))} features on a rank, and grouped matmuls in"
+                f" {str(compute).removeprefix('torch.')} want multiples of {multiple}: use model.experts=eager, or other widths"
+            )
 
 
 def _for_training(config: PretrainedConfig) -> PretrainedConfig:

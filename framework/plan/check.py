@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from transformers import PretrainedConfig
 
 from framework.data.fit import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.hub import find_weights
-from framework.model.load import load_config
+from framework.model.load import load_config, refuse_unaligned_experts
 from framework.model.materialize import refuse_uninitialised
 from framework.model.mixtures import ADDED_BIAS
 from framework.model.weights import refuse_other_weights
@@ -62,11 +63,16 @@ def check_layouts(recipes: Sequence[Recipe]) -> Plan:
 
 
 def lay_out_ranks(recipe: Recipe, config: PretrainedConfig) -> Plan:
-    """`check_layout` of a model's config. Two things that ranks find out later are asked of small parts of the model: do its
+    """`check_layout` of a model's config, with what ranks find out in their first step: do kernels take the widths of experts, do
     layers run in an order in which tokens can be divided, has each parameter an initial value?"""
     plan = make_plan(recipe, config)
+    is_dispatched = (
+        plan.derived.ep > 1 or plan.derived.expert_tp < plan.derived.tp or recipe.model.expert_capacity is not None
+    )
     for rank in plan.topology.ranks("pp", 0):
-        plan.of_rank(rank)
+        for stage in plan.of_rank(rank).stages:
+            if not is_dispatched and (plan.device.type == "cpu" or plan.compute_dtype == torch.bfloat16):
+                refuse_unaligned_experts(stage.model.model, plan.compute_dtype)
     if plan.derived.tp > 1 and recipe.parallel.sequence:
         refuse_unordered_layers(config)
     if recipe.model.weights is None:

@@ -66,6 +66,10 @@ MISTAKES = {
         (*SMALL, "model.family=apertus", f"model.config={SIZES}"),
         ("apertus models cannot start from random weights", "act_fn.alpha_p", "Set model.weights"),
     ),
+    "widths that grouped matmuls do not take": (
+        ("model.family=mixtral", "model.config.intermediate_size=50"),
+        ("has experts of 50 features on a rank", "in float32 want multiples of 4: use model.experts=eager"),
+    ),
     "layers that run in cycles, with divided tokens": (
         (
             *(*SMALL, "model.family=hrm_text", "parallel.tp=2", "launch.ranks=2", "parallel.dp=1"),
