@@ -52,7 +52,8 @@ def describe(path: Place, manifest: Manifest) -> list[str]:
         if name != "step" and value is not None
     ]
     size = sum(map(_bytes, manifest.entries.values()))
-    lines.append(f"files         {manifest.world}, saved by {manifest.world} ranks, {size:,} bytes of tensors")
+    ranks = "rank" if manifest.world == 1 else "ranks"
+    lines.append(f"files         {manifest.world}, saved by {manifest.world} {ranks}, {size:,} bytes of tensors")
     lines.append("entries       " + f"{'kind':<14} {'tensors':>8} {'elements':>16} {'bytes':>18}  dtype")
     for kind, names in _kinds(manifest).items():
         records = [manifest.entries[name] for name in names]

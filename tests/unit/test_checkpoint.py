@@ -418,7 +418,7 @@ def test_inspect_prints_what_is_there_and_finds_damage(tmp_path, capsys):
     for words in (
         "step          12",
         "tokens        3456",
-        "saved by 1 ranks",
+        "saved by 1 rank,",
         "weight ",
         "exp_avg ",
         "float32",
