@@ -10,14 +10,9 @@ import pytest
 
 from framework.errors import MeshwrightError
 from framework.foresight.candidate import Candidate
-from framework.foresight.memory import (
-    CONTEXT_BYTES,
-    FRAGMENTATION,
-    describe_estimate,
-    forecast_memory,
-    moments_of,
-    spare_bytes,
-)
+from framework.foresight.memory import describe_estimate, forecast_memory, spare_bytes
+from framework.foresight.memory_moments import moments_of
+from framework.foresight.memory_parts import CONTEXT_BYTES, FRAGMENTATION
 from framework.foresight.settings import Settings, chosen_counts, planned_candidate
 from framework.foresight.shape import DEFAULT, make_shape
 from framework.parallel.pipeline.live import LiveMoment, live_moments
