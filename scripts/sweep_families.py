@@ -7,8 +7,8 @@ Run `python scripts/sweep_families.py [model_type ...]`: one line per model type
 With --experts: families with experts only, each through `meshwright verify --fp64` on layouts that divide its experts, 2 to 4
 ranks: does every layout train as one process does, or say why it cannot?
 
-With --check: in the dtype that `precision.compute=auto` takes here, whether `check --model` refuses just what ranks refuse that build small copies and train a step: one line for each
-layout where the two differ, in brackets what both refuse.
+With --check, in the dtype that `precision.compute=auto` takes here: whether `check --model` refuses just what ranks refuse that
+build small copies and train a step: one line for each layout where the two differ, in brackets what both refuse.
 
 With --context: whether two ranks can divide the sequences of each family, and if so `verify --fp64` with parallel.cp=2. Dropout
 is off: with dropout of attention every family is refused.
