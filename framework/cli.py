@@ -8,12 +8,14 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError, RunError
+from framework.imports import loading_libraries
 from framework.recipe.schema import Recipe
 
 
@@ -110,7 +112,8 @@ def _train(arguments: argparse.Namespace) -> int:
         let_threads_sleep()
     bar = PhaseBar((Phase.LIBRARIES,))
     bar.begin(Phase.LIBRARIES)
-    from framework.launch.local import train
+    with loading_libraries():
+        from framework.launch.local import train
 
     bar.close()
     return train(recipe, arguments.overrides, arguments.recipes)
@@ -128,11 +131,13 @@ def _submit(arguments: argparse.Namespace) -> int:
         from framework.launch.sweep import compose_sweep
 
         recipes, combinations = compose_sweep(arguments.overrides, arguments.recipes)
-        from framework.launch.submit import submit_sweep
+        with loading_libraries():
+            from framework.launch.submit import submit_sweep
 
         return submit_sweep(recipes, combinations, arguments.dry_run)
     recipe = _compose_run(arguments)
-    from framework.launch.submit import submit
+    with loading_libraries():
+        from framework.launch.submit import submit
 
     return submit(recipe, arguments.overrides, arguments.recipes, arguments.dry_run)
 
@@ -228,7 +233,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.overwrite:
         raise RecipeError("--overwrite is for the file of --measure FILE")
     recipe = _compose(arguments)
-    from framework.launch.doctor import doctor_command
+    with loading_libraries():
+        from framework.launch.doctor import doctor_command
 
     return doctor_command(recipe)
 
@@ -293,9 +299,12 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _describe_need(recipe: Recipe, origins: Mapping[str, str]) -> str:
-    from framework.plan.check import check_layout, describe_need
+    with loading_libraries():
+        from framework.plan.check import check_layout, check_weights, describe_need
 
-    return f"\nmodel         {describe_need(check_layout(recipe, origins))}"
+    plan = check_layout(recipe, origins)
+    check_weights(plan)
+    return f"\nmodel         {describe_need(plan)}"
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -326,8 +335,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.seed is not None:
         raise RecipeError("--seed chooses the draws of --random N; the seed of a recipe is train.seed")
     recipe = _compose(arguments)
-    from framework.verify.command import verify
-    from framework.verify.options import Options
+    with loading_libraries():
+        from framework.verify.command import verify
+        from framework.verify.options import Options
 
     names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
     return verify(recipe, Options(**{name: getattr(arguments, name) for name in names}))
@@ -341,7 +351,8 @@ def _verify_random(arguments: argparse.Namespace) -> int:
             f"--random draws what {', '.join(contrary)} would set: give the recipe's own keys, which are kept"
             " (model.family, precision, launch.ranks)"
         )
-    from framework.verify.campaign import Campaign, verify_random
+    with loading_libraries():
+        from framework.verify.campaign import Campaign, verify_random
 
     names = ("steps", "device", "overrides", "recipes")
     words = {name: getattr(arguments, name) for name in names}
@@ -378,9 +389,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     composition = compose_for_nodes(arguments.overrides, arguments.recipes)
     recipe = require_layout(composition, arguments.overrides, arguments.recipes)
-    from framework.foresight.plan_command import plan_command
-    from framework.foresight.wanted import Wanted
-    from framework.launch.machine import check_measured
+    with loading_libraries():
+        from framework.foresight.plan_command import plan_command
+        from framework.foresight.wanted import Wanted
+        from framework.launch.machine import check_measured
 
     check_measured(recipe)
 
@@ -424,9 +436,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from framework.launch.generate import generate_command
-
     folder = _find_run(arguments.run)
+    with loading_libraries():
+        from framework.launch.generate import generate_command
+
     return generate_command(folder, arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.seed)
 
 
@@ -439,9 +452,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from framework.launch.export import export_command
+    run = _find_run(arguments.run)
+    with loading_libraries():
+        from framework.launch.export import export_command
 
-    return export_command(_find_run(arguments.run), arguments.to, arguments.best, arguments.step)
+    return export_command(run, arguments.to, arguments.best, arguments.step)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -536,7 +551,7 @@ def _parse(command: Command, argv: Sequence[str]) -> argparse.Namespace:
     if unknown and not command.composes:
         parser.error(f"there is no option {' '.join(unknown)}")
     if unknown:
-        raise RecipeError(_explain_flags(unknown, parser.format_help()))
+        raise RecipeError(_explain_flags(_join_values(argv, unknown), parser.format_help()))
     return arguments
 
 
@@ -588,15 +603,27 @@ keys (`meshwright check --keys [WORD]` explains them):
 
 
 def _explain_flags(flags: Iterable[str], help_text: str) -> str:
+    from framework.recipe.files import search_path
     from framework.recipe.overrides import explain_flag
     from framework.recipe.problem import render_problems
     from framework.recipe.suggest import nearest
 
-    options = re.findall(r"--[a-z-]+", help_text)
-    guesses = {flag: nearest(flag.partition("=")[0], options) for flag in flags}
-    mistyped = [f"there is no option {flag}; did you mean {guess[0]}?" for flag, guess in guesses.items() if guess]
-    keys = [explain_flag(flag) for flag, guess in guesses.items() if not guess]
+    options = re.findall(r"--([a-z-]+)", help_text)
+    guesses = {flag: nearest(flag.partition("=")[0].lstrip("-"), options) for flag in flags}
+    mistyped = [f"there is no option {flag}; did you mean --{guess[0]}?" for flag, guess in guesses.items() if guess]
+    keys = [explain_flag(flag, search_path()) for flag, guess in guesses.items() if not guess]
     return "\n".join([*mistyped, *([render_problems(keys)] if keys else [])])
+
+
+def _join_values(argv: Sequence[str], unknown: Collection[str]) -> list[str]:
+    """The unknown flags with the values behind them: `--lr 3` as `--lr=3`; whatever else is unknown stands behind none."""
+    flags = [
+        f"{word}={value}" if not (value.startswith("-") or "=" in word + value or not value) else word
+        for word, value in pairwise([*argv, ""])
+        if word in unknown and word.startswith("-")
+    ]
+    joined = {flag.partition("=")[2] for flag in flags}
+    return [*flags, *(word for word in unknown if not word.startswith("-") and "=" not in word and word not in joined)]
 
 
 def _explain_command(name: str, commands: Sequence[str]) -> str:

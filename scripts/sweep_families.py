@@ -7,6 +7,9 @@ Run `python scripts/sweep_families.py [model_type ...]`: one line per model type
 With --experts: families with experts only, each through `meshwright verify --fp64` on layouts that divide its experts, 2 to 4
 ranks: does every layout train as one process does, or say why it cannot?
 
+With --check, in the dtype that `precision.compute=auto` takes here: whether `check --model` refuses just what ranks refuse that
+build small copies and train a step: one line for each layout where the two differ, in brackets what both refuse.
+
 With --context: whether two ranks can divide the sequences of each family, and if so `verify --fp64` with parallel.cp=2. Dropout
 is off: with dropout of attention every family is refused.
 """
@@ -19,7 +22,7 @@ import logging
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,11 @@ from framework.model.experts import find_experts, find_unknown_experts
 from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_weights
 from framework.parallel.context import refuse_undivided_context
+from framework.plan.check import lay_out_ranks
+from framework.recipe.compose import compose
+from framework.recipe.derive import derive
+from framework.verify.pool import RankFailed, RankPool
+from framework.verify.rank import run_rank
 
 # Keys without which a family's default config has no experts, or experts that two ranks do not divide, or does not build.
 COMPLETIONS: dict[str, dict[str, Any]] = {
@@ -52,6 +60,14 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
 }
 
 # By name: what `verify` gets beside the model.
+CHECKED_LAYOUTS = {
+    "one rank": ["launch.ranks=1"],
+    "tp": ["launch.ranks=2", "parallel.tp=2", "parallel.sequence=false"],
+    "tp-sequence": ["launch.ranks=2", "parallel.tp=2"],
+    "cp": ["launch.ranks=2", "parallel.cp=2"],
+    "pp": ["launch.ranks=2", "parallel.pp=2", "batch.sequences_per_step=8"],
+    "ep": ["launch.ranks=2", "parallel.ep=2"],
+}
 EXPERT_LAYOUTS = {
     "ep2": ["launch.ranks=2", "parallel.ep=2", "zero.stage=0"],
     "ep2-zero3": ["launch.ranks=2", "parallel.ep=2", "zero.stage=3"],
@@ -67,14 +83,18 @@ def main() -> None:
     parser.add_argument("model_types", nargs="*", metavar="model_type")
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--context", action="store_true")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--print", action="store_true", help="what verify prints where it is not equal")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     counts: Counter[tuple[str, ...]] = Counter()
+    pool = RankPool(2, run_rank.__module__)
     for model_type in arguments.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if arguments.context:
+        if arguments.check:
+            results = list(examine_check(model_type, pool))
+        elif arguments.context:
             results = examine_context(model_type, arguments.print)
         else:
             results = examine_experts(model_type, arguments.print) if arguments.experts else examine(model_type)
@@ -112,6 +132,37 @@ def examine_context(model_type: str, prints: bool) -> list[str]:
     except Exception as error:
         return [f"does not build: {describe(error)}"]
     return [f"divided; cp2 {verify(model_type, ['launch.ranks=2', 'parallel.cp=2'], prints)}"]
+
+
+def examine_check(model_type: str, pool: RankPool) -> Iterator[str]:
+    """What `check --model` and the ranks say of each layout of a small copy."""
+    try:
+        config = shrink(build_config(model_type))
+        config.use_cache = config.get_text_config().use_cache = False
+        meta(config)
+    except Exception as error:
+        yield f"does not build: {describe(error)}"
+        return
+    small = ["batch.context=16", "batch.sequences_per_step=4", "batch.sequences_per_microbatch=1", "launch.device=cpu"]
+    for name, options in CHECKED_LAYOUTS.items():
+        recipe = compose(["~model", f"model.family={model_type}", "data.bpe_vocab=300", *small, *options]).require()
+        told = answer(lambda recipe=recipe: lay_out_ranks(recipe, config))
+        ranks = answer(lambda recipe=recipe: pool.run(derive(recipe).world, run_rank, recipe, config, 1))
+        if (told is None) != (ranks is None):
+            yield f"{name} DIFFERS: check {told or 'passes'}; ranks {ranks or 'train'}"
+        elif told is not None:
+            yield f"({name}: {told[:60]})"
+
+
+def answer(ask: Callable[[], object]) -> str | None:
+    """What is raised, None where nothing is."""
+    try:
+        ask()
+    except RankFailed as error:
+        return f"{' '.join(str(error).split())[-300:]}"
+    except Exception as error:
+        return describe(error)
+    return None
 
 
 def verify(model_type: str, options: list[str], prints: bool) -> str:

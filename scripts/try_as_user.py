@@ -93,7 +93,9 @@ ACTIONS = (
 def make_place(place: Path) -> None:
     """Texts, in a folder and in a field of another name, and a folder of weights without a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     (place / "chat.jsonl").write_text('{"content": "a text in another field"}\n' * 50)
     (place / "texts").mkdir()
     for number in range(4):

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 import xxhash
 
-from framework.checkpoint.index import Entry, dtype_name
+from framework.checkpoint.entry import Entry, dtype_name
 from framework.checkpoint.pieces import FILE, PIECE, EntryRecord, cell_of
 from framework.errors import CheckpointError
 

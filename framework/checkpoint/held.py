@@ -25,8 +25,9 @@ from typing import Any
 
 from framework.checkpoint.blocks import BlockCache, DamagedCheckpoint
 from framework.checkpoint.commit import FoundCheckpoints, find_newest, step_of
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import report
-from framework.checkpoint.index import Entry, Manifest, open_index, read_manifest
+from framework.checkpoint.index import Manifest, open_index, read_manifest
 from framework.checkpoint.lineage import newest_listed, read_lineage, was_rewound
 from framework.checkpoint.load import BUFFER_BYTES, Reader, refuse_poisoned
 from framework.checkpoint.neighbors import HEAD, Neighbours, verify_file, verify_head

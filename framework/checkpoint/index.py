@@ -15,11 +15,10 @@ reader of a part verifies that part and reads no more (blocks.py).
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import xxhash
 
 from framework.checkpoint.blocks import BlockCache, BlockFile, DamagedCheckpoint
@@ -28,37 +27,13 @@ from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, EntryRecord, FileReco
 from framework.checkpoint.place import Place, sizes_in
 from framework.checkpoint.storage import read
 from framework.errors import CheckpointError
-from framework.mesh.layout import Layout, Shard
-from framework.parallel.zero.stored import StoredTensor
+from framework.mesh.layout import Shard
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 # Small, because who needs some of a block reads all of it: after a change of layout a rank needs some of many ranks' files.
 BLOCK_BYTES = 1 << 20
 ALIGNMENT = 64
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A named tensor as one rank holds it: what to save, or where to load to.
-
-    name: such as `weight/model.embed_tokens.weight`. data: 1-D, contiguous, exactly the elements that `layout` owns, in
-    the order of its boxes; read when saving, filled in place when loading.
-    """
-
-    name: str
-    layout: Layout
-    data: torch.Tensor | StoredTensor
-
-    def __post_init__(self) -> None:
-        owned = self.layout.numel_owned
-        assert self.data.shape == (owned,), (self.name, self.data.shape, owned)
-        is_whole = not isinstance(self.data, torch.Tensor) or self.data.is_contiguous()
-        assert is_whole, self.name
-
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """The data from first to last, each piece until the next is asked for."""
-        return iter((self.data,)) if isinstance(self.data, torch.Tensor) else self.data.pieces()
 
 
 @dataclass(frozen=True)
@@ -73,11 +48,6 @@ class Manifest:
     index: FileRecord
     block_bytes: int = BLOCK_BYTES
     format1: dict[str, Any] | None = None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def encode_manifest(manifest: Manifest) -> str:

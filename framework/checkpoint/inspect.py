@@ -3,6 +3,7 @@
 from collections import Counter
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,8 @@ from framework.checkpoint.index import MANIFEST, EntryRecord, Manifest, read_man
 from framework.checkpoint.load import verify_files
 from framework.checkpoint.place import Place, checkpoints_of
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
+
+LONGEST = 64  # characters of a value that are shown
 
 
 def inspect_command(path: Place) -> int:
@@ -43,9 +46,14 @@ def find_checkpoint(path: Place) -> Place:
 def describe(path: Place, manifest: Manifest) -> list[str]:
     """The lines of the table: state, files, and entries by kind (what stands before the first slash of their names)."""
     lines = [f"path          {path}", f"step          {manifest.step:,}"]
-    lines += [f"{name:<13} {value}" for name, value in manifest.state.items() if name != "step" and value is not None]
+    lines += [
+        f"{name:<13} {_shorten(value)}"
+        for name, value in manifest.state.items()
+        if name != "step" and value is not None
+    ]
     size = sum(map(_bytes, manifest.entries.values()))
-    lines.append(f"files         {manifest.world}, saved by {manifest.world} ranks, {size:,} bytes of tensors")
+    ranks = "rank" if manifest.world == 1 else "ranks"
+    lines.append(f"files         {manifest.world}, saved by {manifest.world} {ranks}, {size:,} bytes of tensors")
     lines.append("entries       " + f"{'kind':<14} {'tensors':>8} {'elements':>16} {'bytes':>18}  dtype")
     for kind, names in _kinds(manifest).items():
         records = [manifest.entries[name] for name in names]
@@ -55,6 +63,15 @@ def describe(path: Place, manifest: Manifest) -> list[str]:
             f"              {kind:<14} {len(names):>8,} {numel:>16,} {sum(map(_bytes, records)):>18,}  {dtypes}"
         )
     return lines
+
+
+def _shorten(value: Any) -> str:
+    """A value of the state; what is long, such as the norms of the last steps, by the numbers of its entries."""
+    if len(text := str(value)) <= LONGEST:
+        return text
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_shorten(each)}" for name, each in value.items())
+    return f"{len(value)} entries" if isinstance(value, list) else f"{text[:LONGEST]} ..."
 
 
 def _kinds(manifest: Manifest) -> dict[str, list[str]]:

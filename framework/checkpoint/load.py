@@ -25,15 +25,8 @@ from framework.checkpoint.commit import (
     set_aside_newer,
     unleased,
 )
-from framework.checkpoint.index import (
-    DamagedCheckpoint,
-    Entry,
-    Manifest,
-    dtype_name,
-    open_index,
-    read_manifest,
-    verify_sizes,
-)
+from framework.checkpoint.entry import Entry, dtype_name
+from framework.checkpoint.index import DamagedCheckpoint, Manifest, open_index, read_manifest, verify_sizes
 from framework.checkpoint.pieces import Piece
 from framework.checkpoint.place import Place
 from framework.comm.communicator import Communicator

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
-import torch
 
 from framework.checkpoint.blocks import BlockCache, BlockFile
 from framework.checkpoint.place import Place
@@ -50,6 +49,13 @@ class EntryRecord:
     shards: tuple[Shard, ...] = ()
     first: int = 0
     count: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        import torch  # numpy has no bf16; who asks which checkpoints there are, as `status` does, waits for neither
+
+        return int(getattr(torch, self.dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ class Index:
         """
         record = self._entries[name]
         layouts = self._cells_of(record)
-        itemsize = getattr(torch, record.dtype).itemsize
+        itemsize = record.itemsize
         for cell, layout in enumerate(layouts):
             span = layout.span(box)
             if span is None:

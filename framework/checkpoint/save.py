@@ -49,8 +49,9 @@ from framework.checkpoint.divide import (
     owned_entries,
     pack_claims,
 )
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import Fault, no_fault, report
-from framework.checkpoint.index import BLOCK_BYTES, Entry, Manifest
+from framework.checkpoint.index import BLOCK_BYTES, Manifest
 from framework.checkpoint.pieces import INDEX, INDEX_BLOCK_BYTES, EntryRecord, FileRecord, encode_index, file_name
 from framework.checkpoint.place import Place
 from framework.checkpoint.staging import StagedFile, StagingMemory, place_entries

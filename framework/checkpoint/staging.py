@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from framework.checkpoint.blocks import BlockHashes
-from framework.checkpoint.index import ALIGNMENT, BLOCK_BYTES, Entry
+from framework.checkpoint.entry import Entry
+from framework.checkpoint.index import ALIGNMENT, BLOCK_BYTES
 from framework.comm.transfer import Arrival, Moment, segment_on_host
 
 # A power of two, which is what torch's cache of pinned memory rounds up to; large enough that Python is asked rarely.

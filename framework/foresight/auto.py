@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from framework.errors import RecipeError
+from framework.imports import loading_libraries
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import Composition
 from framework.recipe.layout_pins import find_pins
@@ -18,9 +19,8 @@ def require_layout(composition: Composition, overrides: Iterable[str], recipe_di
     recipe = composition.require()
     if recipe.parallel.layout == "stated":
         return recipe
-    from framework.foresight.find import (
-        choose_layout,  # with torch, which a recipe that states its layout need not wait for
-    )
+    with loading_libraries():  # which a recipe that states its layout need not wait for
+        from framework.foresight.find import choose_layout
 
     chosen, line = choose_layout(recipe, find_pins(composition, overrides, recipe_dirs))
     print(line, file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from framework.checkpoint.place import is_url
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError
+from framework.imports import loading_libraries
 from framework.launch.directory import refuse_unreachable
 from framework.launch.machine import check_measured
 from framework.launch.runs import Runs
@@ -74,11 +75,13 @@ def _store(recipe: Recipe) -> Iterator[Finding]:
 
 def _layout(recipe: Recipe) -> Iterator[Finding]:
     """The plan's words, and what would lower its memory; what does not fit is the user's to fix, and says how."""
-    from framework.plan.check import check_layout, describe_need
-    from framework.plan.relief import find_relief, show_bytes
+    with loading_libraries():
+        from framework.plan.check import check_layout, check_weights, describe_need
+        from framework.plan.relief import find_relief, show_bytes
 
     try:
         plan = check_layout(recipe)
+        check_weights(plan)
     except MeshwrightError as error:
         what = f"{recipe.model.weights or recipe.model.family} cannot be laid out so"
         yield Finding("layout", what, str(error))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from framework.errors import MeshwrightError, RecipeError
+from framework.imports import loading_libraries
 from framework.recipe.check import check_recipe
 from framework.recipe.elastic import at_nodes, has_range, node_counts
 from framework.recipe.schema import Recipe
@@ -55,8 +56,9 @@ def describe_counts(recipe: Recipe, counts: Sequence[NodeCount]) -> str:
 
 
 def _plan_count(recipe: Recipe, nodes: int, is_most: bool) -> NodeCount:
-    from framework.plan.check import check_layout, most_bytes  # torch takes seconds, which only what is queued pays
-    from framework.plan.memory import show_bytes
+    with loading_libraries():  # they take seconds, which only what is queued pays
+        from framework.plan.check import check_layout, most_bytes
+        from framework.plan.memory import show_bytes
 
     narrowed = at_nodes(recipe, nodes)
     problems = [each for each in check_recipe(narrowed, {}) if is_most or each.key not in MADE_SMALLER]

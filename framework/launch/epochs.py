@@ -16,14 +16,15 @@ from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 
 
-def settle_steps(recipe: Recipe) -> Recipe:
-    """The recipe with `train.steps` for its `train.epochs`, which is null then: recipe.yaml has one word on the run's length.
+def settle_steps(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
+    """The recipe with `train.steps` for its `train.epochs`, which is null then: recipe.yaml has one word on the run's length; and
+    the data, which is prepared for that. A recipe that states its steps comes back as it is, and nothing is prepared.
 
-    Prepares the data. Says what the passes over each source come to, for weights repeat some and cut others short. Raises
-    RecipeError where the schedule does not fit so many steps.
+    Says what the passes over each source come to, for weights repeat some and cut others short. Raises RecipeError where the
+    schedule does not fit so many steps.
     """
     if recipe.train.epochs is None:
-        return recipe
+        return recipe, None
     prepared = prepare(recipe)
     steps, passes = count_steps(recipe, prepared)
     settled = replace(recipe, train=replace(recipe.train, steps=steps, epochs=None))
@@ -32,16 +33,19 @@ def settle_steps(recipe: Recipe) -> Recipe:
         raise RecipeError(f"train.epochs={recipe.train.epochs:g} sets train.steps={steps}\n{render_problems(problems)}")
     each = ", ".join(f"{count:.2f} of {name}" for name, count in passes.items())
     print(f"epochs   {recipe.train.epochs:g} are {steps:,} steps: passes {each}")
-    return settled
+    return settled, prepared
 
 
-def settle_length(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> tuple[Recipe, list[Change]]:
+def settle_length(
+    run: RunDirectory, recipe: Recipe, changes: list[Change]
+) -> tuple[Recipe, list[Change], Prepared | None]:
     """`settle_steps` for a run that goes on: the changes are then those of recipe.yaml, which keeps no epochs."""
     if recipe.train.epochs is None:
-        return recipe, changes
-    settled, keys = settle_steps(recipe), ("train.steps", "train.epochs")
+        return recipe, changes, None
+    settled, prepared = settle_steps(recipe)
+    keys = ("train.steps", "train.epochs")
     length = [change for change in find_changes(load_recipe(run.recipe), settled) if change.key in keys]
-    return settled, [*length, *(change for change in changes if change.key not in keys)]
+    return settled, [*length, *(change for change in changes if change.key not in keys)], prepared
 
 
 def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, float]]:

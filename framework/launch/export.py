@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, step_of
-from framework.checkpoint.index import Entry
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import Reader
 from framework.checkpoint.place import Place
 from framework.data.tokenize import load_tokenizer

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from framework.checkpoint.commit import newest_checkpoint, step_of
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError, RunError
+from framework.imports import loading_libraries
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import (
@@ -24,7 +24,7 @@ from framework.launch.directory import (
 )
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
-from framework.launch.resume import Change, resume_recipe
+from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
 from framework.launch.settle import settle, settle_tokens
 from framework.launch.snapshot import describe_software
@@ -35,7 +35,6 @@ from framework.recipe.derive import derive
 from framework.recipe.describe import caution_of_export, describe_blend
 from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
-from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
 from framework.track.goodput_log import note_gone, note_launch
 
@@ -59,12 +58,16 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
     return _begin(recipe, overrides)
 
 
-def check_model(recipe: Recipe) -> str:
-    """Lay every rank out before anything is written, and return the model's type. Raises what ranks would raise."""
-    from framework.plan.check import check_layout  # torch and transformers take seconds, which `status` does not pay
-    from framework.plan.host_memory import check_host_memory
+def check_model(recipe: Recipe, is_new: bool = True) -> str:
+    """Lay every rank out before anything is written, and return the model's type. Raises what ranks would raise. is_new: the run
+    begins with its pretrained weights, if it has any, and not with a checkpoint."""
+    with loading_libraries():
+        from framework.plan.check import check_layout, check_weights
+        from framework.plan.host_memory import check_host_memory
 
     plan = check_layout(recipe)
+    if is_new:
+        check_weights(plan)
     if recipe.launch.kind == "local":
         check_host_memory(plan)  # of this machine: a cluster's nodes look for themselves
     return plan.config.model_type
@@ -93,11 +96,6 @@ def summarize(recipe: Recipe, model_type: str) -> str:
     return "\n".join(f"{name:<8} {text}" for name, text in lines.items())
 
 
-def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:
-    """What a user types to go on with the run."""
-    return write_resume(recipe.launch.kind, run.keys, *more)
-
-
 def rank_variables(recipe: Recipe) -> dict[str, str]:
     """launch.environment as the ranks on this machine get it. Raises RecipeError where it refers to what is not set here."""
     variables = fill(recipe.launch.environment, os.environ)
@@ -113,9 +111,9 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     refuse_unreachable(recipe.checkpoint.root)
     recipe = settle(recipe)
     model_type = check_model(recipe)
-    recipe = settle_steps(recipe)
+    recipe, prepared = settle_steps(recipe)
     print(summarize(recipe, model_type))
-    prepared = prepare(recipe)
+    prepared = prepared or prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = runs.create(recipe.run.id, recipe.run.name)
@@ -158,7 +156,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
 def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> NextPart:
     """The next part, which is said; raises all that speaks against it."""
     chosen, changes = resume_recipe(run, overrides, recipe_dirs)
-    chosen, changes = settle_length(run, chosen, changes)
+    chosen, changes, prepared = settle_length(run, chosen, changes)
     step = saved_step(run)
     if step >= chosen.train.steps:
         more = resume_command(run, chosen, f"train.steps={2 * step}")
@@ -166,11 +164,11 @@ def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
             f"{run.path} is finished: {step:,} of {chosen.train.steps:,} steps are done. To train on: {more}"
         )
     recipe = settle(chosen)
-    model_type = check_model(recipe)
+    model_type = check_model(recipe, is_new=step == 0)
     print(summarize(recipe, model_type))
     for change in changes:
         print(f"changed  {change.key}: {change.was} -> {change.now}")
-    prepared = prepare(recipe)
+    prepared = prepared or prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     if not run.has_trained:
         recipe = settle_tokens(recipe, prepared.tokenizer)
@@ -230,15 +228,6 @@ def conclude(run: RunDirectory, recipe: Recipe, code: int) -> str:
     if step == 0 and code != EXIT_RESUME:
         return f"run      {run.path} ended with exit code {code} before its first checkpoint"
     return f"run      {run.path} {how} at step {step:,}\nresume   {resume_command(run, recipe)}"
-
-
-def saved_step(run: RunDirectory) -> int:
-    """The step from which the run goes on: that of its newest whole checkpoint, 0 if it has never saved.
-
-    Raises CheckpointError when it has and no checkpoint is whole, StorageError when that cannot be found out now.
-    """
-    newest = newest_checkpoint(run.checkpoints)
-    return step_of(newest) if newest else 0
 
 
 def claim(run: RunDirectory, root: str | None) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from framework.errors import MeshwrightError
 from framework.launch.directory import RunDirectory
-from framework.launch.local import saved_step
 from framework.launch.request import find_jobs
+from framework.launch.resume import saved_step
 from framework.launch.slurm import WAITING_OR_RUNNING
 from framework.recipe.compose import load_recipe
 from framework.track.console import format_count

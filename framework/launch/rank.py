@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, HungError, MeshwrightError
+from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.fingerprint import take_fingerprint
 from framework.launch.phases import START_UP, PhaseBar
@@ -151,9 +152,10 @@ def _train(run_dir: Path, lease: Lease | None) -> int:
 def _train_here(recipe: Recipe, lease: Lease, threads: int, bar: PhaseBar) -> int:
     door = _open_door(recipe, lease.run)
     phases = Phases(bar.begin if door is None else door.hear_phases(bar.begin))
-    import torch
+    with loading_libraries():
+        import torch
 
-    from framework.launch.train import train_rank
+        from framework.launch.train import train_rank
 
     torch.set_num_threads(threads)
     return train_rank(recipe, lease.run, None, take_fingerprint(recipe), phases, end_hung, lease, door)
@@ -175,9 +177,10 @@ def _train_task(run: RunDirectory, recipe: Recipe, threads: int, began_at: int) 
     with StopRequest() as stop:
         adopt_task()
         check_place(derive(recipe))
-        import torch
+        with loading_libraries():
+            import torch
 
-        from framework.launch.train import train_rank
+            from framework.launch.train import train_rank
 
         check_node(run.path, recipe.launch.device, began_at)
         torch.set_num_threads(threads)

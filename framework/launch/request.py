@@ -11,7 +11,7 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
 from framework.launch.directory import RunDirectory, explain_errors
-from framework.launch.local import resume_command, saved_step
+from framework.launch.resume import resume_command, saved_step
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
 from framework.recipe.compose import load_recipe
 from framework.train.faults import SAVE_FILE, STOP_FILE

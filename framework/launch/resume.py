@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
+from framework.checkpoint.commit import newest_checkpoint, step_of
 from framework.checkpoint.place import KEY
 from framework.errors import RunError
 from framework.foresight.auto import require_layout
@@ -100,6 +101,20 @@ def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base
     # parallel.layout=auto that is typed chooses anew, for the ranks that the run goes on with.
     recipe = composition.require() if base is None else require_layout(composition, overrides, dirs)
     return keep_settled(saved, recipe, composition.origins)
+
+
+def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:
+    """What a user types to go on with the run."""
+    return write_resume(recipe.launch.kind, run.keys, *more)
+
+
+def saved_step(run: RunDirectory) -> int:
+    """The step from which the run goes on: that of its newest whole checkpoint, 0 if it has never saved.
+
+    Raises CheckpointError when it has and no checkpoint is whole, StorageError when that cannot be found out now.
+    """
+    newest = newest_checkpoint(run.checkpoints)
+    return step_of(newest) if newest else 0
 
 
 def refuse_missing(run: Run) -> NoReturn:

@@ -15,9 +15,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from framework.checkpoint.commit import Retention, explain, folder_of
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import no_fault, report
 from framework.checkpoint.held import HeldSteps, Start
-from framework.checkpoint.index import Entry
 from framework.checkpoint.lineage import begin_generation
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
 from framework.checkpoint.node_memory import NO_BIRTH, memory_of

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from framework.errors import RecipeError
+from framework.imports import loading_libraries
 from framework.recipe.layout_file import write_layout
 from framework.recipe.layout_pins import change_pins, compose_open, find_pins
 from framework.recipe.schema import Recipe
@@ -95,7 +96,8 @@ def ask(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Asked:
 
 def find(asked: Asked, cluster: Any = None) -> Any:
     """The search on a cluster, the recipe's where none is given. RecipeError where no layout can be trained."""
-    from framework.foresight.find import Question, best_of, search
+    with loading_libraries():
+        from framework.foresight.find import Question, best_of, search
 
     options = asked.options
     meshes = options.try_best or 0

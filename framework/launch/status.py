@@ -16,10 +16,10 @@ from typing import Any
 
 from framework.errors import EXIT_DONE, MeshwrightError, RunError
 from framework.launch.directory import RunDirectory
-from framework.launch.local import resume_command, saved_step
 from framework.launch.overview import describe_runs, list_runs
 from framework.launch.remote import RemoteRun
 from framework.launch.request import find_jobs, is_running
+from framework.launch.resume import resume_command, saved_step
 from framework.launch.runs import Runs
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.recipe.compose import load_recipe
@@ -30,7 +30,7 @@ from framework.track.goodput_page import summarize_goodput
 from framework.track.jsonl import METRICS_FILE, read_records
 from framework.train.faults import LONG_S, LONG_STEPS
 from framework.train.hang import Line, fold_ranks
-from framework.train.watch import read_ranks
+from framework.train.ranks_file import read_ranks
 
 RECENT_STEPS = 50  # whose median is the pace
 RANKS_OLD_S = 30.0  # rank 0 writes what ranks do every few seconds
@@ -70,7 +70,7 @@ def overview_command(paths: Sequence[Path], root: Path) -> int:
     runs = [RunDirectory.open(path) for path in paths] or list_runs(root)
     if not runs:
         raise RunError(
-            f"{root} has no runs: give a run's folder, or start one with `meshwright train experiment=quickstart`"
+            f"there are no runs in {root}: give a run's folder, or start one with `meshwright train experiment=quickstart`"
         )
     print(describe_runs(runs, marks_best=False))
     return EXIT_DONE

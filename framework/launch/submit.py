@@ -13,6 +13,7 @@ from typing import TextIO
 
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
+from framework.imports import loading_libraries
 from framework.launch.directory import (
     RunDirectory,
     explain_errors,
@@ -26,11 +27,9 @@ from framework.launch.local import (
     keep_tokenizer,
     refuse_begun,
     refuse_leftovers,
-    resume_command,
-    saved_step,
     summarize,
 )
-from framework.launch.resume import Change, resume_recipe
+from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
 from framework.launch.settle import settle, settle_tokens
 from framework.launch.slurm import (
@@ -64,10 +63,10 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
     recipe = settle(recipe)
     model_type, need = _check_layouts([recipe])
     counts = plan_counts(recipe)
-    recipe = settle_steps(recipe)
+    recipe, prepared = settle_steps(recipe)
     print(f"{summarize(recipe, model_type)}\n{need}")
     _say_counts(recipe, counts, sys.stdout)
-    prepared = prepare(recipe)
+    prepared = prepared or prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
     run = runs.create(recipe.run.id, recipe.run.name)
@@ -105,10 +104,11 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
         return _show(recipes, scripts[0])
     recipes = [settle(recipe) for recipe in recipes]
     model_type, need = _check_layouts(recipes)
-    recipes = [settle_steps(recipe) for recipe in recipes]
+    settled = [settle_steps(recipe) for recipe in recipes]
+    recipes = [recipe for recipe, _ in settled]
     print(f"{summarize(recipes[0], model_type)}\n{need}")
     _say_counts(first, counts[0], sys.stdout)
-    tokenizers = [prepare(recipe).tokenizer for recipe in recipes]
+    tokenizers = [(prepared or prepare(recipe)).tokenizer for recipe, prepared in settled]
     recipes = [settle_tokens(recipe, tokenizer) for recipe, tokenizer in zip(recipes, tokenizers, strict=True)]
     sweep = root.create(first.run.id, name)
     runs = [root.create(f"{sweep.id}-{index}", name) for index in range(len(recipes))]
@@ -134,11 +134,15 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     return EXIT_DONE
 
 
-def _check_layouts(recipes: Sequence[Recipe]) -> tuple[str, str]:
-    """Raise now what the ranks of a job would raise after the queue. Returns the model's type, and a line on memory."""
-    from framework.plan.check import check_layouts, describe_need  # torch takes seconds, which only what is queued pays
+def _check_layouts(recipes: Sequence[Recipe], is_new: bool = True) -> tuple[str, str]:
+    """Raise now what the ranks of a job would raise after the queue. Returns the model's type, and a line on memory. is_new: they
+    begin with their pretrained weights, if they have any, and not with a checkpoint."""
+    with loading_libraries():  # they take seconds, which only what is queued pays
+        from framework.plan.check import check_layouts, check_weights, describe_need
 
     plan = check_layouts(recipes)
+    if is_new:
+        check_weights(plan)
     return plan.config.model_type, f"plan     {describe_need(plan)}"
 
 
@@ -212,19 +216,19 @@ def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
     """The next part, which is said; raises all that speaks against it. Under the lock: another `submit` may have queued a job
     since, or another start may have changed the recipe."""
     _refuse_busy(run)
-    recipe, changes = settle_length(run, *resume_recipe(run, overrides, recipe_dirs))
+    recipe, changes, prepared = settle_length(run, *resume_recipe(run, overrides, recipe_dirs))
     step = saved_step(run)
     if step >= recipe.train.steps:
         more = resume_command(run, recipe, f"train.steps={2 * step}")
         raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
     recipe = settle(recipe)
-    model_type, need = _check_layouts([recipe])
+    model_type, need = _check_layouts([recipe], is_new=step == 0)
     counts = plan_counts(recipe)
     print(f"{summarize(recipe, model_type)}\n{need}")
     _say_counts(recipe, counts, sys.stdout)
     for change in changes:
         print(f"changed  {change.key}: {change.was} -> {change.now}")
-    prepared = prepare(recipe)
+    prepared = prepared or prepare(recipe)
     if not run.has_trained:
         recipe = settle_tokens(recipe, prepared.tokenizer)
     return NextJobs(recipe, changes, prepared.tokenizer, legal_counts(recipe, counts))

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE, RecipeError
 from framework.foresight.auto import require_layout
+from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
+from framework.launch.overview import describe_sweep
 from framework.launch.runs import Runs
 from framework.launch.subject import find_saved, require_subject
 from framework.recipe.compose import compose, expand_sweep
@@ -22,8 +24,8 @@ def train_sweep(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> int:
     """Train every combination of a multirun's values in turn. All are checked before the first one starts."""
     recipes, combinations = compose_sweep(overrides, recipe_dirs)
     _refuse_shared_id(recipes)
-    from framework.launch.overview import describe_sweep  # with torch, which a mistake in a recipe need not wait for
-    from framework.plan.check import check_layouts
+    with loading_libraries():  # which a mistake in a recipe need not wait for
+        from framework.plan.check import check_layouts
 
     check_layouts(recipes)
     runs = begin_sweep(recipes)

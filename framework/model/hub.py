@@ -105,6 +105,21 @@ def pin_revision(model: Model) -> Model:
     return replace(model, revision=folder.name)  # the cache names a snapshot's folder by its commit
 
 
+def find_weights(model: Model) -> Path | None:
+    """The folder of `model.weights`; None without any, and for those of the hub that are not on this machine whole. The hub is
+    not asked."""
+    if model.weights is None:
+        return None
+    folder = Path(model.weights).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        folder = find_folder(model.weights, model.revision)
+    except ModelError:
+        return None
+    return folder if _has_weights(folder) else None
+
+
 def _has_weights(folder: Path) -> bool:
     """Whether all files of weights are there: an interrupted download, or one of the configuration alone, leaves a folder too."""
     index = folder / "model.safetensors.index.json"

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -27,6 +28,8 @@ from framework.recipe.schema import Model
 
 # What Hugging Face raises for values of a config that it does not take, or that do not fit one another (a list of layers' kinds).
 REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError)
+# What PyTorch's grouped matmuls want of each row.
+GROUPED_ROW_BYTES = 16
 # What models raise, when they are built or run, where they want more than they get: other inputs, or a value that the config
 # leaves open.
 FORWARD_ERRORS = (
@@ -59,10 +62,19 @@ def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_
     # A family's default ids are those of another tokenizer; the launcher adds this one's to model.config.
     unset = {name: None for name in TOKEN_IDS if name in known.to_dict()}
     try:
-        config = AutoConfig.for_model(model.family, **(unset | model.config))
+        config = AutoConfig.for_model(model.family, **(unset | _without_nulls(model.config)))
     except REFUSALS as error:
         raise ModelError(f"model.config is refused by {model.family}: {_reason(error)}") from error
     return _for_training(config)
+
+
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a config whose rope has no null in it, by which a recipe takes back what another one has set: transformers would
+    warn of it as of a key that it does not know, and export it."""
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return values
+    return values | {"rope_parameters": {name: value for name, value in rope.items() if value is not None}}
 
 
 def _load_pretrained_config(model: Model, folder: Path) -> PretrainedConfig:
@@ -115,6 +127,23 @@ def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.d
         model.set_experts_implementation(implementation)
 
 
+def refuse_unaligned_experts(model: PreTrainedModel, compute: torch.dtype) -> None:
+    """Raises ModelError where the family multiplies its stacked experts by grouped matmuls, which cannot take their widths: each
+    row is of whole 16 bytes."""
+    multiple = GROUPED_ROW_BYTES // compute.itemsize
+    for name, experts, form in find_experts(model):
+        implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+        if not form.has_kernels or implementation != "grouped_mm":
+            continue
+        sizes = {size for weight in (form.first, form.last) for size in experts.get_parameter(weight).shape[1:]}
+        uneven = sorted(size for size in sizes if size % multiple)
+        if uneven:
+            raise ModelError(
+                f"{name} has experts of {' and '.join(map(str, uneven))} features on a rank, and grouped matmuls in"
+                f" {str(compute).removeprefix('torch.')} want multiples of {multiple}: use model.experts=eager, or other widths"
+            )
+
+
 def _for_training(config: PretrainedConfig) -> PretrainedConfig:
     """The config without key-value cache, with which a model ignores packed positions silently (docs/models.md)."""
     _refuse_uneven_heads(config.get_text_config())
@@ -148,10 +177,12 @@ def _refuse_uneven_heads_of(config: PretrainedConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What Hugging Face says, without the name of its validator in the line above."""
+    """What Hugging Face says, without the name of its validator in the line above, and of the kind of error."""
     if isinstance(error, KeyError):
         return f"{error} is not known"
-    return str(error).strip().splitlines()[-1].strip() if isinstance(error, StrictDataclassError) else str(error)
+    if isinstance(error, StrictDataclassError):
+        return re.sub(r"^\w+Error: ", "", str(error).strip().splitlines()[-1].strip())
+    return str(error)
 
 
 def _refuse_unknown_keys(known: PretrainedConfig, model: Model) -> None:

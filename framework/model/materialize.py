@@ -7,7 +7,8 @@ rank holds, not of the order.
 
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,10 @@ def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collec
     programs = record(seed, parameters, {path: (each, _initialiser(model, path)) for path, each in modules.items()})
     forgotten = [name for name, program in programs.items() if not program.is_complete]
     if forgotten:
-        raise ModelError(f"{type(model).__name__} has no initialiser for {', '.join(forgotten)}: set model.weights")
+        raise ModelError(
+            f"{model.config.model_type} models cannot start from random weights: transformers has no initialiser for"
+            f" {', '.join(forgotten)}. Set model.weights, or choose another model.family"
+        )
     return programs
 
 
@@ -75,6 +79,25 @@ def initialize_with_ties(
         if each.name == unit.name or names & set(each.parameters):
             programs |= initialize_unit(model, each, seed, each.parameters if names & set(each.parameters) else ())
     return programs
+
+
+def refuse_uninitialised(model: PreTrainedModel, units: Sequence[Unit]) -> None:
+    """Raises ModelError where the family's initialiser leaves a parameter without values, as ranks would that start from random
+    weights. One unit of each kind is asked. model: on meta, and left as it is; units: all of it."""
+    copy = deepcopy(model)
+    kinds = {tuple(_describe_kind(copy, unit)): unit for unit in reversed(units)}
+    for unit in kinds.values():
+        initialize_unit(copy, unit, 0, unit.parameters)
+
+
+def _describe_kind(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, ...]]:
+    """What units have alike that are initialised by the same code: the names of modules and parameters within, and classes."""
+    for path in unit.modules:
+        module = model.get_submodule(path)
+        names = [
+            name for name, _ in module.named_parameters(recurse=False) if f"{path}.{name}".strip(".") in unit.parameters
+        ]
+        yield (path.removeprefix(unit.root), type(module).__name__, *names)
 
 
 def set_parameter(model: nn.Module, names: tuple[str, ...], parameter: nn.Parameter) -> None:

@@ -59,6 +59,19 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList] | None:
     return max(exact or lists, key=nearness)
 
 
+def find_last_module(model: PreTrainedModel) -> nn.Module:
+    """The final norm of a model with a list of layers, or its last layer if there is none."""
+    found = find_layers(model)
+    assert found is not None, f"{type(model).__name__} has no layers"
+    name, layers = found
+    norms, is_behind = [], False
+    for child, module in model.get_submodule(name.rpartition(".")[0]).named_children():
+        is_behind |= module is layers
+        if child in FINAL_NORMS or (is_behind and "norm" in child):
+            norms.append(module)
+    return norms[-1] if norms else layers[-1]
+
+
 def find_units(model: PreTrainedModel) -> list[Unit]:
     """The units in order of computation: embedding, layers.0 ..., head. A model without a layer list is one embedding unit."""
     found = find_layers(model)

@@ -41,24 +41,46 @@ def read_weights(
     _refuse_quantized(folder)
     with ExitStack() as stack:
         files = LazyFiles(folder, stack)
-        assemblies, unexpected = match_keys(model_meta, files.keys())
-        stored = {name: _stored_names(model_meta, name, assemblies) for name in wanted}
-        needed = list(dict.fromkeys(assemblies[name] for names in stored.values() for name in names))
-        differences = Differences(
-            missing=tuple(name for name, names in stored.items() if not names),
-            unexpected=tuple(unexpected),
-            shapes=tuple(_different_shapes(model_meta, needed, files)),
-        )
-        if differences.any:
-            raise ModelError(f"{folder} does not hold the weights of this model\n{differences.explain(model_meta)}")
-
+        found = _match(model_meta, files, wanted)
         asked: dict[str, list[tuple[str, Box]]] = {}
-        for name, names in stored.items():
-            _refuse_untied(files, [assemblies[other] for other in names], wanted[name])
+        for name, names in found.stored.items():
+            _refuse_untied(files, [found.assemblies[other] for other in names], wanted[name])
             asked.setdefault(names[0], []).extend((name, box) for box in wanted[name])
-        for assembly in needed:
+        for assembly in found.needed:
             boxes = [(target, name, box) for target in assembly.targets for name, box in asked.get(target, ())]
             yield from _read_assembly(model_meta, files, assembly, boxes)
+
+
+def refuse_other_weights(folder: Path, model_meta: PreTrainedModel, names: Iterable[str]) -> None:
+    """Raises ModelError where a folder does not hold the entries `names` of the model's state dict, as `read_weights` would.
+    Reads the files' headers."""
+    _refuse_quantized(folder)
+    with ExitStack() as stack:
+        _match(model_meta, LazyFiles(folder, stack), names)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """Where a folder has what is asked for. assemblies: by the name of an entry; stored: by each name asked for, the names under
+    which the folder has it; needed: the assemblies of all of them, once each."""
+
+    assemblies: Mapping[str, Assembly]
+    stored: Mapping[str, list[str]]
+    needed: list[Assembly]
+
+
+def _match(model_meta: PreTrainedModel, files: LazyFiles, names: Iterable[str]) -> _Match:
+    assemblies, unexpected = match_keys(model_meta, files.keys())
+    stored = {name: _stored_names(model_meta, name, assemblies) for name in names}
+    needed = list(dict.fromkeys(assemblies[name] for names in stored.values() for name in names))
+    differences = Differences(
+        missing=tuple(name for name, names in stored.items() if not names),
+        unexpected=tuple(unexpected),
+        shapes=tuple(_different_shapes(model_meta, needed, files)),
+    )
+    if differences.any:
+        raise ModelError(f"{files.folder} does not hold the weights of this model\n{differences.explain(model_meta)}")
+    return _Match(assemblies, stored, needed)
 
 
 def write_weights(

@@ -3,11 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from transformers import PretrainedConfig
 
 from framework.data.fit import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
-from framework.model.load import load_config
+from framework.model.hub import find_weights
+from framework.model.load import load_config, refuse_unaligned_experts
+from framework.model.materialize import refuse_uninitialised
+from framework.model.mixtures import ADDED_BIAS
+from framework.model.weights import refuse_other_weights
+from framework.parallel.tensor import refuse_unordered_layers
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.origins import origin_of
@@ -30,7 +36,7 @@ def check_layout(recipe: Recipe, origins: Mapping[str, str] | None = None) -> Pl
         for problem in find_sequence_problems(recipe, config)
     ]
     try:
-        plan = _lay_out(recipe, config)
+        plan = lay_out_ranks(recipe, config)
     except MeshwrightError as error:
         if not problems:
             raise
@@ -40,16 +46,37 @@ def check_layout(recipe: Recipe, origins: Mapping[str, str] | None = None) -> Pl
     return plan
 
 
+def check_weights(plan: Plan) -> None:
+    """Raises ModelError where the pretrained weights that a new run begins with are here and are not this model's, as ranks would
+    that read them. Reads the files' headers."""
+    folder = find_weights(plan.recipe.model)
+    if folder is not None:
+        # A bias that was added to routers begins with zeros: no folder has it.
+        names = [name for name in plan.whole.state_dict() if not name.endswith(f".{ADDED_BIAS}")]
+        refuse_other_weights(folder, plan.whole, names)
+
+
 def check_layouts(recipes: Sequence[Recipe]) -> Plan:
     """The plan that holds most bytes a rank. Runs of a sweep that differ in nothing that a layout depends on are planned once."""
     different = {repr([recipe.data.pack, *(getattr(recipe, name) for name in GROUPS)]): recipe for recipe in recipes}
     return max(map(check_layout, different.values()), key=most_bytes)
 
 
-def _lay_out(recipe: Recipe, config: PretrainedConfig) -> Plan:
+def lay_out_ranks(recipe: Recipe, config: PretrainedConfig) -> Plan:
+    """`check_layout` of a model's config, with what ranks find out in their first step: do kernels take the widths of experts, do
+    layers run in an order in which tokens can be divided, has each parameter an initial value?"""
     plan = make_plan(recipe, config)
+    is_dispatched = (
+        plan.derived.ep > 1 or plan.derived.expert_tp < plan.derived.tp or recipe.model.expert_capacity is not None
+    )
     for rank in plan.topology.ranks("pp", 0):
-        plan.of_rank(rank)
+        for stage in plan.of_rank(rank).stages:
+            if not is_dispatched and (plan.device.type == "cpu" or plan.compute_dtype == torch.bfloat16):
+                refuse_unaligned_experts(stage.model.model, plan.compute_dtype)
+    if plan.derived.tp > 1 and recipe.parallel.sequence:
+        refuse_unordered_layers(config)
+    if recipe.model.weights is None:
+        refuse_uninitialised(plan.whole, plan.units)
     return plan
 
 

@@ -59,7 +59,8 @@ def describe_relief(plan: Plan, rank: int) -> str:
     rows = list(find_relief(plan, rank))
     if rows:
         lines.append("What lowers that and leaves the run the same, the cheapest first, each with those before it:")
-        lines += [f"  {change:<38} {show_bytes(size)}" for change, size in rows]
+        width = max(len(change) for change, _ in rows)
+        lines += [f"  {change:<{width}}  {show_bytes(size)}" for change, size in rows]
     lines.append(
         "Beyond that: more ranks, to shard over or for parallel.cp, parallel.tp and parallel.pp; or a shorter batch.context."
     )

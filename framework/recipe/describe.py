@@ -12,7 +12,7 @@ from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles, count_co
 from framework.recipe.keys import Key, flatten, list_groups, list_keys
 from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
-from framework.recipe.problem import show
+from framework.recipe.problem import find_width, show
 from framework.recipe.saved import plain
 from framework.recipe.schema import Data, Model, Recipe
 
@@ -123,7 +123,7 @@ def describe_experiments(folders: Sequence[Path]) -> str:
         comment = [line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
         text = " ".join(line for line in comment if not line.startswith("@package"))
         first = re.split(r"\. |: meshwright", text)[0].rstrip(".")
-        rows[name] = textwrap.shorten(first, 96, placeholder=" ...")
+        rows[name] = textwrap.shorten(first, find_width() - 25, placeholder=" ...")
     return "\n".join(f"  {name:21} {text}" for name, text in rows.items())
 
 

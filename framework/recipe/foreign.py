@@ -340,6 +340,7 @@ _AXOLOTL = MappingProxyType(
 _LLAMA_FACTORY = MappingProxyType(
     {
         "cutoff_len": "batch.context",
+        "stage": "this version trains to predict the next token, which is stage pt; ZeRO's stage is zero.stage",
         "val_size": "data.validation",
         "dataset": _DATA,
         "eval_dataset": "data.validation, a share of data.sources from 0 to 0.5",

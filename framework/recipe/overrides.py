@@ -161,12 +161,18 @@ def write_resume(kind: str, run: Run, *more: str) -> str:
     return shlex.join(["meshwright", verb, write_override("run.id", str(run.id)), *place, *more])
 
 
-def explain_flag(flag: str) -> Problem:
-    """A key written as a flag: `--learning_rate=1e-3`."""
+def explain_flag(flag: str, folders: Sequence[Path] = ()) -> Problem:
+    """A key, or a recipe's file, written as a flag: `--learning_rate=1e-3`, `--config=mine.yaml`. folders: of recipes."""
     name, _, value = flag.lstrip("-").partition("=")
+    message = "no such option; recipe keys are written key=value, without dashes"
+    if value.endswith((".yaml", ".yml")):
+        return Problem(flag, None, message, _explain_word(value, folders), COMMAND_LINE)
     known = {key.path for key in list_keys()}
-    fix = f"write {name}={value or '...'}" if name in known else explain_unknown(name).fix
-    return Problem(flag, None, "no such option; recipe keys are written key=value, without dashes", fix, COMMAND_LINE)
+    fix = f"did you mean {name}?" if name in known else explain_unknown(name).fix
+    ours, _, whose = fix.removeprefix("did you mean ").removesuffix("?").partition(" ")
+    if ours in known:
+        fix = f"write {ours}={value or '...'} {whose}".rstrip()
+    return Problem(flag, None, message, fix, COMMAND_LINE)
 
 
 @lru_cache(maxsize=1024)  # Hydra's parser takes milliseconds for a word; nobody changes what it gives

@@ -28,10 +28,15 @@ class Problem:
     missing: bool = False
 
 
+def find_width() -> int:
+    """Columns for a text: those of the terminal, within reason, and 110 where there is none."""
+    return max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
+
+
 def render_problems(problems: Sequence[Problem]) -> str:
     """All problems in the order of their files and lines: `key = value` and origin in two columns, below them what is wrong
     and, after an arrow, what to do."""
-    width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
+    width = find_width()
     ordered = sorted(map(_hide_private, problems), key=lambda problem: _place(problem.origin))
     heads = [_head(problem) for problem in ordered]
     column = min(max((len(head) for head in heads), default=0), width * 3 // 5)

@@ -35,8 +35,6 @@ LONG_S, LONG_STEPS = 60.0, 10.0
 
 # In the run's folder, made by `meshwright save` and `stop`; slurm/job.sh knows the second one's name, too.
 SAVE_FILE, STOP_FILE = "request-save", "request-stop"
-# There as well: what each rank does just now, as train/watch.py has heard.
-RANKS_FILE = "ranks.json"
 
 STOPPING = "stopping after this step and saving; Ctrl-C again stops at once"
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from framework.checkpoint.commit import FoundCheckpoints
-from framework.checkpoint.index import Entry
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.place import Place
 from framework.errors import StorageError

@@ -1,6 +1,6 @@
 """One optimizer step, without a branch on parallelism: sizes of one take the same path."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -265,13 +265,6 @@ def _missed_elements(run: Run, missed: Sequence[TrainedParameter], reached: Tens
         for owned in run.shards
         if owned.buffer is each.buffer and max(each.slot.start, owned.span.start) < min(each.slot.stop, owned.span.stop)
     ]
-
-
-def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
-    """Mean loss per token over all ranks' microbatches, of which every rank has the same number; leaves no trace in training."""
-    validation = Validation(microbatches)
-    run_alone(run, validation)
-    return validation.mean(run.mesh)
 
 
 def run_alone(run: Run, validation: Validation) -> None:

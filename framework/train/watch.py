@@ -8,7 +8,6 @@ The board is in the store in which the ranks met. Who hosts it may be what hangs
 VERDICT_S `watch` ends this rank with what it knows alone.
 """
 
-import json
 import os
 import platform
 import sys
@@ -25,7 +24,6 @@ from framework.comm.board import Board, dump_flight_records
 from framework.comm.communicator import Operation
 from framework.errors import ConnectionFailed, HungError, LeaseLost
 from framework.recipe.deadlines import Deadlines
-from framework.train.faults import RANKS_FILE
 from framework.train.hang import (
     SAVES,
     TRAINING,
@@ -39,6 +37,7 @@ from framework.train.hang import (
 )
 from framework.train.phases import Current, Phase
 from framework.train.progress import Progress, Stopwatch
+from framework.train.ranks_file import write_ranks
 
 LOOK_EVERY_S, BEAT_S = 0.5, 1.0
 # Rank 0 reads the board at most this often, and less often where there are more than 512 lines on it.
@@ -269,22 +268,6 @@ def take_stack(thread: int | None) -> tuple[str, ...]:
     frame = sys._current_frames().get(thread or 0)
     stack = traceback.extract_stack(frame)[-STACK_FRAMES:] if frame is not None else []
     return tuple(f"{each.filename}:{each.lineno} in {each.name}" for each in reversed(stack))
-
-
-def write_ranks(folder: Path, lines: list[Line]) -> None:
-    """RUN/ranks.json, whole or not at all."""
-    path = folder / RANKS_FILE
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps({"unix_s": time.time(), "ranks": [vars(line) for line in lines]}))
-    os.replace(partial, path)
-
-
-def read_ranks(folder: Path) -> tuple[float, list[Line]]:
-    """When RUN/ranks.json was written, by the wall clock, and its lines; none where there is no such file."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        found = json.loads((folder / RANKS_FILE).read_text())
-        return found["unix_s"], [Line(**line) for line in found["ranks"]]
-    return 0.0, []
 
 
 def _parse(text: str | None) -> Line | None:

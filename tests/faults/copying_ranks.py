@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from framework.checkpoint.commit import Retention
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.held import HeldSteps
-from framework.checkpoint.index import Entry
 from framework.checkpoint.lineage import begin_generation
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.neighbors import COPY_POINTS, CopyKeeper, meet_neighbours

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from framework.checkpoint.commit import Retention
-from framework.checkpoint.index import Entry
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import CPU, Saver
 from framework.checkpoint.staging import StagingMemory

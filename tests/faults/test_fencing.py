@@ -24,8 +24,8 @@ import torch
 
 from framework import lease as lease_module
 from framework.checkpoint.commit import Retention, find_newest, set_aside, step_of
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.held import HeldSteps
-from framework.checkpoint.index import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours
 from framework.checkpoint.node_memory import HeldName, NodeMemory, memory_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from framework.checkpoint.commit import folder_of, list_checkpoints, locate, step_of
-from framework.checkpoint.index import Entry
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.place import ObjectPath
 from framework.mesh.layout import Layout

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from framework.checkpoint.commit import COMMITTED_POINTS, SAVE_POINTS, Retention, list_checkpoints
-from framework.checkpoint.index import Entry
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import CPU, Saver, save_checkpoint
 from framework.checkpoint.staging import StagingMemory

@@ -106,10 +106,12 @@ def test_every_law_has_a_breach_to_see():
 
 
 def test_rooms_without_torch_do_not_import_it_indirectly():
-    """In a fresh interpreter, since this one has torch already. A rank imports it late: threads are set before."""
+    """In a fresh interpreter, since this one has torch already. A rank imports it late: threads are set before. Who asks
+    something of a run, or how it stands, does not wait for it."""
     files = [*(PACKAGE / "recipe").glob("*.py"), *(PACKAGE / "mesh").glob("*.py")]
     names = sorted(f"framework.{file.parent.name}.{file.stem}" for file in files)
-    imports = f"import sys, {', '.join(names)}, framework.launch.rank"
+    commands = [f"framework.launch.{name}" for name in ("rank", "status", "overview", "diff", "request", "inject")]
+    imports = f"import sys, {', '.join([*names, *commands])}"
     program = f"{imports}\nprint({{'torch', 'transformers', 'datasets'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "set()", f"{done.stdout}{done.stderr}"

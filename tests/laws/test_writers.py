@@ -107,7 +107,7 @@ KNOWN = {
     "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
-    "train/watch.py write_ranks": CHECKED,
+    "train/ranks_file.py write_ranks": CHECKED,
     "train/watch.py Watch._keep_flight_records": CHECKED,
 }
 

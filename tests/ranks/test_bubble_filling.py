@@ -16,10 +16,11 @@ from framework.model.stage import StageModel
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Pipeline, Recipe, Zero
 from framework.train.stage import RankStage
-from framework.train.step import evaluate, train_step
+from framework.train.step import train_step
 from framework.train.validation import Validation
 from framework.verify.evidence import make_batches
 from framework.verify.layout import owned_weights, share
+from tests.evaluation import evaluate
 from tests.grid import few_of
 from tests.ranks.parity import CONTEXT, CPU, STEPS, Case, topology_of
 from tests.ranks.pool import RankPool

@@ -28,10 +28,11 @@ from framework.parallel.pipeline.simulate import Timed, needs, unit_costs
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.train.stage import RankStage
-from framework.train.step import evaluate, train_step
+from framework.train.step import train_step
 from framework.verify.compare import compare
 from framework.verify.evidence import Evidence
 from framework.verify.layout import share
+from tests.evaluation import evaluate
 from tests.families import family
 from tests.grid import few_of
 from tests.ranks.covering import cover_pairs

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from framework.checkpoint import storage
-from framework.checkpoint.index import Entry
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect

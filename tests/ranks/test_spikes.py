@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from framework.checkpoint.commit import list_checkpoints, step_of
-from framework.checkpoint.index import Entry
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import read_state
 from framework.errors import EXIT_DONE, EXIT_NUMERICS
 from framework.launch import saves, train

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from framework.checkpoint.commit import begin, finish, list_checkpoints
 from framework.checkpoint.divide import WRITES, describe, divide, owned_entries, pack_claims
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import committed_name
-from framework.checkpoint.index import DamagedCheckpoint, Entry, read_manifest
+from framework.checkpoint.index import DamagedCheckpoint, Manifest, read_manifest
+from framework.checkpoint.inspect import describe as describe_contents
 from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
 from framework.checkpoint.pieces import FileRecord, file_name
@@ -416,7 +418,7 @@ def test_inspect_prints_what_is_there_and_finds_damage(tmp_path, capsys):
     for words in (
         "step          12",
         "tokens        3456",
-        "saved by 1 ranks",
+        "saved by 1 rank,",
         "weight ",
         "exp_avg ",
         "float32",
@@ -427,6 +429,13 @@ def test_inspect_prints_what_is_there_and_finds_damage(tmp_path, capsys):
     file.write_bytes(bytes(len(file.read_bytes())))
     assert inspect_command(path) == 86
     assert "DAMAGED" in capsys.readouterr().out
+
+
+def test_inspect_tells_long_values_by_the_number_of_their_entries():
+    seen = [[step, 5.7 + step, 0.6] for step in range(60)]
+    manifest = Manifest(1, 1, {"spikes": {"seen": seen, "count": 0}}, {}, FileRecord(0, 1, 0))
+    (line,) = [each for each in describe_contents(Path("x"), manifest) if each.startswith("spikes")]
+    assert line == "spikes        seen: 60 entries, count: 0"
 
 
 def test_inspect_of_something_else_is_an_error(tmp_path):

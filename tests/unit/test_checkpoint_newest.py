@@ -11,7 +11,7 @@ import torch
 
 from framework.checkpoint import commit, storage
 from framework.checkpoint.commit import explain, find_newest, list_checkpoints, newest_checkpoint, note_of
-from framework.checkpoint.index import Entry
+from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.retire import amend, retire_newer
 from framework.checkpoint.save import save_checkpoint

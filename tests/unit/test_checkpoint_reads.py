@@ -18,7 +18,8 @@ import xxhash
 
 from framework.checkpoint import blocks, load, storage
 from framework.checkpoint.blocks import BlockCache, BlockFile, BlockHashes
-from framework.checkpoint.index import DamagedCheckpoint, Entry
+from framework.checkpoint.entry import Entry
+from framework.checkpoint.index import DamagedCheckpoint
 from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, narrow

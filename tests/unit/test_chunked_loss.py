@@ -23,10 +23,11 @@ from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
 from framework.plan.logits import keep_chunked_loss
 from framework.plan.plan import Plan, make_plan, unconnected
 from framework.recipe.schema import Batch, Memory, Model
-from framework.train.step import Run, evaluate, train_step
+from framework.train.step import Run, train_step
 from framework.verify.double import keep_double
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
+from tests.evaluation import evaluate
 from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of

@@ -180,9 +180,9 @@ class TestArguments:
     def test_keys_written_as_flags_are_explained(self, run):
         code, _, err = run("train", "--learning_rate=1e-3", "--optim.lr=3", "--bf16")
         assert code == EXIT_USER
-        assert "optim.lr (HF Trainer: learning_rate)" in err
+        assert "write optim.lr=1e-3 (HF Trainer: learning_rate)" in err
         assert "write optim.lr=3" in err
-        assert "precision.compute (HF Trainer: bf16)" in err
+        assert "write precision.compute=... (HF Trainer: bf16)" in err
 
     def test_missing_arguments_are_the_users_mistake(self, run):
         code, _, err = run("export", "runs/x")
@@ -410,18 +410,47 @@ class TestSweep:
         assert "train -m" in err
 
 
-class TestSpeed:
-    BUDGET_S = 1.5
+class TestFlags:
+    """What other systems' users type: keys and files of recipes as options."""
 
     @pytest.mark.parametrize(
-        "argv", [["--help"], ["check", "--help"], ["check", "experiment=quickstart"], ["check", "lr=3"]]
+        ("words", "fix"),
+        [
+            (("experiment=quickstart", "--lr", "3"), "write optim.lr=3"),
+            (("--learning-rate", "3e-4", "experiment=quickstart"), "write optim.lr=3e-4"),
+            (("--train.steps=5",), "write train.steps=5"),
+            (("--zero.stage",), "write zero.stage=..."),
+            (("--config", "quickstart.yaml"), "write experiment=quickstart"),
+            (("--config", "my.yaml"), "write --recipes DIR experiment=my"),
+            (("--modle", "experiment=quickstart"), "did you mean --model?"),
+        ],
+    )
+    def test_the_override_that_was_meant_is_said(self, run, words, fix):
+        code, _, err = run("check", *words)
+        assert code == EXIT_USER
+        assert fix in err
+        assert err.count("no such option") + err.count("there is no option") == 1
+
+
+class TestSpeed:
+    BUDGET_S, MODEL_BUDGET_S = 1.5, 4.5
+
+    @pytest.mark.parametrize(
+        "argv", [["--help"], ["check", "--help"], ["check", "experiment=quickstart"], ["check", "lr=3"], ["status"]]
     )
     def test_check_and_help_answer_at_once(self, argv):
+        self.measure(argv, self.BUDGET_S)
+
+    @pytest.mark.grid  # what it costs is torch and transformers, which other tests load once for all
+    def test_a_model_is_laid_out_soon(self):
+        self.measure(["check", "--model", "experiment=quickstart"], self.MODEL_BUDGET_S)
+
+    def measure(self, argv, budget_s):
         """In seconds of the processor, which on an idle machine are those of the clock: other tests may run beside."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "framework", *argv], capture_output=True, check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < self.BUDGET_S
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < budget_s
 
     def test_neither_imports_torch_or_transformers(self):
         program = (

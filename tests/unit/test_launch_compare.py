@@ -95,7 +95,7 @@ def test_a_validation_loss_that_is_not_a_number_is_not_the_lowest(make):
 def test_status_without_runs_says_how_to_start_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["status"]) == EXIT_USER
-    assert "runs has no runs" in capsys.readouterr().err
+    assert "there are no runs in runs" in capsys.readouterr().err
 
 
 def test_two_runs_differ_in_their_keys_their_code_and_their_curves(make):

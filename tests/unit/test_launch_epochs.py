@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from framework.data.prepare import prepare
 from framework.errors import RecipeError
 from framework.launch.directory import RunDirectory
 from framework.launch.epochs import settle_length, settle_steps
@@ -34,7 +35,7 @@ def here(place, monkeypatch):
 
 
 def settle(*words):
-    return settle_steps(compose([*WORDS, *words]).require())
+    return settle_steps(compose([*WORDS, *words]).require())[0]
 
 
 def test_one_epoch_reads_every_sequence_once_and_two_twice(capsys):
@@ -61,7 +62,7 @@ def test_a_schedule_is_judged_by_the_steps_that_follow():
     """Longer than the 250 steps of config.yaml, which nobody asked for, is no mistake; longer than the run is."""
     recipe = compose([*WORDS, "train.epochs=40", "optim.schedule.warmup_steps=300"]).require()
     assert "40 passes over the text" in describe_derived(derive(recipe))
-    assert settle_steps(recipe).train.steps > 300
+    assert settle_steps(recipe)[0].train.steps > 300
     with pytest.raises(RecipeError, match=r"train.epochs=0.1 sets train.steps=\d+\n(.|\n)*warm-up is longer"):
         settle("train.epochs=0.1", "optim.schedule.warmup_steps=50")
 
@@ -71,7 +72,8 @@ def test_a_run_goes_on_by_epochs(place):
     save_recipe(settle("train.epochs=1", "run.id=mine"), run.recipe)
     recipe, changes = resume_recipe(run, ["run.id=mine", "train.epochs=3"], [])
     assert [change.key for change in changes] == ["train.epochs"]
-    settled, changes = settle_length(run, recipe, changes)
+    settled, changes, prepared = settle_length(run, recipe, changes)
+    assert prepared.fingerprint == prepare(recipe).fingerprint
     assert settled.train.steps == settle("train.epochs=3").train.steps
     assert [(change.key, change.now) for change in changes] == [("train.steps", settled.train.steps)]
 

@@ -76,6 +76,13 @@ def test_no_config_keeps_a_cache() -> None:
     assert load_config(Model("llama", {"use_cache": True})).use_cache is False
 
 
+def test_what_a_recipe_takes_back_of_a_rope_is_not_in_it() -> None:
+    """The published model's positions are stretched behind pretraining; the experiment says null for what does that."""
+    assert load_config(compose(["model=deepseek_v3"]).require().model).rope_parameters["factor"] == 40.0
+    rope = load_config(compose(["experiment=deepseek_v3"]).require().model).rope_parameters
+    assert rope == {"rope_type": "default", "rope_theta": 10000.0}
+
+
 def test_any_config_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(family("mixtral").config))

@@ -16,7 +16,8 @@ from framework.checkpoint.commit import (
     locate,
     step_of,
 )
-from framework.checkpoint.index import DamagedCheckpoint, Entry
+from framework.checkpoint.entry import Entry
+from framework.checkpoint.index import DamagedCheckpoint
 from framework.checkpoint.load import Reader, load_checkpoint, load_newest, verify_files
 from framework.checkpoint.object_folder import ObjectFolder
 from framework.checkpoint.place import ObjectPath, checkpoints_of, find_probe_error, open_place

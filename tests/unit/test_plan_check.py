@@ -4,7 +4,7 @@ import time
 from itertools import product
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework import cli
 from framework.errors import EXIT_DONE, EXIT_USER, ModelError
@@ -14,6 +14,8 @@ from framework.recipe.compose import compose
 from tests.grid import few_of
 
 QUICKSTART = ("experiment=quickstart", "launch.device=cpu")
+SMALL = ("~model", "data.bpe_vocab=300")
+SIZES = "{vocab_size:300,hidden_size:32,intermediate_size:56,num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:2}"
 # What passed `check` and failed on the ranks: overrides of the quickstart, and what the error says.
 MISTAKES = {
     "unknown family": (("model.family=lama",), ("model.family=lama", "nearest: llama")),
@@ -59,6 +61,22 @@ MISTAKES = {
     "ep without experts": (
         ("parallel.ep=2", "launch.ranks=2"),
         ("parallel.ep=2: llama has no stacked experts", "leave the key out"),
+    ),
+    "a family without initial values": (
+        (*SMALL, "model.family=apertus", f"model.config={SIZES}"),
+        ("apertus models cannot start from random weights", "act_fn.alpha_p", "Set model.weights"),
+    ),
+    "widths that grouped matmuls do not take": (
+        ("model.family=mixtral", "model.config.intermediate_size=50"),
+        ("has experts of 50 features on a rank", "in float32 want multiples of 4: use model.experts=eager"),
+    ),
+    "layers that run in cycles, with divided tokens": (
+        (
+            *(*SMALL, "model.family=hrm_text", "parallel.tp=2", "launch.ranks=2", "parallel.dp=1"),
+            "model.config={vocab_size:300,hidden_size:32,intermediate_size:56,num_hidden_layers:16,num_attention_heads:4,"
+            "head_dim:8}",
+        ),
+        ("parallel.sequence=true cannot divide the tokens of hrm_text", "Use parallel.sequence=false"),
     ),
     "context over positions": (
         ("batch.context=4096",),
@@ -138,7 +156,7 @@ def test_layers_that_are_dropped_at_random_are_refused_where_ranks_have_parts_of
 
 @pytest.fixture
 def qwen3(tmp_path):
-    """A folder with the config of a Qwen3 of one layer."""
+    """A folder with a Qwen3 of one layer."""
     config = {
         "vocab_size": 300,
         "hidden_size": 32,
@@ -146,7 +164,8 @@ def qwen3(tmp_path):
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
     }
-    AutoConfig.for_model("qwen3", **config, head_dim=8).save_pretrained(tmp_path)
+    config = AutoConfig.for_model("qwen3", **config, intermediate_size=48, head_dim=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -166,6 +185,26 @@ def test_values_that_contradict_the_weights_config_are_an_explained_error(qwen3)
     (qwen3 / "config.json").unlink()
     with pytest.raises(ModelError, match=r"model.weights=.* has no config.json"):
         check_layout(with_weights(qwen3))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("model.config.intermediate_size=64", r"does not hold the weights .*\n  of another shape \(3\)"),
+        ("model.config.attention_bias=true", r"does not hold the weights .*\n  missing \(4\)"),
+    ],
+)
+def test_weights_that_are_another_model_s_are_refused_where_a_run_begins_with_them(qwen3, change, says):
+    with pytest.raises(ModelError, match=says):
+        check_model(with_weights(qwen3, change))
+    assert check_model(with_weights(qwen3, change), is_new=False) == "qwen3"
+    assert check_model(with_weights(qwen3)) == "qwen3"
+
+
+def test_weights_that_are_no_safetensors_are_refused(qwen3):
+    (qwen3 / "model.safetensors").rename(qwen3 / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"has neither model.safetensors nor .* but pytorch_model.bin"):
+        check_model(with_weights(qwen3))
 
 
 def test_a_family_that_takes_a_new_seed_in_every_forward_is_refused():

@@ -116,3 +116,11 @@ def test_every_config_value_is_one_of_the_family(model):
         recipe.family, set()
     )  # read by its attention with getattr, without a default
     assert set(recipe.config) - set(family.to_dict()) - set(family.attribute_map) <= unread
+
+
+def test_the_docs_name_every_shipped_recipe():
+    rows: dict[str, str] = {}
+    for line in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text().splitlines():
+        if line.startswith("| `"):
+            rows.setdefault(line.split("`")[1], line)
+    assert not [(group, option) for group, option in OPTIONS if f"`{option}`" not in rows[group]]

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from framework.errors import ModelError, TopologyError
 from framework.mesh.layout import Layout, part
 from framework.model.experts import find_experts, form_of
-from framework.model.units import FINAL_NORMS, find_layers
+from framework.model.units import find_last_module, find_layers
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.borders import make_border
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions
@@ -285,22 +285,11 @@ class _Splitter:
                 self.model.register_forward_hook(partial(end_outside, self.rng))
         if self.plan.bounds.is_last:
             # Not in front of the head: models read the sequence's shape between the two.
-            last = self._last_module()
+            last = find_last_module(self.model)
             last.register_forward_hook(partial(gather_behind, head_region, tokens))
             if self.rng is not None:
                 # From here on ranks hold the same tokens again: a dropout in front of the head must drop the same elements.
                 last.register_forward_hook(partial(end_outside, self.rng))
-
-    def _last_module(self) -> nn.Module:
-        """The final norm, or the last layer if there is none."""
-        name, layers = self.layers
-        parent = self.model.get_submodule(name.rpartition(".")[0])
-        norms, is_behind = [], False
-        for child, module in parent.named_children():
-            is_behind |= module is layers
-            if child in FINAL_NORMS or (is_behind and "norm" in child):
-                norms.append(module)
-        return norms[-1] if norms else layers[-1]
 
     # --- parameters
 

@@ -1,0 +1,88 @@
+"""Whether sequence parallelism finds a family's layers in their order, found by running a small copy of the model.
+
+Tokens are scattered in front of the first layer and come together behind the last module of the decoder. So the first layer runs
+first and once, with all tokens of a sequence, and a last module with weights runs behind all layers only. Neither config nor
+modules tell: hrm_text goes through one list of layers again and again.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from framework.errors import ModelError
+from framework.model.load import FORWARD_ERRORS, choose_experts
+from framework.model.materialize import seed_rng
+from framework.model.shrink import shrink
+from framework.model.units import find_last_module, find_layers
+
+NUM_TOKENS = 6
+# In the place of a layer's index.
+LAST = -1
+
+Call = tuple[int, int | None]
+
+
+def refuse_unordered_layers(config: PretrainedConfig) -> None:
+    """Raises ModelError for a family whose tokens cannot be divided between layers, which ranks find out in their first forward.
+
+    Says nothing where there is no small copy that runs: what is in the way of that is told by others.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        seed_rng(0)
+        try:
+            model = AutoModelForCausalLM.from_config(_small(config), dtype=torch.float32).eval()
+            choose_experts(model, "eager", torch.float32)  # grouped matmuls want widths that a small copy may not have
+            reason = _find_reason(_record_calls(model), _has_weights(model))
+        except (ModelError, *FORWARD_ERRORS):
+            return
+    if reason is not None:
+        raise ModelError(
+            f"parallel.sequence=true cannot divide the tokens of {config.model_type} models between layers: {reason}. Use"
+            " parallel.sequence=false"
+        )
+
+
+def _small(config: PretrainedConfig) -> PretrainedConfig:
+    small = shrink(config)
+    small.use_cache = small.get_text_config().use_cache = False
+    return small
+
+
+def _has_weights(model: PreTrainedModel) -> bool:
+    return any(parameter.requires_grad for parameter in find_last_module(model).parameters())
+
+
+def _record_calls(model: PreTrainedModel) -> list[Call]:
+    """The layers by index, and the last module, as the model calls them, each with the tokens of its input; None: unknown."""
+    calls: list[Call] = []
+    found = find_layers(model)
+    assert found is not None, "a model was split that has no layers"
+    for index, layer in enumerate(found[1]):
+        layer.register_forward_pre_hook(partial(_note, calls, index), with_kwargs=True)
+    find_last_module(model).register_forward_pre_hook(partial(_note, calls, LAST), with_kwargs=True)
+    model(input_ids=torch.zeros(1, NUM_TOKENS, dtype=torch.int64))
+    return calls
+
+
+def _note(calls: list[Call], index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x = args[0] if args else kwargs.get("hidden_states")
+    calls.append((index, x.shape[-2] if isinstance(x, Tensor) and x.ndim > 1 else None))
+
+
+def _find_reason(calls: list[Call], has_weights: bool) -> str | None:
+    """What is in the way; None where nothing is. has_weights: of the last module."""
+    layers = [call for call in calls if call[0] != LAST]
+    if not layers:
+        return None
+    if layers[0][0] != 0 or sum(index == 0 for index, _ in layers) > 1:
+        return "its first layer does not run first and once"
+    if layers[0][1] != NUM_TOKENS:
+        return f"its first layer gets {layers[0][1] or 'unknown'} tokens of a sequence of {NUM_TOKENS}"
+    first = next((index for index, call in enumerate(calls) if call[0] == LAST), len(calls))
+    is_early = first < max(index for index, call in enumerate(calls) if call[0] != LAST)
+    return (
+        "the norm behind its layers, which has weights, runs in front of one, too" if is_early and has_weights else None
+    )
