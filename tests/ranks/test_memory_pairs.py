@@ -10,8 +10,8 @@ Each option alone is in files of its own.
 from tests.torchao_folder import FOLDER  # noqa: F401  # isort: skip  first: what follows may import torchao from there
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -32,9 +32,11 @@ from framework.verify.evidence import Evidence, initial_weights, perturb
 from framework.verify.oracle import run_oracle
 from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family
+from tests.laws.test_sabotage import count_tokens_of_the_rank
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import Case, small_recipe, train_layouts
 from tests.ranks.pool import RankPool
+from tests.ranks.test_offload import keep_the_last_gradient
 
 WORLD = 4
 SEQUENCES = 12
@@ -175,11 +177,19 @@ def case_of(choice: Choice, folder: Path) -> Case:
     return Case(str(choice), family(name), layouts, changes)
 
 
+Sabotage = Callable[[], AbstractContextManager[Any]]
+
+
 def find_faults(
-    rank: int, world: int, rendezvous: str, choices: Sequence[Choice], folder: Path
+    rank: int,
+    world: int,
+    rendezvous: str,
+    choices: Sequence[Choice],
+    folder: Path,
+    sabotage: Sabotage = nullcontext,
 ) -> dict[str, list[str]]:
     """Body: by choice what is wrong. Ranks share the kinds of oracles."""
-    with in_small_chunks():
+    with in_small_chunks(), sabotage():
         cases = {choice: case_of(choice, folder) for choice in choices}
         found = train_layouts(rank, world, rendezvous, list(cases.values()))
     by_kind = defaultdict(list)
@@ -260,3 +270,21 @@ def test_any_two_options_and_axes_go_together(pool: RankPool, precision: str, tm
     failed = {name: each for name, each in faults.items() if each}
     assert not failed, "\n\n".join("\n".join([name, *each]) for name, each in failed.items())
     assert not list(tmp_path.iterdir()), "runs that are over leave no file"
+
+
+SABOTAGED = Choice("full", 0.5, (1.0, "host"), 1.0, True, "fp16", "fp32", "dp 2, tp 2", Zero(3))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("sabotage", "says"),
+    [(keep_the_last_gradient, "with other bits than without"), (count_tokens_of_the_rank, "loss"), (nullcontext, "")],
+    ids=["an option", "the layout", "nothing"],
+)
+def test_what_an_option_or_the_layout_does_wrong_shows(
+    pool: RankPool, sabotage: Sabotage, says: str, tmp_path: Path
+) -> None:
+    faults = [
+        each for found in pool.run(WORLD, find_faults, [SABOTAGED], tmp_path, sabotage) for each in found.values()
+    ]
+    assert (says in str(faults[0])) if says else faults == [[]]
