@@ -59,11 +59,11 @@ class ContextAttention:
         self.slices, self.block = slices, block
         self.heads = HeadExchange(ulysses, slices.chunks)
         self.transport = TRANSPORTS[method](ring)
-        self._kept = KeptOutputs()
+        self.kept = KeptOutputs()
 
     def keep_outputs(self, kept: KeptOutputs, _operation: str) -> None:
         """From now on the layer that calls this attention, and no other, is recomputed in backward."""
-        self._kept = kept
+        self.kept = kept
 
     # Its shapes differ between ranks and steps, and messages are counted: traced, it would be compiled again and again.
     @torch.compiler.disable
@@ -89,7 +89,7 @@ class ContextAttention:
         # To the host, which decides by them what is computed: waiting for the device once here, not in every block.
         rows = None if first_rows is None else self.heads.gather_rows(first_rows).cpu()
         blocks = RankBlocks(self.block, self.slices, self.heads.select_scores(scores), None)
-        return self.heads.leave(_Attend.apply(q, k, v, own_sinks, rows, blocks, self.transport, self._kept))
+        return self.heads.leave(_Attend.apply(q, k, v, own_sinks, rows, blocks, self))
 
 
 @dataclass(frozen=True)
@@ -265,21 +265,20 @@ class _Attend(torch.autograd.Function):
         sinks: Tensor | None,
         first_rows: Tensor | None,
         blocks: RankBlocks,
-        transport: Transport,
-        kept: KeptOutputs,
+        attention: ContextAttention,
     ) -> Tensor:
 
         def attend() -> tuple[Tensor, Tensor]:
             own = KeyValues(k, v)
             work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
-            transport.forward(own, blocks.route(own), work)
+            attention.transport.forward(own, blocks.route(own), work)
             assert work.out is not None
             return work.out.transpose(1, 2), work.log_sum
 
-        out, log_sum = kept.compute_attention(attend)
+        out, log_sum = attention.kept.compute_attention(attend)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
         ctx.save_for_backward(q, k, v, sinks, first_rows, out, log_sum)
-        ctx.blocks, ctx.transport = blocks, transport
+        ctx.blocks, ctx.transport = blocks, attention.transport
         return out
 
     @staticmethod
@@ -291,7 +290,7 @@ class _Attend(torch.autograd.Function):
         ctx.transport.backward(own, ctx.blocks.route(own), work)
         dsinks = None if sinks is None else sinks_gradient(sinks, queries.gradient, queries.out, log_sum)
         assert work.total is not None
-        return work.dq, work.total.k, work.total.v, dsinks, None, None, None, None
+        return work.dq, work.total.k, work.total.v, dsinks, None, None, None
 
 
 def _query_heads(heads: Interval, q: Tensor, own: KeyValues) -> slice:
