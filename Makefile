@@ -6,19 +6,25 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 
 .PHONY: install develop train test tests test-slurm test-grid try lint clean
 
-# Two stamps: training does not wait for what only tests and benches import.
+# Stamps of their own: training does not wait for what only tests and benches import, and these install all of it at once.
 install: .venv/installed
 
-develop: .venv/developed
+develop: .venv/developed .venv/torchao.installed
 
-.venv/installed: pyproject.toml
+$(BIN)/python:
 	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml | $(BIN)/python
 	$(PIP) --editable .
 	touch $@
 
-.venv/developed: .venv/installed
+.venv/developed: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[dev,bench]'
-	$(PIP) --upgrade --no-deps --target .venv/torchao 'torchao>=0.15,<0.19'  # tests/torchao_folder.py says why there
+	touch .venv/installed $@
+
+# tests/torchao_folder.py says why there.
+.venv/torchao.installed: pyproject.toml | $(BIN)/python
+	$(PIP) --upgrade --no-deps --target .venv/torchao 'torchao>=0.15,<0.19'
 	touch $@
 
 # What a run imports is compiled by one process, not by every rank at once, and not by each anew where the environment
@@ -36,28 +42,29 @@ lint: develop
 	$(BIN)/ruff format --check framework tests scripts
 	$(BIN)/mypy
 
-# WORKERS=4: so many tests at a time on two cores, since ranks wait for one another half of the time. A file's tests stay on one worker, which its
-# fixtures are made for; files in the order of their names, in which the many small ones come last and even out. What is
+# WORKERS=4: so many tests at a time on two cores, since ranks wait for one another half of the time (tests/workers.py). What is
 # imported is compiled once and kept, also where the environment forbids Python to: tests start hundreds of processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 4
-SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD := -p tests.workers --workers $(WORKERS)
 
-# Lint and types beside the tests, whose ranks wait for one another and leave a part of two cores idle.
-test: develop
+# Lint and types beside the tests, whose ranks wait for one another and leave a part of two cores idle; and before them the two
+# installations beside each other.
+test:
 	$(MAKE) --no-print-directory --jobs 2 lint tests
 
 # tests/browser opens pages in Chromium where there is one (scripts/install_browser.sh); REQUIRE_BROWSER=1: none is a failure.
 tests: develop
 	$(PYTEST) $(SPREAD) -m "not grid" --ignore tests/slurm
 
-# On a real SLURM cluster of this machine (scripts/local_cluster.sh install); REQUIRE_SLURM=1: a skipped test is a failure.
+# On a real SLURM cluster of this machine (scripts/local_cluster.sh install); REQUIRE_SLURM=1: a skipped test is a failure. PART=0
+# to 6, or today: what runs each day, and a seventh of the rest, as in CI.
 test-slurm: develop
-	$(PYTEST) tests/slurm
+	$(PYTEST) tests/slurm $(if $(PART),--grid-part $(PART))
 
 # More families, ranks and ties of what `make test` shows. PART=0 to 6, or today: a seventh of it, as CI runs each day.
 test-grid: develop
-	$(PYTEST) $(SPREAD) -m grid $(if $(PART),--grid-part $(PART))
+	$(PYTEST) $(SPREAD) -m grid --ignore tests/slurm $(if $(PART),--grid-part $(PART))
 
 # Thirty things that a new user does, with what must be seen; ARGS=--all: also those that train.
 try: install

@@ -6,19 +6,17 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.grid import NUM_PARTS, part_of, part_of_day
+from tests.grid import NUM_PARTS, part_of_day, part_of_item
 from tests.ranks.pool import RankPool
 
 # A property must hold, not be fast: a busy machine is no counter-example. Each run draws other examples, so a week of them draws
 # more than a hundred of each.
-settings.register_profile("meshwright", deadline=None, max_examples=40)
+settings.register_profile("meshwright", deadline=None, max_examples=20)
 settings.load_profile("meshwright")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What most tests need, imported once; not where xdist's workers run the tests, and each imports for itself."""
-    if getattr(config.option, "numprocesses", None):
-        return
+    """What most tests need, imported once: the workers of `--workers` are forked from this process."""
     import torch
     import transformers  # noqa: F401
 
@@ -53,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = _chosen_part(config)
     if part is None:
         return
-    others = [item for item in items if item.get_closest_marker("grid") and part_of(item.nodeid) != part]
+    others = [item for item in items if part_of_item(item) not in (None, part)]
     config.hook.pytest_deselected(items=others)
     dropped = set(others)
     items[:] = [item for item in items if item not in dropped]

@@ -29,6 +29,18 @@ def build_config(family: Family, **changes: Any) -> PretrainedConfig:
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
+# One of each kind of layer, for tests that ask each family the same: attention plain, with soft-caps and windows, with sinks,
+# with biases of distance, latent, linear; packed projections; layers in parallel; learnt positions; experts of each form.
+KINDS = (
+    "llama", "gemma2", "bloom", "deepseek_v3", "qwen3_next", "phi3", "falcon", "gpt2", "opt", "mixtral", "gpt_oss", "llama4_text",
+)  # fmt: skip
+
+
+def is_kind(each: Family) -> bool:
+    """Whether `make test` has this family, where the grid has all."""
+    return each.name in KINDS
+
+
 def family(name: str) -> Family:
     return next(found for found in FAMILIES if found.name == name)
 

@@ -1,7 +1,7 @@
 """The grid in parts: seven parts of about equal size, one for each day, so that a week of runs covers it all.
 
-A case's part is a function of its name alone: the same part is the same cases, today and in a month, and a case that is added
-moves no other.
+A case's part is a function of its name alone, or what its mark says: the same part is the same cases, today and in a month, and a
+case that is added moves no other.
 """
 
 import time
@@ -22,6 +22,17 @@ def few_of(rows: Iterable[Any], is_shown: Callable[..., bool]) -> list[Any]:
         pytest.param(*row, marks=() if is_shown(*row) else pytest.mark.grid)
         for row in (each if isinstance(each, tuple) else (each,) for each in rows)
     ]
+
+
+def part_of_item(item: pytest.Item) -> int | None:
+    """A test's part: the one that its mark says, as `pytest.mark.grid(part=2)` where tests share what is dear, else that of its
+    node id. None: it is not in the grid."""
+    mark = item.get_closest_marker("grid")
+    if mark is None:
+        return None
+    part = mark.kwargs.get("part", part_of(item.nodeid))
+    assert part in range(NUM_PARTS), f"{item.nodeid}: grid(part={part!r}), and the parts are 0 to {NUM_PARTS - 1}"
+    return part
 
 
 def part_of(name: str) -> int:

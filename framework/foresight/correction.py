@@ -86,6 +86,7 @@ def _slower_link(link: ClusterLink, factor: float) -> ClusterLink:
         hop_us=[hop * factor for hop in link.hop_us],
         start_us=link.start_us * factor,
         measured=[[size, micros * factor] for size, micros in link.measured],
+        crowded=[[ranks, size, micros * factor] for ranks, size, micros in link.crowded],
     )
 
 

@@ -7,17 +7,17 @@ import numpy as np
 from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import MemoryForecast, TimeForecast
 from framework.foresight.memory import (
-    States,
     forecast_memory,
-    least_of_work,
-    spare_at_most,
+    memory_model,
     spare_bytes,
-    spare_of_activations,
     spare_of_options,
 )
+from framework.foresight.memory_bounds import MemoryBounds
+from framework.foresight.memory_states import StateOptions, StateTable
 from framework.foresight.settings import Settings
 from framework.foresight.shape import ModelShape
 from framework.foresight.time import TimeModel
+from framework.foresight.time_bounds import TimeBounds
 from framework.plan.cluster import Cluster
 
 # What ZeRO and offload of states add to a step. Its other parts are the least without ZeRO: then nothing is gathered, and nothing
@@ -27,17 +27,20 @@ STATE_PARTS = ("gathers", "reductions", "contention", "optimizer", "offload", "c
 
 @dataclass(frozen=True)
 class Engine:
-    """Forecasts, each remembered by what it depends on."""
+    """Forecasts and their lower bounds, each remembered by what it depends on."""
 
     shape: ModelShape
     settings: Settings
     cluster: Cluster
     times: TimeModel
+    least_bytes: MemoryBounds
+    least_time: TimeBounds
 
     @classmethod
     def of(cls, shape: ModelShape, settings: Settings, cluster: Cluster) -> "Engine":
         """That of a recipe."""
-        return cls(shape, settings, cluster, TimeModel(shape, settings.recipe, cluster))
+        times = TimeModel(shape, settings.recipe, cluster)
+        return cls(shape, settings, cluster, times, MemoryBounds(memory_model(shape, settings)), TimeBounds(times))
 
     def memory(self, candidate: Candidate) -> MemoryForecast:
         """Of each rank of the pipeline."""
@@ -47,21 +50,13 @@ class Engine:
         """Bytes that are left on the fullest rank; negative: so many are missing."""
         return spare_bytes(self.shape, candidate, self.settings, self.cluster)
 
-    def spare_of_options(self, stages: Candidate, options: tuple[States, ...]) -> np.ndarray:
+    def spare_of_options(self, stages: Candidate, options: StateOptions) -> np.ndarray:
         """The same of each option: `stages` with states in other places."""
         return spare_of_options(self.shape, stages, options, self.settings, self.cluster)
 
-    def spare_at_most(self, candidate: Candidate) -> int:
-        """A bound of `most_spare` that costs little."""
-        return spare_at_most(self.shape, candidate, self.settings, self.cluster)
-
-    def least_bytes(self, candidate: Candidate) -> int:
-        """Bytes of the fullest rank for all choices behind the microbatch, at the least."""
-        return least_of_work(self.shape, candidate, self.settings)
-
-    def most_spare(self, candidate: Candidate) -> int:
-        """The same wherever states lie: what activations alone leave."""
-        return spare_of_activations(self.shape, candidate, self.settings, self.cluster)
+    def states_of_options(self, stages: Candidate, options: StateOptions) -> StateTable:
+        """Bytes of states in each of these places."""
+        return self.least_bytes.memory.states.of_options(stages, options)
 
     def time(self, candidate: Candidate) -> TimeForecast:
         """Of a step."""

@@ -14,7 +14,7 @@ parallelism); R rows in a rank's experts.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -243,6 +243,11 @@ class UnitWork:
     inside: float = 0.0
     shared: float = 0.0
 
+    @cached_property
+    def total(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward.total + self.backward
+
     @property
     def backward(self) -> float:
         """Seconds of the whole backward."""
@@ -312,7 +317,7 @@ class LayerTimes:
         """Of one layer. What sqrt computes beside the layer itself is not in it: see `again_of_groups`."""
         c = candidate
         # Of sequences and cp only what attention reads: how many sequences' work a rank has.
-        sizes = (c.tokens, c.sequences / c.cp, c.tp, c.sequence, c.ep, c.expert_tp)
+        sizes = (c.tokens, c.sequences / c.cp, c.cp // c.ulysses, c.tp, c.sequence, c.ep, c.expert_tp)
         key = (id(layer), *sizes, c.checkpointing, c.accumulation > 1)
         if key not in self._layers:
             self._layers[key] = self._measure_layer(layer, c)
@@ -326,7 +331,9 @@ class LayerTimes:
             each.name: self._weight_gradient(tokens, *each.of_rank(c.tp), c.accumulation > 1) for each in layer.linears
         }
         attention = self._attention_flops(layer, c)
-        shape = self.operators.context, layer.attention.key_dim if layer.attention is not None else 1
+        # A ring's kernels see its blocks alone.
+        ring = c.cp // c.ulysses
+        shape = max(1, self.operators.context // ring), layer.attention.key_dim if layer.attention is not None else 1
         experts, expert_gradient, routed = self._experts(layer, c)
         rest = layer.estimated * layer.flops * tokens / c.tp
         if rest:
@@ -399,6 +406,11 @@ class LayerTimes:
         hidden = outside * layer.hidden
         total = layer.norms * rates.elementwise(hidden, profile.norm, times)
         total += 2 * rates.elementwise(hidden, profile.residual, times)
+        ring = c.cp // c.ulysses
+        if ring > 1 and layer.attention is not None:
+            # Each block but a chunk's first is merged: half of the queries meet one of the rank's own, and one of each other's.
+            merged = tokens / 2 * layer.attention.heads * layer.attention.value_dim / c.tp
+            total += ring * rates.elementwise(merged, profile.merge, times)
         if layer.rotated:
             total += rates.elementwise(tokens * layer.rotated / c.tp, profile.rope, times)
         if layer.activated:

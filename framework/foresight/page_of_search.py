@@ -13,8 +13,8 @@ from framework.foresight.forecast import Forecast
 from framework.foresight.page_charts import layouts_charts
 from framework.foresight.page_html import Page, Table
 from framework.foresight.page_rows import GIB, OUTSIDE, SLACK, Rows, all_kinds, show_seconds
-from framework.foresight.rejections import Rejection, describe, group_rejections
-from framework.foresight.search import SearchResult
+from framework.foresight.rejections import Rejection, collect_constraints, describe, group_rejections
+from framework.foresight.search import Search, SearchResult
 from framework.plan.memory import show_bytes
 from framework.plan.relief import set_key
 from framework.recipe.schema import Recipe
@@ -78,13 +78,12 @@ def explore(question: Question) -> tuple[list[SearchResult], list[Layout]]:
     for recipe in _resize(question.recipe):
         with suppress(MeshwrightError):  # its batch or its degrees do not divide so many ranks
             results.append(search(replace(wide, recipe=recipe)))
-    near = [
-        each for each in results[0].rejections if each.kind == "memory" and each.choice in ("activations", "states")
-    ]
-    engine, nearest = results[0].engine, sorted(near, key=lambda each: each.missing)[:MOST_OVER]
-    return results, [
-        Layout(c, Forecast(engine.memory(c), engine.time(c))) for c in (each.candidate for each in nearest)
-    ]
+    space, engine = results[0].space, results[0].engine
+    near = sorted((each for each in results[0].rejections if each.kind == "memory"), key=lambda each: each.missing)
+    asked = Search(space, collect_constraints(space, engine.shape), engine)
+    found = dict.fromkeys(asked.choose_layout(each) for each in near[:MOST_OVER])
+    over = [Layout(c, Forecast(engine.memory(c), engine.time(c))) for c in found if c is not None]
+    return results, sorted(over, key=lambda each: each.missing)
 
 
 def _resize(recipe: Recipe) -> Iterator[Recipe]:

@@ -29,6 +29,8 @@ EAGER_ROPE = Kernels(9, 9, 10)
 # silu(gate) and its product with up, in passes over the features between the mlp's matmuls.
 EAGER_ACTIVATION = Kernels(5, 5, 2)
 RESIDUAL = Kernels(3, 3, 1)
+# A block's part of attention's outputs, taken in by weights of each query (parallel/context/merge.py).
+MERGE = Kernels(3, 3, 4)
 # To fp32, logarithm of the softmax, the loss of the labels; in passes over the logits.
 EAGER_LOSS = Kernels(7, 3, 4)
 # A matmul's factor to fp8: its largest absolute value, the scaled and clamped values, the cast.
@@ -47,7 +49,7 @@ class Profile:
     of their factors). attention_backward: FLOPs of an attention's backward over its forward's: five matmuls for two.
     attends_half: whether attention computes the causal half alone.
 
-    Elementwise. norm, rope, activation, residual, loss: their kernels in forward; cast: of each factor of an fp8 matmul;
+    Elementwise. norm, rope, activation, residual, merge, loss: their kernels in forward; cast: of each factor of an fp8 matmul;
     narrows_experts: whether experts are multiplied in fp8 as linear layers are; backward_passes: bytes of their backward over
     those of forward. gradient_bytes: for each weight and microbatch, of adding to its main gradient, beside the matmul itself.
     optimizer_passes: of the update over all states, 1 where one kernel does all of it.
@@ -76,6 +78,7 @@ class Profile:
     rope: Kernels = EAGER_ROPE
     activation: Kernels = EAGER_ACTIVATION
     residual: Kernels = RESIDUAL
+    merge: Kernels = MERGE
     loss: Kernels = EAGER_LOSS
     cast: Kernels = EAGER_CAST
     narrows_experts: bool = False

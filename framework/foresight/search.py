@@ -1,18 +1,20 @@
 """The search: all legal layouts of a recipe on its ranks, ranked by what is foretold of them.
 
 Layouts are millions, so they are not all forecast. Choices are made in an order (`CHOICES`), and all layouts that share the
-first ones have a lower bound: the mean rank's work, then that of a schedule and of a policy of checkpointing, then of where
-states lie, then of the simulated schedule. Whatever has the least bound is opened next, until that is above the last of the
-best so far. So the ranking is that of brute force, and a test says so; what was left out is counted.
+first ones have lower bounds of bytes and of seconds: of the mean rank's work, then of a schedule's, then of where states lie,
+then of the simulated schedule. Bytes come first: what recomputes nothing is fast, and most of it is too large, so that its time
+says nothing of the layouts that fit. Whatever has the least bound is opened next, until that is above the last of the best so
+far. So the ranking is that of brute force, and a test says so; what was left out is counted.
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from math import prod
+from operator import itemgetter
 from time import process_time
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -22,14 +24,15 @@ import numpy as np
 from framework.foresight.candidate import Candidate
 from framework.foresight.engine import Engine
 from framework.foresight.forecast import Forecast
-from framework.foresight.memory import States
+from framework.foresight.memory_bounds import Way
+from framework.foresight.memory_states import StateOptions, States
 from framework.foresight.rejections import Constraints, Rejection, read_field, too_large
 from framework.foresight.space import CHOICES, Space
 
 By = Literal["time", "cost", "memory"]
 Mesh = tuple[int, int, int, int, int]
-DIVISION, WORK = ("context", "sequence", "experts"), "microbatch"
-STAGES = ("schedule", "checkpointing", "activations")
+DIVISION, WORK, SCHEDULE = ("context", "sequence", "experts"), "microbatch", "schedule"
+WAY = ("checkpointing", "activations")
 STATES = ("zero", "states")
 # Sums in another order differ in the last digits: a bound is not to exclude what is equal.
 ROUNDING = 1 - 1e-9
@@ -105,7 +108,7 @@ class Places:
     """Where rules allow states, of all layouts that agree in what these read. against: the first such layout's rejections;
     times: such layouts."""
 
-    options: tuple[States, ...]
+    options: StateOptions
     against: Sequence[Rejection]
     times: int = 0
 
@@ -140,15 +143,17 @@ class Search:
     _open: list[tuple[float, int, str, Candidate, Options | None]] = field(default_factory=list, repr=False)
     _numbers: Iterator[int] = field(default_factory=count, repr=False)
     _places: dict[Any, Places] = field(default_factory=dict, repr=False)
-    _updates: dict[Any, np.ndarray] = field(default_factory=dict, repr=False)
+    _options: dict[Any, StateOptions] = field(default_factory=dict, repr=False)
+    _added: dict[Any, dict[int, tuple[float, float]]] = field(default_factory=dict, repr=False)
     _simulated: dict[Candidate, float] = field(default_factory=dict, repr=False)
     _counts: dict[Any, int] = field(default_factory=dict, repr=False)
+    _schedules_of: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict, repr=False)
 
     def run(self) -> SearchResult:
         """All layouts. Never raises for a layout: it is rejected."""
         began = process_time()
         for c in self._find_divisions():
-            self._push(self._bound_of_division(c), DIVISION[-1], c)
+            self._consider_division(c)
         while self._open:
             bound, _, choice, c, options = heappop(self._open)
             if self._is_excluded(bound, c):
@@ -179,7 +184,21 @@ class Search:
     def legal_layouts(self) -> Iterator[Candidate]:
         """All layouts that no rule is against, whether they fit or not."""
         for c in self._find_divisions():
-            yield from self._expand(c, (WORK, *STAGES, *STATES))
+            yield from self._expand(c, (WORK, SCHEDULE, *WAY, *STATES))
+
+    def choose_layout(self, rejection: Rejection) -> Candidate | None:
+        """One of the layouts that are rejected as too large: that with the first legal values of what is left to choose, and with
+        states where they leave most. None where no rule allows any."""
+        names = list(CHOICES)
+        rest = names[names.index(rejection.choice) + 1 :]
+        if not rest:
+            return rejection.candidate
+        stages = next(self._expand(rejection.candidate, tuple(name for name in rest if name not in STATES)), None)
+        places = None if stages is None else self._place_states(stages)
+        if stages is None or places is None or not places.options.states:
+            return None
+        nearest = int(np.argmax(self.engine.spare_of_options(stages, places.options)))
+        return stages.changed(states_as(places.options.states[nearest]))
 
     def _find_divisions(self) -> Iterator[Candidate]:
         """How ranks may divide what they compute: all choices before the microbatch, where no rule is against them."""
@@ -201,48 +220,49 @@ class Search:
 
     def _open_division(self, bound: float, c: Candidate) -> None:
         for child in self._expand(c, (WORK,)):
-            self._push(self._bound_of_work(child), WORK, child)
+            self._consider(WORK, child, self._ways, self._schedules(c))
 
     def _open_work(self, bound: float, c: Candidate) -> None:
-        """The schedules of a work, without checkpointing, which only adds work."""
-        for child in self._expand(c, STAGES[:1]):
-            self._push(self._bound_of_stages(child), "schedule", child)
+        for child in self._expand(c, (SCHEDULE,)):
+            self._consider(SCHEDULE, child, self._ways, ((child.schedule, child.virtual),))
 
     def _open_schedule(self, bound: float, c: Candidate) -> None:
-        """Policies of checkpointing, of activations that stay on the device: a way to the host only adds time."""
-        for child in self._expand(c, STAGES[1:2]):
-            self._push(self._bound_of_stages(child), STAGES[1], child)
-
-    def _open_checkpointing(self, bound: float, c: Candidate) -> None:
-        for child in self._expand(c, STAGES[2:]):
-            self._push(self._bound_of_stages(child) if child.offload else bound, STAGES[2], child)
+        for child in self._expand(c, WAY):
+            self._consider(WAY[-1], child, ((child.checkpointing, child.offload),), ((c.schedule, c.virtual),))
 
     def _open_stages(self, bound: float, c: Candidate) -> None:
-        """Where states may lie, of stages whose activations fit."""
-        # The second costs more, and is asked of few.
-        if not all(self._fits(c, ask(c), STAGES[-1]) for ask in (self.engine.spare_at_most, self.engine.most_spare)):
-            return
-        if self.by == "memory":
-            # First those whose activations alone leave more.
-            least = self.engine.cluster.memory_bytes - self.engine.most_spare(c)
-            if least > bound:
-                self._push(least, STAGES[-1], c)
-                return
+        """Where states may lie."""
         places = self._place_states(c)
-        if not places.options:
+        if not len(places.options.states):
+            places.times += 1
             return
-        spare, limit = self.engine.spare_of_options(c, places.options), self.engine.cluster.memory_bytes
+        limit = self.engine.cluster.memory_bytes
+        # First what states take and add at the least, of those that may fit: it is known for many layouts at once.
+        table = self.engine.states_of_options(c, places.options)
+        least = table.outside + table.in_backward + self.engine.least_bytes.activations(c)
+        fitting = np.flatnonzero(least <= limit)
+        if not len(fitting):
+            self._refuse_size(WAY[-1], c, int(least.min()) - limit)
+            return
+        own = 0.0 if self.by == "memory" else self.engine.least_time.least(c, ((c.schedule, c.virtual),))
+        bounds = least[fitting] if self.by == "memory" else own + self._least_of_states(c, places, fitting)
+        if bounds.min() > bound:
+            self._push(float(bounds.min()), WAY[-1], c)
+            return
+        places.times += 1
+        spare = self.engine.spare_of_options(c, places.options)
         over = np.flatnonzero(spare < 0)
         if len(over):
             nearest = over[np.argmax(spare[over])]
-            missing = -int(spare[nearest])
-            layout = c.changed(states_as(places.options[nearest]))
-            self.rejections.append(too_large(layout, missing, limit, "states", len(over)))
-        bounds = limit - spare if self.by == "memory" else bound + self._least_updates(c, places)
-        fitting = np.flatnonzero(spare >= 0)
-        order = fitting[np.argsort(bounds[fitting], kind="stable")]
+            layout = c.changed(states_as(places.options.states[nearest]))
+            self.rejections.append(too_large(layout, -int(spare[nearest]), limit, "states", len(over)))
+        bounds = limit - spare[fitting] if self.by == "memory" else bounds
+        keeps = spare[fitting] >= 0
+        fitting, bounds = fitting[keeps], bounds[keeps]
+        order = np.argsort(bounds, kind="stable")
         if len(order):
-            found = Options(bound, [places.options[each] for each in order], bounds[order].tolist())
+            states = [places.options.states[fitting[each]] for each in order]
+            found = Options(own, states, bounds[order].tolist())
             self._push(found.bounds[0], "states", c, found)
 
     def _open_options(self, c: Candidate, options: Options) -> None:
@@ -253,12 +273,16 @@ class Search:
             self._push(options.bounds[options.place], "states", c, options)
         self._push(bound if self.by == "memory" else self._bound_of_states(layout, options.least), "states", layout)
 
-    def _least_updates(self, c: Candidate, places: Places) -> np.ndarray:
-        """Seconds of each option's update at the least, whatever the rank."""
-        key = (id(places), c.pp, c.schedule, c.virtual, c.tp, c.ep, c.expert_tp, c.sequence)
-        if key not in self._updates:
-            self._updates[key] = np.array(self.engine.times.least_updates(c, places.options))
-        return self._updates[key]
+    def _least_of_states(self, c: Candidate, places: Places, which: np.ndarray) -> np.ndarray:
+        """Seconds that states in these places add at the least, which layouts with equal stages share."""
+        known = self._added.setdefault(
+            (places.options, c.pp, c.schedule, c.virtual, c.tp, c.ep, c.expert_tp, c.sequence), {}
+        )
+        for each in which.tolist():
+            if each not in known:
+                layout = c.changed(states_as(places.options.states[each]))
+                known[each] = self.engine.least_time.least_of_states(layout)
+        return np.array([c.accumulation * known[each][0] + known[each][1] for each in which.tolist()])
 
     def _place_states(self, c: Candidate) -> Places:
         """Where rules allow states of `c`: asked once for all that agree in what they read."""
@@ -267,11 +291,10 @@ class Search:
         if key not in self._places:
             known = len(self.rejections)
             found = tuple([(each.zero, each.shard, each.offload) for each in self._expand(c, STATES)])
-            self._places[key] = Places(found, self.rejections[known:])
+            options = self._options.setdefault((c.dp * c.cp, c.tp, found), StateOptions(found))
+            self._places[key] = Places(options, self.rejections[known:])
             del self.rejections[known:]
-        places = self._places[key]
-        places.times += 1
-        return places
+        return self._places[key]
 
     @cached_property
     def _read_for_states(self) -> tuple[str, ...]:
@@ -306,19 +329,16 @@ class Search:
         {
             DIVISION[-1]: _open_division,
             WORK: _open_work,
-            STAGES[0]: _open_schedule,
-            STAGES[1]: _open_checkpointing,
-            STAGES[2]: _open_stages,
+            SCHEDULE: _open_schedule,
+            WAY[-1]: _open_stages,
             "states": _forecast,
         }
     )
 
-    def _fits(self, c: Candidate, spare: int, choice: str) -> bool:
-        """Whether a layout fits a device, or any that shares the choices of `c` so far."""
-        if spare < 0:
-            missing, limit = -spare, self.engine.cluster.memory_bytes
-            self.rejections.append(too_large(c, missing, limit, choice, self._count(c, choice)))
-        return spare >= 0
+    def _refuse_size(self, choice: str, c: Candidate, missing: int) -> None:
+        """All layouts that share the choices of `c` up to this one lack so many bytes at the least."""
+        limit = self.engine.cluster.memory_bytes
+        self.rejections.append(too_large(c, missing, limit, choice, self._count(c, choice)))
 
     def _expand(self, c: Candidate, choices: tuple[str, ...]) -> Iterator[Candidate]:
         """`c` with all values of these choices that nothing is against."""
@@ -372,27 +392,78 @@ class Search:
             return True
         return mesh in self._firsts and least > self._value(self._firsts[mesh][1])
 
-    def _bound_of_division(self, c: Candidate) -> float:
-        """As of the work, for all microbatches: the largest takes least time, the smallest least bytes."""
-        works = sorted(self.space.children(WORK, c), key=lambda each: each.sequences)
-        if self.by == "memory":
-            return self._bound_of_work(works[0])
-        # Sizes divide the largest, which is one microbatch; where curves are measured nothing is known before each is asked.
-        largest = works[-1]
-        is_known = self.engine.times.gains_by_size and all(largest.sequences % each.sequences == 0 for each in works)
-        return self._bound_of_work(largest) if is_known else 0.0
+    def _consider_division(self, c: Candidate) -> None:
+        """Of its microbatches the smallest needs least bytes, and the largest least time."""
+        works = sorted(self.space.values(WORK, c), key=itemgetter("sequences"))
+        smallest, schedules = c.changed(works[0]), self._schedules(c)
+        if not schedules:
+            refused = list(self._expand(c, (WORK, SCHEDULE)))  # each for a reason of its own
+            assert not refused, refused
+            return
+        fitting = self._fitting(DIVISION[-1], smallest, self._ways, schedules)
+        if not fitting:
+            return
+        least, largest = self.engine.least_time, c.changed(works[-1])
+        bound: float = min(fitting.values())
+        if self.by != "memory":
+            # Where curves are measured nothing is known before each size is asked.
+            gains = least.gains_by_size and all(largest.sequences % each["sequences"] == 0 for each in works)
+            layouts = self._quickest(largest, fitting) if gains else ()
+            bound = min((least.least_mean(each, smallest) for each in layouts), default=0.0)
+        self._push(bound, DIVISION[-1], c)
 
-    def _bound_of_work(self, c: Candidate) -> float:
-        """Seconds of the mean rank, and the slowest takes no less; bytes of a layer's backward where bytes rank."""
-        return self.engine.least_bytes(c) if self.by == "memory" else self.engine.times.least_mean(c)
+    def _consider(
+        self, choice: str, c: Candidate, ways: tuple[Way, ...], schedules: tuple[tuple[str, int], ...]
+    ) -> None:
+        """Layouts that share the choices of `c` up to this one, to be opened in their turn if any may fit. ways, schedules: what
+        is left to choose of these."""
+        fitting = self._fitting(choice, c, ways, schedules)
+        if fitting:
+            bound: float = min(fitting.values())
+            if self.by != "memory":
+                bound = min(self.engine.least_time.least(each, schedules) for each in self._quickest(c, fitting))
+            self._push(bound, choice, c)
 
-    def _bound_of_stages(self, c: Candidate) -> float:
-        """Seconds of all that states do not change, in the least that the schedule takes; bytes as of the work."""
-        return self.engine.least_bytes(c) if self.by == "memory" else self.engine.times.least_seconds(c)
+    def _fitting(
+        self, choice: str, c: Candidate, ways: tuple[Way, ...], schedules: tuple[tuple[str, int], ...]
+    ) -> dict[Way, int]:
+        """The ways in which layouts may fit, with their bytes at the least. Where there is none they are rejected."""
+        sizes, limit = self.engine.least_bytes.least_of_ways(c, ways, schedules), self.engine.cluster.memory_bytes
+        found = {way: size for way, size in zip(ways, sizes, strict=True) if size <= limit}
+        if not found:
+            self._refuse_size(choice, c, min(sizes) - limit)
+        return found
+
+    def _quickest(self, c: Candidate, ways: Iterable[Way]) -> Iterator[Candidate]:
+        """`c` with the ways of which one takes least time: computing again only adds time, and so does a way to the host."""
+        for policy, offload in ways:
+            yield c.changed({"checkpointing": policy, "offload": offload})
+            if not offload:
+                return
+
+    @cached_property
+    def _ways(self) -> tuple[Way, ...]:
+        """Ways to keep activations, those that compute less first, without those that rules refuse whatever else is chosen."""
+        root, own = self.space.root(), {name for choice in WAY for name in CHOICES[choice]}
+        asked = [each for choice in WAY for each in self.constraints.by_choice[choice] if own.issuperset(each.fields)]
+        found = [c for policy in self.space.children(WAY[0], root) for c in self.space.children(WAY[1], policy)]
+        legal = [c for c in found if all(each.refuse(c) is None for each in asked)]
+        return tuple((c.checkpointing, c.offload) for c in legal or found)
+
+    def _schedules(self, c: Candidate) -> tuple[tuple[str, int], ...]:
+        """Those that a division of the ranks may have, with stages of a rank, but for those that have too many stages."""
+        if c.pp not in self._schedules_of:
+            own = {"pp", *CHOICES[SCHEDULE]}
+            asked = [each for each in self.constraints.by_choice[SCHEDULE] if own.issuperset(each.fields)]
+            found = [
+                each for each in self.space.children(SCHEDULE, c) if all(one.refuse(each) is None for one in asked)
+            ]
+            self._schedules_of[c.pp] = tuple((each.schedule, each.virtual) for each in found)
+        return self._schedules_of[c.pp]
 
     def _bound_of_states(self, c: Candidate, bound: float) -> float:
         """Seconds of a layout at the least, of which it is known what it takes wherever states lie."""
-        return self.engine.times.least_with_states(c, bound)
+        return self.engine.least_time.least_with_states(c, bound)
 
 
 def mesh_of(c: Candidate) -> Mesh:

@@ -56,6 +56,11 @@ class Settings:
         """The kind of device of the ranks."""
         return self.recipe.launch.device
 
+    def layers(self, candidate: Candidate) -> tuple[int, ...] | None:
+        """The recipe's layers of each stage, where the candidate has as many: of others `let_rest_follow` leaves them out."""
+        layers = self.recipe.pipeline.layers
+        return tuple(layers) if layers is not None and len(layers) == candidate.pp * candidate.virtual else None
+
     def zero(self, candidate: Candidate) -> Zero:
         """The recipe's group `zero` with the candidate's stage."""
         return replace(self.recipe.zero, stage=candidate.zero)

@@ -260,6 +260,8 @@ class ModelShape:
     def _end(self, name: str, bounds: StageBounds, degrees: Degrees) -> RankUnit | None:
         """Embedding or head. Where one stage has both, what they share is no replica of another stage's."""
         last = StageBounds(1, 2, self.num_layers - 1, self.num_layers)
+        # Neither has experts that ranks of ep divide.
+        degrees = replace(degrees, ep=1)
         found = self._lay_out(StageBounds(0, 2, 0, 1) if name == "embedding" else last, degrees).get(name)
         if found is None or bounds.count > 1:
             return found

@@ -9,7 +9,8 @@ Parameters that are kept are gathered in a step's first forward alone; gradients
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import Groups, Links
@@ -53,10 +54,12 @@ class Sharding:
     gradient_bytes: float
     links: Links
     profile: Profile
+    _known: dict[Any, tuple[float, float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
         """Of a stage, whose units are in order of computation."""
-        gathers = [self._gather_s(each, c, groups) for each in units]
+        messages = [self._messages_s(each, c, groups) for each in units]
+        gathers, reductions, sums = ([each[place] for each in messages] for place in range(3))
         keeps_parameters = c.zero < 3 or self.zero.keep_gathered
         keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
         late, hidden = self._forward(units, gathers)
@@ -70,8 +73,6 @@ class Sharding:
             gathers_once, hidden_once, per_microbatch = 0.0, 0.0, late
             back, hidden_back = self._backward(units, gathers)
             back += copied
-        reductions = [self._reduce_s(each, groups) for each in units]
-        sums = [self._sum_s(each, c, groups) for each in units]
         room = sum(each.count * each.backward for each in units) - hidden_back
         room *= self.profile.hides_reductions
         again_late, again_hidden = 0.0, 0.0
@@ -91,6 +92,28 @@ class Sharding:
             hidden + hidden_back + again_hidden,
             hidden_once + body_hidden,
         )
+
+    def _messages_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> tuple[float, float, float]:
+        """(gather, reduction, sum over replicas) of a unit. A search asks for the same units beside other computation."""
+        shard, replica, experts, copies = groups.shard, groups.replica, groups.expert_shard, groups.expert_replica
+        axes = (
+            shard.size,
+            shard.nodes,
+            replica.size,
+            replica.nodes,
+            experts.size,
+            experts.nodes,
+            copies.size,
+            copies.nodes,
+        )
+        key = (unit.dense, unit.experts, axes, "parameters" in c.offload)
+        if key not in self._known:
+            self._known[key] = (
+                self._gather_s(unit, c, groups),
+                self._reduce_s(unit, groups),
+                self._sum_s(unit, c, groups),
+            )
+        return self._known[key]
 
     def _gather_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> float:
         gather, size = self.links.collective, self.parameter_bytes

@@ -78,6 +78,11 @@ class UnitTime:
         """Seconds of its weight gradients."""
         return self.work.weight.total
 
+    @property
+    def seconds(self) -> float:
+        """All of these where no group of layers is computed again."""
+        return self.work.total + sum([each.forward + each.backward for each in self.exposures.values()])
+
 
 class StageSum:
     """A stage while its units are added."""

@@ -12,18 +12,16 @@
 They are of the rank that takes longest. A step is a pipeline's actions one after another, then the update, on all ranks at once.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
-from framework.foresight.bubble import Lengths
+from framework.foresight.bubble import Lengths, least_length
 from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import Groups, Links, place_groups
 from framework.foresight.exposure import NOTHING, Exposure, Overlaps, expose_cp, expose_ep, expose_tp, hide
 from framework.foresight.forecast import TimeForecast
-from framework.foresight.memory import activations_of, chunks_loss
+from framework.foresight.memory import memory_model
 from framework.foresight.operators import LayerTimes, ModelOperators, Rates, UnitWork, read_operators
 from framework.foresight.profile import OURS, OURS_ON_CPUS, Profile
 from framework.foresight.settings import Settings
@@ -43,10 +41,8 @@ PARTS = (
     *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "pp", "gathers", "reductions"),
     *("contention", "bubble", "optimizer", "offload", "checkpoint", "host"),
 )
-
-
-# Schedules in which the last rank's last action is a whole backward, behind which the others' follow.
-WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
+# Those of computation in a pipeline's actions.
+COMPUTED = ("matmuls", "attention", "elementwise", "recomputation")
 
 
 class TimeModel:
@@ -73,22 +69,23 @@ class TimeModel:
         self._overlaps = overlaps, replace(overlaps, splits=True)
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
-        self._sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
-        self._update = Update(settings, cluster, self.profile, itemsize)
-        self._resolved = Settings.of(settings)
+        self.sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
+        self.update = Update(settings, cluster, self.profile, itemsize)
+        self.memory = memory_model(shape, Settings.of(settings))
+        self._kept = frozenset(memory.kept_operations)
         self._lengths = Lengths()
         self._known: dict[Any, Any] = {}
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
         """Of a candidate that the model and the recipe allow."""
-        c, groups = candidate, self._groups(candidate)
-        _, _, owners = self._stages(c)
+        c, groups = candidate, self.groups(candidate)
+        _, _, owners = self.stages(c)
         stages, busy, after, owned = self._ranks(c, groups)
-        updates = [self._update.seconds(elements, c) for elements in owned]
+        updates = [self.update.seconds(elements, c) for elements in owned]
         worst = _slowest(busy, after, updates)
         own = [stage for stage, owner in zip(stages, owners, strict=True) if owner == worst]
         parts, hidden = self._add_up(own, c)
-        parts["bubble"] = self._length(c, groups, stages, busy) - busy[worst]
+        _wait(parts, self._length(c, groups, stages, busy) - busy[worst])
         for name, seconds in updates[worst].items():
             parts[name] += seconds
         # A number for each parameter is summed beside loss and norm.
@@ -101,8 +98,8 @@ class TimeModel:
         self, c: Candidate, groups: Groups
     ) -> tuple[Sequence[StageTime], Sequence[float], Sequence[float], Sequence[float]]:
         """(stages in order; of each rank its microbatches' seconds, those of what comes once, elements that it updates)."""
-        forms, order, owners = self._stages(c)
-        found = [self._stage(form, c, groups) for form in forms]
+        forms, order, owners = self.stages(c)
+        found = [self.stage(form, c, groups) for form in forms]
         stages = [found[index] for index in order]
         busy, after, owned = ([0.0] * c.pp for _ in range(3))
         for stage, owner in zip(stages, owners, strict=True):
@@ -111,146 +108,15 @@ class TimeModel:
             owned[owner] += stage.owned
         return stages, busy, after, owned
 
-    def least_with_states(self, candidate: Candidate, least: float) -> float:
-        """A lower bound of the step that knows where states lie, but simulates no schedule. least: of the candidate wherever they
-        lie (`Engine.least_seconds`)."""
-        c, groups = candidate, self._groups(candidate)
-        stages = [self._stage(form, c, groups) for form in self._stages(c)[0]]
-        slowest = bound = 0.0
-        for indices in self._kinds_of_ranks(c):
-            own = [stages[index] for index in indices]
-            busy = c.accumulation * sum([each.microbatch for each in own])
-            late = sum([each.after for each in own])
-            late += sum(self._update.seconds(sum([each.owned for each in own]), c).values())
-            if busy + late > slowest:
-                slowest, bound = busy + late, late + max(least, busy + self.profile.step_s)
-        return bound
-
-    def least_updates(self, candidate: Candidate, options: Sequence[tuple[int, int, frozenset[str]]]) -> list[float]:
-        """Seconds of the update at the least, whatever the rank, of a candidate with states in each of these places: (zero,
-        shard, offload)."""
-        forms, _, _ = self._stages(candidate)
-        owned = [self._count_elements(form, candidate) for form in forms]
-        alike = {
-            (sum(owned[index][0] for index in ranks), sum(owned[index][1] for index in ranks))
-            for ranks in self._kinds_of_ranks(candidate)
-        }
-        found = []
-        for zero, shard, offload in options:
-            c = candidate.changed({"zero": zero, "shard": shard, "offload": offload})
-            experts = self._groups(c).expert_shard.size
-            seconds = [self._update.seconds(dense / shard + own / experts, c) for dense, own in alike]
-            found.append(min(sum(each.values()) for each in seconds))
-        return found
-
-    def _count_elements(self, form: StageForm, c: Candidate) -> tuple[float, float]:
-        """(dense, of experts) of a stage's parameters on a rank, before ZeRO."""
-        elements, counts = self._elements(form, c), dict[int | str, int](form.layers)
-        counts |= {"embedding": int(form.bounds.is_first), "head": int(form.bounds.is_last)}
-        dense, experts = (sum(count * elements[kind][place] for kind, count in counts.items()) for place in (0, 1))
-        return dense, experts
-
-    def _kinds_of_ranks(self, c: Candidate) -> Sequence[tuple[int, ...]]:
-        """The forms of the stages of each rank of the pipeline, once for ranks that have the same."""
-
-        def find() -> Sequence[tuple[int, ...]]:
-            _, order, owners = self._stages(c)
-            ranks: list[list[int]] = [[] for _ in range(c.pp)]
-            for index, owner in zip(order, owners, strict=True):
-                ranks[owner].append(index)
-            return tuple(dict.fromkeys(map(tuple, ranks)))
-
-        found: Sequence[tuple[int, ...]] = self._remember(("ranks", c.pp, c.schedule, c.virtual, c.context), find)
-        return found
-
     def costs(self, candidate: Candidate) -> Costs:
         """Seconds of each stage's actions for one microbatch, and of a message: what a step's timeline is simulated with."""
-        groups, (forms, order, _) = self._groups(candidate), self._stages(candidate)
-        found = [self._stage(form, candidate, groups) for form in forms]
+        groups, (forms, order, _) = self.groups(candidate), self.stages(candidate)
+        found = [self.stage(form, candidate, groups) for form in forms]
         return self._costs(candidate, groups, [found[index] for index in order])
 
-    def least_seconds(self, candidate: Candidate) -> float:
-        """A lower bound of the step wherever states lie: its units' work and messages, without ZeRO's, in the shortest time that
-        the schedule allows. A search asks it before it simulates."""
-        c, own = candidate, self.profile.microbatch_s
-        units = self._least_of_units(c)
-        ranks, last, before = self._remember(
-            ("counts", c.pp, c.schedule, c.virtual, c.context), lambda: self._count_units(c)
-        )
-
-        def add_up(counted: tuple[int, tuple[tuple[int | str, int], ...]]) -> float:
-            seconds = counted[0] * own
-            for kind, count in counted[1]:
-                seconds += count * units[kind]
-            return seconds
-
-        most = c.accumulation * max(map(add_up, ranks))
-        if c.schedule in WHOLE_BACKWARDS and c.pp > 1:
-            # The pipeline's last rank begins when a microbatch has come through the stages before its first one, and behind its
-            # last action that stage's gradients go back through them.
-            most = max(most, add_up(before) + c.accumulation * add_up(last))
-        return most + self.profile.step_s
-
-    def _count_units(self, c: Candidate) -> tuple[Any, Any, Any]:
-        """(stages, and units by kind) of each rank, without those that have the same; of the last rank; and of the stages before
-        its first one, whose bounds do not count."""
-        forms, order, owners = self._stages(c)
-        ranks: list[dict[int | str, int]] = [{} for _ in range(c.pp)]
-        for index, owner in zip(order, owners, strict=True):
-            for kind, count in forms[index].layers:
-                ranks[owner][kind] = ranks[owner].get(kind, 0) + count
-        before: dict[int | str, int] = {"embedding": 1}
-        for index in order[: c.pp - 1]:
-            for kind, count in forms[index].layers:
-                before[kind] = before.get(kind, 0) + count
-        ranks[owners[0]]["embedding"] = ranks[owners[-1]]["head"] = 1
-        listed = [(owners.count(rank), tuple(units.items())) for rank, units in enumerate(ranks)]
-        return tuple(dict.fromkeys(listed)), listed[-1], (0, tuple(before.items()))
-
-    @cached_property
-    def _kinds(self) -> Mapping[int, int]:
-        """Layers of each kind."""
-        return Counter(self.shape.kinds)
-
-    @cached_property
-    def gains_by_size(self) -> bool:
-        """Whether a microbatch of k times as many tokens never takes longer than k microbatches. So it is by the formulas:
-        kernels and messages have a start and a rate, tiles fill waves no worse, and what hides messages grows with them. Curves
-        of measured ratios may say otherwise."""
-        cluster = self.cluster
-        curves = [cluster.memory_curve, *(link.correction for link in cluster.links.values())]
-        return not cluster.corrections and not cluster.gradients and all(each is None for each in curves)
-
-    def least_mean(self, candidate: Candidate) -> float:
-        """A lower bound of `least_seconds` for all schedules and policies of checkpointing: the mean rank's work. candidate: with
-        the first schedule, and no checkpointing."""
-        c = candidate
-        units = self._least_of_units(c)
-        total = sum(count * units[kind] for kind, count in self._kinds.items()) + units["embedding"] + units["head"]
-        return total * c.accumulation / c.pp
-
-    def _least_of_units(self, c: Candidate) -> Mapping[int | str, float]:
-        ranks = (c.tp, c.sequence, c.cp, c.ulysses, c.is_gather, c.ep, c.expert_tp, c.ranks_per_node, c.world)
-        work = (c.tokens, c.sequences, c.context, c.checkpointing, "activations" in c.offload, c.accumulation > 1)
-        key = ("units", ranks, work, c.schedule in SPLIT_BACKWARDS)
-        return self._remember(key, lambda: self._find_least_of_units(c))
-
-    def _find_least_of_units(self, c: Candidate) -> Mapping[int | str, float]:
-        """Seconds of one microbatch of each kind of layer, and of embedding and head."""
-        groups, times = self._groups(c), self._times(c.context)
-        units: dict[int | str, UnitTime] = {
-            kind: self._layer(kind, c, groups, 0.0) for kind in dict.fromkeys(self.shape.kinds)
-        }
-        is_chunked = chunks_loss(self.shape, c, self._resolved)
-        key = ("ends", c.tokens, c.tp, c.sequence, c.accumulation > 1, groups.tp, is_chunked)
-        units |= self._remember(
-            key,
-            lambda: {
-                "embedding": self._end(times.embedding(c), c, groups),
-                "head": self._end(times.head(c, is_chunked), c, groups),
-            },
-        )
-        return {name: unit.forward + unit.input + unit.weight for name, unit in units.items()}
+    def least_share(self, c: Candidate) -> float:
+        """Of a rank's own work, the least that it takes: where the pipeline's other ranks wait it has their cores."""
+        return self.cluster.turn if c.pp > 1 else 1.0
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)
@@ -269,7 +135,7 @@ class TimeModel:
     def _conclude(self, c: Candidate, parts: Seconds, hidden: Seconds, owned: float) -> TimeForecast:
         settings, cluster = self.settings, self.cluster
         step_s = sum(parts.values())
-        stall_s, interval_s = self._update.save(owned, c, step_s)
+        stall_s, interval_s = self.update.save(owned, c, step_s)
         parts["checkpoint"] = stall_s * step_s / interval_s if interval_s else 0.0
         step_s += parts["checkpoint"]
         failures_per_s = cluster.failures_per_device_hour * c.world / 3600
@@ -292,21 +158,26 @@ class TimeModel:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
             return busy[0]
-        return max(self._lengths.length(c.schedule, c.pp, c.accumulation, self._costs(c, groups, stages)), *busy)
+        costs, owners = self._costs(c, groups, stages), self.stages(c)[2]
+        # What is remembered is a path, which need not be the longest for these costs.
+        least = self.least_share(c) * least_length(c.schedule, owners, c.accumulation, costs)
+        found = self._lengths.length(c.schedule, c.pp, c.accumulation, costs, self.cluster.turn)
+        return max(found, least, sum(busy) / c.pp)
 
     def _costs(self, c: Candidate, groups: Groups, stages: Sequence[StageTime]) -> Costs:
         return Costs(
             [each.forward for each in stages],
             [each.input for each in stages],
             [each.weight for each in stages],
-            self._message_s(c, groups),
+            # By the clock of ranks that all compute: it is waited for while few do, and takes as long as it was measured.
+            self._message_s(c, groups) / self.cluster.turn,
         )
 
     def _message_s(self, c: Candidate, groups: Groups) -> float:
         outside = c.tokens / c.tp if c.sequence else c.tokens
         return self.links.message(outside * self.shape.hidden * self.rates.itemsize, groups.pp)
 
-    def _groups(self, c: Candidate) -> Groups:
+    def groups(self, c: Candidate) -> Groups:
         key = (c.dp, c.cp, c.tp, c.pp, c.ep, c.expert_tp, c.ulysses, c.shard, c.ranks_per_node)
         return self._remember(key, lambda: place_groups(c))
 
@@ -315,17 +186,16 @@ class TimeModel:
             ("operators", context), lambda: read_operators(self.shape.whole, self.shape.units, context)
         )
 
-    def _times(self, context: int) -> LayerTimes:
-        kept = frozenset(self.settings.memory.kept_operations)
-        return self._remember(("times", context), lambda: LayerTimes(self._operators(context), self.rates, kept))
+    def times(self, context: int) -> LayerTimes:
+        return self._remember(("times", context), lambda: LayerTimes(self._operators(context), self.rates, self._kept))
 
-    def _stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int], Sequence[int]]:
+    def stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int], Sequence[int]]:
         """(stages that differ, which of them each stage is, the rank of each)."""
         return self._remember(("stages", c.pp, c.schedule, c.virtual, c.context), lambda: self._find_stages(c))
 
     def _find_stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int], Sequence[int]]:
-        layers = self.settings.pipeline.layers
-        bounds = self.shape.stages(c.pp, c.schedule, c.virtual, c.context, layers and tuple(layers))
+        layers = self.memory.pipelines.settings.layers(c)
+        bounds = self.shape.stages(c.pp, c.schedule, c.virtual, c.context, layers)
         numbers: dict[Any, int] = {}
         forms: list[StageForm] = []
         order: list[int] = []
@@ -339,7 +209,7 @@ class TimeModel:
             order.append(numbers[key])
         return forms, order, self.shape.owners(c.pp, c.schedule, c.virtual)
 
-    def _stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
+    def stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
         ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.shard)
         goes = ("activations" in c.offload, "parameters" in c.offload)
         work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.zero, c.accumulation > 1, goes)
@@ -348,7 +218,7 @@ class TimeModel:
 
     def _find_stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
         total = self._sum(form, c, groups)
-        sharding = self._sharding.time(total.units, c, groups)
+        sharding = self.sharding.time(total.units, c, groups)
         waits = self._message_s(c, groups) * (1 - self.profile.hides_p2p) if c.pp > 1 else 0.0
         return total.conclude(sharding, waits, self.profile, c, groups.expert_shard.size)
 
@@ -360,22 +230,22 @@ class TimeModel:
         return self._remember(key, lambda: self._find_sum(form, c, groups))
 
     def _find_sum(self, form: StageForm, c: Candidate, groups: Groups) -> StageSum:
-        total, elements, bounds = StageSum(), self._elements(form, c), form.bounds
-        times = self._times(c.context)
+        total, elements, bounds = StageSum(), self.elements(form, c), form.bounds
+        times = self.times(c.context)
         if bounds.is_first:
-            total.add(self._end(times.embedding(c), c, groups), 1, elements["embedding"], "embedding")
+            total.add(self.end(times.embedding(c), c, groups), 1, elements["embedding"], "embedding")
         count = bounds.stop - bounds.start
         grouped = (count - count_groups(count)) / count if c.checkpointing == "sqrt" else 0.0
         for kind, number in form.layers:
-            total.add(self._layer(kind, c, groups, grouped), number, elements[kind])
+            total.add(self.layer(kind, c, groups, grouped), number, elements[kind])
         if bounds.is_last:
-            head = times.head(c, chunks_loss(self.shape, c, self._resolved))
-            total.add(self._end(head, c, groups), 1, elements["head"], "head")
+            head = times.head(c, self.memory.activations.is_chunked(c))
+            total.add(self.end(head, c, groups), 1, elements["head"], "head")
         return total
 
-    def _layer(self, kind: int, c: Candidate, groups: Groups, grouped: float) -> UnitTime:
+    def layer(self, kind: int, c: Candidate, groups: Groups, grouped: float) -> UnitTime:
         layer = self._operators(c.context).layers[self.shape.kinds.index(kind)]
-        work = self._times(c.context).layer(layer, c)
+        work = self.times(c.context).layer(layer, c)
         own = self._overlaps[c.schedule in SPLIT_BACKWARDS]
         found = {
             axis: expose(layer, work, c, groups, self.links, self.profile, own)
@@ -393,9 +263,9 @@ class TimeModel:
         return Exposure(late, late_back, hidden + hidden_back)
 
     def _activations(self, c: Candidate) -> Activations:
-        return activations_of(self.shape, c, self._resolved)
+        return self.memory.activations.of_microbatch(c)
 
-    def _end(self, work: UnitWork, c: Candidate, groups: Groups) -> UnitTime:
+    def end(self, work: UnitWork, c: Candidate, groups: Groups) -> UnitTime:
         """Embedding or head, with the border of hidden states that a divided vocabulary needs."""
         if c.tp == 1:
             return UnitTime(work)
@@ -411,7 +281,7 @@ class TimeModel:
         late, hidden = hide(scatter, self.profile.hides_tp_gradient * work.column)
         return UnitTime(work, {"tp": Exposure(gather, late, hidden)})
 
-    def _elements(self, form: StageForm, c: Candidate) -> Mapping[int | str, tuple[float, float]]:
+    def elements(self, form: StageForm, c: Candidate) -> Mapping[int | str, tuple[float, float]]:
         """(dense, of experts) of a unit's parameters on a rank, by kind of layer, and of embedding and head."""
         key = ("elements", id(form), c.tp, c.ep, c.expert_tp, c.sequence)
         return self._remember(key, lambda: self._find_elements(form, c))
@@ -439,6 +309,14 @@ class TimeModel:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+
+def _wait(parts: Seconds, seconds: float) -> None:
+    """Have the busiest rank wait so long; below 0: its own work takes so much less, by the cores that others leave it."""
+    parts["bubble"] = max(seconds, 0.0)
+    own = sum(parts[name] for name in COMPUTED)
+    for name in COMPUTED:
+        parts[name] *= 1 + min(seconds, 0.0) / own if own else 1.0
 
 
 def _slowest(busy: Sequence[float], after: Sequence[float], updates: Sequence[Mapping[str, float]]) -> int:

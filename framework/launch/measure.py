@@ -25,6 +25,8 @@ from framework.recipe.schema import ClusterMeasured, Recipe
 DEFAULT_NAME = "measured"
 # Collectives need two ranks.
 LEAST_RANKS = 2
+# Ranks that share the cores, over those that have them for themselves.
+CROWD = 2
 # Of the cores: a machine whose load of the last minute is higher is not quiet.
 BUSY_SHARE = 0.5
 
@@ -115,6 +117,7 @@ def make_order(recipe: Recipe, here: ClusterMeasured, result: Path, effort: Effo
     return Order(
         device="cuda" if is_gpu else "cpu",
         ranks=ranks,
+        crowd=ranks if is_gpu or ranks * threads > here.cores else CROWD * ranks,
         threads=threads,
         cores=here.cores,
         dtypes=choose_dtypes(recipe, is_gpu),
@@ -141,4 +144,4 @@ def start_ranks(recipe: Recipe, order: Order, folder: Path) -> Outcome:
     """How the ranks ended that have measured. folder: for their errors, and the order."""
     path = folder / "order.json"
     order.save(path)
-    return run_ranks(("-m", measure_rank.__name__, str(path)), order.ranks, folder / "errors", rank_variables(recipe))
+    return run_ranks(("-m", measure_rank.__name__, str(path)), order.crowd, folder / "errors", rank_variables(recipe))

@@ -37,7 +37,9 @@ def _measure(order: Order) -> None:
     from framework.mesh.topology import Topology
 
     torch.set_num_threads(order.threads)
-    mesh = connect(Topology(dp=order.ranks), choose_device(order.device), timeout_s=CONNECT_WITHIN_S)
+    # Groups of as many ranks as have the machine for themselves: one of them measures alone, then all of them together.
+    topology = Topology(dp=order.crowd // order.ranks, tp=order.ranks)
+    mesh = connect(topology, choose_device(order.device), timeout_s=CONNECT_WITHIN_S)
     measured = measure(order, mesh)
     if mesh.rank == 0:
         Path(order.result).write_text(json.dumps(measured), encoding="utf-8")

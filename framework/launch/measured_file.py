@@ -49,7 +49,8 @@ def describe_group(order: Order, found: Mapping[str, Any], here: ClusterMeasured
         "overhead_us": known.get("overhead_us", 1e6 * found["overhead_s"]),
         "host_gb_per_s": found["host_rate"] / 1e9,
         "disk_gb_per_s": found["disk_rate"] / 1e9,
-        "links": {kind: describe_link(kind, found["links"][kind], order.ranks, known) for kind in COLLECTIVES},
+        "crowd": order.crowd if "crowded" in found else None,
+        "links": {kind: describe_link(kind, found, order.ranks, known) for kind in COLLECTIVES},
         **{name: known.get(name) for name in ("price_per_hour", "device_mtbf_hours")},
         "measured": asdict(here),
     }
@@ -78,8 +79,9 @@ def describe_matmul(dtype: str, peak: float, found: Mapping[str, Any]) -> dict[s
     return {"peak_tflops": peak / 1e12, "share": best / peak, "measured": measured, **alone, **other}
 
 
-def describe_link(kind: str, measured: Points, ranks: int, known: Mapping[str, Any]) -> dict[str, Any]:
+def describe_link(kind: str, found: Mapping[str, Any], ranks: int, known: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a link: latency and bandwidth that fit best, the measured points; between nodes what a shipped file says."""
+    measured = found["links"][kind]
     latency_us, us_per_mb = fit_line(measured)
     passes = 2 if kind == "all_reduce" else 1
     part = passes * (ranks - 1) / ranks if kind != "send" else 1.0
@@ -90,6 +92,7 @@ def describe_link(kind: str, measured: Points, ranks: int, known: Mapping[str, A
         "gb_per_s": [1e3 * part / us_per_mb, *far["gb_per_s"][1:]],
         "hop_us": [latency_us / steps, *far["hop_us"][1:]],
         "measured": measured,
+        **({"crowded": found["crowded"][kind]} if "crowded" in found else {}),
     }
 
 

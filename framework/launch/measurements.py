@@ -1,13 +1,14 @@
 """What the ranks of `meshwright doctor --measure` find out together.
 
     all ranks at once     matmuls, passes over memory, attention, calls, copies: as in a step, when all cores are taken
-    together              collectives of each kind and size
+    together              collectives of each kind and size; on CPUs once more among ranks that are more than the cores
     rank 0 alone          what it writes to disk; where ranks share a CPU, matmuls and passes with all of its cores
 
 The result is the median over ranks.
 """
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import ceil
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from framework.comm.collectives import all_gather, all_reduce, all_to_all, barrier, gather_objects, reduce_scatter
+from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
 from framework.comm.objects import tell
 from framework.comm.p2p import start_receive, start_send
@@ -26,8 +28,8 @@ from framework.launch.measure_order import Order
 from framework.launch.timings import Effort
 from framework.model.precision import DTYPES
 
-# Batches of a collective, each of as many calls as take so long, with what is computed between them.
-BATCHES, BATCH_S = 8, 25e-3
+# How long a message's calls in a round take, with what is computed between them.
+BATCH_S = 20e-3
 # The first calls among these ranks connect them.
 WARM_UP = 3
 # No message takes less.
@@ -36,23 +38,42 @@ LEAST_S = 1e-6
 
 def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
     """What was measured, by name; equal on all ranks, but for what rank 0 does alone and only it has. Collective."""
-    effort = Effort(**order.effort)
+    effort, found = Effort(**order.effort), dict[str, Any]()
+    own, crowd = mesh.axis("tp"), mesh.axis("world")
     say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda _: None
-    say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
-    found = combine(gather_objects(measure_compute(order, effort, mesh), mesh.axis("world")))
-    say("measuring collectives")
-    found["links"] = combine(gather_objects(measure_links(mesh, effort), mesh.axis("world")))
+    if mesh.rank < order.ranks:
+        say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
+        found = combine(gather_objects(measure_compute(order, effort, own, mesh.device), own))
+        say("measuring collectives")
+        links = measure_links(own, mesh.device, effort.pause_s, effort.message_bytes, order.ranks, effort.rounds)
+        found["links"] = combine(gather_objects(links, own))
+    if order.crowd > order.ranks:
+        # The others have waited here, without any of the machine's time.
+        barrier(crowd)
+        say(f"measuring collectives of {order.crowd} ranks that share the cores")
+        # Groups as large as those before, all at the same time, then one group of all.
+        crowded = [
+            measure_links(axis, mesh.device, effort.pause_s, effort.crowd_bytes, order.crowd, effort.crowd_rounds)
+            for axis in (own, crowd)
+        ]
+        together = combine(gather_objects(crowded, crowd))
+        found["crowded"] = {
+            kind: [
+                [axis.size, *point] for axis, links in zip((own, crowd), together, strict=True) for point in links[kind]
+            ]
+            for kind in _KINDS
+        }
     if mesh.rank == 0:
         say("measuring the disk" + ", and one rank with all cores" * (order.device == "cpu"))
         found |= measure_alone(order, effort, found["edges"])
-    barrier(mesh.axis("world"))
+    barrier(crowd)
     return found
 
 
-def measure_compute(order: Order, effort: Effort, mesh: Mesh) -> dict[str, Any]:
-    """What this rank computes in a second while the others compute the same. Collective: ranks begin each part together."""
-    device, world = mesh.device, mesh.axis("world")
-    edges = {name: tell(partial(timings.choose_edges, device, DTYPES[name], effort), world) for name in order.dtypes}
+def measure_compute(order: Order, effort: Effort, axis: Communicator, device: torch.device) -> dict[str, Any]:
+    """What this rank computes in a second while the others of the axis compute the same. Collective: ranks begin each part
+    together."""
+    edges = {name: tell(partial(timings.choose_edges, device, DTYPES[name], effort), axis) for name in order.dtypes}
     parts: dict[str, Callable[[], Any]] = {
         "matmul": lambda: {
             name: list(timings.time_matmuls(device, DTYPES[name], edges[name], effort.wide, effort.point_s))
@@ -67,12 +88,12 @@ def measure_compute(order: Order, effort: Effort, mesh: Mesh) -> dict[str, Any]:
             name: list(timings.time_attention(device, DTYPES[name], effort)) for name in order.dtypes
         },
         "softmax": lambda: timings.time_softmax(device, effort.point_s),
-        "overhead_s": lambda: timings.time_overhead(device, effort.point_s),
+        "overhead_s": lambda: timings.time_overhead(device, sorted(effort.edges)[len(effort.edges) // 2]),
         "host_rate": lambda: timings.time_host_copy(device, effort.memory_bytes[-1], effort.point_s),
     }
     found: dict[str, Any] = {"edges": {name: list(each) for name, each in edges.items()}}
     for name, work in parts.items():
-        barrier(world)
+        barrier(axis)
         found[name] = work()
     return found
 
@@ -98,28 +119,34 @@ def measure_alone(order: Order, effort: Effort, edges: Mapping[str, Sequence[int
     return found
 
 
-def measure_links(mesh: Mesh, effort: Effort) -> dict[str, list[tuple[float, float]]]:
-    """(10^6 bytes, microseconds) of each kind of message among all ranks. Collective."""
-    between = timings.make_pause(mesh.device, effort.pause_s)
-    found: dict[str, list[tuple[float, float]]] = {}
-    for kind, make in _KINDS.items():
-        found[kind] = []
+def measure_links(
+    axis: Communicator, device: torch.device, pause_s: float, sizes: Sequence[int], multiple: int, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """(10^6 bytes, microseconds) of each kind of message among all ranks of the axis. multiple: of so many numbers of fp32 are
+    all sizes. Collective.
+
+    Kinds and sizes take turns, a few calls at a time: where threads are placed by the kernel, messages take some hundred
+    microseconds for a while and some milliseconds for another, and each figure is to have its part of both."""
+    between = timings.make_pause(device, pause_s)
+    points = [
+        (kind, num_bytes, make(axis, device, num_bytes // 4))
+        for kind, make in _KINDS.items()
+        for num_bytes in (ceil(size / 4 / multiple) * 4 * multiple for size in sizes)
+    ]
+    counts = [count_calls(work, between, axis, device) for *_, work in points]
+    times: list[list[float]] = [[] for _ in points]
+    for _ in range(rounds):
+        for seconds, count, (*_, work) in zip(times, counts, points, strict=True):
+            seconds.append(time_messages(work, between, count, axis, device))
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
+    for seconds, (kind, num_bytes, _) in zip(times, points, strict=True):
         messages = 2 if kind == "send" else 1
-        for size in effort.message_bytes:
-            num_bytes = ceil(size / 4 / mesh.topology.world) * 4 * mesh.topology.world
-            seconds = time_collective(make(mesh, num_bytes // 4), between, mesh)
-            found[kind].append((num_bytes / 1e6, 1e6 * seconds / messages))
+        found[kind].append((num_bytes / 1e6, 1e6 * max(mean(seconds), LEAST_S) / messages))
     return found
 
 
-def time_collective(work: timings.Work, between: timings.Work, mesh: Mesh) -> float:
-    """Mean seconds of a call that all ranks make together, equally often, computing in between as a step does. Collective.
-
-    On a CPU the threads that carry a message have to get a core first, and a thread that computes gives its core up when the
-    kernel's tick comes: where ranks do nothing but send, messages take a tenth of what they take in a step. Most calls come
-    through at once and some wait for the tick, and a step has many of them: so the mean counts, of (both) - (computing alone).
-    """
-    world, device = mesh.axis("world"), mesh.device
+def count_calls(work: timings.Work, between: timings.Work, axis: Communicator, device: torch.device) -> int:
+    """Calls that take a batch's time, the same on all ranks. Collective."""
 
     def both() -> None:
         between()
@@ -127,13 +154,26 @@ def time_collective(work: timings.Work, between: timings.Work, mesh: Mesh) -> fl
 
     timings.time_batch(both, device, WARM_UP)
     once_s = timings.time_batch(both, device, 1)
-    count = tell(lambda: min(timings.MOST_CALLS, max(1, ceil(BATCH_S / max(once_s, 1e-9)))), world)
-    times = []
-    for _ in range(BATCHES):
-        alone_s = timings.time_batch(between, device, count)
-        barrier(world)
-        times.append(timings.time_batch(both, device, count) - alone_s)
-    return max(mean(times), LEAST_S)
+    return tell(lambda: min(timings.MOST_CALLS, max(1, ceil(BATCH_S / max(once_s, 1e-9)))), axis)
+
+
+def time_messages(
+    work: timings.Work, between: timings.Work, count: int, axis: Communicator, device: torch.device
+) -> float:
+    """Mean seconds of a call that all ranks make together, so often, computing in between as a step does. Collective.
+
+    On a CPU the threads that carry a message have to get a core first, and one that computes keeps it for a while: where ranks
+    do nothing but send, messages take a tenth of what they take in a step. Some calls come through at once and some wait, and a
+    step has many of them: so the mean counts, of (both) - (computing alone).
+    """
+    alone_s = timings.time_batch(between, device, count)
+    barrier(axis)
+    began_s = time.perf_counter()
+    for _ in range(count):
+        between()
+        work()
+    timings.finish(device)
+    return (time.perf_counter() - began_s) / count - alone_s
 
 
 def combine(found: Sequence[Any]) -> Any:
@@ -146,32 +186,32 @@ def combine(found: Sequence[Any]) -> Any:
     return median(found)
 
 
-def _reduce(mesh: Mesh, numel: int) -> Callable[[], None]:
-    x = torch.zeros(numel, device=mesh.device)
-    return lambda: all_reduce(x, mesh.axis("world"))
+def _reduce(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+    x = torch.zeros(numel, device=device)
+    return lambda: all_reduce(x, axis)
 
 
-def _gather(mesh: Mesh, numel: int) -> Callable[[], None]:
-    out = torch.zeros(numel, device=mesh.device)
-    x = torch.zeros(numel // mesh.topology.world, device=mesh.device)
-    return lambda: all_gather(out, x, mesh.axis("world"))
+def _gather(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+    out = torch.zeros(numel, device=device)
+    x = torch.zeros(numel // axis.size, device=device)
+    return lambda: all_gather(out, x, axis)
 
 
-def _scatter(mesh: Mesh, numel: int) -> Callable[[], None]:
-    x = torch.zeros(numel, device=mesh.device)
-    out = torch.zeros(numel // mesh.topology.world, device=mesh.device)
-    return lambda: reduce_scatter(out, x, mesh.axis("world"))
+def _scatter(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+    x = torch.zeros(numel, device=device)
+    out = torch.zeros(numel // axis.size, device=device)
+    return lambda: reduce_scatter(out, x, axis)
 
 
-def _exchange(mesh: Mesh, numel: int) -> Callable[[], None]:
-    x = torch.zeros(mesh.topology.world, numel // mesh.topology.world, device=mesh.device)
+def _exchange(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+    x = torch.zeros(axis.size, numel // axis.size, device=device)
     out = torch.zeros_like(x)
-    return lambda: all_to_all(out, x, mesh.axis("world"))
+    return lambda: all_to_all(out, x, axis)
 
 
-def _send(mesh: Mesh, numel: int) -> Callable[[], None]:
+def _send(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
     """A message from each even rank to the next, and one back: two messages. An odd last rank has no peer."""
-    axis, x = mesh.axis("world"), torch.zeros(numel, device=mesh.device)
+    x = torch.zeros(numel, device=device)
     peer = axis.rank ^ 1
 
     def there_and_back() -> None:
@@ -187,7 +227,7 @@ def _send(mesh: Mesh, numel: int) -> Callable[[], None]:
     return there_and_back
 
 
-_KINDS: Mapping[str, Callable[[Mesh, int], Callable[[], None]]] = {
+_KINDS: Mapping[str, Callable[[Communicator, torch.device, int], Callable[[], None]]] = {
     "all_reduce": _reduce,
     "all_gather": _gather,
     "reduce_scatter": _scatter,

@@ -20,9 +20,13 @@ from framework.comm.transfer import pin, upload
 from framework.model.matmul import accumulate_matmul, matmul
 
 BATCH_S, LEAST_BATCHES, MOST_BATCHES, MOST_CALLS = 1e-3, 5, 15, 2000
+# Batches of calls that take long.
+LEAST_LONG = 3
 # A layer's weights are used once for a microbatch: matmuls take theirs in turn from so many bytes, of at most so many tensors.
 ROTATED_BYTES, ROTATED = 32 << 20, 16
-CHAIN = 20
+# Calls between two matmuls of a layer's forward: some ten, half of them in backward.
+CHAIN = 5
+CHAINS = 60
 # Tokens and words.
 LOGITS = (256, 8192)
 PAUSE_EDGE = 256
@@ -33,21 +37,25 @@ Work = Callable[[], object]
 @dataclass(frozen=True)
 class Effort:
     """How much is measured. edges: sizes of matmuls, of which every triple is multiplied; wide: one more for features out, as
-    of a vocabulary; memory_bytes: that a pass reads and writes; message_bytes: of collectives; contexts, features, width,
-    tokens: of attention, features of a head and of all heads together; disk_bytes: written to disk; pause_s: of computing
-    between two messages, on CPUs longer than the kernel's tick; point_s: for a figure, but for the fewest batches; pass_s: for
-    all matmuls once, else the largest edges are left out."""
+    of a vocabulary; memory_bytes: that a pass reads and writes; message_bytes: of collectives; crowd_bytes: of those of ranks
+    that share cores; contexts, features, width, tokens: of attention, features of a head and of all heads together; disk_bytes:
+    written to disk; pause_s: of computing between two messages, as between those of a step; rounds, crowd_rounds: over
+    all messages; point_s: for a figure, but for the fewest batches; pass_s: for all matmuls once, else the largest edges are left
+    out."""
 
     edges: tuple[int, ...]
     wide: int
     memory_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
+    crowd_bytes: tuple[int, ...]
     contexts: tuple[int, ...]
     features: tuple[int, ...]
     width: int
     tokens: int
     disk_bytes: int
     pause_s: float
+    rounds: int
+    crowd_rounds: int
     point_s: float = 0.05
     pass_s: float = 3.0
 
@@ -57,24 +65,30 @@ ON_CPU = Effort(
     wide=8192,
     memory_bytes=(1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
     message_bytes=(1 << 12, 1 << 16, 1 << 19, 1 << 20, (1 << 20) + 4096, 1 << 23, 1 << 25),
+    crowd_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
     contexts=(64, 256, 1024),
     features=(16, 32, 128),
     width=256,
     tokens=1024,
     disk_bytes=1 << 28,
-    pause_s=5e-3,
+    pause_s=2e-3,
+    rounds=14,
+    crowd_rounds=6,
 )
 ON_GPU = Effort(
     edges=(64, 256, 1024, 4096, 16384),
     wide=65536,
     memory_bytes=(1 << 20, 1 << 24, 1 << 27, 1 << 30),
     message_bytes=(1 << 14, 1 << 18, 1 << 22, 1 << 25, 1 << 28),
+    crowd_bytes=(),
     contexts=(512, 2048, 8192, 32768),
     features=(64, 128),
     width=2048,
     tokens=32768,
     disk_bytes=1 << 30,
     pause_s=0.0,
+    rounds=8,
+    crowd_rounds=0,
 )
 
 
@@ -83,7 +97,10 @@ def time_call(work: Work, device: torch.device, point_s: float) -> float:
     count = calibrate(work, device)
     times: list[float] = []
     began_s = time.perf_counter()
-    while len(times) < LEAST_BATCHES or (len(times) < MOST_BATCHES and time.perf_counter() - began_s < point_s):
+    # A call that takes longer than all batches were to take is steady: what holds up a short one is little of it.
+    while len(times) < (LEAST_BATCHES if sum(times) < point_s else LEAST_LONG) or (
+        len(times) < MOST_BATCHES and time.perf_counter() - began_s < point_s
+    ):
         times.append(time_batch(work, device, count))
     return median(times)
 
@@ -212,8 +229,11 @@ def time_softmax(device: torch.device, point_s: float) -> float:
     return logits.numel() / time_call(lambda: torch.log_softmax(logits, -1), device, point_s) / 1e9
 
 
-def time_overhead(device: torch.device, point_s: float) -> float:
-    """Seconds of a call of torch's on next to nothing, in forward and backward together."""
+def time_overhead(device: torch.device, edge: int) -> float:
+    """Seconds of a call of torch's on next to nothing, in forward and backward together, as a step makes them: a few behind each
+    matmul, whose operands have pushed the interpreter and torch out of the caches. In a loop of calls alone they take a third.
+    edge: of the matmul."""
+    between = _linear(edge, edge, edge, device, torch.float32)
     x = torch.ones(1, device=device, requires_grad=True)
 
     def chain() -> object:
@@ -222,7 +242,11 @@ def time_overhead(device: torch.device, point_s: float) -> float:
             y = y * 1.5
         return torch.autograd.grad(y, x)
 
-    return time_call(chain, device, point_s) / (2 * CHAIN)
+    times = []
+    for _ in range(CHAINS):
+        between()
+        times.append(time_batch(chain, device, 1))
+    return median(times) / (2 * CHAIN)
 
 
 def time_host_copy(device: torch.device, num_bytes: int, point_s: float) -> float:

@@ -84,11 +84,13 @@ class Span:
 @dataclass(frozen=True)
 class Link:
     """A kind of collective. spans: by rising number of nodes; start_s: latency before the first step; correction: logarithm of
-    measured over modelled seconds by bytes, among all ranks of a node."""
+    measured over modelled seconds by ranks of a group and bytes, measured with all ranks of a node; crowded: the same measured
+    with ranks that share cores."""
 
     start_s: float
     spans: tuple[Span, ...]
     correction: Grid | None = None
+    crowded: Grid | None = None
 
     def at(self, nodes: int) -> Span:
         """Between two measured numbers of nodes by the logarithms of nodes and rate; beyond the last as there."""
@@ -99,10 +101,22 @@ class Link:
         share = log(nodes / low.nodes) / log(high.nodes / low.nodes)
         return Span(nodes, exp((1 - share) * log(low.rate) + share * log(high.rate)), high.hop_s)
 
-    def slowed(self, turn: float) -> "Link":
-        """Where ranks copy the bytes themselves, with a part of the time for each."""
-        spans = tuple(Span(each.nodes, turn * each.rate, each.hop_s / turn) for each in self.spans)
-        return replace(self, start_s=self.start_s / turn, spans=spans)
+    def shared(self, turn: float, crowded: float) -> "Link":
+        """Among ranks that share cores. turn: part of the time that each has of them; crowded: 0 for the ranks of `correction`, 1
+        for those of `crowded`, between and beyond by the logarithm of the ranks. Where nobody has measured it, ranks copy the
+        bytes themselves in their part of the time."""
+        if turn == 1.0:
+            return self
+        if self.crowded is None:
+            spans = tuple(Span(each.nodes, turn * each.rate, each.hop_s / turn) for each in self.spans)
+            return replace(self, start_s=self.start_s / turn, spans=spans)
+        groups, sizes = self.crowded.axes
+        own = [
+            0.0 if self.correction is None else self.correction.at(exp(group), exp(size))
+            for group, size in product(groups, sizes)
+        ]
+        values = [(1 - crowded) * few + crowded * many for few, many in zip(own, self.crowded.values, strict=True)]
+        return replace(self, correction=Grid((groups, sizes), tuple(values)))
 
 
 @dataclass(frozen=True)
@@ -128,9 +142,10 @@ class Cluster:
     else; gradients: the corrections of weight gradients. attention_share: of the peak that
     attention reaches in forward, and in backward; attention_curves: the same by dtype, context and features of a head.
     memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes; memory_alone:
-    of one rank with all cores. softmax_rate: logits in a second whose logarithms of softmax are computed, 0: as fast as memory.
-    host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one
-    device, in dollars, 0 if unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
+    of one rank with all cores. crowd: ranks that links were measured with when they shared the cores, 0: none; turn: part of the
+    time that each rank has its cores. softmax_rate: logits in a second whose logarithms of softmax are computed, 0: as fast as
+    memory. host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one device, in dollars,
+    0 if unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
 
     name: str
     device: str
@@ -154,6 +169,8 @@ class Cluster:
     ramp: int = 0
     softmax_rate: float = 0.0
     threads: int = 1
+    crowd: int = 0
+    turn: float = 1.0
     corrections: Mapping[str, Grid] = field(default_factory=dict)
     alone: Mapping[str, Grid] = field(default_factory=dict)
     gradients: Mapping[str, Grid] = field(default_factory=dict)
@@ -202,6 +219,7 @@ class Cluster:
             ramp=group.ramp,
             softmax_rate=1e9 * (group.softmax_g_per_s or 0.0),
             threads=group.threads,
+            crowd=group.crowd or 0,
             is_assumed=is_assumed,
         )
         return replace(
@@ -286,7 +304,7 @@ class Cluster:
             cost = self._costs[kind, ranks, nodes] = self._cost(kind, ranks, nodes)
         seconds = cost[0] + cost[1] * num_bytes
         correction = self.links[kind].correction
-        return seconds if correction is None else seconds * exp(correction.at(num_bytes))
+        return seconds if correction is None else seconds * exp(correction.at(ranks, num_bytes))
 
     def route(self, nodes: int = 1) -> Route:
         """From a device to another one, of its own node or of another."""
@@ -305,6 +323,8 @@ class Cluster:
         turn, most = min(1.0, cores / (ranks * threads)), cores / self.threads
         part = turn * min(1.0, threads / self.threads)
         share = min(max(log(threads / self.threads) / log(most), 0.0), 1.0) if most > 1 else 0.0
+        is_known = self.crowd > self.ranks_per_node
+        crowded = log(1 / turn) / log(self.crowd / self.ranks_per_node) if is_known else 0.0
         faster = self._gain_alone**share
         curve = _blend(self.memory_curve, self.memory_alone, share, part)
         return replace(
@@ -322,7 +342,8 @@ class Cluster:
             memory_curve=curve,
             softmax_rate=self.softmax_rate * part * faster,
             overhead_s=self.overhead_s / turn,
-            links={kind: each.slowed(turn) for kind, each in self.links.items()},
+            turn=turn,
+            links={kind: each.shared(turn, crowded) for kind, each in self.links.items()},
             _matmuls={},
             _costs={},
         )
@@ -428,7 +449,10 @@ def _read_links(group: ClusterRecipe) -> dict[Collective, Link]:
             ]
             bare = replace(bare, spans=tuple(spans))
         if each.measured:
-            bare = replace(bare, correction=_compare_link(kind, bare, each.measured, group.devices_per_node))
+            rows = [(max(2, group.devices_per_node), *row) for row in each.measured]
+            bare = replace(bare, correction=_compare_link(kind, bare, rows))
+        if each.crowded:
+            bare = replace(bare, crowded=_compare_link(kind, bare, each.crowded))
         links[kind] = bare
     return links
 
@@ -445,14 +469,17 @@ def _without_latency(kind: str, link: Link, span: Span, num_bytes: float, device
     return part * num_bytes / max(sending_s - latency_s, sending_s / 2)
 
 
-def _compare_link(kind: str, link: Link, measured: Sequence[Sequence[float]], devices: int) -> Grid:
-    """Logarithms of measured over modelled seconds, by bytes."""
-    span, ranks = link.at(1), max(2, devices)
-    part = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
-    latency_s = link.start_s + span.hop_s if kind == "send" else count_latency_s(kind, link, ranks, 1)
-    points = [(1e6 * size, 1e-6 * micros) for size, micros in measured]
-    values = [log(seconds / (latency_s + part * num_bytes / span.rate)) for num_bytes, seconds in points]
-    return Grid((tuple(log(num_bytes) for num_bytes, _ in points),), tuple(values))
+def _compare_link(kind: str, link: Link, measured: Sequence[Sequence[float]]) -> Grid:
+    """Logarithms of measured over modelled seconds. measured: [ranks of a group, 10^6 bytes, microseconds] on a grid."""
+    table = {(int(ranks), 1e6 * size): 1e-6 * micros for ranks, size, micros in measured}
+    groups, sizes = (sorted({point[axis] for point in table}) for axis in range(2))
+    values = []
+    for ranks, num_bytes in product(groups, sizes):
+        part = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
+        span = link.at(1)
+        latency_s = link.start_s + span.hop_s if kind == "send" else count_latency_s(kind, link, int(ranks), 1)
+        values.append(log(table[int(ranks), num_bytes] / (latency_s + part * num_bytes / span.rate)))
+    return Grid((tuple(map(log, groups)), tuple(map(log, sizes))), tuple(values))
 
 
 def _read_curve(measured: Sequence[Sequence[float]]) -> Grid | None:

@@ -98,6 +98,13 @@ def find_cluster_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"cluster.links.{kind}.nodes", link.nodes, "must begin with 1 and rise", "such as [1, 2, 4, 8]"
             )
         yield from _find_curve_problems(f"cluster.links.{kind}.measured", link.measured, "10^6 bytes, microseconds")
+        columns = "ranks of a group, 10^6 bytes, microseconds"
+        yield from _find_grid_problems(f"cluster.links.{kind}.crowded", link.crowded, columns, 2)
+        if link.crowded and (cluster.crowd or 0) <= cluster.devices_per_node:
+            message = (
+                f"links.{kind}.crowded was measured with more ranks than devices_per_node={cluster.devices_per_node}"
+            )
+            yield Problem("cluster.crowd", cluster.crowd, message, MEASURE_ANEW)
 
 
 def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:

@@ -539,6 +539,10 @@ class ClusterLink:
     measured: list[list[float]] = key(
         "[10^6 bytes, microseconds] among all ranks of one node, by rising size; the model is corrected by them", []
     )
+    crowded: list[list[float]] = key(
+        "CPUs: [ranks of a group, 10^6 bytes, microseconds] where cluster.crowd ranks share the cores, on a grid of the two",
+        [],
+    )
 
 
 @dataclass(frozen=True)
@@ -559,6 +563,9 @@ class Cluster:
     device: str = key("what a rank computes on, by a part of the name that the driver reports", "")
     devices_per_node: int = key("devices of a node; of CPUs ranks that need not take turns on its cores", 1, low=1)
     threads: int = key("CPUs: threads of a rank, and so cores of a device", 1, low=1)
+    crowd: int | None = key(
+        "CPUs: ranks that cluster.links.KIND.crowded was measured with, more than the cores", None, low=2
+    )
     memory_gb: float = key("memory of a device, in GB of 2^30 bytes; of CPUs a rank's part", 1.0, low=1e-3)
     matmul: dict[str, ClusterMatmul] = key("by dtype: fp8, bf16, fp16, tf32, fp32, fp64", {})
     processors: int = key("of a device: tiles of a matmul that are computed at the same time", 1, low=1)

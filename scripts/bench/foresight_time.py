@@ -1,17 +1,23 @@
-"""Predicted step time beside measured: random layouts of 1 to 4 ranks on this machine, over gloo.
+"""Predicted step time beside measured: random layouts of 1 to 4 ranks on this machine, over gloo; and what a search chooses.
 
     meshwright doctor --measure=my_machine.yaml
     python scripts/bench/foresight_time.py --cluster my_machine.yaml [--layouts 24] [--seed 1] [--json FILE]
+    python scripts/bench/foresight_time.py --cluster my_machine.yaml --search 2 [--layouts 32] [--seed 1]
 
 Layouts are drawn by a seed: a small Llama of random width and depth, degrees of dp, tp, cp and pp, ZeRO's stage, sequence
 parallelism, schedule, activation checkpointing, microbatches. Every layout is built as `meshwright train` builds it and takes
 some steps, one thread a rank; all of them in turn, and that several times over, so that what disturbs the machine disturbs all
 alike. Measured is the median of all of a layout's steps but the first of each time. The forecast has seen nothing of it: it
 reads the machine's file.
+
+--search RANKS: one small model, all of whose layouts on so many ranks are searched. Measured are the fastest by forecast, what
+parallel.layout=auto takes, the best of each mesh, and others drawn by the seed. The fastest of those and the chosen are then
+measured once more, and only that counts: the least of many measured times is low by luck.
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -29,8 +35,10 @@ from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.data.slices import cut_context
+from framework.foresight.find import AS_FAST, Question, best_of, least_of_fastest, resolved, search
 from framework.foresight.forecast import TimeForecast
-from framework.foresight.layouts import candidate_of
+from framework.foresight.layouts import OFFLOADED, candidate_of, recipe_of
+from framework.foresight.search import Ranked
 from framework.foresight.shape import make_shape
 from framework.foresight.time import forecast_time
 from framework.model.load import load_config
@@ -46,6 +54,10 @@ from framework.verify.pool import RankPool
 RANKS = (1, 2, 4)
 WARMUP_STEPS, LR = 2, 1e-4
 PRELOAD = "framework.build"
+# A search's keys that stay as they are: a CPU's host memory is its own.
+PINNED = frozenset(f"memory.offload.{name}" for name in OFFLOADED)
+# Layouts that are measured once more, and how many times as many rounds.
+FINALISTS, FINAL_ROUNDS = 5, 3
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,36 @@ class Measured:
     def ratio(self) -> float:
         """Predicted over measured."""
         return self.forecast.step_s / self.step_s
+
+
+def make_recipe(ranks: int, batch: schema.Batch, config: dict[str, Any]) -> Recipe:
+    """A recipe of a small Llama on so many ranks of one thread each, whose tokens are drawn."""
+    return schema.Recipe(
+        train=schema.Train(steps=1000),
+        batch=batch,
+        model=schema.Model(family="llama", config=config),
+        # Not read.
+        data=schema.Data(sources={"text": schema.Source("python-stdlib")}, bpe_vocab=2048),
+        precision=schema.Precision(compute="fp32"),
+        optim=schema.Optim(schedule=schema.LearningRateSchedule(name="constant")),
+        memory=schema.Memory(chunked_loss=False),
+        launch=schema.Launch(ranks=ranks, device="cpu", threads_per_rank=1),
+    )
+
+
+def make_searched(ranks: int) -> Recipe:
+    """What `--search` searches layouts of: steps of some 0.2 s."""
+    config = {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 704,
+        "vocab_size": 4096,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }
+    return make_recipe(ranks, schema.Batch(sequences_per_step=8, context=256), config)
 
 
 def draw(rng: random.Random, ranks: int) -> Recipe:
@@ -88,26 +130,21 @@ def draw(rng: random.Random, ranks: int) -> Recipe:
         "max_position_embeddings": 1024,
         "tie_word_embeddings": rng.random() < 0.3,
     }
-    return schema.Recipe(
-        train=schema.Train(steps=1000),
-        batch=schema.Batch(
-            sequences_per_step=sequences * accumulation * degrees["dp"],
-            sequences_per_microbatch=sequences,
-            context=context,
-        ),
-        model=schema.Model(family="llama", config=model),
-        data=schema.Data(
-            sources={"text": schema.Source("python-stdlib")}, bpe_vocab=2048
-        ),  # not read: tokens are drawn
-        precision=schema.Precision(compute="fp32"),
-        optim=schema.Optim(schedule=schema.LearningRateSchedule(name="constant")),
-        zero=schema.Zero(stage=rng.randrange(4)),
-        parallel=schema.Parallel(**degrees, sequence=rng.random() < 0.5),
-        pipeline=schema.Pipeline(schedule=rng.choice(("gpipe", "1f1b")) if degrees["pp"] > 1 else "1f1b"),
-        memory=schema.Memory(
-            activation_checkpointing=rng.choice(("none", "none", "selective", "full")), chunked_loss=False
-        ),
-        launch=schema.Launch(ranks=ranks, device="cpu", threads_per_rank=1),
+    batch = schema.Batch(
+        sequences_per_step=sequences * accumulation * degrees["dp"],
+        sequences_per_microbatch=sequences,
+        context=context,
+    )
+    zero, sequence = rng.randrange(4), rng.random() < 0.5
+    schedule = rng.choice(("gpipe", "1f1b")) if degrees["pp"] > 1 else "1f1b"
+    checkpointing = rng.choice(("none", "none", "selective", "full"))
+    recipe = make_recipe(ranks, batch, model)
+    return replace(
+        recipe,
+        zero=schema.Zero(stage=zero),
+        parallel=schema.Parallel(**degrees, sequence=sequence),
+        pipeline=schema.Pipeline(schedule=schedule),
+        memory=replace(recipe.memory, activation_checkpointing=checkpointing),
     )
 
 
@@ -144,20 +181,17 @@ def time_steps(rank: int, world: int, rendezvous: str, recipe: Recipe, num_steps
     return seconds[WARMUP_STEPS:]
 
 
-def measure(recipes: Sequence[Recipe], rounds: int, num_steps: int) -> list[Measured]:
+def measure(recipes: Sequence[Recipe], rounds: int, num_steps: int, pool: RankPool) -> list[Measured]:
     """All layouts in turn, `rounds` times over, each time in another order."""
     seconds: list[list[float]] = [[] for _ in recipes]
     order = list(range(len(recipes)))
-    with closing(RankPool(max(RANKS), PRELOAD)) as pool:
-        for _ in range(rounds):
-            for index in order:
-                recipe = recipes[index]
-                assert recipe.launch.ranks is not None, "draws state the ranks"
-                seconds[index] += pool.run(recipe.launch.ranks, time_steps, recipe, num_steps, timeout_s=600)[0]
-                print(
-                    f"{describe(recipe)}: {1e3 * statistics.median(seconds[index]):.0f} ms", file=sys.stderr, flush=True
-                )
-            order.reverse()
+    for _ in range(rounds):
+        for index in order:
+            recipe = recipes[index]
+            assert recipe.launch.ranks is not None, "draws state the ranks"
+            seconds[index] += pool.run(recipe.launch.ranks, time_steps, recipe, num_steps, timeout_s=600)[0]
+            print(f"{describe(recipe)}: {1e3 * statistics.median(seconds[index]):.0f} ms", file=sys.stderr, flush=True)
+        order.reverse()
     return [Measured(recipe, predict(recipe), steps) for recipe, steps in zip(recipes, seconds, strict=True)]
 
 
@@ -167,19 +201,75 @@ def predict(recipe: Recipe) -> TimeForecast:
     return forecast_time(shape, candidate_of(recipe), recipe, Cluster.from_recipe(recipe))
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a search of a recipe says: all its layouts that fit, the fastest by forecast first, and those that it would take.
+    chosen: by their place among these, the fastest and what parallel.layout=auto takes, perhaps the same."""
+
+    recipe: Recipe
+    ranked: Sequence[Ranked]
+    chosen: tuple[int, int]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Choice":
+        """That of a recipe."""
+        # As many as there are: none is left out by a bound.
+        found = search(Question(recipe, PINNED, best=sys.maxsize, within=AS_FAST))
+        return cls(
+            recipe, found.ranked, (found.ranked.index(best_of(found)), found.ranked.index(least_of_fastest(found)))
+        )
+
+    def sample(self, rng: random.Random, count: int) -> list[int]:
+        """The chosen, the fastest of each mesh and the fastest few by forecast, and others at random, by their places."""
+        firsts: dict[tuple[int, ...], int] = {}
+        for place, each in enumerate(self.ranked):
+            c = each.candidate
+            firsts.setdefault((c.dp, c.tp, c.cp, c.pp), place)
+        few = range(min(count // 4, len(self.ranked)))
+        wanted = dict.fromkeys((*self.chosen, *firsts.values(), *few))
+        rest = [place for place in range(len(self.ranked)) if place not in wanted]
+        more = rng.sample(rest, min(len(rest), max(0, count - len(wanted))))
+        return sorted([*wanted, *more])
+
+    def recipes(self, places: Sequence[int]) -> list[Recipe]:
+        """Those layouts."""
+        return [recipe_of(self.ranked[place].candidate, resolved(self.recipe), PINNED) for place in places]
+
+
+def race(choice: Choice, rng: random.Random, count: int, rounds: int, num_steps: int) -> dict[str, Any]:
+    """Measure a sample of the layouts, then the fastest of it and the chosen once more; print both, and by how much the chosen
+    are slower than the fastest measured."""
+    places = choice.sample(rng, count)
+    with closing(RankPool(max(RANKS), PRELOAD)) as pool:
+        first = dict(zip(places, measure(choice.recipes(places), rounds, num_steps, pool), strict=True))
+        by_time = sorted(places, key=lambda place: first[place].step_s)
+        last = list(dict.fromkeys((*choice.chosen, *by_time[:FINALISTS])))
+        final = dict(zip(last, measure(choice.recipes(last), FINAL_ROUNDS * rounds, num_steps, pool), strict=True))
+    print(f"{len(choice.ranked)} layouts of {choice.recipe.launch.ranks} ranks fit; measured {len(places)}:")
+    print_table([first[place] for place in by_time])
+    print("\nonce more:")
+    print_table([final[place] for place in last])
+    least_s = min(each.step_s for each in final.values())
+    fastest, auto = (final[place].step_s / least_s for place in choice.chosen)
+    return {"layouts": len(choice.ranked), "measured": len(places), "fastest_over_best": fastest, "auto_over_best": auto,
+            "median_error": statistics.median(abs(each.ratio - 1) for each in first.values())}  # fmt: skip
+
+
 def describe(recipe: Recipe) -> str:
     """The layout in a few words."""
-    parallel, config = recipe.parallel, recipe.model.config
-    degrees = [f"{axis}{getattr(parallel, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(parallel, axis) > 1]
+    parallel, config, candidate = recipe.parallel, recipe.model.config, candidate_of(recipe)
+    degrees = [f"{axis}{getattr(candidate, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(candidate, axis) > 1]
     words = [*degrees, f"z{recipe.zero.stage}"]
     if parallel.tp > 1 and parallel.sequence:
         words.append("sp")
+    if parallel.cp > 1 and parallel.context != "ring":
+        words.append(str(parallel.context))
     if parallel.pp > 1:
-        words.append(recipe.pipeline.schedule)
+        stages = recipe.pipeline.virtual_stages or 1
+        words.append(recipe.pipeline.schedule + f" x{stages}" * (stages > 1))
     if recipe.memory.activation_checkpointing != "none":
         words.append(recipe.memory.activation_checkpointing)
-    batch, candidate = recipe.batch, candidate_of(recipe)
-    words.append(f"{candidate.accumulation} x {batch.sequences_per_microbatch} x {batch.context}")
+    words.append(f"{candidate.accumulation} x {candidate.sequences} x {candidate.context}")
     words.append(f"h{config['hidden_size']} L{config['num_hidden_layers']} V{config['vocab_size']}")
     return " ".join(words)
 
@@ -219,18 +309,31 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a layout in each round")
+    parser.add_argument(
+        "--search", type=int, default=None, metavar="RANKS", help="layouts of one model on so many ranks"
+    )
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     # A recipe that trains on nothing is refused, whatever its cluster is: any experiment will do.
     cluster = compose(["experiment=quickstart", f"cluster={options.cluster}"]).require().cluster
     started = time.perf_counter()
-    recipes = [replace(each, cluster=cluster) for each in draw_layouts(options.seed, options.layouts)]
-    found = measure(recipes, options.rounds, options.steps)
-    print_table(found)
-    summary = summarise(found)
-    print(f"\nmedian error {summary['median_error']:.1%}, worst {summary['worst_error']:.1%}; predicted over measured by ranks: "
-          + ", ".join(f"{ranks}: {ratio:.2f}" for ranks, ratio in summary["median_ratio_by_ranks"].items())
-          + f"; {time.perf_counter() - started:.0f} s")  # fmt: skip
+    if options.search is None:
+        recipes = [replace(each, cluster=cluster) for each in draw_layouts(options.seed, options.layouts)]
+        with closing(RankPool(max(RANKS), PRELOAD)) as pool:
+            found = measure(recipes, options.rounds, options.steps, pool)
+        print_table(found)
+        summary = summarise(found)
+        by_ranks = ", ".join(f"{ranks}: {ratio:.2f}" for ranks, ratio in summary["median_ratio_by_ranks"].items())
+        said = f"median error {summary['median_error']:.1%}, worst {summary['worst_error']:.1%}"
+        said += f"; predicted over measured by ranks: {by_ranks}"
+    else:
+        choice = Choice.of(replace(make_searched(options.search), cluster=cluster))
+        summary = race(choice, random.Random(options.seed), options.layouts, options.rounds, options.steps)
+        said = (
+            f"measured over the best measured: {summary['fastest_over_best']:.3f} of the fastest by forecast,"
+            f" {summary['auto_over_best']:.3f} of what parallel.layout=auto takes; median error {summary['median_error']:.1%}"
+        )
+    print(f"\n{said}; {time.perf_counter() - started:.0f} s, load {os.getloadavg()[0]:.1f}")
     if options.json is not None:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
 

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from framework.errors import EXIT_FAILED
 from tests.faults.test_launch_agent import PROGRAM, ROOT, folder, launch
 
@@ -20,6 +22,7 @@ def ready_s(path: Path) -> float:
     return path.stat().st_mtime
 
 
+@pytest.mark.grid  # what it says, and when: unit/test_hang.py
 def test_a_rank_that_sleeps_and_one_that_is_stopped_are_named_and_all_end(folder):
     outcome = launch("hang_watched", folder, 3)
     took_s = time.time() - max(ready_s(folder / f"ready-{rank}") for rank in (1, 2))

@@ -116,6 +116,7 @@ def assert_as_undisturbed(run):
     assert find_ledger_problems(lineages[0], STEPS * BATCH, lineages[1]) == []
 
 
+@pytest.mark.grid
 def test_deaths_at_any_time_leave_no_trace_in_what_is_trained():
     prepare_run(
         "deaths",
@@ -136,6 +137,7 @@ def test_deaths_at_any_time_leave_no_trace_in_what_is_trained():
     assert cursors[:2] == (0, 10 * BATCH)
 
 
+@pytest.mark.grid
 def test_errors_of_data_memory_and_disk_leave_no_trace_in_what_is_trained(capfd):
     prepare_run("errors", "disk-full step=7", "data-error step=14", "oom step=22", "eio step=30 seconds=0.3")
     assert begin("errors") == EXIT_FAILED
@@ -163,6 +165,7 @@ def test_nan_and_flipped_bits_come_at_their_step_and_slow_steps_last():
     assert len(slow) <= 3
 
 
+@pytest.mark.grid
 def test_a_run_that_does_not_allow_faults_suffers_none(capsys):
     folder = prepare_run("closed", "kill step=2", "nan step=3")
     assert begin("closed", "run.allow_faults=false", "train.steps=5") == EXIT_DONE
@@ -173,6 +176,7 @@ def test_a_run_that_does_not_allow_faults_suffers_none(capsys):
     assert suffered("closed") == [("kill", 6)]
 
 
+@pytest.mark.grid
 def test_a_running_run_is_killed_from_outside(capsys):
     prepare_run("outside")
     process = multiprocessing.get_context("fork").Process(

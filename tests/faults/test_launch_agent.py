@@ -80,6 +80,7 @@ def test_second_interrupt_ends_ranks_that_do_not_stop(folder):
     assert time.monotonic() - started < 25
 
 
+@pytest.mark.grid
 def test_error_of_all_ranks_is_said_once(folder, capfd):
     outcome = launch("fail_alike", folder)
     assert outcome.code == EXIT_NUMERICS
@@ -94,6 +95,7 @@ def test_error_of_one_rank_is_the_cause_and_the_others_are_silent(folder, capfd)
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.grid
 def test_fault_of_ours_is_told_with_its_traceback(folder):
     outcome = launch("fail_by_our_fault", folder)
     assert outcome.code == 1
@@ -108,6 +110,7 @@ def test_killed_rank_is_the_cause_and_not_the_peers_that_lost_it(folder):
     assert "killed by SIGKILL" in outcome.message
 
 
+@pytest.mark.grid
 def test_a_collective_whose_time_is_up_is_the_cause_and_not_the_end_of_the_rank_that_hung(folder):
     outcome = launch("hang_until_time_is_up", folder)
     assert outcome.code == EXIT_FAILED

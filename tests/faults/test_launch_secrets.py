@@ -22,6 +22,10 @@ NOTE = (
 )
 
 
+# One day has them all: they share a run.
+pytestmark = pytest.mark.grid(part=4)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a run, of one rank of this machine, `runs/here`."""

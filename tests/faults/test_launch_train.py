@@ -158,6 +158,7 @@ os.pwritev = write_and_die
 """
 
 
+@pytest.mark.grid
 def test_a_run_that_is_killed_in_a_step_on_the_disk_goes_on_bitwise_as_one_in_memory(tmp_path):
     """What the killed rank has left on the disk is half of a step: the checkpoint is the truth, and the file is replaced."""
     if file_system_of(tmp_path) in MEMORY_FILE_SYSTEMS:
@@ -319,6 +320,7 @@ def test_a_pipeline_is_exported_and_goes_on_as_one_stage_also_where_it_cannot_be
     assert losses("piped") == pytest.approx(losses("whole"), rel=1e-5)
 
 
+@pytest.mark.grid
 def test_a_run_goes_on_in_the_dtype_that_its_beginning_settled(capfd):
     """bf16 was chosen on GPUs, say; CPUs go on in it. A recipe that an older version saved still says auto."""
     assert train("run.id=narrow", "precision=bf16", "train.steps=2") == EXIT_DONE
@@ -468,6 +470,7 @@ def test_export_is_what_from_pretrained_loads(tmp_path, capsys):
     assert load_recipe(Path("runs/whole/recipe.yaml")).model.config["eos_token_id"] == tokenizer.eos_token_id
 
 
+@pytest.mark.grid
 def test_exports_while_training_are_what_the_command_writes_byte_for_byte(tmp_path, capfd):
     keys = ("run.id=exported", "train.steps=4", "checkpoint.every_steps=2", "checkpoint.export_every_steps=4")
     assert train(*keys) == EXIT_DONE
@@ -519,6 +522,7 @@ def test_export_needs_a_run_and_a_checkpoint(tmp_path):
         export_command(empty.path, tmp_path / "out")
 
 
+@pytest.mark.grid
 def test_many_shards_are_prepared_and_trained_on_with_256_open_files(place, monkeypatch):
     monkeypatch.setattr("framework.data.source.MIN_SHARD_BYTES", 1)
     files = place / "many-files"

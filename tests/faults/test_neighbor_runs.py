@@ -97,7 +97,8 @@ def compose_run(tmp_path, monkeypatch):
     return lambda *more: compose([*words, *more]).require()
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.grid)])
+@pytest.mark.grid  # what nodes hold, and who takes it: test_neighbor_copies.py
+@pytest.mark.parametrize("zero", [0, 3])
 def test_a_run_that_is_killed_again_and_again_ends_in_the_same_bits_and_reads_no_checkpoint(
     tmp_path, compose_run, capfd, zero
 ):

@@ -84,6 +84,7 @@ def test_a_save_survives_a_power_loss_at_any_moment(tmp_path, former):
     assert {"rank-00000.bin", "index.bin", "manifest.json", "checkpoints"} <= set(synced)
 
 
+@pytest.mark.grid
 def test_sabotaged_each_fsync_that_is_left_out_is_noticed(tmp_path):
     for place in ("first", "later"):
         (tmp_path / place).mkdir()

@@ -23,6 +23,9 @@ from tests.laws.sabotage import Errors, Sabotage, errors_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_context import Way
 
+# One day has them all: they share a control and an oracle.
+pytestmark = pytest.mark.grid(part=2)
+
 TOLERANCE = 1e-9
 # A broken law must show far beyond the tolerance, not at its edge.
 VISIBLE = 1e-4

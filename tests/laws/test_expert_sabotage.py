@@ -30,6 +30,9 @@ from tests.laws.sabotage import Errors, Sabotage, errors_of
 from tests.ranks.parity import Case, small_recipe
 from tests.ranks.pool import RankPool
 
+# One day has them all: they share a control and an oracle.
+pytestmark = pytest.mark.grid(part=1)
+
 TOLERANCE = 1e-9
 # A broken law must show far beyond the tolerance, not at its edge.
 VISIBLE = 1e-4

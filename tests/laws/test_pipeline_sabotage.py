@@ -18,6 +18,9 @@ from tests.ranks.parity import Case
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline import case_of, recipe_of
 
+# One day has them all.
+pytestmark = pytest.mark.grid(part=5)
+
 VISIBLE = 1e-3
 
 

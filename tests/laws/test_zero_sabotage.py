@@ -28,6 +28,9 @@ from tests.ranks.parity import Case, small_recipe
 from tests.ranks.pool import RankFailure, RankPool
 from tests.ranks.spare_model import SPARE
 
+# One day has them all: they share a control and an oracle.
+pytestmark = pytest.mark.grid(part=0)
+
 WORLD = 3
 ACCUMULATION = 2
 SEQUENCES = 12

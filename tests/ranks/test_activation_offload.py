@@ -30,7 +30,7 @@ MORE = {
 }
 ALL = LAYOUTS | MORE
 # What `make test` runs.
-FEW = ("zero 3", "zbv, zero 2, experts")
+FEW = ("zbv, zero 2, experts",)
 
 
 # Of a stage's layers those on the host, and the policy of activation checkpointing.

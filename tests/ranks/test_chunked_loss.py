@@ -44,7 +44,7 @@ CASES = {
     "tied, soft-capped": Case(
         "tied, soft-capped",
         family("gemma2"),
-        {label: DENSE[label] for label in ("zero 3 x sp, regather", "zero 3 x zb_h1", "tp x pp, zb_h1")},
+        {label: DENSE[label] for label in ("zero 3 x sp, regather", "tp x pp, zb_h1")},
     ),
     "tied, soft-capped, all": Case("tied, soft-capped, all", family("gemma2"), DENSE),
     "frozen head": Case(
@@ -69,6 +69,6 @@ def run_in_chunks(rank: int, world: int, rendezvous: str, cases: Sequence[Case])
         return run_cases(rank, world, rendezvous, cases)
 
 
-@pytest.mark.parametrize("name", few_of(CASES, lambda name: name in ("tied, soft-capped", "experts")))
+@pytest.mark.parametrize("name", few_of(CASES, lambda name: name == "tied, soft-capped"))
 def test_every_layout_of_the_head_is_the_same_run(pool: RankPool, name: str) -> None:
     assert_equal(pool, 4, [CASES[name]], run_in_chunks)

@@ -200,6 +200,7 @@ def loses_gradients(graph: Any, example_inputs: Any) -> Callable[..., Any]:
     return lambda *inputs: graph(*(x.detach() if isinstance(x, nn.Parameter) else x for x in inputs))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("backend", few_of([reads_old_weights, loses_gradients], lambda x: x is reads_old_weights))
 def test_the_comparison_sees_a_compiler_that(pool: RankPool, kernels: str, backend: Callable[..., Any]) -> None:
     case = Case("llama", family("llama"), {"stage 3": lay_out(zero=3, dp=2)})
@@ -221,6 +222,7 @@ def test_layers_that_differ_in_a_number_are_all_compiled(pool: RankPool, kernels
     assert compile_case(pool, case, "eager", kernels)[""].frames[0] == NUM_LAYERS
 
 
+@pytest.mark.grid  # as those that dispatch
 def test_experts_in_a_loop_are_left_alone(pool: RankPool, kernels: str) -> None:
     """Each number of tokens that an expert is given would be a graph of its own, until torch gives up. Checkpointed: what
     restores a router's choice elsewhere would have torch compile nothing in recomputation."""
@@ -247,6 +249,7 @@ def test_experts_that_dispatch_are_left_alone(pool: RankPool, kernels: str, zero
     compile_case(pool, Case("qwen3_moe", family("qwen3_moe"), layouts), "eager", kernels)
 
 
+@pytest.mark.grid
 def test_gradients_of_experts_that_dispatch_go_into_their_views(pool: RankPool) -> None:
     assert pool.run(2, find_expert_views, lay_out("fp64", 0, Parallel(ep=2), dp=2)) == [[True, True]] * 2
 

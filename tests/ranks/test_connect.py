@@ -321,6 +321,7 @@ def count_joining(world: int, is_lazy: bool, folder: Path) -> list[tuple]:
     return results
 
 
+@pytest.mark.grid
 def test_what_a_rank_of_a_gpu_run_asks_the_store_and_opens_does_not_grow_with_the_world(tmp_path: Path) -> None:
     """Where every pair is connected at once a rank reads every other's address: world^2 keys, and as many descriptors."""
     of_8, of_16 = count_joining(8, True, tmp_path), count_joining(16, True, tmp_path)

@@ -104,18 +104,21 @@ class Way:
 # Each mechanism once: the methods, two ranks and four, lengths that need padding and not, packed documents that span ranks,
 # windows, soft-caps, sinks, ALiBi, unequal head dims, experts with capacity and balancing, beside every other axis.
 SHOWN = (
-    Way("llama", 2, dp=2, zero=Zero(stage=3), packs=True, precision="fp32"),
-    Way("mistral", 4, (2, 2), context=16, packs=True, memory=RECOMPUTES),
     Way("gemma2", 2, "ulysses", tp=2, zero=Zero(stage=1), packs=True, memory=CHUNKED),
-    Way("gpt_oss", 2, "gather", dp=2, ep=2, zero=Zero(stage=3)),
     Way("deepseek_v3", 2, pp=2, ep=2, count=3, schedule="zbv", bias_rate=0.05),
+)
+MORE = (
+    Way("mistral", 4, (2, 2), context=16, packs=True, memory=RECOMPUTES),
+    Way("llama", 2, dp=2, zero=Zero(stage=3), packs=True, precision="fp32"),
+    Way("gpt_oss", 2, "gather", dp=2, ep=2, zero=Zero(stage=3)),
     Way("qwen3_moe", 2, tp=2, ep=2, capacity=1.0, zero=Zero(stage=1)),
     Way("bloom", 4, context=9),
 )
 
 
-def test_tokens_divided_by_each_method_equal_one_process(pool: RankPool) -> None:
-    assert_equal(pool, 4, [way.case for way in SHOWN])
+@pytest.mark.parametrize("ways", [SHOWN, pytest.param(MORE, marks=pytest.mark.grid)], ids=["few", "more"])
+def test_tokens_divided_by_each_method_equal_one_process(pool: RankPool, ways: tuple[Way, ...]) -> None:
+    assert_equal(pool, 4, [way.case for way in ways])
 
 
 # Biases and positions of a family's own, of one row.
@@ -219,15 +222,16 @@ def test_all_axes_at_once_on_eight_ranks_equal_one_process(eight: RankPool) -> N
 DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.1, "attn_pdrop": 0.0, "n_layer": 4}
 
 
-def test_validation_counts_every_token_once_in_bubbles_and_alone(pool: RankPool) -> None:
+@pytest.mark.parametrize(("pp", "free"), [(1, 0.0), pytest.param(2, 1 / 5, marks=pytest.mark.grid)])
+def test_validation_counts_every_token_once_in_bubbles_and_alone(pool: RankPool, pp: int, free: float) -> None:
     """And ranks of cp, which have other tokens, drop other elements of them."""
-    way = Way("gpt2", 2, pp=2, context=9, count=3)
+    way = Way("gpt2", 2, pp=pp, context=9, count=3)
     cases = [Case(str(each), family("gpt2"), {"": each.recipe}, DROPOUT) for each in (way, replace(way, cp=1, pp=1))]
     divided, whole = (pool.run(case.recipe.launch.ranks or 0, train_both, case) for case in cases)
     for alone, filled in (of_rank[""] for of_rank in divided):
         assert filled.equals(alone)
         assert filled.validations == alone.validations
-        assert filled.free_fraction == 1 / 5
+        assert filled.free_fraction == free
     # Before the first step, since dropout then makes it another run.
     assert divided[0][""][0].validations[0] == pytest.approx(whole[0][""][0].validations[0], rel=1e-12)
     first, neighbour = (of_rank[""][0].states[0] for of_rank in divided[:2])
@@ -282,18 +286,21 @@ def expect_to_see(window: int | None, layers: int, packs: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "packs"),
+    ("name", "window", "packs", "methods"),
     few_of(
-        [("llama", None, False), ("llama", None, True), ("mistral", 5, False), ("mistral", 5, True)],
-        lambda name, window, packs: packs and window is not None,
+        [
+            ("mistral", 5, True, METHODS[-1:]),
+            ("mistral", 5, True, METHODS[:-1]),
+            *((*row, METHODS) for row in (("llama", None, False), ("llama", None, True), ("mistral", 5, False))),
+        ],
+        lambda *row: row[-1] == METHODS[-1:],
     ),
 )
 def test_a_changed_token_changes_exactly_what_may_see_it(
-    pool: RankPool, name: str, window: int | None, packs: bool
+    pool: RankPool, name: str, window: int | None, packs: bool, methods: tuple[Method, ...]
 ) -> None:
     """On every rank, across ranks, and for documents that begin on one rank and end on another."""
     expected = expect_to_see(window, 3, packs)
-    methods: tuple[Method, ...] = ("ring", "ulysses", "gather", (2, 2))
     for method in methods:
         found = pool.run(4, see, Way(name, 4, method, context=LENGTH, packs=packs))
         assert all(torch.equal(each, expected) for each in found), (method, (found[0] != expected).nonzero().tolist())

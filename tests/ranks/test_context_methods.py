@@ -225,7 +225,7 @@ LAYOUTS = [
 EACH_ONCE = (Layout(1, 4), Layout(1, 4, "gather"), Layout(4, 1), Layout(2, 2), Layout(1, 1))
 
 
-@pytest.mark.parametrize("layout", few_of(LAYOUTS, EACH_ONCE.__contains__), ids=str)
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, (Layout(1, 4, "gather"), Layout(2, 2)).__contains__), ids=str)
 def test_attention_is_that_of_one_process(pool: RankPool, layout: Layout) -> None:
     for errors in pool.run(layout.ulysses * layout.ring, find_errors, layout, CASES):
         wrong = {name: each for name, each in errors.items() if not max(each.values()) <= TOLERANCE}
@@ -239,7 +239,9 @@ def send_small_messages() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize(
-    "layout", few_of([Layout(1, 4), Layout(1, 2, "gather"), Layout(2, 2)], lambda layout: layout.ring == 2), ids=str
+    "layout",
+    few_of([Layout(1, 4), Layout(1, 2, "gather"), Layout(2, 2)], lambda layout: layout == Layout(2, 2)),
+    ids=str,
 )
 def test_portions_of_keys_and_values_change_nothing(pool: RankPool, layout: Layout) -> None:
     names = ("grouped heads", "one key-value head", "wide window", "documents and window", "sinks", "everything")
@@ -304,7 +306,9 @@ TRAFFIC = {
     ("layout", "sabotage"),
     few_of(
         product(EACH_ONCE[:4], (nullcontext, send_small_messages)),
-        lambda layout, sabotage: sabotage is nullcontext or layout == Layout(2, 2),
+        lambda layout, sabotage: (
+            layout == (Layout(2, 2) if sabotage is send_small_messages else Layout(1, 4, "gather"))
+        ),
     ),
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
@@ -419,7 +423,7 @@ def measure_peak(attention: ContextAttention, case: Case) -> int:
 LEAST_RATIO = {"ring": 3.5, "gather": 3.2, "ulysses": 2.0, "both": 2.0}
 
 
-@pytest.mark.parametrize("method", few_of(SHARED, lambda method: method in ("ring", "ulysses")))
+@pytest.mark.parametrize("method", few_of(SHARED, lambda method: method == "ulysses"))
 def test_a_rank_of_four_holds_its_share_of_a_long_sequence(pool: RankPool, method: str) -> None:
     """32k tokens. The median counts: gloo's threads may be late to give back what they sent."""
     (whole, *_), *_ = by_rank = pool.run(

@@ -15,7 +15,6 @@ from framework.recipe.schema import Memory, Parallel, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 from tests.ranks.parity import Case as ParityCase
 from tests.ranks.pool import RankPool
@@ -61,7 +60,8 @@ def plan_sent(case: Case, layout: Layout, dtype: torch.dtype, rank: int) -> list
     return [sum(each) for each in zip(cost.exchanged_bytes, cost.travelling_bytes, strict=True)]
 
 
-@pytest.mark.parametrize("layout", few_of(LAYOUTS, (Layout(1, 4), Layout(2, 2)).__contains__), ids=str)
+@pytest.mark.grid  # of a step: below
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_bytes_of_forward_and_backward_are_planned(pool: RankPool, layout: Layout) -> None:
     for rank, found in enumerate(pool.run(layout.ulysses * layout.ring, measure_sent, layout)):
         planned = {key: plan_sent(CASES[key[0]], layout, key[1], rank) for key in found}
@@ -109,7 +109,7 @@ def observe_steps(rank: int, world: int, rendezvous: str, case: ParityCase) -> d
     return found
 
 
-FEW = ("ring of a pipeline, recomputed", "both, attention kept", "copies of key-value heads")
+FEW = ("copies of key-value heads",)
 
 
 @pytest.mark.parametrize("labels", [FEW, pytest.param(tuple(STEPS), marks=pytest.mark.grid)], ids=["few", "all"])

@@ -215,7 +215,7 @@ def check(pool: RankPool, name: str, steps: int) -> None:
         assert ("differs from" in line) == has_majority, line
 
 
-@pytest.mark.parametrize("name", few_of(LAYOUTS, lambda name: name in ("zero 0", "zero 1, bf16", "ep, router bias")))
+@pytest.mark.parametrize("name", few_of(LAYOUTS, lambda name: name in ("zero 0", "zero 1, bf16")))
 def test_one_flipped_bit_is_seen_by_all_with_rank_and_unit(pool: RankPool, name: str) -> None:
     check(pool, name, 2)
 
@@ -323,6 +323,6 @@ def train_with_a_nan(rank: int, world: int, rendezvous: str, name: str) -> list[
 NAN_LAYOUTS = ("zero 0", "hsdp, zero 3", "tp", "pp, tied", "ep, router bias")
 
 
-@pytest.mark.parametrize("name", few_of(NAN_LAYOUTS, lambda name: name in ("hsdp, zero 3", "pp, tied")))
+@pytest.mark.parametrize("name", few_of(NAN_LAYOUTS, lambda name: name == "pp, tied"))
 def test_a_nan_on_one_rank_skips_the_step_on_all(pool: RankPool, name: str) -> None:
     assert pool.run(WORLD, train_with_a_nan, name) == [[(True, True), (False, False), (True, True)]] * WORLD

@@ -35,6 +35,8 @@ LAYOUTS = (
     Topology(cp=2, tp=2),
     Topology(cp=2, tp=2, ulysses=2),
 )
+# All of cp, ulysses and tp.
+SHOWN = (LAYOUTS[3], LAYOUTS[4])
 CASE = ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.3})
 
 Sabotage = Callable[[], AbstractContextManager[Any]]
@@ -87,7 +89,7 @@ def join_divided(rank: int, world: int, rendezvous: str, topology: Topology) -> 
     mesh.close()
 
 
-@pytest.mark.parametrize("topology", LAYOUTS, ids=str)
+@pytest.mark.parametrize("topology", few_of(LAYOUTS, SHOWN.__contains__), ids=str)
 def test_rows_of_all_ranks_are_joined_in_the_order_of_the_sequence(pool: RankPool, topology: Topology) -> None:
     pool.run(4, join_divided, topology)
 
@@ -114,15 +116,12 @@ def keep_own_sums() -> AbstractContextManager[Any]:
     return patch.object(load_balancing, "reduce_from", lambda x, axis: x)
 
 
-# What sabotages are shown on, and all of cp, ulysses and tp.
-SHOWN = (LAYOUTS[0], LAYOUTS[3], LAYOUTS[4])
-
-
 @pytest.mark.parametrize("topology", few_of(LAYOUTS, SHOWN.__contains__), ids=str)
 def test_the_loss_of_divided_tokens_is_that_of_all(pool: RankPool, topology: Topology) -> None:
     assert max(pool.run(4, balance_divided, nullcontext, topology)) < 1e-12
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("topology", [LAYOUTS[0], LAYOUTS[-2]], ids=str)
 @pytest.mark.parametrize("sabotage", [count_padding, keep_own_sums])
 def test_padding_and_other_ranks_tokens_show(pool: RankPool, sabotage: Sabotage, topology: Topology) -> None:

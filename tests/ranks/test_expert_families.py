@@ -19,6 +19,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "each", few_of([family("longcat_flash"), UNGATED], lambda each: each is UNGATED), ids=attrgetter("name")
 )

@@ -181,6 +181,7 @@ def count_padding() -> AbstractContextManager[Any]:
     return patch.object(RoutedTokens, "cut", lambda tokens, x: x)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("sabotage", "label"),
     [

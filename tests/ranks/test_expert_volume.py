@@ -137,6 +137,7 @@ def route_padding() -> AbstractContextManager[Any]:
     return patch.object(RoutedTokens, "is_padding", lambda given, rows: torch.zeros(len(rows), 1, dtype=torch.bool))
 
 
+@pytest.mark.grid
 def test_routed_padding_shows(pool: RankPool) -> None:
     label = "from shards of tokens"
     case = Case("", family("qwen3_moe"), {label: LAYOUTS[label]}, CHANGES)

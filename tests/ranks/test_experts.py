@@ -20,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.verify.compare import Row, render
 from tests.families import family
+from tests.grid import few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import STAGE_0, Case, assert_equal, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
@@ -86,18 +87,21 @@ HSDP = Zero(stage=3, shard_within=2)
 DIVIDED = Zero(stage=2, shard_within=2, optimizer_within="all")
 # Each mechanism once: experts over dp, over tp and over both, whole and sliced, stacked in each form, beside shared experts.
 SHOWN = (
-    Way("mixtral", 4, Parallel(ep=4), Zero(stage=3), count=3, aux=True),
-    Way("gpt_oss", 2, Parallel(tp=2, ep=4), Zero(stage=2), recomputes=True),
     Way("deepseek_v3", 2, Parallel(tp=2, ep=2, expert_tp=2), Zero(stage=1)),
     Way("qwen2_moe", 4, Parallel(ep=2), DIVIDED, aux=True),
     Way("llama4_text", 1, Parallel(tp=4, ep=4)),
+)
+MORE = (
+    Way("mixtral", 4, Parallel(ep=4), Zero(stage=3), count=3, aux=True),
+    Way("gpt_oss", 2, Parallel(tp=2, ep=4), Zero(stage=2), recomputes=True),
     Way("qwen3_moe", 1, Parallel(tp=2, pp=2, ep=2, sequence=False), Zero(stage=3), 3, "zbv", True, True),
     Way("granitemoe", 2, Parallel(tp=2, ep=2, sequence=False), HSDP, precision="fp32"),
 )
 
 
-def test_experts_divided_in_each_way_equal_one_process(pool: RankPool) -> None:
-    assert_equal(pool, 4, [way.case for way in SHOWN])
+@pytest.mark.parametrize("ways", [SHOWN, pytest.param(MORE, marks=pytest.mark.grid)], ids=["few", "more"])
+def test_experts_divided_in_each_way_equal_one_process(pool: RankPool, ways: tuple[Way, ...]) -> None:
+    assert_equal(pool, 4, [way.case for way in ways])
 
 
 # Data-parallel ranks, what else there is, and the schedule of a pipeline.
@@ -233,7 +237,7 @@ def assert_skewed_equal(pool: RankPool, name: str, labels: Iterable[str]) -> Non
     assert not failed, "\n\n".join(f"{label}\n{render(each, case.tolerance)}" for label, each in failed.items())
 
 
-@pytest.mark.parametrize("name", SKEWS)
+@pytest.mark.parametrize("name", few_of(SKEWS, lambda name: "rank without" in name))
 def test_skewed_routers_equal_one_process(pool: RankPool, name: str) -> None:
     assert_skewed_equal(pool, name, ["ep 4 over tp"])
 

@@ -43,7 +43,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", few_of(LAYOUTS, lambda name: "ep" in name))
+@pytest.mark.parametrize("name", few_of(LAYOUTS, lambda name: name.startswith("pp, tied")))
 def test_a_layout_without_masters_is_one_process_within_rounding(pool: RankPool, name: str) -> None:
     model, changes, recipe = LAYOUTS[name]
     case = Case(name, family(model), {"none": recipe}, changes, by_microbatch=True)

@@ -25,7 +25,7 @@ from tests.ranks.recorded import LAYOUTS, SEQUENCES, describe, digest
 
 STEPS = 3
 # What `make test` runs: parameters in shards, replicas that divide the update, a copy of parameters on two stages of a rank.
-FEW = ("zero 3", "hsdp, bf16, updates divided", "dualpipe_v, tied")
+FEW = ("hsdp, bf16, updates divided",)
 
 
 def on_disk(recipe: Recipe, fraction: float, folder: Path) -> Recipe:

@@ -21,8 +21,8 @@ WORLD = 2
 SEQUENCES = 12
 CLIP = 0.01
 STAGES = tuple(Zero(stage=stage) for stage in range(4))
-# Everything replicated, everything sharded; and what lies between.
-ENDS, MIDDLE = (STAGES[0], STAGES[3]), STAGES[1:3]
+# Where all comes and goes; the others know less of the options.
+SHARDED, OTHERS = STAGES[3:], STAGES[:3]
 
 UNTIED_FREEZES = {
     "embedding": ["embed_tokens|wte"],
@@ -37,7 +37,7 @@ GROUPS = {
 }
 
 
-@pytest.fixture(params=[ENDS, pytest.param(MIDDLE, marks=pytest.mark.grid)], ids=["0 and 3", "1 and 2"])
+@pytest.fixture(params=[SHARDED, pytest.param(OTHERS, marks=pytest.mark.grid)], ids=["3", "0 to 2"])
 def stages(request: pytest.FixtureRequest) -> Sequence[Zero]:
     return request.param  # type: ignore[no-any-return]
 
@@ -64,7 +64,7 @@ def assert_bitwise_equal(a: Evidence, b: Evidence) -> None:
         assert [name for name in of_a if not torch.equal(of_a[name], of_b[name])] == []
 
 
-FROZEN = {("gpt2", "embedding"), ("mixtral", "all but the last layer and the head"), ("gpt2", "norms and biases")}
+FROZEN = {("mixtral", "all but the last layer and the head")}
 
 
 @pytest.mark.parametrize(
@@ -81,22 +81,23 @@ def test_a_frozen_tied_embedding_equals_one_process(pool: RankPool, stages: Sequ
 
 
 OPTIMIZERS = ("adamw", "lion", "sgd")
-EACH_ONCE = {("adamw", "llama"), ("lion", "mixtral"), ("sgd", "gpt2")}
+FEW = {("lion", "mixtral"), ("sgd", "gpt2")}  # AdamW: nearly all other tests
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), few_of(product(OPTIMIZERS, ("llama", "gpt2", "mixtral")), lambda *row: row in EACH_ONCE)
+    ("name", "model"), few_of(product(OPTIMIZERS, ("llama", "gpt2", "mixtral")), lambda *row: row in FEW)
 )
 def test_optimizers_equal_one_process(pool: RankPool, stages: Sequence[Zero], name: Any, model: str) -> None:
     assert_equal(pool, WORLD, [Case(model, family(model), optim_recipes(stages, name=name))])
 
 
+@pytest.mark.grid
 def test_sgd_without_momentum_equals_one_process(pool: RankPool, stages: Sequence[Zero]) -> None:
     assert_equal(pool, WORLD, [Case("gpt2", family("gpt2"), optim_recipes(stages, name="sgd", momentum=0.0))])
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), few_of(product(OPTIMIZERS, (True, False)), lambda *row: row in {("lion", True), ("adamw", False)})
+    ("name", "tied"), few_of(product(OPTIMIZERS, (True, False)), lambda *row: row == ("adamw", False))
 )
 def test_parameter_groups_equal_one_process(pool: RankPool, stages: Sequence[Zero], name: Any, tied: bool) -> None:
     layouts = optim_recipes(stages, name=name, groups=GROUPS)
@@ -121,6 +122,7 @@ def test_parameters_that_some_or_all_ranks_leave_out_equal_one_process(
     assert_equal(pool, WORLD, [opened])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", few_of(["lion", "sgd"], lambda name: name == "lion"))
 def test_parameters_left_out_of_a_whole_step_rest_in_it(pool: RankPool, stages: Sequence[Zero], name: Any) -> None:
     """Layer 1 runs in the first and in the last step. With AdamW it differs from stock: see docs/verify.md."""
@@ -148,8 +150,8 @@ DROPOUT = {"resid_pdrop": 0.2, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "n_layer": 
 @pytest.mark.parametrize(
     ("name", "changes", "policies"),
     [
-        # All where units come and go.
-        pytest.param("gpt2", DROPOUT, {3: POLICIES}, id="gpt2 with dropout"),
+        # Where units come and go; selective: test_activation_checkpointing.py.
+        pytest.param("gpt2", DROPOUT, {3: ("full", "sqrt")}, id="gpt2 with dropout"),
         *(
             pytest.param(name, changes, dict.fromkeys(range(4), POLICIES), marks=pytest.mark.grid, id=f"all of {name}")
             for name, changes in (("gpt2", DROPOUT), ("gemma2", {}), ("mixtral", {}))
@@ -171,11 +173,18 @@ def test_activation_checkpointing_is_bitwise_equal(
             assert_bitwise_equal(found[f"zero {stage} none"], found[f"zero {stage} {policy}"])
 
 
-@pytest.mark.parametrize("name", few_of(["llama", "mixtral"], lambda name: name == "llama"))
-def test_bf16_compute_stays_near_fp32(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("llama", (STAGES[0], STAGES[3])),
+        *(pytest.param(name, STAGES, marks=pytest.mark.grid) for name in ("llama", "mixtral")),
+    ],
+    ids=["llama", "llama at all", "mixtral at all"],
+)
+def test_bf16_compute_stays_near_fp32(pool: RankPool, name: str, stages: Sequence[Zero]) -> None:
     """Loose on purpose: bf16 has 8 bits. All stages sum the same bf16 gradients in fp32, so they agree closely."""
-    found = train(pool, WORLD, Case(name, family(name), recipes(STAGES, "bf16")))
-    expected = expect(Case(name, family(name), recipes(STAGES, "fp32")))
+    found = train(pool, WORLD, Case(name, family(name), recipes(stages, "bf16")))
+    expected = expect(Case(name, family(name), recipes(stages, "fp32")))
     for evidence in found.values():
         assert {weight.dtype for weight in evidence.weights.values()} == {torch.float32}
         assert evidence.losses == pytest.approx(expected.losses, rel=1e-2)

@@ -111,7 +111,7 @@ def test_any_two_with_more_stages_and_families_equal_one_process(pool: RankPool)
 UNEVEN = ("gemma2", "granite", "qwen3_moe", "opt", "bloom", "falcon", "deepseek_v3")
 
 
-@pytest.mark.parametrize("name", few_of(UNEVEN, lambda name: name in ("gemma2", "qwen3_moe", "bloom")))
+@pytest.mark.parametrize("name", few_of(UNEVEN, lambda name: name == "qwen3_moe"))
 def test_families_in_two_and_three_uneven_stages_equal_one_process(pool: RankPool, name: str) -> None:
     """Scaled and summed embeddings, sliding masks, routers, layers that return tuples, parallel blocks."""
     layouts = {
@@ -130,7 +130,7 @@ def train(pool: RankPool, case: Case, world: int) -> dict[str, Evidence]:
 
 @pytest.mark.parametrize(
     ("name", "pp", "count", "zero"),
-    few_of([("llama", 2, 7, 0), ("gpt2", 3, 4, 3), ("qwen3_moe", 4, 2, 2)], lambda name, *_: name == "gpt2"),
+    few_of([("llama", 2, 7, 0), ("gpt2", 3, 4, 3), ("qwen3_moe", 4, 2, 2)], lambda name, *_: name == "llama"),
 )
 def test_gpipe_and_1f1b_are_bitwise_equal(pool: RankPool, name: str, pp: int, count: int, zero: int) -> None:
     layouts = {schedule: recipe_of(pp, schedule, count, zero=Zero(stage=zero)) for schedule in ("gpipe", "1f1b")}
@@ -246,7 +246,7 @@ def observe(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, Obs
 # dualpipe_v needs twice as many microbatches.
 @pytest.mark.parametrize(
     "schedules",
-    [("gpipe", "1f1b", "zbv"), pytest.param(SCHEDULES[:-1], marks=pytest.mark.grid)],
+    [("gpipe", "1f1b"), pytest.param(SCHEDULES[:-1], marks=pytest.mark.grid)],
     ids=["few", "more"],
 )
 def test_ranks_do_what_was_simulated_and_keep_no_more_microbatches(pool: RankPool, schedules: Sequence[str]) -> None:

@@ -89,6 +89,7 @@ def count_every_copy() -> AbstractContextManager[Any]:
     return patch.object(Routers, "end", end)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("sabotage", "layout", "quantity"),
     [

@@ -26,6 +26,7 @@ from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.compare import compare
 from framework.verify.layout import share
+from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, assert_equal, small_recipe, topology_of, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline import SCHEDULES, case_of, train
@@ -121,12 +122,13 @@ def count_seeds(rank: int, rendezvous: str, case: Case) -> dict[str, int]:
     return {place: len({each[place] for each in everywhere}) for place in seeds}
 
 
-def test_streams_of_later_layers_differ_where_ranks_hold_other_tokens_and_heads(pool: RankPool) -> None:
-    recipe = recipe_of("1f1b", pp=1)
-    case = case_of("qwen3_moe", {"": recipe}, attention_dropout=0.1)
-    expected = {"outside": 2, "attention": 2, "experts": 1}
-    assert pool.run(2, find_seeds, case, nullcontext)[0] == expected
-    assert pool.run(2, find_seeds, case, seed_layers_alike)[0] != expected
+@pytest.mark.parametrize("sabotage", few_of([nullcontext, seed_layers_alike], lambda each: each is nullcontext))
+def test_streams_of_later_layers_differ_where_ranks_hold_other_tokens_and_heads(
+    pool: RankPool, sabotage: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    case = case_of("qwen3_moe", {"": recipe_of("1f1b", pp=1)}, attention_dropout=0.1)
+    found = pool.run(2, find_seeds, case, sabotage)[0]
+    assert (found == {"outside": 2, "attention": 2, "experts": 1}) == (sabotage is nullcontext)
 
 
 def test_a_message_has_one_ranks_part_of_the_tokens() -> None:

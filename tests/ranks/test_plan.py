@@ -94,7 +94,7 @@ def measure_memory(run: Run) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "tied", "every"),
     [
-        ("gpt2", True, 4),
+        ("gpt2", True, 11),
         *(
             pytest.param(*each, 1, marks=pytest.mark.grid)
             for each in (("gpt2", True), ("llama", True), ("llama", False))
@@ -102,7 +102,7 @@ def measure_memory(run: Run) -> dict[str, int]:
     ],
 )
 def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: bool, every: int) -> None:
-    """every: 1 for all layouts; with every fourth, each kind of sharding comes once."""
+    """every: 1 for all layouts; with every eleventh, each precision."""
     few = dict([*list(layouts().items())[::every], *list(layouts().items())[-1:]])
     case = Case("", family(name), few, {"tie_word_embeddings": tied})
     by_rank = pool.run(4, measure, case)
@@ -142,7 +142,10 @@ def test_beside_gradients_a_step_sums_a_few_numbers(pool: RankPool, accumulation
 
 @pytest.mark.parametrize(
     ("model", "total"),
-    [("deepseek_v3", "671,026,404,352"), ("llama3_1_70b", "70,553,706,496"), ("gpt2", "124,439,808")],
+    few_of(
+        [("deepseek_v3", "671,026,404,352"), ("llama3_1_70b", "70,553,706,496"), ("gpt2", "124,439,808")],
+        lambda model, _: model != "llama3_1_70b",
+    ),
 )
 def test_large_models_are_planned_without_memory(model: str, total: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = compose(
@@ -194,7 +197,7 @@ def measure_rows(rank: int, world: int, rendezvous: str, recipe: Recipe) -> int:
     return sent
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", few_of(["none", "full"], lambda policy: policy == "none"))
 def test_rows_sent_to_experts_are_planned_for_a_uniform_router(pool: RankPool, checkpointing: str) -> None:
     """Between two ranks the mean is uniform whatever the router: what one of them sends, the other keeps."""
     recipe = small_recipe("fp32", 2, 2, 8, None, Zero(stage=0), Parallel(ep=2))
@@ -310,7 +313,7 @@ def observe_pipelines(rank: int, world: int, rendezvous: str, case: Case) -> dic
     return found
 
 
-@pytest.mark.parametrize("label", few_of(PIPELINES, lambda label: label in ("1f1b", "zbv")))
+@pytest.mark.parametrize("label", few_of(PIPELINES, lambda label: label == "zbv"))
 def test_a_pipeline_keeps_and_sends_what_was_planned(pool: RankPool, label: str) -> None:
     """Of each rank. Where weights' gradients wait, a part of what is kept goes before them, so less is saved than planned."""
     case = Case("", family("llama"), {label: PIPELINES[label]}, WIDE)

@@ -83,6 +83,7 @@ def spared(pool: RankPool, place: Path) -> dict[int, float]:
     return losses_of(place / "spared")
 
 
+@pytest.mark.grid
 def test_a_spike_is_said_and_counted_and_changes_nothing_by_default(pool: RankPool, place: Path) -> None:
     run_dir = folder(place, "log")
     (ended,) = pool.run(1, train_body, compose_run(place), run_dir)
@@ -91,15 +92,18 @@ def test_a_spike_is_said_and_counted_and_changes_nothing_by_default(pool: RankPo
     assert (state["spikes"]["count"], state["skipped_steps"], state["num_updates"]) == (3, 0, STEPS)
 
 
-def test_the_update_of_a_spike_is_not_made_and_saves_and_resumes_do_not_matter(pool: RankPool, place: Path) -> None:
-    words = ("train.on_spike=skip", "zero.stage=2", "launch.ranks=2")
-    whole = folder(place, "skip")
-    ended = pool.run(2, train_body, compose_run(place, *words), whole)
-    assert [each.code for each in ended] == [EXIT_DONE] * 2
+@pytest.mark.parametrize("world", few_of([1, 2], lambda world: world == 1))
+def test_the_update_of_a_spike_is_not_made_and_saves_and_resumes_do_not_matter(
+    pool: RankPool, place: Path, world: int
+) -> None:
+    words = ("train.on_spike=skip", "zero.stage=2", f"launch.ranks={world}")
+    whole = folder(place, f"skip-{world}")
+    ended = pool.run(world, train_body, compose_run(place, *words), whole)
+    assert [each.code for each in ended] == [EXIT_DONE] * world
     state = read_state(list_checkpoints(whole / "checkpoints")[0])
     assert (state["spikes"]["count"], state["skipped_steps"], state["num_updates"]) == (3, 3, STEPS - 3)
     # Between the spikes: their own values are in the checkpoint, and in a window of the uninterrupted run one step later.
-    assert in_two(pool, place, "skip-in-two", words, FIRST_BAD + 1, world=2) == losses_of(whole)
+    assert in_two(pool, place, f"skip-in-two-{world}", words, FIRST_BAD + 1, world) == losses_of(whole)
 
 
 def check_rewound(run_dir: Path, ended: list[Ended], spared: dict[int, float]) -> None:
@@ -130,7 +134,8 @@ def test_a_rewound_run_is_bitwise_the_run_that_never_saw_the_data(
 POINTS = ("framework.train.rewind._retire", "framework.train.rewind._record", "framework.checkpoint.folder.os.replace")
 
 
-@pytest.mark.parametrize("point", few_of(POINTS, lambda point: point.endswith("replace")))
+@pytest.mark.grid
+@pytest.mark.parametrize("point", POINTS)
 def test_a_rewind_that_is_killed_on_its_way_ends_in_the_same_bits(
     pool: RankPool, place: Path, spared: dict[int, float], point: str
 ) -> None:
@@ -156,6 +161,7 @@ def test_a_rewound_run_goes_on_on_another_layout_with_the_samples_that_are_left(
     assert state["skipped_samples"] == LEFT_OUT
 
 
+@pytest.mark.grid
 def test_sabotaged_a_rewind_that_forgets_the_data_range_is_noticed(pool: RankPool, place: Path) -> None:
     """It meets the same spikes until nothing is old enough to go back to."""
     run_dir = folder(place, "forgetful")
@@ -168,7 +174,13 @@ def test_sabotaged_a_rewind_that_forgets_the_data_range_is_noticed(pool: RankPoo
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(("train.max_rewinds=0",), "train.max_rewinds=0"), (("checkpoint.keep=1",), "no checkpoint of step 51 or before")],
+    few_of(
+        [
+            (("train.max_rewinds=0",), "train.max_rewinds=0"),
+            (("checkpoint.keep=1",), "no checkpoint of step 51 or before"),
+        ],
+        lambda words, _: words == ("train.max_rewinds=0",),
+    ),
 )
 def test_a_run_that_cannot_go_back_ends_with_88_and_says_why(
     pool: RankPool, place: Path, words: tuple[str, ...], why: str
@@ -195,6 +207,7 @@ def save_huge_weights() -> AbstractContextManager[Any]:
     return patch.object(saves, "saved_entries", huge)
 
 
+@pytest.mark.grid
 def test_a_checkpoint_that_makes_every_loss_nan_ends_the_run_however_often_it_starts(
     pool: RankPool, place: Path
 ) -> None:

@@ -94,6 +94,7 @@ class _Both:
             context.__exit__(*error)
 
 
+@pytest.mark.grid
 def test_who_reads_what_has_not_come_waits(pool: RankPool) -> None:
     """Routers of mixtral, down-projections of deepseek: with messages that are late nothing changes; without the wait all of it
     does."""

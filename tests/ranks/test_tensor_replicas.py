@@ -80,11 +80,13 @@ def cases() -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("case", few_of(cases(), lambda case: case.name.startswith("gpt2")), ids=lambda case: case.name)
+@pytest.mark.grid  # in fewer steps: test_divergence.py
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_replicas_are_bitwise_equal_after_20_steps(pool: RankPool, case: Case) -> None:
     assert pool.run(WORLD, train, case, "") == [([], "")] * WORLD
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", cases()[:1], ids=lambda case: case.name)
 def test_a_sum_that_is_left_out_shows_as_drift_of_what_it_is_of(pool: RankPool, case: Case) -> None:
     found = pool.run(WORLD, train, case, "sum", 3)
@@ -101,7 +103,7 @@ def test_one_bit_on_one_rank_is_seen_by_all(pool: RankPool) -> None:
     assert any("layernorm" in message for _, message in found)
 
 
-@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("debug", few_of([True, False], bool))
 def test_the_debug_mode_checks_after_each_step(tmp_path: Path, debug: bool) -> None:
     checks: list[int] = []
     tiny_run.write_corpus(tmp_path / "corpus")

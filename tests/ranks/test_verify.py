@@ -289,6 +289,7 @@ def test_ranks_that_do_not_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> N
     assert DyingPool.ended == ["close", "drop"]
 
 
+@pytest.mark.grid
 def test_a_rank_that_fails_tells_where(pool: RankPool) -> None:
     """Lion's oracle waits for the ranks, so that theirs is the first error; but stock transformers fails here, too."""
     recipe, _ = shrunk(recipe_of("launch.ranks=2", "optim.name=lion"))
@@ -302,6 +303,7 @@ def test_a_rank_that_fails_tells_where(pool: RankPool) -> None:
 # --- rounding and faults
 
 
+@pytest.mark.grid
 def test_a_mismatch_in_fp32_that_is_rounding_is_told_from_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,6 +316,7 @@ def test_a_mismatch_in_fp32_that_is_rounding_is_told_from_a_fault(
     assert "The fp32 difference is rounding" in printed
 
 
+@pytest.mark.grid
 def test_a_fault_in_fp32_alone_is_a_mismatch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -402,6 +405,7 @@ def test_documents_restart_their_positions_and_predict_nothing_across_a_border()
     assert (batch.labels != IGNORE).any()
 
 
+@pytest.mark.grid
 def test_packed_documents_are_verified_as_such(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, told = shrunk(recipe_of("launch.ranks=2", "parallel.tp=2", "data.pack=documents"), "fp64")
     assert "data.pack" not in told

@@ -10,6 +10,7 @@ from framework import cli
 from framework.errors import EXIT_DONE, EXIT_FAILED, RecipeError
 from framework.verify import campaign, sides
 from framework.verify.campaign import Campaign, verify_draws
+from framework.verify.pool import RankPool as AnyRankPool
 from framework.verify.rank import run_rank
 from tests.laws.test_sabotage import count_tokens_of_the_rank
 from tests.ranks.pool import RankPool
@@ -55,10 +56,12 @@ def test_the_first_failure_is_told_as_a_command_that_repeats_it(
 
 
 def test_a_hang_is_a_failure_with_its_command(
-    pool: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(campaign, "TIMEOUT_S", 0.01)
-    assert verify_draws(Campaign(1, overrides=(*CHEAP, "optim.name=lion")), pool) == EXIT_FAILED
+    forked = AnyRankPool(4, "tests.ranks.preload")  # which is ended; another first rank of `pool` would import all anew
+    assert verify_draws(Campaign(1, overrides=(*CHEAP, "optim.name=lion")), forked) == EXIT_FAILED
+    forked.close()
     printed = capsys.readouterr().out
     assert "hung: not ended after 0.01 s" in printed
     assert "meshwright verify --strict '~model' model.family=qwen3" in printed

@@ -27,6 +27,7 @@ from framework.recipe.schema import Optim, Recipe, Zero
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
+from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
@@ -206,7 +207,7 @@ def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
     return peak, run.buffers[0].pool.num_bytes
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", few_of([True, False], bool))
 def test_unsharded_parameters_and_full_gradients_stay_under_their_peaks(pool: RankPool, tied: bool) -> None:
     """Unsharded at stage 3: the layer in use, one ahead and the larger of embedding and head. Full gradients from stage 2 on:
     the layer that backward fills, those under way, embedding and head, which share memory if they are of like size; and over

@@ -86,7 +86,13 @@ MORE = {
             for name, ways in FIRST.items()
         ),
         *(
-            pytest.param(name, {way: worlds}, layouts, marks=pytest.mark.grid, id=f"{name} in the core's {way}")
+            pytest.param(
+                name,
+                {way: worlds},
+                layouts if name in FIRST else few_layouts,
+                marks=pytest.mark.grid,
+                id=f"{name} in the core's {way}",
+            )
             for name, (way, worlds) in product(FLAGSHIPS, CORE.items())
         ),
         *(

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import pairwise
@@ -26,35 +26,32 @@ MINUTE = 'launch.time="00:01:00"'  # the shortest limit that SLURM knows; the si
 WAITS = "checkpoint.mode=sync"
 
 
-def run_scenarios(desk: Desk) -> dict[str, Future]:
-    """Starts all of them; a test waits for the ones it is about. The time limit's delays are measured: it has the machine for
-    itself."""
+def run_scenarios(desk: Desk, wanted: Collection[str]) -> dict[str, Future]:
+    """Starts those that are wanted, by the names of their functions; a test waits for the ones it is about."""
     pool = ThreadPoolExecutor(4)
     scenarios: tuple[Callable[[Desk], Evidence], ...] = (
-        chain, frozen_node, spare_node, fewer_nodes, first_node_lost, node_loss, local_references, preemption, killed_ranks,
-        cancelled, layouts, crash_for_ever, users_mistake, bad_node, array, torchrun, all_damaged, unreadable, second_job,
-        signals, launcher, script, hung_rank, copies,
+        time_limit, chain, frozen_node, spare_node, fewer_nodes, first_node_lost, node_loss, local_references, preemption,
+        killed_ranks, cancelled, layouts, crash_for_ever, users_mistake, bad_node, array, torchrun, all_damaged, unreadable,
+        second_job, signals, launcher, script, hung_rank, copies, node_daemon, controller,
     )  # fmt: skip
-    measured = pool.submit(time_limit, desk)
+    unknown = set(wanted) - {scenario.__name__ for scenario in scenarios}
+    assert not unknown, f"no such scenarios: {sorted(unknown)}"
+    futures: dict[str, Future] = {}
 
-    def act(scenario: Callable[[Desk], Evidence]) -> Evidence:
-        wait([measured])
+    def act(scenario: Callable[[Desk], Evidence], before: Collection[Future]) -> Evidence:
+        wait(before)
         return scenario(desk)
 
-    futures = {"time_limit": measured} | {each.__name__: pool.submit(act, each) for each in scenarios}
-
-    def act_after_loss() -> Evidence:
-        wait([futures["node_loss"]])
-        return node_daemon(desk)
-
-    futures["node_daemon"] = pool.submit(act_after_loss)  # on the same node
-    others = list(futures.values())
-
-    def act_last() -> Evidence:
-        wait(others)
-        return controller(desk)
-
-    futures["controller"] = pool.submit(act_last)  # without it the others' commands fail
+    for scenario in scenarios:
+        name = scenario.__name__
+        if name == "controller":  # without it the others' commands fail
+            before = list(futures.values())
+        elif name == "node_daemon":  # on the same node
+            before = [futures[each] for each in ("time_limit", "node_loss") if each in futures]
+        else:  # the time limit's delays are measured: it has the machine for itself
+            before = [futures["time_limit"]] if "time_limit" in futures else []
+        if name in wanted:
+            futures[name] = pool.submit(act, scenario, before)
     pool.shutdown(wait=False)
     return futures
 

@@ -17,10 +17,16 @@ from tests.slurm.cluster import SEQUENCES, STEPS, Desk, wait_for, wandb_segments
 from tests.slurm.ledger import read_starts
 from tests.slurm.scenarios import left_over, run_scenarios
 
+# The scenarios that a test is about, by name; `rotates`: it runs on one day of the week, with others about as long together.
+needs = pytest.mark.needs
+rotates = pytest.mark.grid
+
 
 @pytest.fixture(scope="module")
-def evidence(desk: Desk) -> dict[str, Future]:
-    return run_scenarios(desk)
+def evidence(desk: Desk, request: pytest.FixtureRequest) -> dict[str, Future]:
+    """Of the scenarios that the chosen tests need."""
+    marks = [mark for item in request.session.items for mark in item.iter_markers("needs")]
+    return run_scenarios(desk, {"local_references", *(name for mark in marks for name in mark.args)})
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +43,14 @@ def assert_equals_undisturbed(desk: Desk, run: str, ranks: int, reference) -> No
         assert torch.equal(mine[name], theirs[name]), name
 
 
+@needs("layouts")
 def test_one_two_and_three_nodes_train_as_the_local_launch_does(evidence, reference):
     losses = evidence["layouts"].result()["losses"]
     assert losses == reference
     assert [step for step, _ in losses[3]] == list(range(1, STEPS + 1))
 
 
+@needs("layouts")
 def test_dry_run_shows_to_the_byte_what_is_submitted(evidence):
     found = evidence["layouts"].result()
     assert found["shown"] == found["written"] == found["queued"]
@@ -50,6 +58,8 @@ def test_dry_run_shows_to_the_byte_what_is_submitted(evidence):
     assert not found["dry_run_left_a_folder"]
 
 
+@rotates(part=0)
+@needs("time_limit")
 def test_time_limits_leave_the_curve_as_it_was(desk, evidence, reference):
     found = evidence["time_limit"].result()
     assert found["ends"][-1] == 0
@@ -63,7 +73,13 @@ def test_time_limits_leave_the_curve_as_it_was(desk, evidence, reference):
     assert [step for steps in segments for step in steps] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("run", ["limit", "killed"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param("limit", marks=[rotates(part=0), needs("time_limit")]),
+        pytest.param("killed", marks=needs("killed_ranks")),
+    ],
+)
 def test_goodput_adds_up_over_requeues_and_kills(desk, evidence, run):
     """From the submission to the last end, by the clock of the script."""
     evidence["time_limit" if run == "limit" else "killed_ranks"].result()
@@ -83,12 +99,15 @@ def test_goodput_adds_up_over_requeues_and_kills(desk, evidence, run):
         assert account.seconds[Part.LOST] > 0
 
 
+@needs("killed_ranks")
 def test_kills_leave_one_curve_in_wandb(desk, evidence):
     evidence["killed_ranks"].result()
     segments = wandb_segments(desk.folder("killed"), "killed")
     assert [step for steps in segments for step in steps] == list(range(1, STEPS + 1))
 
 
+@rotates(part=1)
+@needs("chain")
 def test_a_chain_of_three_jobs_is_one_run(desk, evidence, reference):
     found = evidence["chain"].result()
     assert len(found["queued"]) == 3
@@ -100,6 +119,7 @@ def test_a_chain_of_three_jobs_is_one_run(desk, evidence, reference):
     assert_equals_undisturbed(desk, "chain", 1, reference)
 
 
+@needs("killed_ranks")
 def test_killed_ranks_are_started_again_in_the_same_job(desk, evidence, reference):
     found = evidence["killed_ranks"].result()
     assert max(found["vanish_s"]) < 30
@@ -113,6 +133,8 @@ def test_killed_ranks_are_started_again_in_the_same_job(desk, evidence, referenc
     assert_equals_undisturbed(desk, "killed", 2, reference)
 
 
+@rotates(part=2)
+@needs("hung_rank")
 def test_a_stopped_rank_is_named_and_the_run_starts_again(desk, evidence, reference):
     found = evidence["hung_rank"].result()
     assert re.search(
@@ -124,6 +146,8 @@ def test_a_stopped_rank_is_named_and_the_run_starts_again(desk, evidence, refere
     assert_equals_undisturbed(desk, "hung", 2, reference)
 
 
+@rotates(part=5)
+@needs("copies")
 def test_a_killed_rank_is_started_again_from_what_the_nodes_hold(desk, evidence, reference):
     found = evidence["copies"].result()
     steps = [int(step) for step in re.findall(r"going on from step (\d+), which the memory", found["log"])]
@@ -135,6 +159,7 @@ def test_a_killed_rank_is_started_again_from_what_the_nodes_hold(desk, evidence,
     assert_equals_undisturbed(desk, "copies", 2, reference)
 
 
+@needs("preemption")
 def test_a_preempted_run_resumes_at_its_step(desk, evidence, reference):
     found = evidence["preemption"].result()
     assert found["ends"] == [85, 0]
@@ -144,6 +169,7 @@ def test_a_preempted_run_resumes_at_its_step(desk, evidence, reference):
     assert_equals_undisturbed(desk, "yields", 1, reference)
 
 
+@needs("cancelled")
 def test_a_cancelled_run_has_saved_and_stays_away(desk, evidence, reference):
     found = evidence["cancelled"].result()
     assert (found["state"], found["starts"], found["ends"]) == ("CANCELLED", 1, [85])
@@ -154,6 +180,7 @@ def test_a_cancelled_run_has_saved_and_stays_away(desk, evidence, reference):
     assert_equals_undisturbed(desk, "cancelled", 2, reference)
 
 
+@needs("node_loss")
 def test_a_run_survives_the_loss_of_its_node(desk, evidence, reference):
     found = evidence["node_loss"].result()
     assert found["vanish_s"] < 30
@@ -163,6 +190,8 @@ def test_a_run_survives_the_loss_of_its_node(desk, evidence, reference):
     assert_equals_undisturbed(desk, "power", 1, reference)
 
 
+@rotates(part=2)
+@needs("frozen_node")
 def test_a_node_that_thaws_writes_nothing_into_a_run_that_goes_on_elsewhere(desk, evidence, reference):
     found = evidence["frozen_node"].result()
     assert found["changed"] == []
@@ -191,6 +220,8 @@ def assert_each_sequence_once(desk: Desk, run: str) -> None:
     assert [number for cursor in sorted(last) for number in sorted(last[cursor])] == list(range(STEPS * SEQUENCES))
 
 
+@rotates(part=3)
+@needs("spare_node")
 def test_a_spare_node_takes_the_place_of_a_lost_one_in_the_same_job(desk, evidence, reference):
     found = evidence["spare_node"].result()
     assert (found["state"], found["ends"][-1]) == ("COMPLETED", 0)
@@ -200,6 +231,8 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_in_the_same_job(desk, eviden
     assert_each_sequence_once(desk, "spare")
 
 
+@rotates(part=4)
+@needs("fewer_nodes")
 def test_a_run_goes_on_with_fewer_nodes_and_later_with_more(desk, evidence, reference):
     found = evidence["fewer_nodes"].result()
     assert [(start["job"], start["nodes"]) for start in found["starts"]] == [
@@ -217,6 +250,8 @@ def test_a_run_goes_on_with_fewer_nodes_and_later_with_more(desk, evidence, refe
     assert_each_sequence_once(desk, "fewer")
 
 
+@rotates(part=5)
+@needs("first_node_lost")
 def test_a_job_that_keeps_its_nodes_is_requeued_where_its_first_is_lost(desk, evidence, reference):
     """SLURM leaves such a job to itself: without the guard it would hold its other nodes until the time limit."""
     found = evidence["first_node_lost"].result()
@@ -225,6 +260,8 @@ def test_a_job_that_keeps_its_nodes_is_requeued_where_its_first_is_lost(desk, ev
     assert dict(desk.losses("headless")) == pytest.approx(dict(reference[2]), rel=1e-5)
 
 
+@rotates(part=4)
+@needs("crash_for_ever")
 def test_a_crash_that_returns_is_stopped_and_its_evidence_kept(desk, evidence):
     found = evidence["crash_for_ever"].result()
     assert [start["from"] for start in found["starts"]] == [0, 5, 5]
@@ -234,6 +271,8 @@ def test_a_crash_that_returns_is_stopped_and_its_evidence_kept(desk, evidence):
     assert (desk.folder("crashes") / "checkpoints" / "step-00000005").is_dir()
 
 
+@rotates(part=5)
+@needs("all_damaged")
 def test_a_run_whose_checkpoints_are_all_damaged_stops_and_does_not_start_over(evidence):
     found = evidence["all_damaged"].result()
     assert len(found["files"]) >= 2
@@ -252,6 +291,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_and_does_not_start_over(e
     assert "never starts over by itself" in found["again"].err
 
 
+@rotates(part=4)
+@needs("unreadable")
 def test_a_checkpoint_that_cannot_be_read_for_a_while_is_not_condemned(desk, evidence, reference):
     found = evidence["unreadable"].result()
     assert "EIO, Input/output error" in found["log"]
@@ -263,6 +304,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_while_is_not_condemned(desk, evi
     assert_equals_undisturbed(desk, "unreadable", 1, reference)
 
 
+@needs("users_mistake")
 def test_a_users_mistake_is_said_once_and_not_tried_again(evidence):
     found = evidence["users_mistake"].result()
     assert (found["starts"], found["ends"]) == (1, [86])
@@ -271,6 +313,8 @@ def test_a_users_mistake_is_said_once_and_not_tried_again(evidence):
     assert found["log"].count("ends as well") == 1
 
 
+@rotates(part=2)
+@needs("bad_node")
 def test_a_bad_node_is_left_out(evidence):
     found = evidence["bad_node"].result()
     assert found["ends"] == [87, 87]
@@ -279,6 +323,8 @@ def test_a_bad_node_is_left_out(evidence):
     assert found["excluded"] == f"n[4-13],{first},{second}"  # what the recipe excludes stays out
 
 
+@rotates(part=1)
+@needs("array")
 def test_a_sweep_is_an_array_with_a_limit(evidence):
     found = evidence["array"].result()
     assert found["at_once"] == 2
@@ -290,6 +336,8 @@ def test_a_sweep_is_an_array_with_a_limit(evidence):
     assert found["status"].count(", done") == 4
 
 
+@rotates(part=3)
+@needs("second_job")
 def test_a_second_job_of_a_running_run_is_refused_and_harms_nothing(desk, evidence, reference):
     found = evidence["second_job"].result()
     assert found["refusal"].code == 86
@@ -300,6 +348,8 @@ def test_a_second_job_of_a_running_run_is_refused_and_harms_nothing(desk, eviden
     assert_equals_undisturbed(desk, "doubled", 1, reference)
 
 
+@rotates(part=3)
+@needs("signals")
 def test_signals_to_one_rank_in_start_up_validation_and_save_leave_the_curve_as_it_was(desk, evidence):
     found = evidence["signals"].result()
     *asked, died, last = found["ends"]
@@ -318,12 +368,16 @@ def test_signals_to_one_rank_in_start_up_validation_and_save_leave_the_curve_as_
     assert find_ledger_problems(lineages[0], STEPS * 12, lineages[1]) == []
 
 
+@rotates(part=1)
+@needs("launcher")
 def test_a_run_survives_the_death_of_its_launcher(desk, evidence, reference):
     found = evidence["launcher"].result()
     assert found["ends"][-1] == 0, found["log"]
     assert_equals_undisturbed(desk, "launcher", 2, reference)
 
 
+@rotates(part=0)
+@needs("script")
 def test_a_run_whose_script_was_killed_goes_on_when_it_is_submitted_again(desk, evidence, reference):
     found = evidence["script"].result()
     assert found["state"] in ("FAILED", "NODE_FAIL", "CANCELLED"), found["log"]
@@ -331,12 +385,16 @@ def test_a_run_whose_script_was_killed_goes_on_when_it_is_submitted_again(desk, 
     assert_equals_undisturbed(desk, "script", 2, reference)
 
 
+@rotates(part=6)
+@needs("node_daemon")
 def test_a_run_does_not_notice_that_its_slurmd_dies_and_comes_back(desk, evidence, reference):
     found = evidence["node_daemon"].result()
     assert (len(found["starts"]), found["ends"]) == (1, [0])
     assert_equals_undisturbed(desk, "daemon", 1, reference)
 
 
+@rotates(part=6)
+@needs("controller")
 def test_a_rank_that_dies_while_the_controller_is_dead_is_started_again(desk, evidence, reference):
     found = evidence["controller"].result()
     assert [start["from"] for start in found["starts"]][:2] == [0, 20], found["log"]
@@ -344,6 +402,7 @@ def test_a_rank_that_dies_while_the_controller_is_dead_is_started_again(desk, ev
     assert_equals_undisturbed(desk, "controller", 2, reference)
 
 
+@needs("torchrun")
 def test_torchrun_starts_the_same_run(evidence, reference):
     found = evidence["torchrun"].result()
     assert found["losses"] == reference[2], found["log"]

@@ -17,7 +17,8 @@ from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
-from framework.foresight.memory import forecast_memory, moments_of
+from framework.foresight.memory import forecast_memory
+from framework.foresight.memory_moments import moments_of
 from framework.foresight.settings import Settings, chosen_counts, planned_candidate
 from framework.foresight.shape import make_shape
 from framework.mesh.axis import Axis

@@ -142,6 +142,7 @@ def keep_nothing() -> AbstractContextManager[Any]:
     return patch.object(KeptOutputs, "compute", lambda kept, operation, compute: compute())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("sabotage", [keep_all, keep_nothing])
 def test_an_operation_kept_that_is_not_listed_or_listed_and_not_kept_shows(
     sabotage: Callable[[], AbstractContextManager[Any]], measured: Measured, tmp_path: Path
@@ -162,13 +163,12 @@ def test_the_list_is_what_is_kept(measured: Measured, tmp_path: Path) -> None:
 
 def test_sqrt_keeps_as_many_inputs_as_there_are_groups(tmp_path: Path) -> None:
     held = {}
-    for num_layers in (4, 16, 64):
+    for num_layers in (4, 9, 16):
         run, microbatches = start(plan_of(memory_of("sqrt"), num_layers, SMALL, "fp32"))
         held[num_layers] = count_held(run, microbatches, tmp_path)
     an_input = CONTEXT * SMALL["hidden_size"] * 4
-    # Two, four, eight inputs; what is not the layers' is the same for all.
-    assert held[16] - held[4] == 2 * an_input
-    assert held[64] - held[16] == 4 * an_input
+    # Two, three, four inputs; what is not the layers' is the same for all.
+    assert held[9] - held[4] == held[16] - held[9] == an_input
 
 
 def test_groups_and_their_layers_are_as_few_as_can_be_together() -> None:
@@ -301,7 +301,7 @@ def choose(num_layers: int, num_bytes: int) -> Plan:
 def test_auto_meets_its_budget_and_is_never_worse_than_a_uniform_policy() -> None:
     fixed, num_layers = bytes_by_policy(12), 12
     low, high = min(fixed.values()), max(fixed.values())
-    for step in range(12):
+    for step in range(0, 12, 2):
         budget = low + (high - low) * step // 10
         plan = choose(num_layers, budget)
         costs, (counts,) = plan.activations.costs, plan.checkpointing(0).values()

@@ -27,7 +27,8 @@ from framework.train.step import Run, evaluate, train_step
 from framework.verify.double import keep_double
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
-from tests.families import FAMILIES, Family, build_config, family
+from tests.families import FAMILIES, Family, build_config, family, is_kind
+from tests.grid import few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 from tests.ranks.tensor_parity import NOISE_SHARE, relative_error
 
@@ -40,7 +41,7 @@ WITHOUT_FP64 = ("xglm",)
 # --- families
 
 
-@pytest.mark.parametrize("each", FAMILIES, ids=lambda each: each.name)
+@pytest.mark.parametrize("each", few_of(FAMILIES, is_kind), ids=lambda each: each.name)
 def test_every_family_has_equal_loss_and_gradients(each: Family) -> None:
     config, dtype = build_config(each), torch.float32 if each.name in WITHOUT_FP64 else torch.float64
     torch.manual_seed(3)

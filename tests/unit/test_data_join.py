@@ -276,6 +276,7 @@ def count_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.grid
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts maps through /proc")
 def test_a_store_of_thousands_of_shards_has_four_descriptors_and_maps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -285,6 +285,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.grid
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds child processes through /proc")
 def test_after_kill_9_it_resumes_to_equal_bytes_and_leaves_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -187,6 +187,7 @@ def test_the_guard_requeues_a_job_without_its_first_node(tmp_path, nodes, restar
     assert (tmp_path / "run" / "job.log").exists() == requeues
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("line", "instead", "starts"),
     [

@@ -10,14 +10,9 @@ import pytest
 
 from framework.errors import MeshwrightError
 from framework.foresight.candidate import Candidate
-from framework.foresight.memory import (
-    CONTEXT_BYTES,
-    FRAGMENTATION,
-    describe_estimate,
-    forecast_memory,
-    moments_of,
-    spare_bytes,
-)
+from framework.foresight.memory import describe_estimate, forecast_memory, spare_bytes
+from framework.foresight.memory_moments import moments_of
+from framework.foresight.memory_parts import CONTEXT_BYTES, FRAGMENTATION
 from framework.foresight.settings import Settings, chosen_counts, planned_candidate
 from framework.foresight.shape import DEFAULT, make_shape
 from framework.parallel.pipeline.live import LiveMoment, live_moments
@@ -29,7 +24,8 @@ from framework.plan.memory import KINDS
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Batch, Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero
-from tests.families import FAMILIES, Family, build_config, family
+from tests.families import FAMILIES, Family, build_config, family, is_kind
+from tests.grid import few_of
 from tests.ranks.parity import small_recipe
 
 
@@ -125,7 +121,7 @@ def test_states_are_foretold_as_they_are_planned(name: str) -> None:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("each", FAMILIES, ids=lambda each: each.name)
+@pytest.mark.parametrize("each", few_of(FAMILIES, is_kind), ids=lambda each: each.name)
 def test_states_of_any_family_are_foretold_as_they_are_planned(each: Family) -> None:
     for plan in plans(each, seed=2, count=6):
         assert_is_planned(plan)

@@ -2,22 +2,25 @@
 
 from dataclasses import replace
 from functools import cache
+from math import log
+from random import Random
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from framework.foresight.bubble import Lengths
+from framework.foresight.bubble import Lengths, least_length
 from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import place_group, place_groups
 from framework.foresight.forecast import TimeForecast
 from framework.foresight.profile import Kernels, Profile
 from framework.foresight.shape import DEFAULT, ModelShape, make_shape
 from framework.foresight.time import PARTS, TimeModel, forecast_time
+from framework.foresight.time_bounds import TimeBounds
 from framework.foresight.update import expected_goodput
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
-from framework.plan.cluster import Cluster, Link, Span
+from framework.plan.cluster import Cluster, Grid, Link, Span
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
 
@@ -25,7 +28,7 @@ TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)
 # Matmuls, attention and messages alone, nothing hidden behind anything.
 BARE = Profile(
-    *("bare", 1.0, 1.0, 2.5, True, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+    *("bare", 1.0, 1.0, 2.5, True, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
     gradient_bytes=0.0,
     hides_gathers=0.0,
     hides_reductions=0.0,
@@ -232,6 +235,71 @@ def test_lengths_are_the_simulators(name: str, num_microbatches: int) -> None:
     uneven = Costs([0.97 * x for x in costs.forward], [1.04 * x for x in costs.input], costs.weight, 0.11)
     exact = simulate(schedule, uneven).length
     assert Lengths().length(name, 4, num_microbatches, uneven) == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"])
+def test_no_timeline_is_shorter_than_its_bound(name: str) -> None:
+    virtual = 1 if name in ("gpipe", "1f1b", "zb_h1") else 2
+    random, shares = Random(name), []
+    for num_microbatches in (8, 9, 16):
+        for _ in range(4):
+            uneven = [[random.uniform(0.2, 3.0) for _ in range(4 * virtual)] for _ in range(3)]
+            costs = Costs(*uneven, message=random.choice((0.0, 0.5)))  # type: ignore[misc]
+            schedule = make_schedule(name, 4, num_microbatches, virtual)
+            least = least_length(name, schedule.rank_of_stage, num_microbatches, costs)
+            shares.append(least / simulate(schedule, costs).length)
+    assert max(shares) <= 1 + 1e-9
+    assert sum(shares) / len(shares) > 0.7  # and it says much of it
+    even = Costs(*[[1.0] * 4 * virtual] * 3)  # type: ignore[misc]
+    schedule = make_schedule(name, 4, 8, virtual)
+    if name in ("gpipe", "1f1b", "interleaved"):
+        assert least_length(name, schedule.rank_of_stage, 8, even) == simulate(schedule, even).length
+
+
+def test_a_rings_kernels_see_its_blocks_and_merge_them() -> None:
+    # Twice as slow with half of the context: a ring's half of the work takes as long as one rank's whole.
+    curve = Grid(((log(64), log(128)), (log(8),)), (0.25, 0.5))
+    curves = {"attention_curves": {"bf16": (curve, curve)}, "overhead_s": 1e-6}
+    whole, ring, ulysses = (
+        of(replace(ONE, cp=cp, ulysses=ulysses), **curves) for cp, ulysses in ((1, 1), (2, 1), (2, 2))
+    )
+    launches = 2 * 4 * 1e-6  # of a layer's forward and backward
+    assert ring.parts["attention"] - launches == pytest.approx(whole.parts["attention"] - launches)
+    assert ulysses.parts["attention"] - launches == pytest.approx((whole.parts["attention"] - launches) / 2)
+    # A rank's own chunks meet once, and each other rank's once: of 4 layers, backward as forward's passes.
+    more = of(replace(ONE, cp=2), replace(BARE, merge=Kernels(1, 1, 5)), **curves)
+    kernels = 4 * 2 * (1 + BARE.backward_passes)
+    assert more.parts["elementwise"] - ring.parts["elementwise"] == pytest.approx(kernels * 5 * 1e-6)
+
+
+def test_a_pipelines_ranks_on_few_cores_are_no_slower_than_their_work() -> None:
+    candidate = replace(ONE, pp=4, accumulation=4)
+    free, shared = of(candidate), of(candidate, turn=0.5)
+    assert shared.parts["bubble"] < free.parts["bubble"]
+    assert sum(free.parts[name] for name in ("matmuls", "attention")) / 4 < shared.step_s < free.step_s
+    bounds = TimeBounds(TimeModel(shape(), DEFAULT, machine(turn=0.5), BARE))
+    mean, least = bounds.least_mean(candidate, candidate), bounds.least(candidate, (("1f1b", 1),))
+    often, once = bounds.least_of_states(candidate)
+    assert max(mean, least) <= shared.step_s * (1 + 1e-9)
+    assert least + candidate.accumulation * often + once <= shared.step_s * (1 + 1e-9)
+    assert bounds.least_with_states(candidate, least) <= shared.step_s * (1 + 1e-9)
+
+
+def test_ranks_that_share_cores_leave_them_to_one_another_where_they_wait() -> None:
+    # Two ranks on one core, each with half of it: costs of 2 are 1 where the other waits.
+    alike = Costs([2.0, 2.0], [4.0, 4.0], [0.0, 0.0])
+    length = Lengths().length
+    # One microbatch: never do both compute.
+    assert length("1f1b", 2, 1, alike) == pytest.approx(12.0)
+    assert length("1f1b", 2, 1, alike, turn=0.5) == pytest.approx(6.0)
+    # One core is idle only while messages alone are under way: here never.
+    for name in ("1f1b", "gpipe"):
+        for num_microbatches in (2, 8, 40):
+            assert length(name, 2, num_microbatches, alike, turn=0.5) == pytest.approx(num_microbatches * 6.0)
+    # Four ranks on two cores: one core is idle while one rank alone computes, at the start and the end of each line.
+    four = Costs([1.0] * 4, [2.0] * 4, [0.0] * 4)
+    assert length("gpipe", 4, 8, four) == pytest.approx(3 * 11.0)
+    assert length("gpipe", 4, 8, four, turn=0.5) == pytest.approx(3 * (8 + 2 * (1 / 2 - 1 / 4)))
 
 
 def test_bubble_is_the_simulators() -> None:

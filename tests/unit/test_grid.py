@@ -1,6 +1,10 @@
 """A week of grid parts is the whole grid, and a part's number repeats its cases."""
 
-from tests.grid import NUM_PARTS, SECONDS_PER_DAY, part_of, part_of_day
+from types import SimpleNamespace
+
+import pytest
+
+from tests.grid import NUM_PARTS, SECONDS_PER_DAY, part_of, part_of_day, part_of_item
 
 CASES = [f"tests/ranks/test_x.py::test_layout[family{number}-zero3]" for number in range(400)]
 
@@ -15,6 +19,20 @@ def test_seven_days_in_a_row_cover_every_case_once():
 def test_parts_are_of_about_equal_size():
     sizes = [sum(part_of(case) == part for case in CASES) for part in range(NUM_PARTS)]
     assert min(sizes) > len(CASES) / NUM_PARTS / 2, sizes
+
+
+def item(*marks: pytest.MarkDecorator) -> SimpleNamespace:
+    """A test with these marks, the closest first."""
+    found = {each.mark.name: each.mark for each in reversed(marks)}
+    return SimpleNamespace(nodeid=CASES[1], get_closest_marker=found.get)
+
+
+def test_a_mark_says_the_part_of_tests_that_belong_together():
+    assert part_of_item(item(pytest.mark.grid)) == part_of(CASES[1]) == 2
+    assert part_of_item(item(pytest.mark.grid(part=5))) == 5
+    assert part_of_item(item(pytest.mark.needs("a"))) is None
+    with pytest.raises(AssertionError, match="the parts are 0 to 6"):
+        part_of_item(item(pytest.mark.grid(part=7)))
 
 
 def test_a_case_stays_in_its_part():

@@ -24,8 +24,9 @@ from framework.verify.compare import compare
 from framework.verify.double import keep_double
 from framework.verify.evidence import Evidence, gather_full
 from framework.verify.layout import owned_gradients
-from tests.families import FAMILIES, VOCABULARY, Family, build_config
+from tests.families import FAMILIES, VOCABULARY, Family, build_config, is_kind
 from tests.families import family as find_family
+from tests.grid import few_of
 from tests.ranks.parity import CPU, small_recipe, worst_error
 
 # One longer than a sliding window of 5, one not longer than it.
@@ -88,7 +89,9 @@ def test_a_model_that_runs_on_more_than_token_ids_is_refused(family: str) -> Non
         keeps_documents_apart(AutoConfig.for_model(family, pad_token_id=None))
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each.name not in SKIPPED], ids=attrgetter("name"))
+@pytest.mark.parametrize(
+    "family", few_of((each for each in FAMILIES if each.name not in SKIPPED), is_kind), ids=attrgetter("name")
+)
 def test_packed_documents_train_as_alone_where_they_are_said_to_stay_apart(family: Family) -> None:
     documents = draw_documents()
     error = worst_error(compare(train_once(family, [pack(documents)]), train_once(family, documents)))

@@ -16,7 +16,8 @@ from framework.model.load import build_meta, load_config
 from framework.model.stage import PassThrough, StageBounds, copy_stage, hollow_out, own_ties, own_units, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.recipe.compose import compose
-from tests.families import FAMILIES, Family, build_config, family
+from tests.families import FAMILIES, Family, build_config, family, is_kind
+from tests.grid import few_of
 
 # Stages of three layers: the first, one in the middle, the last; and the whole model as the only one.
 STAGES = (*split_stages([1, 1, 1]), *split_stages([3]))
@@ -81,7 +82,7 @@ def _referents(each: Any) -> list[Any]:
     return gc.get_referents(each)
 
 
-@pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("tiny", few_of(FAMILIES, is_kind), ids=lambda tiny: tiny.name)
 def test_a_copy_has_what_a_fresh_build_cut_the_same_way_has(tiny: Family):
     whole = build_meta(build_config(tiny))
     units, before = find_units(whole), describe(whole)
@@ -92,7 +93,7 @@ def test_a_copy_has_what_a_fresh_build_cut_the_same_way_has(tiny: Family):
     assert describe(whole) == before
 
 
-@pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("tiny", few_of(FAMILIES, is_kind), ids=lambda tiny: tiny.name)
 def test_a_copy_shares_nothing_with_the_whole_model(tiny: Family):
     whole = build_meta(build_config(tiny))
     own = reachable(whole)

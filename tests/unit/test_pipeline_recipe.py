@@ -142,6 +142,7 @@ def test_a_large_vocabulary_on_few_layers_is_cut_by_cost() -> None:
     assert step_time(by_cost, [*by_cost.costs.forward]) < step_time(evenly, [*evenly.costs.forward])
 
 
+@pytest.mark.grid
 def test_no_shipped_model_is_cut_worse_than_evenly() -> None:
     models = sorted(file.stem for root in search_path() for file in (root / "model").glob("*.yaml"))
     assert len(models) > 10

@@ -39,7 +39,7 @@ RECIPES = st.builds(
 
 @given(RECIPES)
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_a_saved_recipe_loads_equal(tmp_path, recipe):
     path = tmp_path / "recipe.yaml"
@@ -48,7 +48,7 @@ def test_a_saved_recipe_loads_equal(tmp_path, recipe):
 
 
 @given(TEXT)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_texts_survive_as_the_base_of_a_resume(tmp_path, text):
     config = {"a": text, "b": [text], "c": {"d": text}}
     save_recipe(replace(Recipe(), model=Model(config=config)), tmp_path / "recipe.yaml")

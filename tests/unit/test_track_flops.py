@@ -34,6 +34,7 @@ def test_mfu_is_the_share_of_all_devices_and_absent_without_a_peak():
     assert mfu(tokens_per_s=1000, flops_per_token=1e9, num_devices=4, peak=None) is None
 
 
+@pytest.mark.grid
 def test_peak_memory_of_a_process_rises_with_what_it_touches_and_never_falls():
     before = peak_memory_bytes(torch.device("cpu"))
     block = np.ones(before, dtype=np.uint8)  # beside what the process has anyway, however far behind its peak lies

@@ -12,6 +12,10 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 
+# One day has both: they share the wheel.
+pytestmark = pytest.mark.grid(part=3)
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder with the wheel's content, as an installation has it."""
