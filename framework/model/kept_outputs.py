@@ -3,9 +3,9 @@
     forward          y = operation(x)       y is kept, if the operation is named in `memory.kept_operations`
     recomputation    y = what was kept      whatever is not kept is computed again
 
-Linear layers and experts are functions of ours, which ask here themselves (`compute`). What stands in a model's code is caught
-below autograd, which then saves what it saved in forward: fused attentions, whose outputs may be kept, and `topk`, whose choice
-is always kept. A router that chose other experts the second time would send other rows to other ranks.
+Linear layers, experts and attention over ranks are functions of ours, which ask here themselves. What stands in a model's code is
+caught below autograd, which then saves what it saved in forward: fused attentions, whose outputs may be kept, and `topk`, whose
+choice is always kept. A router that chose other experts the second time would send other rows to other ranks.
 
 Recomputation ends with the last tensor that backward asks for. A function of autograd saves its inputs when it has computed;
 `save` saves them before, so that a layer's last matmul, whose output backward does not read, is not computed twice.
@@ -14,11 +14,11 @@ Recomputation ends with the last tensor that backward asks for. A function of au
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 Policy = Literal["none", "selective", "full", "sqrt"]
@@ -117,6 +117,11 @@ class KeptOutputs:
             return compute()
         return self._call.take(compute) if self._is_recomputing else self._call.keep(compute())
 
+    def compute_attention(self, compute: Callable[[], Any]) -> Any:
+        """The output of an attention that is made of several of torch's: kept and taken over as one. Each part would be kept,
+        else; messages between parts are not sent again either."""
+        return compute() if self._catch is None else self._catch.compute_whole(compute)
+
     def save(self, ctx: Any, x: Tensor) -> None:
         """Save x for the backward of a function of autograd, from within its forward.  x: any shape."""
         if not self._saves_first:
@@ -161,12 +166,11 @@ class _Pass(AbstractContextManager[None]):
         self._end()
 
 
-def compute_attention(compute: Callable[[], Any]) -> Any:
-    """The output of an attention that is made of several of torch's: kept and taken over as one by the layer that it is called
-    in, where that keeps attentions. Each part would be kept, else; messages between parts are not sent again either."""
-    modes = reversed(_get_current_dispatch_mode_stack())  # a group's layers are computed within one another
-    catch = next((mode for mode in modes if isinstance(mode, _Catch)), None)
-    return compute() if catch is None else catch.compute_whole(compute)
+class KeepsOutputs(Protocol):
+    """An operation of a layer that asks for its output itself."""
+
+    def keep_outputs(self, kept: KeptOutputs, operation: str, /) -> None:
+        """From now on the layer is recomputed in backward. operation: by which of its names this output may be kept."""
 
 
 class _Save(torch.autograd.Function):

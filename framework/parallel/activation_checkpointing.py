@@ -26,8 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from framework.model.experts import find_experts
-from framework.model.kept_outputs import ATTENTION, EXPERTS, KeptOutputs, LayerCall, Policy
-from framework.model.matmul import LayerWeight, StackedMatmul
+from framework.model.kept_outputs import ATTENTION, EXPERTS, KeepsOutputs, KeptOutputs, LayerCall, Policy
+from framework.model.matmul import StackedMatmul
 
 Unshard = Callable[[], AbstractContextManager[None]]
 
@@ -46,15 +46,15 @@ def count_groups(num_layers: int) -> int:
 def checkpoint_layers(
     layers: Mapping[str, nn.Module],
     policies: Mapping[str, Policy],
-    operations: Sequence[str],
-    matmuls: Mapping[nn.Module, Sequence[LayerWeight]],
+    named: Sequence[str],
+    operations: Mapping[nn.Module, Sequence[KeepsOutputs]],
     compiled: Container[nn.Module],
     unshard: Callable[[str], AbstractContextManager[None]],
     is_random: bool,
 ) -> None:
     """Make layers recompute in backward, each by its policy.
 
-    layers: of a stage, by the names of their units, in order. operations: `memory.kept_operations`. matmuls: of modules inside.
+    layers: of a stage, by the names of their units, in order. named: `memory.kept_operations`. operations: of modules inside.
     compiled: has the layers that are. unshard: makes a unit's parameters readable meanwhile, for `sqrt`. is_random: layers take
     random numbers.
     """
@@ -63,9 +63,9 @@ def checkpoint_layers(
     for name, layer in layers.items():
         if policies[name] == "none":
             continue
-        chosen = operations if policies[name] == "selective" else ()
+        chosen = named if policies[name] == "selective" else ()
         # torch compiles nothing while a dispatch mode is there: a compiled layer finds its choices again, in the same graph.
-        kept = KeptOutputs() if layer in compiled else _keep_outputs(layer, chosen, matmuls)
+        kept = KeptOutputs() if layer in compiled else _keep_outputs(layer, chosen, operations)
         forward = CheckpointedForward(layer.forward, kept, is_random)
         layer.forward = GroupedForward(forward, partial(unshard, name), chain) if name in grouped else forward
 
@@ -76,14 +76,14 @@ def checkpoint_activations(layer: nn.Module) -> None:
 
 
 def _keep_outputs(
-    layer: nn.Module, operations: Sequence[str], matmuls: Mapping[nn.Module, Sequence[LayerWeight]]
+    layer: nn.Module, named: Sequence[str], operations: Mapping[nn.Module, Sequence[KeepsOutputs]]
 ) -> KeptOutputs:
     # A mixture's choice is always restored; elsewhere nothing need be caught unless an attention is kept.
-    kept = KeptOutputs(operations, catches=ATTENTION in operations or any(True for _ in find_experts(layer)))
+    kept = KeptOutputs(named, catches=ATTENTION in named or any(True for _ in find_experts(layer)))
     for path, module in layer.named_modules():
-        for matmul in matmuls.get(module, ()):
-            is_stacked = isinstance(matmul, StackedMatmul)
-            matmul.keep_outputs(kept, EXPERTS if is_stacked else path.rpartition(".")[2])
+        for operation in operations.get(module, ()):
+            is_stacked = isinstance(operation, StackedMatmul)
+            operation.keep_outputs(kept, EXPERTS if is_stacked else path.rpartition(".")[2])
     return kept
 
 

@@ -7,11 +7,12 @@ from functools import partial
 from torch import nn
 from transformers import PreTrainedModel
 
-from framework.model.matmul import LayerWeight
+from framework.model.kept_outputs import KeepsOutputs
 from framework.model.precision import DTYPES
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.compilation import compiled_layers
+from framework.parallel.context.split import find_context_attentions
 from framework.parallel.experts import write_stacked_gradients
 from framework.parallel.fp8_layers import find_fp8_linears, make_matmul
 from framework.parallel.stage_plan import StagePlan
@@ -52,8 +53,9 @@ def attach(
     compiled = {module for layer in compiled_layers(model, plan) for module in layer.modules()}
     fp8 = set(find_fp8_linears(model, plan).values())
     linears = write_gradients_directly(model, grad_views, compiled, partial(make_matmul, fp8=fp8, plan=plan))
-    matmuls: dict[nn.Module, Sequence[LayerWeight]] = {module: (matmul,) for module, matmul in linears.items()}
-    matmuls |= write_stacked_gradients(model, grad_views)
+    operations: dict[nn.Module, Sequence[KeepsOutputs]] = {module: (matmul,) for module, matmul in linears.items()}
+    operations |= write_stacked_gradients(model, grad_views)
+    operations |= find_context_attentions(model)
     write_embedding_gradients(model, grad_views, compiled)
     gradients = GradientSync(buffers, waits, DTYPES[plan.recipe.precision.reduce])
     by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]
@@ -63,7 +65,7 @@ def attach(
         {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.name in plan.policies},
         plan.policies,
         plan.recipe.memory.kept_operations,
-        matmuls,
+        operations,
         compiled,
         hooks.unsharded_for,
         uses_rng_in_training(model),

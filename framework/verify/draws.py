@@ -178,6 +178,8 @@ def _has_moments(drawn: Drawn, value: str) -> bool:
 def _fits_compute(drawn: Drawn, value: str) -> bool:
     # Rounding in 16 bits decides most of Lion's signs, and the bounds of moments in few bits are those of fp32.
     is_verifiable = drawn["optim.name"] != "lion" and drawn.get("precision.moments", "fp32") == "fp32"
+    # phimoe draws lots among experts of equal scores, and in 16 bits there are such: two right runs part.
+    is_verifiable = is_verifiable and drawn["model.family"] != "phimoe"
     return drawn["precision"] == "fp32" and (value == "fp32" or is_verifiable)
 
 
@@ -251,9 +253,10 @@ CHOICES = (
     Choice("optim.schedule.name", ("constant", "linear", "cosine", "wsd")),
     Choice("optim.schedule.warmup_steps", (0, 1)),
     Choice("precision.moments", ("fp32", "fp32", "bf16", "int8"), _has_moments),
-    Choice("precision.compute", ("fp32",) * 10 + ("bf16", "fp16"), _fits_compute),
+    Choice("precision.compute", ("fp32",) * 9 + ("bf16", "fp16", "fp8"), _fits_compute),
     Choice("precision.master", ("fp32", "none"), _computes_in("bf16")),
     Choice("precision.loss_scale", (None, "dynamic", 1024.0), _computes_in("fp16")),
+    Choice("precision.fp8_scaling", ("tensor", "row"), _computes_in("fp8")),
 )
 
 

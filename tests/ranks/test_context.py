@@ -121,6 +121,21 @@ def test_tokens_divided_by_each_method_equal_one_process(pool: RankPool, ways: t
     assert_equal(pool, 4, [way.case for way in ways])
 
 
+# Biases and positions of a family's own, of one row.
+ONE_TOKEN = (
+    Way("bloom", 2, "ulysses", context=2),
+    Way("mpt", 2, "ulysses", context=2),
+    Way("llama", 2, "ulysses", context=2),
+)
+
+
+@pytest.mark.parametrize(
+    "ways", [ONE_TOKEN[:1], pytest.param(ONE_TOKEN[1:], marks=pytest.mark.grid)], ids=["bloom", "others"]
+)
+def test_a_rank_may_have_one_token_of_each_sequence(pool: RankPool, ways: tuple[Way, ...]) -> None:
+    assert_equal(pool, 2, [way.case for way in ways])
+
+
 # (cp, dp, tp, pp, ep, sequence, schedule)
 MESHES: tuple[tuple[int, int, int, int, int, bool, str], ...] = (
     (2, 1, 1, 1, 1, True, "1f1b"),

@@ -150,7 +150,7 @@ def test_every_attention_of_a_model_finds_its_hook(name: str) -> None:
         return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
     found = len(list(find_attentions(model)))
-    hook_attentions(model, Hook(attend, lambda device: torch.arange(6, device=device)))
+    hook_attentions(model, lambda: Hook(attend, lambda device: torch.arange(6, device=device)))
     model(input_ids=torch.zeros(2, 6, dtype=torch.int64))
     layers = model.config.num_hidden_layers
     assert len(calls) == (2 * layers if name == "diffllama" else layers)
@@ -160,7 +160,7 @@ def test_every_attention_of_a_model_finds_its_hook(name: str) -> None:
 
 def test_a_mask_that_the_stage_did_not_pass_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(build_config(family("llama"), use_cache=False))
-    hook_attentions(model, Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6, device=device)))
+    hook_attentions(model, lambda: Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6, device=device)))
     with pytest.raises(ModelError, match=r"LlamaAttention computes an attention mask of its own, bool \[1, 1, 6, 6\]"):
         model(input_ids=torch.zeros(1, 6, dtype=torch.int64), attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
 
@@ -169,7 +169,7 @@ def test_a_tensor_that_our_attention_does_not_know_is_refused() -> None:
     """MiniMax M3 chooses blocks of keys, of which the small copy's sequences had one: it passed, and trained on all keys."""
     config = build_config(family("llama"), use_cache=False)
     model = AutoModelForCausalLM.from_config(config)
-    hook_attentions(model, Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6, device=device)))
+    hook_attentions(model, lambda: Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6, device=device)))
     with pytest.raises(ModelError, match="LlamaAttention hands block_indices to its attention function"):
         model(input_ids=torch.zeros(1, 6, dtype=torch.int64), block_indices=torch.zeros(1, 6, dtype=torch.int64))
 

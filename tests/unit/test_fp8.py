@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
@@ -20,6 +21,7 @@ from framework.parallel.fp8_layers import find_fp8_linears
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Memory, Precision, Recipe
+from framework.verify.plain_fp8 import multiply_in_fp8
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
 
@@ -48,8 +50,8 @@ def run_torchao(linear: nn.Module, scaling: Scaling, x: Tensor, dy: Tensor) -> t
     from torchao.float8.float8_linear import Float8Linear
 
     config = Float8LinearConfig.from_recipe_name(f"{scaling}wise")
-    stock = nn.Linear(INPUTS, OUTPUTS).bfloat16()
     weight = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
+    stock = nn.Linear(*reversed(weight.shape)).bfloat16()
     stock.weight.data, stock.bias.data = weight.data.contiguous(), linear.bias.data
     layer = Float8Linear.from_float(stock, replace(config, emulate=True, round_scales_to_power_of_2=True))
     x = x.clone().requires_grad_()
@@ -96,6 +98,26 @@ def test_gradients_are_added_without_a_rounding_to_bf16() -> None:
     torch.testing.assert_close(view, 1.0 + gradient.float(), rtol=0, atol=2.0**-8 * float(gradient.abs().max()))
 
 
+def test_the_oracle_takes_a_conv1d_for_the_linear_layer_that_it_is() -> None:
+    """GPT-2's layers: in bf16 they would be nearer to fp32 than any layout's, and a sound layout would be told wrong."""
+    x, dy = make_inputs()
+    config = build_config(family("gpt2"), n_embd=64)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    names = [name for name, _ in model.named_parameters()]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    multiply_in_fp8(model, "tensor", torch.device("cpu"))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert not [name for name in layers if isinstance(model.get_submodule(name), Conv1D)]
+    conv = layers["transformer.h.0.mlp.c_fc"]
+    expected, dx, dw = run_torchao(conv, "tensor", x, dy.repeat(1, 1, 3)[..., : conv.nf])
+    x = x.clone().requires_grad_()
+    found = model.get_submodule("transformer.h.0.mlp.c_fc")(x)
+    found.backward(dy.repeat(1, 1, 3)[..., : conv.nf])
+    assert torch.equal(found, expected)
+    assert torch.equal(x.grad, dx)
+    assert torch.equal(conv.weight.grad, dw.t())
+
+
 def make_fp8_recipe() -> Recipe:
     return replace(small_recipe("bf16", 1, 1, 2), precision=Precision("fp8"))
 
@@ -108,6 +130,14 @@ def test_without_torchao_it_is_refused_before_a_device_is_touched(monkeypatch: p
         ModelError, match=r"precision.compute=fp8: torchao is not installed: pip install 'meshwright\[fp8\]'"
     ):
         make_plan(make_fp8_recipe(), build_config(family("llama"))).of_rank(0)
+
+
+def test_a_family_that_keeps_a_linear_layer_in_fp32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers says it of a family: in bf16, which fp8 is beside its matmuls."""
+    monkeypatch.setattr(LlamaPreTrainedModel, "_keep_in_fp32_modules_strict", ["mlp.down_proj"])
+    config = build_config(family("llama"), intermediate_size=64)
+    with pytest.raises(ModelError, match=r"llama keeps linear layers in fp32 \(model.layers.0.mlp.down_proj,.*bf16"):
+        make_plan(make_fp8_recipe(), config).of_rank(0)
 
 
 def test_what_contradicts_fp8_is_told() -> None:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices, Interval
 from framework.model.block_attention import BlockAttention, Scores
-from framework.model.kept_outputs import compute_attention
+from framework.model.kept_outputs import KeptOutputs
 from framework.model.precision import sums_dtype
 from framework.parallel.context.blocks import Block, find_steps, plan_blocks
 from framework.parallel.context.gather import Gather
@@ -59,6 +59,11 @@ class ContextAttention:
         self.slices, self.block = slices, block
         self.heads = HeadExchange(ulysses, slices.chunks)
         self.transport = TRANSPORTS[method](ring)
+        self.kept = KeptOutputs()
+
+    def keep_outputs(self, kept: KeptOutputs, _operation: str) -> None:
+        """From now on the layer that calls this attention, and no other, is recomputed in backward."""
+        self.kept = kept
 
     # Its shapes differ between ranks and steps, and messages are counted: traced, it would be compiled again and again.
     @torch.compiler.disable
@@ -84,7 +89,7 @@ class ContextAttention:
         # To the host, which decides by them what is computed: waiting for the device once here, not in every block.
         rows = None if first_rows is None else self.heads.gather_rows(first_rows).cpu()
         blocks = RankBlocks(self.block, self.slices, self.heads.select_scores(scores), None)
-        return self.heads.leave(_Attend.apply(q, k, v, own_sinks, rows, blocks, self.transport))
+        return self.heads.leave(_Attend.apply(q, k, v, own_sinks, rows, blocks, self))
 
 
 @dataclass(frozen=True)
@@ -260,20 +265,20 @@ class _Attend(torch.autograd.Function):
         sinks: Tensor | None,
         first_rows: Tensor | None,
         blocks: RankBlocks,
-        transport: Transport,
+        attention: ContextAttention,
     ) -> Tensor:
 
         def attend() -> tuple[Tensor, Tensor]:
             own = KeyValues(k, v)
             work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
-            transport.forward(own, blocks.route(own), work)
+            attention.transport.forward(own, blocks.route(own), work)
             assert work.out is not None
             return work.out.transpose(1, 2), work.log_sum
 
-        out, log_sum = compute_attention(attend)
+        out, log_sum = attention.kept.compute_attention(attend)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
         ctx.save_for_backward(q, k, v, sinks, first_rows, out, log_sum)
-        ctx.blocks, ctx.transport = blocks, transport
+        ctx.blocks, ctx.transport = blocks, attention.transport
         return out
 
     @staticmethod

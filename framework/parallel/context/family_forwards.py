@@ -115,11 +115,23 @@ def replace_method(module: Any) -> None:
 
 
 def give_mask(model: PreTrainedModel) -> None:
-    """Have MPT's model find a mask, which its code wants though nothing reads it: four dims, so that none is computed."""
-    if model.config.model_type == "mpt":
-        model.register_forward_pre_hook(_add_mask, with_kwargs=True)
+    """Have a model that computes biases or masks by a mask of its own find one in which they are right for ranks of `cp`."""
+    add = MASKS.get(model.config.model_type)
+    if add is not None:
+        model.register_forward_pre_hook(add, with_kwargs=True)
 
 
-def _add_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _add_mask_of_mpt(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Its code wants one though nothing reads it: four dims, so that none is computed."""
     ids = kwargs["input_ids"]
     return args, kwargs | {"attention_mask": ids.new_zeros(()).expand(ids.shape[0], 1, ids.shape[1], 1)}
+
+
+def _add_mask_of_bloom(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Biases are of as many rows as its mask has: two, of which slopes are read, also where a rank has one token."""
+    ids, given = kwargs["input_ids"], kwargs.get("attention_mask")
+    return args, kwargs | {"attention_mask": ids.new_ones(ids.shape[0], 2) if given is None else given}
+
+
+# By model_type.
+MASKS = MappingProxyType({"mpt": _add_mask_of_mpt, "bloom": _add_mask_of_bloom})

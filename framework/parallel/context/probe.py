@@ -107,7 +107,9 @@ class _Probe:
 
     def _run_divided(self, tokens: Tensor, rows: "_Rows") -> Tensor:
         """Logits [1, T, V] of a model that has the tokens of each rank in a row of its own."""
-        hook_attentions(self.model, Hook(_Joined(rows), lambda device: rows.divide(torch.arange(rows.total)[None])))
+        hook_attentions(
+            self.model, lambda: Hook(_Joined(rows), lambda device: rows.divide(torch.arange(rows.total)[None]))
+        )
         mask = None if len(rows.lengths) == 1 else rows.divide(rows.first_rows)[:, None, :, None]
         logits = self.model(
             input_ids=rows.divide(tokens), position_ids=rows.divide(rows.positions), attention_mask=mask
@@ -118,7 +120,7 @@ class _Probe:
         mixing = self._find_mixing(tokens)
         if mixing is not None:
             return mixing
-        hook_attentions(self.model, Hook(rows.whole, lambda device: torch.arange(rows.total)))
+        hook_attentions(self.model, lambda: Hook(rows.whole, lambda device: torch.arange(rows.total)))
         mask = None if len(rows.lengths) == 1 else rows.first_rows[:, None, :, None]
         in_order = self.model(input_ids=tokens, attention_mask=mask, **self._positions(rows)).logits
         if _is_close(in_order, expected):
@@ -128,7 +130,7 @@ class _Probe:
 
     def _find_mixing(self, tokens: Tensor) -> str | None:
         """The first module that mixes tokens although attention does not: where one token changes, and others with it."""
-        hook_attentions(self.model, Hook(_attend_to_nothing, lambda device: torch.arange(tokens.shape[1])))
+        hook_attentions(self.model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(tokens.shape[1])))
         changed = tokens.clone()
         changed[:, 0] = (changed[:, 0] + 1) % self.model.config.get_text_config().vocab_size
         positions = torch.arange(tokens.shape[1])[None]
@@ -303,7 +305,7 @@ def _find_dropout(config: PretrainedConfig) -> Iterator[Cause]:
     for path, value in dropouts.items():
         _set(small, path, value)
     model = _build_small(config, small).train()
-    hook_attentions(model, Hook(_attend_to_nothing, lambda device: torch.arange(2)))
+    hook_attentions(model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(2)))
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     except AttentionDropout as error:

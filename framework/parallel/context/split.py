@@ -6,7 +6,7 @@ for it. That nothing else mixes tokens the probe has shown on a small copy.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -37,9 +37,20 @@ def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     assert slices is not None, "tokens of a rank of cp without their rows"
     refuse_uneven_heads(layer_configs(model.config), plan.recipe.parallel)
     method: Literal["ring", "gather"] = "gather" if plan.recipe.parallel.context == "gather" else "ring"
-    attention = ContextAttention(slices, ulysses, ring, method, BlockAttention())
-    hook_attentions(model, Hook(attention, lambda device: rows_of(slices, device)))
+    block = BlockAttention()  # one, which compares a device's kernels once
+
+    def make_hook() -> Hook:
+        return Hook(ContextAttention(slices, ulysses, ring, method, block), lambda device: rows_of(slices, device))
+
+    hook_attentions(model, make_hook)
     return layouts
+
+
+def find_context_attentions(model: nn.Module) -> dict[nn.Module, tuple[ContextAttention]]:
+    """By the module that calls it, each attention of the model over the ranks of `cp`."""
+    hooks = ((module, vars(module).get("context_hook")) for module in model.modules())
+    attentions = ((module, hook.attention) for module, hook in hooks if isinstance(hook, Hook))
+    return {module: (each,) for module, each in attentions if isinstance(each, ContextAttention)}
 
 
 def rows_of(slices: ContextSlices, device: torch.device) -> Tensor:
@@ -47,10 +58,10 @@ def rows_of(slices: ContextSlices, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in slices.intervals])
 
 
-def hook_attentions(model: PreTrainedModel, hook: Hook) -> None:
-    """Give the hook to every attention of the model, and have the model call them by it."""
+def hook_attentions(model: PreTrainedModel, make_hook: Callable[[], Hook]) -> None:
+    """Give a hook of its own to every attention of the model, and have the model call them by it."""
     for module in find_attentions(model):
-        module.context_hook = hook
+        module.context_hook = make_hook()
         if type(module).__name__ in METHODS:
             replace_method(module)
     # Tensor parallelism gives some modules a config of their own.

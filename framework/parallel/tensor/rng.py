@@ -22,15 +22,18 @@ from framework.mesh.token_layout import TokenLayout
 from framework.model.materialize import seed_for
 
 RANDOM_WORDS = ("drop", "jitter")
+# Classes of modules that draw whatever their config says: phimoe's routers draw lots among experts of equal scores.
+DRAWING_MODULES = ("PhimoeTopKRouter",)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def uses_rng_in_training(model: PreTrainedModel) -> bool:
-    """Some dropout or jitter of the config or of a module is not zero, or the model's code is not Hugging Face's: then nobody
-    knows by what names it takes random numbers."""
+    """Some dropout or jitter of the config or of a module is not zero, a module draws in any case, or the model's code is not
+    Hugging Face's: then nobody knows by what names it takes random numbers."""
     is_foreign = not type(model).__module__.startswith("transformers.models.")
     drops = any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules())
-    return is_foreign or drops or _is_random(model.config.to_dict())
+    draws = any(type(module).__name__ in DRAWING_MODULES for module in model.modules())
+    return is_foreign or drops or draws or _is_random(model.config.to_dict())
 
 
 def mask_of(tokens: TokenLayout) -> int:
