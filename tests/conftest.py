@@ -16,7 +16,9 @@ settings.load_profile("meshwright")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What most tests need, imported once: the workers of `--workers` are forked from this process."""
+    """What most tests need, imported once; not where xdist's workers run the tests, and each imports for itself."""
+    if getattr(config.option, "numprocesses", None):
+        return
     import torch
     import transformers  # noqa: F401
 

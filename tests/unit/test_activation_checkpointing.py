@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
+from math import isqrt
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -161,14 +162,15 @@ def test_the_list_is_what_is_kept(measured: Measured, tmp_path: Path) -> None:
     assert flops - measured["none"][1] == pytest.approx(cost.flops * CONTEXT, rel=0.01)
 
 
-def test_sqrt_keeps_as_many_inputs_as_there_are_groups(tmp_path: Path) -> None:
-    held = {}
-    for num_layers in (4, 9, 16):
+@pytest.mark.parametrize("most", [16, pytest.param(64, marks=pytest.mark.grid)])
+def test_sqrt_keeps_as_many_inputs_as_there_are_groups(most: int, tmp_path: Path) -> None:
+    held, counts = {}, [num for num in (4, 9, 16, 64) if num <= most]
+    for num_layers in counts:
         run, microbatches = start(plan_of(memory_of("sqrt"), num_layers, SMALL, "fp32"))
         held[num_layers] = count_held(run, microbatches, tmp_path)
     an_input = CONTEXT * SMALL["hidden_size"] * 4
-    # Two, three, four inputs; what is not the layers' is the same for all.
-    assert held[9] - held[4] == held[16] - held[9] == an_input
+    # Two, three, four, eight inputs; what is not the layers' is the same for all.
+    assert all(held[num] - held[4] == (isqrt(num) - 2) * an_input for num in counts)
 
 
 def test_groups_and_their_layers_are_as_few_as_can_be_together() -> None:
