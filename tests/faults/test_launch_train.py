@@ -438,14 +438,15 @@ def test_run_in_use_is_refused(capsys):
 
 
 def test_run_that_another_process_began_meanwhile_is_left_alone():
-    """Also its epoch: the other process may have been frozen, or train where its lock is not seen."""
+    """Also its epoch: the other process may have been frozen, or train where its lock is not seen. Locks say who asked last."""
     whole = Path("runs/whole")
-    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.suffix != ".ranks"}
+    kept = [path for path in whole.rglob("*") if path.is_file() and path.stem != "lock"]
+    before = {path: path.read_bytes() for path in kept}
     recipe = compose([*RECIPE, "run.id=whole", "optim.lr=1"]).require()
     with pytest.raises(RunError, match="begun by another process meanwhile"):
         local._begin(recipe, [])
-    after = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.suffix != ".ranks"}
-    assert after == before
+    assert sorted(path for path in whole.rglob("*") if path.is_file() and path.stem != "lock") == sorted(kept)
+    assert {path: path.read_bytes() for path in kept} == before
     assert not list(whole.rglob(".epoch-*"))
 
 

@@ -20,8 +20,9 @@ COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export",
 
 
 @pytest.fixture
-def run(capsys):
-    """run("check", "a=b") -> (exit code, stdout, stderr)"""
+def run(capsys, monkeypatch):
+    """run("check", "a=b") -> (exit code, stdout, stderr), on a terminal of 110 columns."""
+    monkeypatch.setenv("COLUMNS", "110")
 
     def call(*argv: str) -> tuple[int, str, str]:
         code = cli.main(argv)

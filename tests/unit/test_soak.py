@@ -99,7 +99,7 @@ def test_a_loss_a_weight_or_a_sample_that_differs_is_a_violation(soak, desk):
 def test_an_elastic_run_may_differ_by_rounding_alone(soak, desk):
     import torch
 
-    weights = torch.linspace(-1, 1, 100)
+    weights = torch.linspace(-1, 1, 100, dtype=torch.float64)
     for share, is_fine in ((0.5 * soak.PARITY, True), (2 * soak.PARITY, False)):
         desk.weights_of = {soak.RUN: {"w": weights * (1 + share)}, soak.REFERENCE: {"w": weights}}
         problems = soak.compare(desk, 2, soak.PARITY)
