@@ -426,19 +426,13 @@ def refuse_unreachable(root: str | None, key: str = KEY) -> None:
 
 def refuse_unwritable(root: Path, key: str = RUN_ROOT) -> None:
     """Raises RunError where no run can be made below `root`, which `key` of the recipe says. It tries, for what permissions say
-    does not hold on every file system, and leaves nothing: data is prepared first, which may take hours."""
-    made = [each for each in (root.absolute(), *root.absolute().parents) if not each.exists()]
-    place = made[-1].parent if made else root.absolute()
+    does not hold on every file system, and leaves nothing: data is prepared first, which may take hours. A root that is not there
+    is not made: two launchers that begin at once would remove it under each other."""
+    place = next(each for each in (root.absolute(), *root.absolute().parents) if each.exists())
     if not place.is_dir():
         raise RunError(f"{key}={root}: {place} is no folder. Set {key} to a folder of yours")
     with explain_errors(root, key):
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            Path(tempfile.mkdtemp(prefix=".try-", dir=root)).rmdir()
-        finally:
-            for each in made:
-                with suppress(OSError):  # another launcher may have made a run there meanwhile
-                    each.rmdir()
+        Path(tempfile.mkdtemp(prefix=".try-", dir=place)).rmdir()
 
 
 def find_key(path: Path) -> str:

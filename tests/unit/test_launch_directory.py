@@ -223,6 +223,14 @@ def test_a_root_is_tried_and_not_judged_by_its_permissions(tmp_path, monkeypatch
         refuse_unwritable(root)
 
 
+def test_launchers_that_begin_at_once_do_not_remove_a_root_under_each_other(tmp_path):
+    root = tmp_path / "runs"
+    with ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(refuse_unwritable, root) for _ in range(400)]:
+            future.result()
+    assert list(tmp_path.iterdir()) == []
+
+
 def hold_at_once(run):
     return run.hold(0.0, describe_self("4"), 0, lambda holder, me: Verdict.UNKNOWN)
 
