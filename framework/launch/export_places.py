@@ -67,7 +67,7 @@ class ExportObjects:
         # The step that the run went back to while an export was made.
         self._cut: int | None = None
 
-    def name(self, step: int) -> Place:
+    def name(self, step: int) -> ObjectPath:
         """Where this start puts the export of a step."""
         return self._root / f"step-{step:08d}.{self._lease.epoch}"
 
@@ -100,7 +100,7 @@ class ExportObjects:
                     path.remove_all()
 
     def _put(self, made: Path, step: int) -> None:
-        target = self._root / f"step-{step:08d}.{self._lease.epoch}"
+        target = self.name(step)
         names = [path.relative_to(made).as_posix() for path in sorted(made.rglob("*")) if path.is_file()]
         self._lease.check()
         target.remove_all()  # what was put of it before
