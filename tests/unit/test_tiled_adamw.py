@@ -1,5 +1,6 @@
 """AdamW on the host goes tile by tile and casts each: bit for bit the update of whole tensors, and their cast."""
 
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -14,8 +15,9 @@ from framework.recipe.schema import Optim
 CPU = torch.device("cpu")
 
 
-def train(numel: int, casts: bool, divisor: float) -> tuple[torch.Tensor, ...]:
-    """Two updates and, between them, a step that is skipped. Returns value, moments and what the value is cast to."""
+def train(numel: int, casts: bool, divisor: float, step: Callable | None = None) -> tuple[torch.Tensor, ...]:
+    """Two updates and, between them, a step that is skipped. Returns value, moments and what the value is cast to. step: of
+    torch's optimizer, in the place of ours."""
     generator = torch.Generator().manual_seed(1)
     value = torch.randn(numel, generator=generator)
     gradient = torch.empty(numel)
@@ -23,9 +25,10 @@ def train(numel: int, casts: bool, divisor: float) -> tuple[torch.Tensor, ...]:
     shard = FlatShard((), value, gradient, cast=cast if casts else None)
     optimizer = FlatOptimizer(Optim(), [ShardGroup("all", (shard,), 1.0, 0.1)], CPU)
     assert optimizer.fills_casts == casts
-    for step, skip in enumerate((False, True, False)):
+    for number, skip in enumerate((False, True, False)):
         gradient.copy_(torch.randn(numel, generator=generator))
-        optimizer.step(1e-2, torch.tensor(divisor, dtype=torch.float64), torch.tensor(skip), step)
+        with patch.object(TiledAdamW, "step", step or TiledAdamW.step):
+            optimizer.step(1e-2, torch.tensor(divisor, dtype=torch.float64), torch.tensor(skip), number)
     assert optimizer.num_updates == 2
     moments = (optimizer.state(shard, name) for name in optimizer.state_names)
     return value, *moments, cast if casts else value.to(torch.bfloat16)
@@ -47,10 +50,21 @@ def test_tiles_are_bit_for_bit_the_whole(numel: int, divisor: float, threads: in
         assert torch.equal(ours, theirs)
 
 
-def test_without_casts_it_is_torchs_own() -> None:
-    value = torch.ones(5)
-    value.grad = torch.ones(5)
-    with patch.object(TiledAdamW, "_update") as update:
-        TiledAdamW([value], lr=1e-3, fused=True).step()
-    assert not update.called
-    assert (value < 1).all()
+@pytest.mark.parametrize("divisor", [1.0, 3.7])
+def test_without_casts_it_is_torchs_own(divisor: float) -> None:
+    found, expected = train(1003, False, divisor), train(1003, False, divisor, step=torch.optim.AdamW.step)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_values_of_two_dtypes_are_updated_each_in_its_own() -> None:
+    values = [torch.ones(5, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.float32)]
+    kernel = TiledAdamW([{"params": values}], lr=1e-3, fused=True)
+    count = torch.zeros(())
+    for value in values:
+        value.grad = torch.ones_like(value)
+        kernel.state[value] = {"exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value), "step": count}
+    kernel.step()
+    assert count == 1
+    for value in values:
+        assert ((value - (1 - 1e-3)).abs() < 1e-4).all()
