@@ -94,9 +94,11 @@ class LayerWeight:
         else:
             self._kept.save(ctx, x)
 
-    def compute(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The output of the layer's matmul, [..., N]: computed, or taken over from the layer's forward."""
-        return compute() if self._kept is None else self._kept.compute(self._operation, compute)
+    def compute(self, compute: Callable[..., Tensor], *args: Any) -> Tensor:
+        """The output of the layer's matmul, [..., N]: computed from `args`, or taken over from the layer's forward."""
+        if self._kept is None:
+            return compute(*args)
+        return self._kept.compute(self._operation, partial(compute, *args))
 
     def write_gradient_to(self, grad_view: GradView) -> None:
         """From now on `weight_gradient` adds to the main gradient, and autograd gets none."""
@@ -265,7 +267,7 @@ class _Stacked(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, source: Tensor, stacked: StackedMatmul, groups: RowGroups) -> Tensor:
         ctx.stacked, ctx.groups = stacked, groups
         stacked.save(ctx, x)
-        return stacked.compute(partial(stacked.forward, x, groups))
+        return stacked.compute(stacked.forward, x, groups)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -320,7 +322,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     one that torch.compile emits, computes the same IEEE sums. On a Xeon it is the slower one, by 30% for gradients of
     weights; other dtypes and devices have one good kernel already.
     """
-    if not MKL_IS_FAST and _has_faster_kernel(x, weight):
+    if not MKL_IS_FAST and _has_faster_kernel(x, weight.shape[0]):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
@@ -330,7 +332,7 @@ def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
     In place where torch's kernel computes it and rows follow one another.
     """
-    if not out.is_contiguous() or (not MKL_IS_FAST and _has_faster_kernel(x, weight)):
+    if not out.is_contiguous() or (not MKL_IS_FAST and _has_faster_kernel(x, weight.shape[0])):
         return out.copy_(matmul(x, weight, bias))
     rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if bias is None:
@@ -352,7 +354,7 @@ def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool)
             torch.mm(rows, right, out_dtype=view.dtype, out=view)
         else:
             torch.addmm(view, rows, right, out_dtype=view.dtype, out=view)
-    elif left.dtype != view.dtype or (not MKL_IS_FAST and _has_faster_kernel(rows, right.t())):
+    elif left.dtype != view.dtype or (not MKL_IS_FAST and _has_faster_kernel(left, right.shape[1])):
         gradient = matmul(rows, right.t())
         view.copy_(gradient) if is_first else view.add_(gradient)
     elif is_first:
@@ -392,8 +394,9 @@ def accumulate_stacked_matmul(view: Tensor, left: Tensor, right: Tensor, groups:
 def _writes_fp32(factor: Tensor, view: Tensor) -> bool:
     """Whether torch's kernel takes factors of 16 bits and leaves sums in fp32. On CPUs it does not, and to widen the factors
     first costs four times the matmul where the processor multiplies bf16 (docs/memory.md)."""
-    is_narrow = factor.dtype in (torch.bfloat16, torch.float16)
-    return is_narrow and view.dtype == torch.float32 and view.is_cuda and torch.version.hip is None
+    if not view.is_cuda or torch.version.hip is not None:
+        return False
+    return factor.dtype in (torch.bfloat16, torch.float16) and view.dtype == torch.float32
 
 
 def _multiplies_groups(x: Tensor) -> bool:
@@ -414,11 +417,12 @@ def takes_grouped_matmul(x: Tensor) -> bool:
     return x.numel() > 0 and x.data_ptr() % 16 == 0 and lines * x.element_size() % 16 == 0
 
 
-def _has_faster_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's is the faster one, where MKL is slow."""
+def _has_faster_kernel(x: Tensor, outputs: int) -> bool:
+    """Whether oneDNN's is the faster one, where MKL is slow. outputs: by how many vectors each row of x is multiplied."""
+    # What is small is told first: for the smallest layers this question, asked three times, was 3% of the time.
     return (
-        x.dtype == torch.float32
+        x.numel() * outputs >= SMALL_MATMUL
+        and x.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.numel() * weight.shape[0] >= SMALL_MATMUL
         and torch.backends.mkldnn.is_available()
     )

@@ -94,14 +94,14 @@ class _Column(torch.autograd.Function):
         ctx.layer, ctx.call, ctx.regathers = layer, call, kept is not None
         if isinstance(x, AsyncGatherTensor):
             forward = partial(matmul.forward, bias=bias)
-            y = matmul.compute(partial(x.arrival.multiply, forward, matmul.matrix.shape[0]))
+            y = matmul.compute(x.arrival.multiply, forward, matmul.matrix.shape[0])
             # Where y was taken over: a message must not land in memory that has been given back.
             x.arrival.wait()
             # Saving x itself would save a tensor without memory, and with it all pieces. The whole is there when they have come.
             matmul.save(ctx, x.arrival.whole() if kept is None else kept)
             return y
         matmul.save(ctx, x if kept is None else kept)
-        return matmul.compute(partial(matmul.forward, x, bias))
+        return matmul.compute(matmul.forward, x, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -132,10 +132,10 @@ class _Row(torch.autograd.Function):
         matmul = layer.matmul
         matmul.save(ctx, x)
         if not layer.leaves:
-            return matmul.compute(partial(matmul.forward, x))
+            return matmul.compute(matmul.forward, x)
         # Also where the sum over ranks is taken over, and what of it is kept is this rank's tokens.
         layer.region.end(x)
-        return matmul.compute(partial(layer.region.border.leave_matmul, x, matmul))
+        return matmul.compute(layer.region.border.leave_matmul, x, matmul)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -8,7 +8,6 @@ accumulation does.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class _DirectLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tick: Tensor, bias: Tensor | None, matmul: Matmul) -> Tensor:
         ctx.matmul = matmul
         matmul.save(ctx, x)
-        return matmul.compute(partial(matmul.forward, x, bias))
+        return matmul.compute(matmul.forward, x, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
