@@ -16,8 +16,8 @@ from framework.parallel.zero.parameters import ParameterSync
 
 class UnitHooks:
     """Hooks on each unit's entry modules, through which its parameters are read: a layer as a whole, elsewhere each module that
-    holds a parameter. None where a stage's units are neither unsharded nor reduced. ties: all names of each parameter in the
-    model."""
+    holds a parameter. None where a stage's units are not unsharded, nor reduced before backward ends. ties: all names of each
+    parameter in the model."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class UnitHooks:
         entry_modules = [_find_entry_modules(unit, units, ties) for unit in units]
         self._uses = _find_uses(model, units, ties, entry_modules)
         self.order = UnitOrder(self._uses, parameters, gradients, prefetch_units)
-        # Nobody asks where the computation is when there is no message to start: `end_backward` goes over all units.
-        if parameters.sends_nothing and gradients.sends_nothing:
+        # Nobody asks where the computation is when there is no message to start meanwhile: `end_backward` goes over all units.
+        if parameters.sends_nothing and gradients.reduces_behind_backward:
             return
         for index, positions in enumerate(entry_modules):
             for name, position in positions.items():
