@@ -7,7 +7,6 @@ families flatten hidden states to rows [B * S, D] within a layer; what is gather
 several sequences cannot be told apart any more, and only the way back to sequences takes it away.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,6 +27,8 @@ class ShardedTokens:
     def __init__(self, layout: TokenLayout, axis: Communicator) -> None:
         """axis: the ranks of layout.tp, connected."""
         self.layout, self.axis = layout, axis
+        # Asked for at every border, where the layout would compute them anew.
+        self._tokens_local, self._padding = layout.tokens_local, layout.padding
 
     def scatter(self, x: Tensor) -> Tensor:
         """This rank's tokens [B, s, D] of the replicated x: [B, S, D]. Its gradient is gathered over `tp`.
@@ -49,12 +50,12 @@ class ShardedTokens:
         """Zeros behind the tokens of x: [B, S, D], up to s * tp. Rows [B * s * tp, D] are left alone: they hold the padding
         already."""
         # Zeros add nothing to a sum over ranks, and their own gradient is thrown away with them.
-        missing = self.layout.padding
+        missing = self._padding
         return F.pad(x, (0, 0, 0, missing)) if missing and self._has_all_tokens(x) else x
 
     def strip(self, x: Tensor) -> Tensor:
         """Undo `pad`: [B, s * tp, D] to [B, S, D], contiguous."""
-        if not self.layout.padding:
+        if not self._padding:
             return x.contiguous()
         # Contiguous even where nothing is cut off: families call .view() on their layer's input.
         return x[:, : self.layout.context].contiguous() if x.ndim == 3 else x
@@ -79,21 +80,28 @@ class ShardedTokens:
 
     def join(self, gathered: Tensor) -> Tensor:
         """[tp, B, s, D] to [B, S, D]; of rows [tp, B * s, D] to [tp * B * s, D]."""
+        ranks, *batch, tokens, width = gathered.shape
+        if gathered.numel() == ranks * tokens * width:  # one sequence: its parts lie side by side
+            return self.strip(gathered.view(*batch, ranks * tokens, width))
         return self.strip(gathered.movedim(0, TOKEN_DIM - 1).flatten(TOKEN_DIM - 1, TOKEN_DIM))
 
     def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Start summing all ranks' x: [B, S, D] over `tp`; each rank gets the sum of its own tokens, [B, s, D]."""
-        # One part per rank in front, each contiguous: what reduce-scatter divides is the flattened tensor.
-        parts = self.pad(x).unflatten(TOKEN_DIM, (self.axis.size, -1)).movedim(TOKEN_DIM - 1, 0).contiguous()
-        out = torch.empty_like(parts[0])
-        return out, collectives.start_reduce_scatter(out, parts, self.axis)
+        x = self.pad(x)
+        *batch, tokens, width = x.shape
+        out = x.new_empty(*batch, tokens // self.axis.size, width)
+        # One part per rank in front, each contiguous: what reduce-scatter divides is the flattened tensor. Of one sequence they
+        # are.
+        if x.numel() > tokens * width:
+            x = x.unflatten(TOKEN_DIM, (self.axis.size, -1)).movedim(TOKEN_DIM - 1, 0)
+        return out, collectives.start_reduce_scatter(out, x.contiguous(), self.axis)
 
     def _has_all_tokens(self, x: Tensor) -> bool:
         return x.ndim == 3 and x.shape[TOKEN_DIM] == self.layout.context
 
     def _check_sharded(self, x: Tensor) -> None:
         """A family that calls its layers in an order of its own would gather what was never scattered."""
-        if x.ndim == 3 and x.shape[TOKEN_DIM] != self.layout.tokens_local:
+        if x.ndim == 3 and x.shape[TOKEN_DIM] != self._tokens_local:
             raise ModelError(
                 "a layer runs before the first one, where tokens are scattered: use parallel.sequence=false"
             )

@@ -352,8 +352,9 @@ class GradView:
         self.deferred: DeferredGradients | None = None
         self._buffer, self._slot = buffer, slot
         self._shape = slot.layout.shape_local
-        # Kept where the gradient is: in the pool, the memory behind it changes with each unit that takes its turn.
         self._kept = self._make_view() if buffer.plan.lifetimes.keeps_gradients else None
+        # By address: in the pool, the memory behind the gradient changes with each unit that takes its turn.
+        self._pooled: dict[int, Tensor] = {}
 
     @property
     def view(self) -> Tensor:
@@ -427,7 +428,11 @@ class GradView:
         if self._kept is not None:
             return self._kept, is_first
         self._buffer.open_gradient()
-        return self._make_view(), is_first
+        address = self._buffer.gradient.data_ptr()
+        # Memory of the pool stays there for the whole run, so what begins at this address is always the same.
+        if address not in self._pooled:
+            self._pooled[address] = self._make_view()
+        return self._pooled[address], is_first
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:
