@@ -42,6 +42,7 @@ class TiledAdamW(torch.optim.AdamW):
         # Lists and views, made once: torch's own step gathers them anew, which is half the time of a small model's update.
         self._parts: list[list[_Part]] = []
         self._counts: list[Tensor] = []
+        self._is_tiled = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -50,8 +51,8 @@ class TiledAdamW(torch.optim.AdamW):
         if not self._parts:
             self._prepare()
         scale, found_inf = self.grad_scale, self.found_inf
-        # On the host its value is there to be seen, and a kernel that divides by 1 would write every gradient back.
-        scale = None if scale is not None and scale.device.type == "cpu" and scale.item() == 1 else scale
+        # Casts are on the host, where the value is there to be seen; a kernel that divides by 1 would write every gradient back.
+        scale = None if self._is_tiled and scale is not None and scale.item() == 1 else scale
         for count in self._counts:
             count += 1
         for group, parts in zip(self.param_groups, self._parts, strict=True):
@@ -71,8 +72,8 @@ class TiledAdamW(torch.optim.AdamW):
 
     def _prepare(self) -> None:
         casts = [group.get("casts", [None]) for group in self.param_groups]
-        is_tiled = all(each is not None for of_group in casts for each in of_group)
-        cut = self._cut if is_tiled else self._join
+        self._is_tiled = all(each is not None for of_group in casts for each in of_group)
+        cut = self._cut if self._is_tiled else self._join
         self._parts = [list(cut(group)) for group in self.param_groups]
         counts = [count for parts in self._parts for part in parts for count in part.counts]
         self._counts = list({id(count): count for count in counts}.values())
