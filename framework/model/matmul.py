@@ -419,7 +419,7 @@ def takes_grouped_matmul(x: Tensor) -> bool:
 
 def _has_faster_kernel(x: Tensor, outputs: int) -> bool:
     """Whether oneDNN's is the faster one, where MKL is slow. outputs: by how many vectors each row of x is multiplied."""
-    # What is small is told first: for the smallest layers this question, asked three times, was 3% of the time.
+    # What is small is told first: of 26 us for a layer of width 64 this question, asked three times, took 1.7.
     return (
         x.numel() * outputs >= SMALL_MATMUL
         and x.dtype == torch.float32
