@@ -313,13 +313,15 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def differentiate_once(attend: Attend, setting: Setting) -> None:
-    """Forward and backward of this rank's share of one sequence, its tensors in the order of projections."""
+    """Forward and backward of this rank's share of one sequence, its tensors in the order of projections. As in a model, nothing
+    but attention holds q, k and v, and the projection behind it holds the output until its own backward has ended."""
     model, rows = setting.model, setting.case.context // setting.world
     heads, kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
     size = model["hidden_size"] // heads
-    q, k, v = (torch.randn(1, rows, number, size) for number in (heads, kv_heads, kv_heads))
-    out = attend(*(x.requires_grad_().transpose(1, 2) for x in (q, k, v)))
-    out.backward(torch.randn(1, rows, heads, size).transpose(1, 2))
+    source, weight = torch.zeros((), requires_grad=True), torch.randn(1, heads * size, requires_grad=True)
+    inputs = (torch.randn(1, rows, number, size).add_(source) for number in (heads, kv_heads, kv_heads))
+    out = attend(*(x.transpose(1, 2) for x in inputs)).transpose(1, 2)
+    F.linear(out.flatten(2), weight).sum().backward()
 
 
 def print_attention_memory(setting: Setting, names: Sequence[str], ranks: int) -> None:
