@@ -268,17 +268,17 @@ class ContextCost:
     @property
     def transient_bytes(self) -> int:
         """What is there beside what is kept while the attention computes, the most in backward: messages of K/V, held and
-        arriving, and of their sums, added to, leaving and arriving, or all that were gathered; the sums of a group of heads at
-        home; gradients of queries, keys and values, and of the output."""
+        arriving, and of their sums, added to, leaving and arriving, or all that were gathered, whose sums take their place where
+        they are as wide; the sums of a group of heads at home; gradients of queries, keys and values, and of the output. While
+        heads are exchanged there is less: two messages, and tensors outside, some of whose counterparts are not yet or no longer
+        there."""
         e, s, keys_values, (groups, messages) = self.itemsize, self.sum_size, self.keys_values, self.portions
         if self.method.gathers:
-            travelling = self.method.ring * keys_values * (e + s)
+            travelling = self.method.ring * keys_values * (s if s == e else e + s)
         else:
             travelling = keys_values * (2 * e + 3 * s) * (self.num_steps > 0)
         sums = (keys_values * s + self.queries * (s + e)) // groups
-        attention = travelling // messages + sums + (self.queries + keys_values + self.outputs) * e
-        exchange = 2 * (self.queries + keys_values) * e if self.method.ulysses > 1 else 0
-        return max(attention, exchange)
+        return travelling // messages + sums + (self.queries + keys_values + self.outputs) * e
 
     @property
     def flops(self) -> tuple[float, float]:

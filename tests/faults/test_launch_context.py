@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from framework.cli import main
 from framework.errors import EXIT_DONE
+from framework.parallel.context.hook import IMPLEMENTATION
 from tests.tiny_run import RECIPE, write_corpus
 
 SAME = ("step", "samples", "tokens", "skipped_steps")
@@ -20,7 +23,9 @@ def records(run_id: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.grid
-def test_reports_and_a_resumed_run_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_a_resumed_run_and_its_export_are_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_corpus(tmp_path / "corpus")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -44,3 +49,8 @@ def test_reports_and_a_resumed_run_are_those_of_one_process(tmp_path: Path, monk
         found, expected = ([each[name] for each in run if each[name] is not None] for run in (two, one))
         assert found == pytest.approx(expected, rel=1e-4)
     assert all(len(each["tokens_per_s_per_rank"]) == 2 for each in two[:4])
+    # Written by two ranks: what divides sequences stays behind, and stock attention generates.
+    assert main(["export", "two", "--step", "4", "--to", "model"]) == EXIT_DONE
+    assert IMPLEMENTATION not in Path("model", "config.json").read_text()
+    exported = AutoModelForCausalLM.from_pretrained("model")
+    assert exported.generate(torch.tensor([[5, 7]]), min_new_tokens=4, max_new_tokens=4).shape == (1, 6)

@@ -81,6 +81,11 @@ def drop_the_window() -> AbstractContextManager[Any]:
     return patch.object(attention.ContextAttention, "__call__", see_all)
 
 
+def keep_one_gradient_of_shared_heads() -> AbstractContextManager[Any]:
+    """Of a key-value head that several ranks have, home gets the gradient of one of them."""
+    return patch.object(ulysses, "_sum_views", lambda came, places, shares: ulysses._copy_views(came, places))
+
+
 def take_the_first_slopes() -> AbstractContextManager[Any]:
     """Under Ulysses every rank takes the slopes of the first heads."""
     return patch.object(ulysses.HeadExchange, "select", lambda exchange, x: x[: len(x) // exchange.axis.size])
@@ -102,6 +107,7 @@ SABOTAGES: list[tuple[Sabotage, Layout, Case]] = [
     (forget_sinks_gradient, ULYSSES, SINKS),
     (forget_documents_under_ulysses, ULYSSES, CASES["documents"]),
     (drop_the_window, RING, CASES["window"]),
+    (keep_one_gradient_of_shared_heads, ULYSSES, CASES["one key-value head"]),
     (take_the_first_slopes, ULYSSES, CASES["slopes"]),
 ]
 

@@ -1,5 +1,7 @@
 """Context parallelism in a plan: bytes and times worked out by hand, which method wins where, and what the page says."""
 
+from dataclasses import replace
+
 import pytest
 
 from framework.model.flops import attended
@@ -159,6 +161,9 @@ def test_exchanged_heads_are_kept_and_gathered_keys_are_there_while_attention_co
     # In 16 messages: two of K/V and three of their sums, and of a gather those of all 8 ranks.
     assert ring.portions == gather.portions == (8, 16)
     assert gather.transient_bytes - ring.transient_bytes == (8 * 192 - 2 * 64 - 3 * 128) * MIB // 16
+    # In fp32 sums take the place of what was gathered, and K/V are as wide as their sums.
+    wide_ring, wide_gather = (replace(each, itemsize=4) for each in (ring, gather))
+    assert wide_gather.transient_bytes - wide_ring.transient_bytes == (8 * 128 - 5 * 128) * MIB // 16
     plans = [plan_of("parallel.cp=8", f"parallel.context={name}").activations for name in ("ring", "gather")]
     # By then the mlp's are gone, which are more than what a ring has under way.
     assert plans[0].transient_bytes == 0

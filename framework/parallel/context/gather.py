@@ -7,6 +7,8 @@ K and V travel in portions (`key_values`), each one message of both. All are sen
 query sees a key are not computed.
 """
 
+import torch
+
 from framework.comm.algorithms import Pending
 from framework.comm.collectives import reduce_scatter, start_all_gather
 from framework.comm.communicator import Communicator
@@ -31,6 +33,7 @@ class Gather:
                 coming.wait()
                 for source in self._sources(route):
                     work.attend(portion, source, coming.of(source))
+                del coming  # before the next are received
             work.finish(group)
 
     def backward(self, own: KeyValues, route: Route, work: Differentiates) -> None:
@@ -43,11 +46,14 @@ class Gather:
                     work.differentiate_own(group)
                 coming.wait()
                 self._differentiate(portion, coming, route, work)
+                del coming
             work.finish(group)
 
     def _differentiate(self, portion: Portion, coming: "_Gathered", route: Route, work: Differentiates) -> None:
-        sums = coming.everyone.new_empty(coming.everyone.shape, dtype=sums_dtype(coming.everyone.dtype))
-        sources = self._sources(route)
+        everyone, sources = coming.everyone, self._sources(route)
+        # Where dtypes agree a rank's sums take the place of its K/V, which have been read by then.
+        dtype = sums_dtype(everyone.dtype)
+        sums = everyone if dtype == everyone.dtype else torch.empty_like(everyone, dtype=dtype)
         # What is not computed: this rank's own, and what a window leaves out.
         sums[[each for each in range(len(sums)) if each not in sources]] = 0
         for source in sources:

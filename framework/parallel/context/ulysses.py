@@ -3,8 +3,10 @@
     outside    [B, C, H, D]          all heads of this rank's tokens
     inside     [B, u C, H/u, D]      this rank's heads of all u ranks' tokens, in the order of rows
 
-q, k and v are one message, the output is another; gradients travel the other way by the adjoint maps. With F elements of a token
-in all heads of q, k and v, a rank sends (u-1)/u of B C F elements in and of B C H Dv out, and in backward as many.
+q, k and v are exchanged together, the output behind them; gradients travel the other way by the adjoint maps. With F elements
+of a token in all heads of q, k and v, a rank sends (u-1)/u of B C F elements in and of B C H Dv out, and in backward as many.
+What stays on a rank is copied to its place and is in no message. Messages of many tokens are cut in up to 4 pieces: while one
+travels, the next is packed and the one before is copied to its place, and no more than two are held.
 
 Where key-value heads are fewer than ranks, or not divided by them, each rank gets those that its query heads use. Some then go to
 several ranks, whose gradients are added up at home in fp32 at least.
@@ -12,8 +14,9 @@ several ranks, whose gradients are added up at home in fp32 at least.
     u ranks of `ulysses`; B sequences, C tokens of each on a rank, in 1 or 2 chunks; H heads
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import gcd
 from typing import Any
@@ -21,14 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.comm.collectives import all_gather, all_to_all
+from framework.comm.collectives import all_gather, start_all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.context import Interval
 from framework.model.block_attention import Scores
 from framework.model.precision import sums_dtype
 
+# A message costs a GPU's host some copies for each rank, so it is cut where attention takes milliseconds: by the tokens of a
+# rank, squared, as attention's work grows.
+PIECE_PAIRS = 2**22
+MOST_PIECES = 4
+
 # The heads that a rank gets of each tensor; one for each rank.
 Shares = Sequence[tuple[Interval, ...]]
+# By rank and tensor [B, chunks, n, heads, D]: n tokens of each chunk, in the heads that one of two ranks has.
+Views = Sequence[Sequence[Tensor]]
 
 
 class HeadExchange:
@@ -38,16 +48,13 @@ class HeadExchange:
         self.axis, self.chunks = axis, chunks
 
     def enter(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, heads, C, .] -> [B, this rank's heads, u C, .], of one dtype; the heads of q stay a multiple of those of k and v.
-        Raises AssertionError where the axis does not divide the heads of q."""
+        """[B, heads, C, .] -> [B, this rank's heads, u C, .], contiguous, of one dtype; the heads of q stay a multiple of those
+        of k and v. Raises AssertionError where the axis does not divide the heads of q."""
         if self.axis.size == 1:
             return q, k, v
         shares = share_heads(q.shape[1], k.shape[1], self.axis.size)
         index = _repeat_kv_heads(q.shape[1], k.shape[1], shares, self.axis)
-        exchange = _Exchange(self.axis, self.chunks, shares)
-        # Copied apart: with the tokens of a head a whole message's row apart, CPUs' flash attention takes 6% longer at 2k tokens.
-        inside = _Enter.apply(exchange, *(x.transpose(1, 2) for x in (q, k, v)))
-        q, k, v = (x.transpose(1, 2).contiguous() for x in inside)
+        q, k, v = _Enter.apply(_Exchange(self.axis, self.chunks, shares), q, k, v)
         return q, _take_heads(k, index), _take_heads(v, index)
 
     def leave(self, out: Tensor) -> Tensor:
@@ -106,94 +113,163 @@ def _take_heads(x: Tensor, index: list[int]) -> Tensor:
     return x if index == list(range(x.shape[1])) else torch.stack([x[:, number] for number in index], dim=1)
 
 
+def cut_tokens(tokens: int, chunks: int) -> list[Interval]:
+    """The pieces in which a rank's tokens are exchanged: (start, stop) of the tokens of every chunk."""
+    length = tokens // chunks
+    parts = max(1, min(MOST_PIECES, tokens**2 // PIECE_PAIRS, length))
+    return list(pairwise(length * number // parts for number in range(parts + 1)))
+
+
 @dataclass(frozen=True)
 class _Exchange:
-    """Two maps that are each other's adjoint, of tensors whose heads are shared out as `shares` says."""
+    """Two maps that are each other's adjoint, of tensors whose heads are shared out as `shares` says.
+
+    outside: of each tensor [B, C, heads, D]; inside: [B, u C, this rank's heads, D]; in any memory order.
+    """
 
     axis: Communicator
     chunks: int
     shares: Shares
 
-    def enter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """[B, C, heads, D] each -> [B, u C, this rank's heads, D]."""
-        B, C = tensors[0].shape[:2]
-        widths = [x.shape[3] for x in tensors]
-        lengths = [B * C * self._width(intervals, widths) for intervals in self.shares]
-        sent = tensors[0].new_empty(sum(lengths))
-        # Tokens outside, tensors inside: so what arrives is in the order of rows at once, for one sequence and one chunk.
-        for message, intervals in zip(sent.split(lengths), self.shares, strict=True):
-            places = _columns(message.view(B, C, -1), intervals, widths)
-            for place, x, (start, stop) in zip(places, tensors, intervals, strict=True):
-                place.copy_(x[:, :, start:stop])
-        own = self.shares[self.axis.rank]
-        came = sent.new_empty(self.axis.size, B, self.chunks, C // self.chunks, self._width(own, widths))
-        all_to_all(came.view(-1), sent, self.axis, [came[0].numel()] * self.axis.size, lengths)
-        return _columns(came.permute(1, 2, 0, 3, 4).reshape(B, self.axis.size * C, -1), own, widths)
+    def enter(self, outside: Sequence[Tensor], inside: Sequence[Tensor]) -> None:
+        """Write what is inside."""
+        self._move(outside[0].shape[1], partial(self._by_heads, outside), partial(self._by_tokens, inside), _copy_views)
 
-    def leave(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """[B, u C, this rank's heads, D] each -> [B, C, heads, D]; a head that several ranks have is the sum of theirs."""
-        B, C = tensors[0].shape[0], tensors[0].shape[1] // self.axis.size
-        widths, own = [x.shape[3] for x in tensors], self.shares[self.axis.rank]
-        sent = tensors[0].new_empty(self.axis.size, B, self.chunks, C // self.chunks, self._width(own, widths))
-        for place, x in zip(_columns(sent, own, widths), tensors, strict=True):
-            place.copy_(x.unflatten(1, (self.chunks, self.axis.size, -1)).permute(2, 0, 1, 3, 4, 5))
-        lengths = [B * C * self._width(intervals, widths) for intervals in self.shares]
-        came = sent.new_empty(sum(lengths))
-        all_to_all(came, sent.view(-1), self.axis, lengths, [sent[0].numel()] * self.axis.size)
-        del sent  # before the heads are joined, when most is held
-        messages = [
-            _columns(message.view(B, C, -1), intervals, widths)
-            for message, intervals in zip(came.split(lengths), self.shares, strict=True)
-        ]
+    def leave(self, inside: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
+        """Write what is outside; a head that several ranks have becomes the sum of theirs."""
+        apart = all(_are_apart([heads[number] for heads in self.shares]) for number in range(len(outside)))
+        land = _copy_views if apart else partial(_sum_views, shares=self.shares)
+        self._move(outside[0].shape[1], partial(self._by_tokens, inside), partial(self._by_heads, outside), land)
+
+    def _move(
+        self,
+        tokens: int,
+        find_sent: Callable[[Interval], Views],
+        find_places: Callable[[Interval], Views],
+        land: Callable[[Views, Views], None],
+    ) -> None:
+        """Send each rank its views of every piece of this rank's tokens, and have what comes in their stead put in its places."""
+        coming: _Message | None = None
+        for piece in cut_tokens(tokens, self.chunks):
+            following = _Message(find_sent(piece), find_places(piece), self.axis)
+            if coming is not None:
+                land(coming.arrive(), coming.places)
+            coming = following
+        assert coming is not None
+        land(coming.arrive(), coming.places)
+
+    def _by_heads(self, outside: Sequence[Tensor], piece: Interval) -> Views:
+        """A piece of this rank's tokens, in each rank's heads."""
+        tokens = [x.unflatten(1, (self.chunks, -1))[:, :, slice(*piece)] for x in outside]
+        return [[x[..., slice(*own), :] for x, own in zip(tokens, heads, strict=True)] for heads in self.shares]
+
+    def _by_tokens(self, inside: Sequence[Tensor], piece: Interval) -> Views:
+        """A piece of each rank's tokens, in this rank's heads."""
+        tokens = [x.unflatten(1, (self.chunks, self.axis.size, -1))[:, :, :, slice(*piece)] for x in inside]
+        return [[x[:, :, rank] for x in tokens] for rank in range(self.axis.size)]
+
+
+class _Message:
+    """One piece under way, from every rank to every other. places: where what comes belongs, and the shapes of that."""
+
+    def __init__(self, sent: Views, places: Views, axis: Communicator):
+        self.places, self._own, self._rank = places, sent[axis.rank], axis.rank
+        lengths, coming = _count_elements(sent, axis.rank), _count_elements(places, axis.rank)
+        message = sent[0][0].new_empty(sum(lengths))
+        for rank, (part, views) in enumerate(zip(message.split(lengths), sent, strict=True)):
+            if rank != axis.rank:
+                _copy_each(_view_as(part, views), views)
+        came = message.new_empty(sum(coming))
+        self._parts = came.split(coming)
+        self._pending = start_all_to_all(came, message, axis, coming, lengths)
+
+    def arrive(self) -> Views:
+        """What has come, in the shapes of its places; this rank's own is what it was to send."""
+        self._pending.wait()
+        parts, self._parts = self._parts, ()
         return [
-            _join_heads([message[number] for message in messages], [intervals[number] for intervals in self.shares])
-            for number in range(len(tensors))
+            self._own if rank == self._rank else _view_as(part, places)
+            for rank, (part, places) in enumerate(zip(parts, self.places, strict=True))
         ]
 
-    @staticmethod
-    def _width(intervals: Sequence[Interval], widths: Sequence[int]) -> int:
-        """Elements of a token in these heads of all tensors."""
-        return sum((stop - start) * width for (start, stop), width in zip(intervals, widths, strict=True))
+
+def _count_elements(of: Views, rank: int) -> list[int]:
+    """Elements of each rank's views, none of this rank's."""
+    return [0 if number == rank else sum(x.numel() for x in views) for number, views in enumerate(of)]
 
 
-def _columns(x: Tensor, intervals: Sequence[Interval], widths: Sequence[int]) -> list[Tensor]:
-    """x: [..., elements of a token] -> for each tensor [..., its heads, D], views."""
-    sizes = [(stop - start) * width for (start, stop), width in zip(intervals, widths, strict=True)]
-    return [part.unflatten(-1, (-1, width)) for part, width in zip(x.split(sizes, dim=-1), widths, strict=True)]
+def _view_as(part: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """A part of a message as tensors of these shapes."""
+    return [x.view(y.shape) for x, y in zip(part.split([y.numel() for y in like]), like, strict=True)]
 
 
-def _join_heads(parts: Sequence[Tensor], intervals: Sequence[Interval]) -> Tensor:
-    """parts: [B, C, n, D] of each interval of heads -> [B, C, heads, D], where intervals overlap their sum."""
-    if all(before[1] == after[0] for before, after in pairwise(intervals)):
-        return torch.cat(list(parts), dim=2)
-    B, C, _, D = parts[0].shape
-    total = parts[0].new_zeros(B, C, intervals[-1][1], D, dtype=sums_dtype(parts[0].dtype))
-    for part, (start, stop) in zip(parts, intervals, strict=True):
-        total[:, :, start:stop] += part
-    return total.to(parts[0].dtype)
+def _copy_each(places: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+    for place, x in zip(places, views, strict=True):
+        place.copy_(x)
+
+
+def _copy_views(came: Views, places: Views) -> None:
+    for views, own in zip(came, places, strict=True):
+        _copy_each(own, views)
+
+
+def _are_apart(intervals: Sequence[Interval]) -> bool:
+    """Whether each head is in one of them only."""
+    return all(before[1] == after[0] for before, after in pairwise(intervals))
+
+
+def _sum_views(came: Views, places: Views, shares: Shares) -> None:
+    """Places of neighbouring ranks overlap where these have the same heads."""
+    for number, intervals in enumerate(zip(*shares, strict=True)):
+        own = [views[number] for views in places]
+        total = own[0].new_zeros(*own[0].shape[:3], intervals[-1][1], own[0].shape[4], dtype=sums_dtype(own[0].dtype))
+        for views, heads in zip(came, intervals, strict=True):
+            total[..., slice(*heads), :] += views[number]
+        for place, heads in zip(own, intervals, strict=True):
+            place.copy_(total[..., slice(*heads), :])
 
 
 class _Enter(torch.autograd.Function):
-    """`_Exchange.enter`. Nothing is saved: the map is linear."""
+    """`_Exchange.enter` of [B, heads, C, D] to [B, this rank's heads, u C, D]. Nothing is saved: the map is linear."""
 
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return tuple(exchange.enter(tensors))
+        ctx.exchange, ctx.heads = exchange, [x.shape[1] for x in tensors]
+        own, size = exchange.shares[exchange.axis.rank], exchange.axis.size
+        # Head by head, and each tensor apart: with the tokens of a head a whole message's row apart, CPUs' flash attention takes
+        # 6% longer at 2k tokens.
+        inside = [
+            x.new_empty(x.shape[0], stop - start, size * x.shape[2], x.shape[3])
+            for x, (start, stop) in zip(tensors, own, strict=True)
+        ]
+        exchange.enter([x.transpose(1, 2) for x in tensors], [x.transpose(1, 2) for x in inside])
+        return tuple(inside)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.exchange.leave(gradients)
+        exchange, size = ctx.exchange, ctx.exchange.axis.size
+        outside = [
+            x.new_empty(x.shape[0], x.shape[2] // size, heads, x.shape[3])
+            for x, heads in zip(gradients, ctx.heads, strict=True)
+        ]
+        exchange.leave([x.transpose(1, 2) for x in gradients], outside)
+        return None, *(x.transpose(1, 2) for x in outside)
 
 
 class _Leave(torch.autograd.Function):
-    """`_Exchange.leave` of one tensor."""
+    """`_Exchange.leave` of one tensor, [B, u C, this rank's heads, D] to [B, C, heads, D]."""
 
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.leave([x])[0]
+        B, tokens, heads, D = x.shape
+        ctx.exchange, ctx.heads, size = exchange, heads, exchange.axis.size
+        outside = x.new_empty(B, tokens // size, heads * size, D)
+        exchange.leave([x], [outside])
+        return outside
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.enter([gradient])[0]
+        B, tokens, _, D = gradient.shape
+        inside = gradient.new_empty(B, tokens * ctx.exchange.axis.size, ctx.heads, D)
+        ctx.exchange.enter([gradient], [inside])
+        return None, inside
