@@ -26,7 +26,7 @@ from framework.recipe.problem import render_problems
 from framework.recipe.schema import Model, Precision, Recipe
 from framework.verify.compare import TOLERANCES, Row, compare, exceeds, render
 from framework.verify.evidence import Evidence
-from framework.verify.left_out import ChangedValue, describe, find_changes, find_config_changes
+from framework.verify.left_out import NARROW, ChangedValue, describe, find_changes, find_config_changes, find_lots
 from framework.verify.options import Options
 from framework.verify.pool import RankFailed
 from framework.verify.rank import choose_rank_device, compute_exactly
@@ -37,8 +37,6 @@ from framework.verify.strict import keep_whole
 
 # Share of all weights: where rounding decides the sign of more updates than this, Lion is hardly verified.
 MANY_UNDECIDED = 0.05
-# Dtypes for which no fixed tolerance fits all models, the least precise first.
-NARROW = ("fp8", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,9 @@ def run(prepared: Verification) -> int:
 def _choose_sides(recipe: Recipe, options: Options) -> Verification:
     original, changes = _load(recipe.model, options.model_config)
     if options.strict:
-        num_parameters = _count(build_meta(original, recipe.model.attention))
-        kept = keep_whole(recipe, original, num_parameters, options)
-        return Verification(Sides(kept, original, options.steps), changes, num_parameters)
+        model = build_meta(original, recipe.model.attention)
+        kept = keep_whole(recipe, original, model, options)
+        return Verification(Sides(kept, original, options.steps), changes, _count(model))
     recipe = keep_chunked_loss(recipe, original)
     config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
     model = build_meta(config)
@@ -109,6 +107,8 @@ def _choose_sides(recipe: Recipe, options: Options) -> Verification:
     experts = math.gcd(*(count_experts(each) for _, each, _ in find_experts(model)))
     # Of the model as it is: that a small one has fewer heads is no fault of the recipe's.
     refuse_uneven_heads(layer_configs(original), recipe.parallel)
+    if lots := find_lots(model, options.dtype or "fp32"):
+        raise RecipeError("\n".join(lots))
     small = shrink_recipe(recipe, names, _count_positions(config), options, experts, _count_heads(config))
     changes += find_config_changes(original, config) + find_changes(recipe, small.recipe, small.reasons)
     return Verification(Sides(small.recipe, config, options.steps), changes, _count(model))

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from torch import nn
 from transformers import PretrainedConfig
 
+from framework.parallel.tensor.rng import DRAWING_MODULES
 from framework.recipe.derive import compiles, derive
 from framework.recipe.keys import flatten
 from framework.recipe.problem import show
@@ -32,6 +34,8 @@ NO_PART_OF_A_STEP = (
 NO_PART_OF_A_MODEL = ("dtype", "transformers_version", "architectures", "_name_or_path", "id2label", "label2id")
 # They have other words than `size`: a user who reads that a dropout is off need not look for it among thirty sizes.
 DROPOUT = r".*(dropout|pdrop|layerdrop|jitter_noise).*"
+# Dtypes for which no fixed tolerance fits all models, the least precise first.
+NARROW = ("fp8", "bf16", "fp16")
 WIDTH = 118
 
 
@@ -78,6 +82,22 @@ def find_dropout(config: PretrainedConfig) -> list[ChangedValue]:
         ChangedValue(f"model.config.{key}", value, 0.0, reason)
         for key, value in flatten(plain(config.to_dict())).items()
         if _is_dropout(key) and isinstance(value, float) and value > 0
+    ]
+
+
+def find_lots(model: nn.Module, dtype: str) -> list[str]:
+    """Why a model cannot be verified in `dtype`: its routers draw lots among equal scores. Empty where it can.
+
+    In fp32 and fp64 a token's scores are hardly ever equal, and a single highest one is what is drawn. In 16 bits some are: then
+    another expert gets the token, and a router that has no gradient without equal scores has one. Another layout has equal
+    scores at other tokens, because it rounds otherwise; so equal random numbers on both sides would not make them agree.
+    """
+    drawing = sorted({type(module).__name__ for module in model.modules()} & {*DRAWING_MODULES})
+    if not drawing or dtype not in NARROW:
+        return []
+    return [
+        f"precision.compute={dtype}: {', '.join(drawing)} draws lots among experts of equal scores, which {dtype} makes of scores"
+        " that differ by its rounding: two right runs part. Verify it in fp32 or fp64"
     ]
 
 

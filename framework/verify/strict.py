@@ -8,13 +8,14 @@ import os
 from dataclasses import replace
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from framework.errors import RecipeError
 from framework.model.precision import DTYPES, compute_dtype
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
-from framework.verify.left_out import ChangedValue, find_changes, find_dropout
+from framework.verify.left_out import ChangedValue, find_changes, find_dropout, find_lots
 from framework.verify.options import Options
 from framework.verify.small import CPU_ATTENTION, CPU_EXPERTS
 
@@ -25,8 +26,9 @@ MAX_RANKS = 16
 BYTES_PER_PARAMETER = 32
 
 
-def keep_whole(recipe: Recipe, config: PretrainedConfig, num_parameters: int, options: Options) -> Recipe:
-    """The recipe with its precision explicit, to run on this machine. Raises RecipeError that lists everything against it."""
+def keep_whole(recipe: Recipe, config: PretrainedConfig, model: nn.Module, options: Options) -> Recipe:
+    """The recipe with its precision explicit, to run on this machine. model: of the config. Raises RecipeError that lists
+    everything against it."""
     derived = derive(recipe)
     compute = compute_dtype(recipe.precision, torch.device(options.device))
     chosen = recipe.precision.compute
@@ -38,7 +40,8 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, num_parameters: int, op
     )
     problems = [str(change) for change in find_dropout(config)]
     problems += [str(change) for change in _find_absent(recipe, options, word)]
-    problems += _find_too_large(recipe, num_parameters, options)
+    problems += find_lots(model, word)
+    problems += _find_too_large(recipe, sum(parameter.numel() for parameter in model.parameters()), options)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RecipeError(

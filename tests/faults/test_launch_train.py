@@ -4,6 +4,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, step_of
 from framework.checkpoint.load import Reader
 from framework.cli import main
-from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunError
+from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunError, StorageError
 from framework.launch import local
 from framework.launch.directory import RunDirectory
 from framework.launch.export import _read, export_command, load_model
@@ -177,6 +178,110 @@ def test_a_run_that_is_killed_in_a_step_on_the_disk_goes_on_bitwise_as_one_in_me
     assert losses("offloaded") == losses("whole")
     assert_same_weights("offloaded", "whole")
     assert not list(disk.iterdir())
+
+
+# A disk on which each read and write takes so long, and one of whose files is removed, or cut short, behind some step's writes.
+BAD_DISK = """
+import os, pathlib, threading, time
+pwritev, preadv, writes = os.pwritev, os.preadv, []
+def slow(call):
+    def move(fd, views, offset):
+        if threading.current_thread().name.startswith("disk-"):
+            time.sleep({delay_s})
+        return call(fd, views, offset)
+    return move
+def write(fd, views, offset):
+    if threading.current_thread().name.startswith("disk-write"):
+        writes.append(offset)
+        if len(writes) == 60:
+            path = pathlib.Path(os.readlink(f"/proc/self/fd/{{fd}}"))
+            {harm}
+    return pwritev(fd, views, offset)
+os.pwritev, os.preadv = slow(write), slow(preadv)
+"""
+
+
+def read_files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MiB, on a disk, that nobody else uses."""
+    image, mount = tmp_path / "image", tmp_path / "small disk"
+    mount.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 4 << 20)
+    made = f"mkfs.ext4 -q -m 0 -O ^has_journal {image} 2> /dev/null && mount -o loop {image} '{mount}' 2> /dev/null"
+    if os.system(made):
+        pytest.skip("mounting a small file system needs root and a loop device")
+    yield mount
+    os.system(f"umount '{mount}'")
+
+
+@pytest.mark.grid
+def test_a_run_whose_disk_is_full_says_so_and_goes_on_bitwise_when_there_is_room(small_disk, capfd):
+    """Room is asked for at each start. The checkpoint of a run that is refused has not changed in a byte."""
+    offload = ("memory.offload.optimizer=1", "memory.offload.home=disk", f"memory.offload.disk_path={small_disk}")
+    interrupt_after("crowded", 5)
+    assert train("run.id=crowded", *offload) == EXIT_RESUME
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - (64 << 10)))
+    checkpoints = RunDirectory(Path("runs/crowded")).checkpoints
+    before = read_files(checkpoints)
+    assert before
+    capfd.readouterr()
+    for attempt in (resume, lambda run_id: train(f"run.id={run_id}-from-new", *offload)):
+        assert attempt("crowded") == EXIT_USER
+        said = capfd.readouterr().err
+        assert re.search(rf"memory\.offload\.disk_path: no room in {small_disk}/crowded\S* .*GiB are free", said), said
+    assert read_files(checkpoints) == before
+    assert sorted(os.listdir(small_disk)) == ["ballast", "lost+found"]
+    ballast.unlink()
+    assert resume("crowded") == EXIT_DONE
+    assert losses("crowded") == losses("whole")
+    assert_same_weights("crowded", "whole")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("delay_s", "harm"), [(0, "path.unlink()"), (0.001, "pass")], ids=["its file is deleted", "it is slow"]
+)
+def test_a_run_goes_on_bitwise_where_its_disk_is_slow_or_its_file_deleted(delay_s, harm, tmp_path):
+    ended = run_on_bad_disk("bad", tmp_path, delay_s, harm)
+    assert ended == EXIT_DONE
+    assert losses("bad") == losses("whole")
+    assert_same_weights("bad", "whole")
+    shutil.rmtree("runs/bad")
+
+
+@pytest.mark.grid
+def test_a_run_whose_file_is_cut_short_ends_with_its_name_and_goes_on_bitwise(tmp_path, capfd):
+    ended = run_on_bad_disk("cut", tmp_path, 0, "os.truncate(path, 4096)")
+    assert ended == StorageError.exit_code
+    said = capfd.readouterr().err
+    assert f"{tmp_path}/disk/cut/" in said
+    assert "was changed from outside" in said
+    assert "memory.offload.disk_path" in said
+    assert 0 < newest("cut").manifest.step < STEPS
+    assert resume("cut") == EXIT_DONE
+    assert losses("cut") == losses("whole")
+    assert_same_weights("cut", "whole")
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def run_on_bad_disk(run_id, tmp_path, delay_s, harm):
+    """The exit code of a run with states on such a disk."""
+    if file_system_of(tmp_path) in MEMORY_FILE_SYSTEMS:
+        pytest.skip(f"{tmp_path} is memory: such a folder is refused")
+    (tmp_path / "disk").mkdir()
+    offload = (
+        "memory.offload.optimizer=1",
+        "memory.offload.home=disk",
+        f"memory.offload.disk_path={tmp_path / 'disk'}",
+    )
+    program = BAD_DISK.format(delay_s=delay_s, harm=harm)
+    return in_child(program, f"run.id={run_id}", *offload, "checkpoint.every_steps=3")
 
 
 def assert_adds_up(run_id, wall_s):
