@@ -44,9 +44,9 @@ lint: develop
 	$(BIN)/mypy
 
 # WORKERS=3: so many tests at a time on two cores, since ranks wait for one another half of the time; each worker imports and collects
-# for itself, and has a pool of ranks. A file's tests stay on one worker, which its fixtures are made for; files in the order of
-# their names, in which the many small ones come last and even out. What is imported is compiled once and kept, also where the
-# environment forbids Python to: tests start hundreds of processes.
+# for itself, and has a pool of ranks. A file's tests stay on one worker, which its fixtures are made for. Files that mostly sleep
+# (marked `waits`) come first, then all in the order of their names, in which the many small ones come last and even out. What is
+# imported is compiled once and kept, also where the environment forbids Python to: tests start hundreds of processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 3
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder

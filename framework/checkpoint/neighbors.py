@@ -27,7 +27,8 @@ from framework.checkpoint.folder import Fault, no_fault, report
 from framework.checkpoint.index import BLOCK_BYTES, MANIFEST, encode_manifest, open_index, read_manifest
 from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, map_file
 from framework.checkpoint.pieces import INDEX, FileRecord, file_name
-from framework.checkpoint.save import IndexPlan, write_file, write_index
+from framework.checkpoint.save import write_file, write_index
+from framework.checkpoint.save_plan import IndexPlan
 from framework.checkpoint.staging import StagedFile, free_bytes
 from framework.comm.communicator import Communicator
 from framework.comm.objects import gather_to_first, share_errors, tell

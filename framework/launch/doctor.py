@@ -15,8 +15,8 @@ from pathlib import Path
 from framework.checkpoint.place import is_url
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError
 from framework.imports import loading_libraries
-from framework.launch.directory import refuse_unreachable
 from framework.launch.machine import check_measured
+from framework.launch.places import refuse_unreachable
 from framework.launch.runs import Runs
 from framework.launch.slurm import partitions, reach
 from framework.recipe.clusters import find_cluster

@@ -17,7 +17,7 @@ from pathlib import Path
 from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, newest_checkpoint, step_of
 from framework.checkpoint.index import MANIFEST
 from framework.errors import EXIT_DONE, RunError
-from framework.launch.directory import RunDirectory, explain_errors
+from framework.launch.directory import RunDirectory
 from framework.launch.fault_door import SIGNALS, send_signal
 from framework.launch.fault_plan import (
     KINDS,
@@ -30,6 +30,7 @@ from framework.launch.fault_plan import (
     read_log,
     read_plan,
 )
+from framework.launch.places import explain_errors
 from framework.launch.request import find_jobs, has_ended, is_running
 from framework.launch.slurm import RANK_PROGRAM
 from framework.mesh.placement import place

@@ -16,14 +16,10 @@ from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError,
 from framework.imports import loading_libraries
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
-from framework.launch.directory import (
-    RunDirectory,
-    explain_errors,
-    place_checkpoints,
-    refuse_unreachable,
-)
+from framework.launch.directory import RunDirectory, place_checkpoints
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
+from framework.launch.places import explain_errors, refuse_unreachable
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
 from framework.launch.settle import settle, settle_tokens

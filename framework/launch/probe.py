@@ -32,7 +32,7 @@ from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, ranks_per_node
 from framework.comm.objects import gather_to_first, tell
 from framework.errors import NodeError, RunError
-from framework.launch.directory import find_key
+from framework.launch.places import find_key
 from framework.launch.task import is_task, leave_out
 from framework.lease import Lease
 from framework.optim.optimizers import state_names

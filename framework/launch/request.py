@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
-from framework.launch.directory import RunDirectory, explain_errors
+from framework.launch.directory import RunDirectory
+from framework.launch.places import explain_errors
 from framework.launch.resume import resume_command, saved_step
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
 from framework.recipe.compose import load_recipe

@@ -6,7 +6,8 @@ from pathlib import Path
 from framework.checkpoint.place import ObjectPath, Place, is_url, open_place
 from framework.checkpoint.storage import read
 from framework.errors import RunError
-from framework.launch.directory import RunDirectory, explain_errors, refuse_unreachable, refuse_unwritable
+from framework.launch.directory import RunDirectory
+from framework.launch.places import explain_errors, refuse_unreachable, refuse_unwritable
 from framework.launch.remote import URL_FILE, RemoteRun, locate
 from framework.recipe.place_rules import RUN_ROOT
 from framework.recipe.schema import Run

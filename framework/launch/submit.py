@@ -14,12 +14,7 @@ from typing import TextIO
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.imports import loading_libraries
-from framework.launch.directory import (
-    RunDirectory,
-    explain_errors,
-    refuse_unreachable,
-    write_private,
-)
+from framework.launch.directory import RunDirectory
 from framework.launch.elastic import NodeCount, describe_counts, legal_counts, plan_counts
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.local import (
@@ -29,6 +24,7 @@ from framework.launch.local import (
     refuse_leftovers,
     summarize,
 )
+from framework.launch.places import explain_errors, refuse_unreachable, write_private
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
 from framework.launch.settle import settle, settle_tokens

@@ -22,15 +22,8 @@ from framework.checkpoint.inspect import describe as describe_contents
 from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
 from framework.checkpoint.pieces import FileRecord, file_name
-from framework.checkpoint.save import (
-    CPU,
-    _raise_disagreement,
-    plan_file,
-    plan_index,
-    save_checkpoint,
-    write_file,
-    write_index,
-)
+from framework.checkpoint.save import CPU, save_checkpoint, write_file, write_index
+from framework.checkpoint.save_plan import _raise_disagreement, plan_file, plan_index
 from framework.checkpoint.staging import StagedFile, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Moment

@@ -14,6 +14,8 @@ import pytest
 from framework.launch.slurm import render
 from framework.recipe.schema import Batch, Launch, Recipe
 
+pytestmark = pytest.mark.waits
+
 PROGRAMS = {
     "srun": """name= node=
 for word; do case $word in --job-name=*) name=${word#*=} ;; --nodelist=*) node=${word#*=} ;; esac; done

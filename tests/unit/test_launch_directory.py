@@ -15,7 +15,8 @@ import pytest
 
 from framework.errors import EXIT_FAILED, EXIT_USER, LeaseLost, MeshwrightError, RunError, RunInUse, StorageError
 from framework.launch import directory, local, submit
-from framework.launch.directory import RunDirectory, Verdict, describe_self, refuse_unwritable
+from framework.launch.directory import RunDirectory, Verdict, describe_self
+from framework.launch.places import refuse_unwritable
 from framework.launch.slurm import JobState
 from framework.launch.task import judge
 from framework.lease import read_lease

@@ -26,7 +26,8 @@ from framework.checkpoint.save import CPU, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.communicator import Communicator
 from framework.errors import CheckpointError, LeaseLost, StorageError
-from framework.launch.directory import RunDirectory, place_checkpoints, refuse_unreachable
+from framework.launch.directory import RunDirectory, place_checkpoints
+from framework.launch.places import refuse_unreachable
 from framework.lease import Holder, take
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout

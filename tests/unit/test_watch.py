@@ -18,6 +18,8 @@ from framework.train.progress import FIRST_STEPS, Progress, Save
 from framework.train.ranks_file import RANKS_FILE, read_ranks, write_ranks
 from framework.train.watch import Watch
 
+pytestmark = pytest.mark.waits
+
 SHORT = Deadlines(step=0.6, first_steps=600.0, start=600.0, save=0.6, validate=600.0)
 END_S = 10.0  # from a passed deadline to the end of all ranks
 
