@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 .PHONY: install develop train test tests test-slurm test-grid try lint clean
 
 # Stamps of their own: training does not wait for what only tests and benches import, and these install all of it at once.
-install: .venv/installed
+install: .venv/compiled
 
 develop: .venv/developed .venv/torchao.installed
 
@@ -27,14 +27,15 @@ $(BIN)/python:
 	$(PIP) --upgrade --no-deps --target .venv/torchao 'torchao>=0.15,<0.19'
 	touch $@
 
-# What a run imports is compiled by one process, not by every rank at once, and not by each anew where the environment
-# forbids Python to keep what it has compiled.
+# What commands import is compiled by one process when it is installed, not by the first command that is typed, nor by every rank at
+# once, nor by each anew where the environment forbids Python to keep what it has compiled.
 .venv/compiled: .venv/installed
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m compileall -q framework
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import framework.launch.local, framework.launch.train, framework.launch.generate, framework.track.summary, matplotlib.pyplot"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
 	touch $@
 
-train: .venv/compiled
+train: install
 	$(BIN)/meshwright train experiment=quickstart
 
 lint: develop

@@ -64,7 +64,7 @@ ACTIONS = (
     refused("train data=files data.sources.files.path=chat.jsonl model=tiny_llama", "data.sources.files.field=content"),
     refused(f"check {QUICK} cutoff_len=2048 base_model=x val_set_size=0.1", "batch.context", "model.weights", "data.validation"),
     refused(f"check {QUICK} flash_attention=true lora_r=8 load_in_4bit=true chat_template=x", "not in this version"),
-    refused(f"check --model {QUICK} model.family=lama", "nearest: llama"),
+    refused(f"check {QUICK} model.family=lama", "did you mean model.family=llama"),
     refused(f"check --model {QUICK} model.config.hiden_size=64", "hidden_size"),
     refused(f"check --model {QUICK} model.config.num_key_value_heads=3", "num_key_value_heads=1 or 2 or 4"),
     refused(f"check --model {QUICK} parallel.tp=3 launch.ranks=3", r"use parallel\.tp in"),

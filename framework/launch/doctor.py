@@ -1,4 +1,5 @@
-"""`meshwright doctor`: what is installed and within reach. Each line says ok, or how to fix it."""
+"""`meshwright doctor`: what is installed and within reach. Each line says ok, or how to fix it; those that say warn, of what this
+recipe can do without."""
 
 import os
 import platform
@@ -29,21 +30,29 @@ PACKAGES = ("torch", "transformers", "datasets", "hydra-core", "wandb")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what was found, and how to fix it where that is needed. Empty `fix`: ok."""
+    """One line: what was looked at, what was found, and how to fix it where that is needed. Empty `fix`: ok. `is_needed`: the
+    recipe cannot be run without it."""
 
     what: str
     found: str
     fix: str = ""
+    is_needed: bool = True
+
+    @property
+    def verdict(self) -> str:
+        if not self.fix:
+            return "ok"
+        return "fix" if self.is_needed else "warn"
 
 
 def doctor_command(recipe: Recipe) -> int:
-    """Print the findings; the exit code is that of a user's mistake if one has to be fixed."""
+    """Print the findings; the exit code is that of a user's mistake if one has to be fixed before the recipe can be run."""
     findings = list(examine(recipe))
     for finding in findings:
-        print(f"{'fix' if finding.fix else 'ok':<4} {finding.what:<13} {finding.found}")
+        print(f"{finding.verdict:<4} {finding.what:<13} {finding.found}")
         if finding.fix:
             print(f"     {'':13} -> {finding.fix}")
-    return EXIT_USER if any(finding.fix for finding in findings) else EXIT_DONE
+    return EXIT_USER if any(finding.verdict == "fix" for finding in findings) else EXIT_DONE
 
 
 def examine(recipe: Recipe) -> Iterator[Finding]:
@@ -140,7 +149,8 @@ def _slurm(recipe: Recipe) -> Finding:
     why_not = reach()
     if why_not is not None:
         fix = "is SLURM_CONF right, is slurmctld running? scripts/local_cluster.sh start starts one on this machine"
-        return Finding("slurm", f"not reachable: {why_not.splitlines()[0]}", fix)
+        # Its tools without a controller are on many a workstation, which a run of this machine does not ask.
+        return Finding("slurm", f"not reachable: {why_not.splitlines()[0]}", fix, recipe.launch.kind == "slurm")
     return Finding("slurm", partitions())
 
 

@@ -11,6 +11,7 @@ from framework.errors import MeshwrightError, RecipeError
 from framework.model.hub import find_weights
 from framework.model.load import load_config, refuse_unaligned_experts
 from framework.model.materialize import refuse_uninitialised
+from framework.model.mixed_dtypes import refuse_mixed_dtypes
 from framework.model.mixtures import ADDED_BIAS
 from framework.model.weights import refuse_other_weights
 from framework.parallel.tensor import refuse_unordered_layers
@@ -75,6 +76,8 @@ def lay_out_ranks(recipe: Recipe, config: PretrainedConfig) -> Plan:
                 refuse_unaligned_experts(stage.model.model, plan.compute_dtype)
     if plan.derived.tp > 1 and recipe.parallel.sequence:
         refuse_unordered_layers(config)
+    if plan.device.type == "cpu":
+        refuse_mixed_dtypes(plan.whole, config, plan.compute_dtype)
     if recipe.model.weights is None:
         refuse_uninitialised(plan.whole, plan.units)
     return plan

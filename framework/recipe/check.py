@@ -24,6 +24,7 @@ from framework.recipe.derive import (
     find_world_problems,
 )
 from framework.recipe.elastic import find_range_problems
+from framework.recipe.families import find_family_problems
 from framework.recipe.launch_rules import launch_rules
 from framework.recipe.layout_keys import reads_layout
 from framework.recipe.memory_rules import (
@@ -85,6 +86,7 @@ def layout_rules() -> list[tuple[tuple[str, ...], Rule]]:
 def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
     """(keys or groups that the rule reads, rule), in the order in which one mistake hides another."""
     return (
+        (("model.family", "model.weights"), find_family_problems),
         (("parallel.cp", "parallel.context"), find_degree_problems),
         (("parallel.cp", "parallel.context", "batch.context"), find_length_problems),
         (("parallel.tp", "parallel.cp", "parallel.context", "model.config"), find_head_problems),

@@ -161,5 +161,7 @@ def _summary(run: RunInfo, last: StepReport | None, validated: StepReport | None
     if last.mfu is not None:
         lines.append(f"  mfu              {last.mfu:.1%}")
     commands = run.next_commands(exit_code == EXIT_DONE, is_saved=exit_code in endings)
+    if run.config.get("launch", {}).get("kind") == "local":  # whose launcher says it last, also where ranks could not
+        commands.pop("resume", None)
     lines += [f"  {what:<15}  {command}" for what, command in commands.items()]
     return "\n".join(lines)

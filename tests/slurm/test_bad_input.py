@@ -87,6 +87,16 @@ def test_doctor_says_ok_or_how_to_fix_it(place, monkeypatch, capsys):
     assert sum("->" in line for line in lines) == 2
 
 
+def test_a_controller_that_does_not_answer_is_a_mistake_only_where_the_recipe_asks_it(place, monkeypatch, capsys):
+    with_sbatch(place, monkeypatch)
+    (place / "bin" / "scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at c is DOWN'\n")
+    (place / "bin" / "scontrol").chmod(0o755)
+    assert main(["doctor", *RECIPE]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("warn")] == ["slurm"]
+    assert main(["doctor", *RECIPE, *SLURM, "launch.nodes=1"]) == EXIT_USER
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("fix")] == ["slurm"]
+
+
 def test_doctor_says_whether_the_layout_can_be_built(place, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(place))
     assert main(["doctor", *RECIPE, "precision=fp32"]) == 0

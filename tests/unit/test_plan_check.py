@@ -18,7 +18,6 @@ SMALL = ("~model", "data.bpe_vocab=300")
 SIZES = "{vocab_size:300,hidden_size:32,intermediate_size:56,num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:2}"
 # What passed `check` and failed on the ranks: overrides of the quickstart, and what the error says.
 MISTAKES = {
-    "unknown family": (("model.family=lama",), ("model.family=lama", "nearest: llama")),
     "misspelt key": (("model.config.num_hiden_layers=3",), ("model.config.num_hiden_layers", "num_hidden_layers")),
     "unknown value": (("model.config.hidden_act=relux",), ("model.config", "relux")),
     "wrong type": (("model.config.hidden_size=wide",), ("model.config", "hidden_size", "wide")),
@@ -131,6 +130,29 @@ def test_a_folder_of_runs_that_cannot_be_is_refused_before_data_is_prepared(tmp_
     assert cli.main(["train", *QUICKSTART, "run.root=file"]) == EXIT_USER
     assert f"run.root=file: {tmp_path}/file is no folder" in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+XGLM = "{vocab_size:300,d_model:32,ffn_dim:56,num_layers:2,attention_heads:4}"
+GPTJ = "{vocab_size:300,n_embd:32,n_layer:2,n_head:4,rotary_dim:4}"
+
+
+def on_cpu(family, config, *overrides):
+    words = ["~model", f"model.family={family}", f"model.config={config}", "data.bpe_vocab=300", "launch.device=cpu"]
+    return compose([*words, *overrides]).require()
+
+
+def test_a_table_that_stays_fp32_beside_weights_of_few_bits_is_refused():
+    with pytest.raises(
+        ModelError, match=r"xglm does not run in bfloat16 .*embed_positions.weights stays fp32 .*precision=fp32"
+    ):
+        check_layout(on_cpu("xglm", XGLM, "precision=bf16"))
+    check_layout(on_cpu("xglm", XGLM, "precision=fp32"))
+
+
+def test_a_table_that_the_model_casts_is_no_mistake():
+    """gptj has a table of positions in fp32, too."""
+    plan = check_layout(on_cpu("gptj", GPTJ, "precision=bf16"))
+    assert any(buffer.dim() > 1 for buffer in plan.whole.buffers())
 
 
 def test_a_vocabulary_that_no_one_states_is_named(capsys):

@@ -1,6 +1,7 @@
 """The console: equal fields in bar and log, remaining time from the clock it is given, a summary at the end."""
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -22,10 +23,10 @@ def report(step, validation_loss=None, mfu=None):
                       validation_loss=validation_loss)  # fmt: skip
 
 
-def run_console(stream, reports, seconds_per_report=2.0, exit_code=0):
+def run_console(stream, reports, seconds_per_report=2.0, exit_code=0, run=RUN):
     clock = iter(seconds_per_report * i for i in range(10_000))
     console = Console(stream, now=lambda: next(clock))
-    console.open(RUN)
+    console.open(run)
     for each in reports:
         console.report(each)
     console.close(exit_code)
@@ -94,6 +95,13 @@ def test_the_summary_has_the_last_losses_the_entropy_and_the_next_commands():
 
 def test_a_stopped_run_is_told_how_it_is_resumed():
     assert "meshwright resume-it" in run_console(io.StringIO(), [report(7)], exit_code=85)
+
+
+def test_a_run_of_this_machine_leaves_that_to_its_launcher():
+    run = replace(RUN, config={"launch": {"kind": "local"}})
+    text = run_console(io.StringIO(), [report(7)], exit_code=85, run=run)
+    assert "resume-it" not in text
+    assert "export-it" in text
 
 
 @pytest.mark.parametrize(("exit_code", "words"), [(85, "stopped and saved: run"), (88, "ended with exit code 88: run")])

@@ -1,0 +1,58 @@
+"""A family that transformers does not have is refused at once; none that it has is."""
+
+import subprocess
+import sys
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from framework.recipe import families
+from framework.recipe.compose import compose
+from framework.recipe.families import find_family_problems, list_families, read_strings
+from framework.recipe.schema import Model, Recipe
+
+
+def problems_of(family, **model):
+    return list(find_family_problems(Recipe(model=Model(family=family, **model))))
+
+
+def test_every_family_of_transformers_passes():
+    assert [family for family in CONFIG_MAPPING if problems_of(family)] == []
+    assert set(list_families()) == set(CONFIG_MAPPING)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("lama", "llama"), ("Qwen3", "qwen3"), ("mixtrel", "mixtral"), ("gpt-2", "gpt2")]
+)
+def test_a_mistyped_family_is_refused_with_the_name_that_was_meant(typed, meant):
+    (problem,) = problems_of(typed)
+    assert f"model.family={meant}" in problem.fix
+
+
+def test_a_name_like_none_is_refused_with_where_names_stand():
+    assert "config.json" in problems_of("xxxxxxxxxx")[0].fix
+
+
+def test_weights_say_what_the_model_is():
+    assert problems_of("lama", weights="/models/mine") == []
+
+
+def test_lists_that_lie_elsewhere_refuse_nothing(monkeypatch):
+    monkeypatch.setattr(families, "read_strings", frozenset)
+    assert problems_of("lama") == []
+
+
+def test_the_check_of_a_recipe_asks_without_importing_transformers():
+    program = (
+        "import sys; from framework.recipe.compose import compose\n"
+        "print(compose(['experiment=quickstart', 'model.family=lama']).problems)\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said, imported = done.stdout.splitlines()
+    assert "model.family=llama" in said
+    assert imported == "[]"
+
+
+def test_a_right_family_is_composed():
+    assert compose(["experiment=quickstart", "model.family=gpt2", "~model.config"]).draft.model.family in read_strings()
