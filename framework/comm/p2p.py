@@ -16,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.algorithms import Pending, copy, to_host
-from framework.comm.communicator import Communicator, Message, Operation
+from framework.comm.communicator import Communicator, Operation
+
+# Those of collectives have others: messages of one tag match in the order in which they are started.
+_TAG = 0
 
 
 def start_send(x: Tensor, axis: Communicator, to: int) -> Pending:
@@ -44,12 +47,12 @@ def exchange(
     return Pending([*started.received, *started.sent], tensors, started.finish).named(operation, axis)
 
 
-@torch.compiler.disable
 def exchange_apart(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
 ) -> tuple[Pending, Pending]:
     """An `exchange` of tensors of any shapes with two Pendings, for what is sent and for what is received: the received may be
-    used while the sent is still under way. NCCL tells of a batch as a whole: there either waits for both."""
+    used while the sent is still under way. NCCL tells of a batch as a whole: there either waits for both.
+    Compiled code cannot call it."""
     started = _start(sends, receives, axis)
     tensors = [x for x, _ in sends], [x for x, _ in receives]
     sent, received = Pending(started.sent, tensors[0]), Pending(started.received, tensors[1], started.finish)
@@ -86,23 +89,35 @@ def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor,
     if axis.staged:
         leaving = [to_host(x) for x in leaving]
         arriving = [torch.empty(x.shape, dtype=x.dtype) for x in arriving]
-    # Receives first, for the slicing below; within each kind the caller's order, which is how messages of one pair match.
-    operations = [
-        dist.P2POp(call, x, group=axis.group, group_peer=peer)
-        for call, tensors, messages in ((dist.irecv, arriving, receives), (dist.isend, leaving, sends))
-        for x, (_, peer) in zip(tensors, messages, strict=True)
-    ]
-    # torch refuses an empty batch; a rank at an end of the pipeline may have nothing to exchange.
     with axis.range("send and receive over", axis.name):
-        works: Sequence[Any] = dist.batch_isend_irecv(operations) if operations else []
-    if all(x.device.type == "cpu" for x in (*leaving, *arriving)):
-        works = [Message(work, axis.timeout) for work in works]
+        works = _start_batch(leaving, sends, arriving, receives, axis)
 
     def finish() -> None:
         for (x, _), came in zip(receives, arriving, strict=True):
             copy(x, came)
 
-    # NCCL coalesces a batch into one work; gloo returns one for each operation.
-    are_apart = len(works) == len(operations)
+    # NCCL coalesces a batch into one work; of gloo's messages each has its own.
+    are_apart = len(works) == len(sends) + len(receives)
     received = works[: len(receives)] if are_apart else works
     return _Started(works[len(receives) :] if are_apart else works, received, finish)
+
+
+def _start_batch(
+    leaving: Sequence[Tensor],
+    sends: Sequence[tuple[Tensor, int]],
+    arriving: Sequence[Tensor],
+    receives: Sequence[tuple[Tensor, int]],
+    axis: Communicator,
+) -> Sequence[Any]:
+    """What is waited for: receives first, then sends, each in the caller's order, which is how messages of one pair match; or one
+    for all. leaving, arriving: the tensors of `sends` and `receives`, or host copies."""
+    if all(x.device.type == "cpu" for x in (*leaving, *arriving)):
+        # gloo knows no batches. What torch's does for each of its messages takes the host as long as the message: 20 us.
+        works = [axis.receive(x, peer, _TAG) for x, (_, peer) in zip(arriving, receives, strict=True)]
+        return works + [axis.send(x, peer, _TAG) for x, (_, peer) in zip(leaving, sends, strict=True)]
+    operations = [
+        dist.P2POp(call, x, group=axis.group, group_peer=peer)
+        for call, tensors, messages in ((dist.irecv, arriving, receives), (dist.isend, leaving, sends))
+        for x, (_, peer) in zip(tensors, messages, strict=True)
+    ]
+    return dist.batch_isend_irecv(operations)

@@ -32,6 +32,7 @@ from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered
 from framework.parallel.pipeline.simulate import Timed
 
 Tensors = tuple[Tensor, ...]
+MESSAGES = frozenset((*SENDS, *RECEIVES))
 
 
 class StageActions(Protocol):
@@ -137,10 +138,12 @@ class Links:
         message = self._lowered.messages[action]
         # This message left after the sender's action number `after`. Whatever the sender needed for an action up to that one
         # it has received: these sends are complete, their wait costs nothing, and their tensors may go.
-        used = [each for each in self._leaving if each[0].target == message.source and each[0].before <= message.after]
-        for each in used:
-            self._leaving.remove(each)
-            each[1].wait()
+        leaving, self._leaving = self._leaving, []
+        for sent, sending in leaving:
+            if sent.target == message.source and sent.before <= message.after:
+                sending.wait()
+            else:
+                self._leaving.append((sent, sending))
         return place
 
     def range(self, action: Action) -> AbstractContextManager[Any]:
@@ -169,7 +172,7 @@ def execute(
     step = _Step(lowered, stages, links, clock)
     timed = []
     # Neighbouring messages start together: NCCL runs what is in one group at once, and one after another what is not.
-    for are_messages, group in groupby(lowered.ranks[rank], lambda action: action.kind in SENDS + RECEIVES):
+    for are_messages, group in groupby(lowered.ranks[rank], lambda action: action.kind in MESSAGES):
         actions = list(group)
         if are_messages:
             links.start(actions, step.outputs)
