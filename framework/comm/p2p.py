@@ -47,12 +47,12 @@ def exchange(
     return Pending([*started.received, *started.sent], tensors, started.finish).named(operation, axis)
 
 
+@torch.compiler.disable
 def exchange_apart(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
 ) -> tuple[Pending, Pending]:
     """An `exchange` of tensors of any shapes with two Pendings, for what is sent and for what is received: the received may be
-    used while the sent is still under way. NCCL tells of a batch as a whole: there either waits for both.
-    Compiled code cannot call it."""
+    used while the sent is still under way. NCCL tells of a batch as a whole: there either waits for both."""
     started = _start(sends, receives, axis)
     tensors = [x for x, _ in sends], [x for x, _ in receives]
     sent, received = Pending(started.sent, tensors[0]), Pending(started.received, tensors[1], started.finish)
