@@ -255,8 +255,7 @@ def sum_rounded(x: Tensor, axis: Communicator, reduce_dtype: torch.dtype) -> Pen
         # Through the rounded buffer, this rank's own sum too: else it alone would keep the unrounded bits of its part, and
         # replicas would drift apart.
         mine[: own.numel()] = own
-        gathered = ALGORITHMS[x.device.type, "all_gather"].start(exchange.sent, mine, axis)
-        return Pending(gathered._works, gathered._tensors, take_over)
+        return then(ALGORITHMS[x.device.type, "all_gather"].start(exchange.sent, mine, axis), take_over)
 
     def take_over() -> None:
         x.view(-1).copy_(exchange.sent.view(-1)[: x.numel()])

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from framework.recipe import families
 from framework.recipe.compose import compose
@@ -17,8 +17,9 @@ def problems_of(family, **model):
 
 
 def test_every_family_of_transformers_passes():
-    assert [family for family in CONFIG_MAPPING if problems_of(family)] == []
-    assert set(list_families()) == set(CONFIG_MAPPING)
+    # Its own, without those that other tests register in this process.
+    assert [family for family in CONFIG_MAPPING_NAMES if problems_of(family)] == []
+    assert set(list_families()) == set(CONFIG_MAPPING_NAMES)
 
 
 @pytest.mark.parametrize(
