@@ -429,7 +429,7 @@ class GradView:
             return self._kept, is_first
         self._buffer.open_gradient()
         address = self._buffer.gradient.data_ptr()
-        # Memory of the pool stays there for the whole run, so what begins at this address is always the same.
+        # A view keeps its memory, so nothing else can come to lie at this address.
         if address not in self._pooled:
             self._pooled[address] = self._make_view()
         return self._pooled[address], is_first

@@ -34,7 +34,8 @@ REDUCTIONS_IN_FLIGHT = 2
 # Units are summed over replicas together up to so many bytes. An all-reduce costs the host and gloo's threads 0.1 ms however
 # little it sends, as long as 0.3 MB take on their way; and to tell when backward has left a unit takes three hooks on it.
 # What is smaller than this is all summed behind backward: within it a first message of 1 MiB, as DDP sends, took longer
-# (1.10 of DDP's time instead of 1.05, scripts/bench/overhead.py on two cores of an AMD EPYC, 2026-11-23).
+# (1.10 of DDP's time instead of 1.05, scripts/bench/overhead.py on two cores of an AMD EPYC, 2026-11-23, when receives of small
+# messages were started one exchange ahead, which they no longer are).
 BUCKET_BYTES = 2**22
 
 
