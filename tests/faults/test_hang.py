@@ -54,6 +54,7 @@ def check_flight_records(folder):
     assert begun == [40, 39]
 
 
+@pytest.mark.grid  # as above
 def test_where_the_rank_that_hosts_the_store_is_stopped_the_others_say_so_and_end(folder):
     """As under srun, where no agent hosts it."""
     with socket.socket() as free:

@@ -341,7 +341,7 @@ def test_run_goes_on_with_another_number_of_ranks(capfd):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.grid)])
 def test_a_run_saves_and_stops_as_it_is_asked_from_outside(ranks, capfd):
-    """Two ranks that agree on a stop: `piped`."""
+    """Two ranks that agree on a stop: test_launch_agent.py."""
     run_id = f"asked-{ranks}"
     codes, run = [], RunDirectory(Path("runs", run_id))
 
@@ -365,6 +365,7 @@ def test_a_run_saves_and_stops_as_it_is_asked_from_outside(ranks, capfd):
     assert not list(run.path.glob("request-*"))
 
 
+@pytest.mark.grid
 def test_the_best_checkpoint_is_saved_at_once_and_kept(tmp_path, capfd):
     """A rate at which the model soon forgets what it has not seen for long."""
     words = ("train.validate_every_steps=5", "data.validation=0.3", "optim.lr=0.1", "optim.schedule.name=constant")
@@ -382,6 +383,7 @@ def test_the_best_checkpoint_is_saved_at_once_and_kept(tmp_path, capfd):
         export_command(Path("runs/whole"), tmp_path / "none", best=True)
 
 
+@pytest.mark.grid
 def test_a_step_of_a_pipeline_is_drawn(piped):
     events = json.loads((piped / "timeline.json").read_text())["traceEvents"]
     expected = {f"{stage}{kind}{number}" for stage in (0, 1) for kind in "FIW" for number in range(4)}
@@ -390,6 +392,7 @@ def test_a_step_of_a_pipeline_is_drawn(piped):
     assert (piped / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.grid
 def test_a_step_of_a_rank_is_profiled(piped):
     """Step 2 of rank 1, which has the second stage, and of no other."""
     folder = piped / "profile"
@@ -404,6 +407,7 @@ def test_a_step_of_a_rank_is_profiled(piped):
     assert found["all_reduce sums of the step"] == 1
 
 
+@pytest.mark.grid
 def test_a_pipeline_is_exported_and_goes_on_as_one_stage_also_where_it_cannot_be_drawn(piped, tmp_path, capfd, caplog):
     assert export_command(piped, tmp_path / "out") == EXIT_DONE
     exported, saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), weights("piped")

@@ -222,7 +222,8 @@ def test_all_axes_at_once_on_eight_ranks_equal_one_process(eight: RankPool) -> N
 DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.1, "attn_pdrop": 0.0, "n_layer": 4}
 
 
-@pytest.mark.parametrize(("pp", "free"), [(1, 0.0), pytest.param(2, 1 / 5, marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize(("pp", "free"), [(1, 0.0), (2, 1 / 5)])
 def test_validation_counts_every_token_once_in_bubbles_and_alone(pool: RankPool, pp: int, free: float) -> None:
     """And ranks of cp, which have other tokens, drop other elements of them."""
     way = Way("gpt2", 2, pp=pp, context=9, count=3)

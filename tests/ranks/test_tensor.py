@@ -135,7 +135,8 @@ MORE_CHUNKED = (
 )
 
 
-@pytest.mark.parametrize("cases", [CHUNKED, pytest.param(MORE_CHUNKED, marks=pytest.mark.grid)], ids=["few", "more"])
+@pytest.mark.grid  # a few of each: test_chunked_loss.py, test_pipeline_tensor.py
+@pytest.mark.parametrize("cases", [CHUNKED, MORE_CHUNKED], ids=["few", "more"])
 def test_loss_in_chunks_and_gathering_again_equal_whole(pool: RankPool, cases: Sequence[TensorCase]) -> None:
     assert_equal(pool, cases)
 
