@@ -113,10 +113,14 @@ def report(found: Mapping[Trial, Losses], options: Sequence[str], same: Sequence
     for option in options:
         losses = [f"{losses.last:.4f}" for trial, losses in found.items() if trial.option == option]
         yield f"  {option or 'exact'}: {' '.join(losses)}"
-    for title, basis in (("the exact run", [EXACT]), ("the mean of exact and --same", [EXACT, *same])):
-        reference = find_reference(found, basis)
-        yield f"beside {title}: mean, standard deviation, largest, beyond 1%: last step | last {TAIL} | validation"
-        yield from (f"  {option}: {compare(found, reference, option)}" for option in options if option != EXACT)
+    columns = f"mean, standard deviation, largest, beyond 1%: last step | last {TAIL} | validation"
+    yield f"beside the exact run: {columns}"
+    exact = find_reference(found, [EXACT])
+    yield from (f"  {option}: {compare(found, exact, option)}" for option in options if option != EXACT)
+    yield f"beside the mean of exact and --same, a row's own run left out: {columns}"
+    for option in options if same else ():
+        reference = find_reference(found, [each for each in (EXACT, *same) if each != option])
+        yield f"  {option or 'exact'}: {compare(found, reference, option)}"
 
 
 def main() -> None:
