@@ -70,7 +70,9 @@ class Trial:
             *(f"run.root={folder}", f"run.id={self.id}", *self.all_sides, *self.option.split()),
         )
         command = [sys.executable, "-m", "framework", "train", *RECIPE, *overrides]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{ended.stdout[-2000:]}{ended.stderr[-4000:]}")
 
 
 def run_all(trials: Sequence[Trial], folder: Path, jobs: int, limit_s: float) -> None:
