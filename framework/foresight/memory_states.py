@@ -124,9 +124,15 @@ class StateBytes:
 
     @property
     def _divides_units(self) -> bool:
-        """Whether all units of a kind have the same homes: none is offloaded in part, nothing lies on disks."""
-        offload = self.pipelines.settings.recipe.memory.offload
-        return offload.home == "host" and {offload.optimizer, offload.parameters} <= {0.0, 1.0}
+        """Whether all units of a kind have the same homes: none is offloaded in part, nothing lies on disks. And whether each
+        travels by itself: what comes and goes of a layer bucket depends on all layers."""
+        recipe = self.pipelines.settings.recipe
+        offload = recipe.memory.offload
+        return (
+            not recipe.zero.bucket_bytes
+            and offload.home == "host"
+            and {offload.optimizer, offload.parameters} <= {0.0, 1.0}
+        )
 
     def _phases_of_options(
         self, stages: Sequence[StageUnits], options: StateOptions, layouts: Sequence[Candidate]

@@ -58,6 +58,7 @@ class Sharding:
 
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
         """Of a stage, whose units are in order of computation."""
+        units = [bucket for each in units for bucket in self._in_buckets(each, c)]
         messages = [self._messages_s(each, c, groups) for each in units]
         gathers, reductions, sums = ([each[place] for each in messages] for place in range(3))
         keeps_parameters = c.zero < 3 or self.zero.keep_gathered
@@ -92,6 +93,17 @@ class Sharding:
             hidden + hidden_back + again_hidden,
             hidden_once + body_hidden,
         )
+
+    def _in_buckets(self, unit: ShardedUnit, c: Candidate) -> list[ShardedUnit]:
+        """Equal layers as they travel: each bucket a unit of several layers, and what is left. Buckets of unequal layers are not
+        foretold, nor are they of weights that come from the host."""
+        whole = (unit.dense * c.tp + unit.experts * c.ep * c.expert_tp) * self.parameter_bytes
+        limit = self.zero.bucket_bytes if c.zero and "parameters" not in c.offload else 0
+        together = min(int(limit // whole), unit.count) if whole else 0
+        if unit.is_embedding or unit.is_head or together < 2:
+            return [unit]
+        full, left = divmod(unit.count, together)
+        return [_join_layers(unit, n, count) for n, count in ((together, full), (left, 1)) if n and count]
 
     def _messages_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> tuple[float, float, float]:
         """(gather, reduction, sum over replicas) of a unit. A search asks for the same units beside other computation."""
@@ -173,3 +185,8 @@ class Sharding:
         ends = [value for unit, value in zip(units, seconds, strict=True) if unit.is_embedding]
         layers = [value for unit, value in zip(units, seconds, strict=True) if not unit.is_embedding]
         return sum(ends) + sum(layers[:1])
+
+
+def _join_layers(layer: ShardedUnit, n: int, count: int) -> ShardedUnit:
+    """Buckets of n layers each."""
+    return ShardedUnit(n * layer.dense, n * layer.experts, n * layer.forward, n * layer.backward, count)

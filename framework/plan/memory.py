@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from framework.optim.disk_chunks import DiskShard, StateKind, file_bytes, place_chunks, ring_bytes
 from framework.optim.states import MomentsDtype, count_state_bytes
+from framework.parallel.zero.layer_buckets import unit_bytes
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
 
@@ -32,7 +33,8 @@ class RankMemory:
 @dataclass(frozen=True)
 class UnitMemory:
     """Bytes of one unit on a rank. device, host: of its states by kind; casts: on the host, of masters on their way to the
-    device; unsharded, unreduced: what comes and goes with its full parameters and its full gradients."""
+    device; unsharded, unreduced: what comes and goes with its full parameters and its full gradients. whole: of its parameters
+    in the compute dtype, of all ranks; bucket_bytes: up to so many of `whole` layers travel in one message."""
 
     is_layer: bool
     device: Mapping[str, int]
@@ -40,6 +42,12 @@ class UnitMemory:
     casts: int
     unsharded: int
     unreduced: int
+    whole: int
+    bucket_bytes: int
+
+    @property
+    def may_share_messages(self) -> bool:
+        return self.is_layer and self.whole < self.bucket_bytes
 
 
 def measure_unit(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> UnitMemory:
@@ -56,6 +64,8 @@ def measure_unit(buffers: Sequence[BufferPlan], states: Sequence[str], moments: 
         casts,
         sum(each.unsharded_bytes for each in buffers),
         sum(each.unreduced_bytes for each in buffers),
+        unit_bytes(buffers),
+        max(each.lifetimes.bucket_bytes for each in buffers),
     )
 
 
@@ -150,10 +160,33 @@ def _low_bit_bytes(buffer: BufferPlan, moments: MomentsDtype) -> int:
 
 def count_gathered(units: Sequence[tuple[UnitMemory, int]]) -> tuple[int, int]:
     """Two units' full parameters beside the larger of embedding and head, and three units' full gradients, where these come
-    and go: one in use, one ahead; one being written, two under way."""
-    layers = _largest([(each.unsharded, count) for each, count in units if each.is_layer], 2)
+    and go: one in use, one ahead; one being written, two under way. Layers that travel together count as one, and once more for
+    the memory in which their message is packed."""
+    shared = [(each, count) for each, count in units if each.may_share_messages]
+    single = [(each, count) for each, count in units if not each.may_share_messages]
+    unsharded, buckets = _fill_bucket([(each.unsharded, each, count) for each, count in shared])
+    # Of one bucket alone, too: gradients, their message and its sum are different memory of the pool.
+    unreduced, _ = _fill_bucket([(each.unreduced, each, count) for each, count in shared])
+    layers = _largest([*((each.unsharded, n) for each, n in single if each.is_layer), (unsharded, buckets)], 2)
     ends = max((each.unsharded for each, _ in units if not each.is_layer), default=0)
-    return sum(layers) + ends, sum(_largest([(each.unreduced, count) for each, count in units], 3))
+    gradients = _largest([*((each.unreduced, n) for each, n in single), (unreduced, 3)], 3)
+    # Where parameters are resident, too: their message is not.
+    packed = min(
+        sum(each.whole * count for each, count in shared), max((each.bucket_bytes for each, _ in shared), default=0)
+    )
+    return sum(layers) + ends + packed, sum(gradients) + unreduced
+
+
+def _fill_bucket(layers: Sequence[tuple[int, UnitMemory, int]]) -> tuple[int, int]:
+    """(the most bytes that a bucket of such layers may have, how many buckets there may be: 1, or 2 for more).
+
+    layers: bytes of each, itself, and how many are alike."""
+    total = sum(size * count for size, _, count in layers)
+    if not total:
+        return 0, 0
+    # A byte of the model is a byte of a bucket: what it brings to this rank is at most that of the densest layer.
+    limit = max(-(-size * each.bucket_bytes // each.whole) for size, each, _ in layers)
+    return (total, 1) if total <= limit else (limit, 2)
 
 
 def _largest(sizes: Iterable[tuple[int, int]], most: int) -> list[int]:

@@ -198,6 +198,7 @@ def _zero(recipe: Recipe) -> Iterator[Problem]:
     for name, stages in (
         ("shard_within", sharded),
         ("optimizer_within", sharded),
+        ("bucket_bytes", sharded),
         ("accumulate", (2, 3)),
         ("keep_gathered", (3,)),
     ):

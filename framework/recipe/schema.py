@@ -209,6 +209,11 @@ class Zero:
         "stage 3: keep gathered parameters until the update, over all microbatches of a step", False
     )
     prefetch_units: int = key("units gathered ahead of the one in use", 1, low=0)
+    bucket_bytes: int = key(
+        "consecutive layers of together at most so many bytes are gathered, and reduced, in one message; 0: each by itself",
+        0,
+        low=0,
+    )
     optimizer_within: Literal["shard", "all"] = key(
         "HSDP: ranks that divide master and optimizer state: those of shard_within, or all, replicas too", "shard"
     )

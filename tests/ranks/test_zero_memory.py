@@ -194,14 +194,23 @@ def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[st
 def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
     """Unsharding alone adds to full parameters; a pool never gives memory back, so its size is its peak."""
     peak = 0
-    start_unshard = run.stages[0].parameters.start_unshard
+    unshard, start_unshard = run.stages[0].parameters.unshard, run.stages[0].parameters.start_unshard
 
-    def watched(index: int) -> None:
+    def watched(index: int, *others: int) -> None:
+        start_unshard(index, *others)
+        note()
+
+    def waited(index: int) -> None:
+        # Layers that travel together get their memory when they have come.
+        unshard(index)
+        note()
+
+    def note() -> None:
         nonlocal peak
-        start_unshard(index)
         peak = max(peak, sum(buffer.full.untyped_storage().nbytes() for buffer in run.buffers))
 
     run.stages[0].parameters.start_unshard = watched  # type: ignore[method-assign]
+    run.stages[0].parameters.unshard = waited  # type: ignore[method-assign]
     for step, batch in enumerate(case.batches()):
         train_step(run, share(batch, recipe.batch.sequences_per_microbatch, run.mesh), step, 1e-3)
     return peak, run.buffers[0].pool.num_bytes
@@ -230,3 +239,28 @@ def test_unsharded_parameters_and_full_gradients_stay_under_their_peaks(pool: Ra
             assert 0 < gradients <= full + (full // world if "3 microbatches" in label else 0), label
             if "stage 3" in label:
                 assert layer < parameters <= 2 * layer + max(ends), label
+
+
+@pytest.mark.grid
+def test_layers_that_travel_together_stay_under_the_plan(pool: RankPool) -> None:
+    """Full parameters, full gradients and what messages are packed in are at most what the plan says is gathered; and the two
+    layers of a bucket are there at once, else this would show nothing."""
+    config = Case("", family("llama"), {}, {"num_hidden_layers": 6}).config
+    layer = 4 * sum(
+        build_meta(config).get_parameter(name).numel() for name in find_units(build_meta(config))[1].parameters
+    )
+    layouts = {
+        f"{stage} {buckets} {count}": small_recipe(
+            "fp32", 2, count, 12, None, Zero(stage=stage, bucket_bytes=buckets * layer)
+        )
+        for stage, buckets, count in product((2, 3), (2, 9), (1, 3))
+    }
+    case = Case("", family("llama"), layouts, {"num_hidden_layers": 6})
+    planned = {label: make_plan(recipe, config).memory(0).held["gathered"] for label, recipe in layouts.items()}
+    for found in pool.run(2, measure_peaks, case):
+        for label, (parameters, gradients) in found.items():
+            stage, buckets, _ = label.split()
+            gathered = parameters if stage == "3" else 0
+            assert gathered + gradients <= planned[label], (label, parameters, gradients, planned)
+            if stage == "3":
+                assert parameters >= min(int(buckets), 6) * layer, label

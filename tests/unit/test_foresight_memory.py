@@ -63,8 +63,11 @@ def draw(rng: random.Random) -> Recipe:
     )
     schedule = pick(("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"))
     recipe = small_recipe(pick(("fp32", "bf16")), world, pick((1, 2, 4, 6)), 48, None, zero, parallel)
+    if zero.stage:
+        zero = replace(zero, bucket_bytes=pick((0, 50_000, 2**22)))
     return replace(
         recipe,
+        zero=zero,
         memory=memory,
         pipeline=Pipeline(schedule=schedule if parallel.pp > 1 else "1f1b"),  # type: ignore[arg-type]
         batch=replace(recipe.batch, context=32),

@@ -12,7 +12,7 @@ nothing else to know.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from weakref import ref
@@ -25,6 +25,7 @@ from framework.comm.collectives import start_all_reduce, start_reduce_scatter
 from framework.comm.communicator import Communicator
 from framework.parallel.zero.buffers import DeferredGradients, GradientBlock, GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.layer_buckets import find_layer_buckets
 from framework.parallel.zero.plan_buffers import Slot
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
@@ -53,9 +54,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduce-scatter under way: from the full gradient into `part`, which is `summed` itself or a scratch to be added."""
+    """A reduce-scatter under way: from the full gradient into `part`, which is `summed` itself or a scratch to be added. Of
+    several buffers both are scratches, with the buffers' parts side by side. is_first: of the step."""
 
-    buffer: UnitBuffer
+    buffers: Sequence[UnitBuffer]
+    is_first: bool
     pending: Pending
     full: Tensor
     part: Tensor
@@ -85,6 +88,8 @@ class GradientSync:
         self._is_last_backward = False
         self._deferred: DeferredGradients | None = None
         self._has_reduced: set[UnitBuffer] = set()
+        self._message_of = {buffer: message for message in self._share_messages() for buffer in message}
+        self._complete: Counter[UnitBuffer] = Counter()  # by a message's first buffer, how many of it have come
         self._reductions: deque[Reduction] = deque()
         # What is under way of each bucket, and what follows it.
         self._replica_sums: list[tuple[Pending, Iterator[Pending], Bucket]] = []
@@ -106,6 +111,7 @@ class GradientSync:
         for _, _, grad_view in self.grad_views:
             grad_view.is_written = grad_view.is_reached = False
         self._has_reduced = set()
+        self._complete.clear()
         self._unsummed = Counter(self._bucket_of.values())
 
     def start_backward(self, is_last: bool) -> None:
@@ -179,35 +185,78 @@ class GradientSync:
             buffer.close_gradient()
             self._start_replica_sums(buffer)
             return
+        message = self._message_of[buffer]
+        self._complete[message[0]] += 1
+        if self._complete[message[0]] == len(message):
+            del self._complete[message[0]]
+            self._start_reduction(message)
+
+    def _start_reduction(self, message: Sequence[UnitBuffer]) -> None:
+        """Start the reduce-scatter of a message's full gradients: side by side if there are several."""
         # The padding needs no zeros: nobody counts it, the optimizer never sees it, and it cannot reach another element.
-        is_first = buffer not in self._has_reduced
-        self._has_reduced.add(buffer)
-        summed = buffer.summed
+        first, shard = message[0], message[0].plan.axes.shard
+        is_first = first not in self._has_reduced
+        self._has_reduced.update(message)
+        label = f"gradient of {first.unit}"
+        if len(message) > 1:
+            label += f" to {message[-1].unit}"
+            # What is packed takes memory beside the gradients that it is packed from.
+            while len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
+                self._wait_for_oldest_reduction()
+        full = self._pack(message)
+        numel = sum(buffer.plan.numel_part for buffer in message)
         # A later microbatch's sum must not overwrite the former ones': it lands in a scratch and is added when it is there.
-        part = summed if is_first else buffer.pool.take(summed.numel(), summed.dtype, summed.device)
-        full = buffer.close_gradient()
-        shard = buffer.plan.axes.shard
-        pending = start_reduce_scatter(part, full, shard, f"gradient of {buffer.unit}", self.reduce_dtype)
-        self._reductions.append(Reduction(buffer, pending, full, part))
+        is_direct = is_first and len(message) == 1
+        part = first.summed if is_direct else first.pool.take(numel, first.summed.dtype, first.summed.device)
+        pending = start_reduce_scatter(part, full, shard, label, self.reduce_dtype)
+        self._reductions.append(Reduction(message, is_first, pending, full, part))
         # With one shard there is nothing to wait for, so its memory goes back to the pool at once.
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or shard.size == 1):
             self._wait_for_oldest_reduction()
+
+    def _pack(self, message: Sequence[UnitBuffer]) -> Tensor:
+        """The full gradient of a message, taken out of its buffers: itself if there is one, else [n, the sum of their
+        numel_part], so that each rank's parts lie side by side."""
+        fulls = [buffer.close_gradient() for buffer in message]
+        if len(message) == 1:
+            return fulls[0]
+        first = message[0]
+        packed = first.pool.take(sum(full.numel() for full in fulls), fulls[0].dtype, fulls[0].device)
+        n = first.plan.axes.shard.size
+        torch.cat([full.view(n, -1) for full in fulls], dim=1, out=packed.view(n, -1))
+        for buffer, full in zip(message, fulls, strict=True):
+            if not buffer.plan.lifetimes.keeps_gradients:
+                buffer.pool.give_back(full)
+        return packed
+
+    def _share_messages(self) -> Iterator[list[UnitBuffer]]:
+        """The buffers as they are reduced: those of a layer bucket together, where they have one shard axis and one dtype."""
+        units = list(self._of_unit.values())
+        for bucket in find_layer_buckets([[buffer.plan for buffer in unit] for unit in units]):
+            messages: dict[Hashable, list[UnitBuffer]] = {}
+            for buffer in (buffer for index in bucket for buffer in units[index]):
+                key = (buffer.plan.axes.shard, buffer.plan.dtypes.gradient, buffer.plan.lifetimes.keeps_gradients)
+                messages.setdefault(key if buffer.block is None else buffer, []).append(buffer)
+            yield from messages.values()
 
     def _wait_for_oldest_reduction(self) -> None:
         """Wait for the oldest reduction; its part is then complete for this microbatch. Oldest first on all ranks: what a wait
         starts next, they must start in one order."""
         reduction = self._reductions.popleft()
-        buffer = reduction.buffer
+        first, is_packed = reduction.buffers[0], len(reduction.buffers) > 1
         self._exposed.wait([reduction.pending])
         # Only now: until the wait the communication stream, or the peer that reads from this rank, uses both.
-        if reduction.part is not buffer.summed:
-            buffer.summed.add_(reduction.part)
-            buffer.pool.give_back(reduction.part)
-        if not buffer.plan.lifetimes.keeps_gradients:
-            buffer.pool.give_back(reduction.full)
+        if reduction.part is not first.summed:
+            parts = list(reduction.part.split([buffer.plan.numel_part for buffer in reduction.buffers]))
+            add = torch._foreach_copy_ if reduction.is_first else torch._foreach_add_
+            add([buffer.summed for buffer in reduction.buffers], parts)
+            first.pool.give_back(reduction.part)
+        if is_packed or not first.plan.lifetimes.keeps_gradients:
+            first.pool.give_back(reduction.full)
         # Once a step and not for each microbatch: a sum over replicas of a sum over microbatches, and 1/k of the bytes.
         if self._is_last_backward:
-            self._start_replica_sums(buffer)
+            for buffer in reduction.buffers:
+                self._start_replica_sums(buffer)
 
     def _start_replica_sums(self, buffer: UnitBuffer) -> None:
         """Start what a bucket's parts still need once the last of its buffers has come."""

@@ -77,7 +77,7 @@ class Lifetimes:
     keeps_parameters: a unit's unsharded parameters live until the optimizer's update; else until their use is over.
     resident_parameters: their memory is never given back, so an update goes into it in place.
     divides_updates: ranks that hold the same part divide its optimizer state and its update, and all-gather the updated part.
-    homes: where each state lives between its uses.
+    homes: where each state lives between its uses. bucket_bytes: layers of together at most so many travel in one message.
     """
 
     keeps_gradients: bool
@@ -85,6 +85,7 @@ class Lifetimes:
     resident_parameters: bool
     divides_updates: bool
     homes: Homes = Homes()
+    bucket_bytes: int = 0
 
 
 def lifetimes_of(zero: Zero) -> Lifetimes:
@@ -96,4 +97,5 @@ def lifetimes_of(zero: Zero) -> Lifetimes:
         keeps_parameters=zero.stage < 3 or zero.keep_gathered,
         resident_parameters=zero.stage < 3,
         divides_updates=zero.optimizer_within == "all",
+        bucket_bytes=zero.bucket_bytes if zero.stage else 0,
     )

@@ -64,7 +64,8 @@ class UnitOrder:
             )
             self._forward += 1
             for each in range(self._forward, min(self._forward + self._prefetch_units, self._last) + 1):
-                self._parameters.start_unshard(each)
+                # Those of its bucket that are still to come: what forward has left in it is resharded.
+                self._parameters.start_unshard(*(other for other in self._parameters.buckets[each] if other >= each))
 
     def end_forward(self, has_backward: bool) -> None:
         """Finish a forward: all units have been entered, and without a backward to come all are resharded."""
@@ -80,7 +81,8 @@ class UnitOrder:
             self._reshard(each for each in self._parameters.transient if each > self._backward)
             for each in range(self._backward, max(self._backward - self._prefetch_units, 0) - 1, -1):
                 if self._uses[each].is_read_in_backward:
-                    self._parameters.start_unshard(each)
+                    bucket = self._parameters.buckets[each]
+                    self._parameters.start_unshard(*(other for other in reversed(bucket) if other <= each))
             # After the unshards: backward waits for these within a unit's time, nobody waits for a reduction so soon, and on one
             # communicator what is started first is sent first.
             self._reduce(self._backward + 1)

@@ -6,11 +6,12 @@ Zhao et al. 2023): every view stays true. The all-gather lands in the tensor its
 FSDP2 gathers a group of parameters into one tensor and copies each of them out of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from framework.comm.algorithms import Pending, then
@@ -18,6 +19,7 @@ from framework.comm.collectives import start_all_gather
 from framework.comm.transfer import fetch, write_across
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.layer_buckets import find_layer_buckets
 from framework.parallel.zero.lifetimes import Home
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class ParameterSync:
     """The full parameters of one stage's units, which are named by their index.
 
     unsharded: units that are there or on their way; always those of which this rank owns all. transient: those of them whose
-    lifetime ends with their use.
+    lifetime ends with their use. buckets: of each unit the units that travel with it, itself among them, in order.
     """
 
     def __init__(self, units: Sequence[Sequence[UnitBuffer]], exposed: ExposedCommunication):
@@ -42,23 +44,36 @@ class ParameterSync:
         self._has_old_parts = True  # where replicas divide the update, each has updated only what it owns
         self._part_updates: dict[int, list[Pending]] = {}
         self._fp8 = _find_fp8(units)
+        found = find_layer_buckets([[buffer.plan for buffer in unit] for unit in units])
+        self.buckets = {index: bucket for bucket in found for index in bucket}
 
     @property
     def sends_nothing(self) -> bool:
         """Whether this rank owns all of every unit."""
         return len(self._whole) == len(self.units)
 
-    def start_unshard(self, index: int) -> None:
-        """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis."""
+    def start_unshard(self, index: int, *others: int) -> None:
+        """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis.
+        others: of its bucket; those that are not there either come in the same message."""
         if index in self.unsharded:
             return
         self._start_part_updates()
-        self.unsharded.add(index)
-        if not all(buffer.plan.lifetimes.keeps_parameters for buffer in self.units[index]):
-            self.transient.add(index)
-        # The other ranks of the shard axis read this rank's part: what its replicas have updated must have arrived in it.
-        self._exposed.wait(self._part_updates.pop(index, ()))
-        self._unshards[index] = [_start_unshard(buffer, self._fp8) for buffer in self.units[index]]
+        indices = [index, *(each for each in others if each not in self.unsharded)]
+        for each in indices:
+            self.unsharded.add(each)
+            if not all(buffer.plan.lifetimes.keeps_parameters for buffer in self.units[each]):
+                self.transient.add(each)
+            # The other ranks of the shard axis read this rank's part: what its replicas have updated must have arrived in it.
+            self._exposed.wait(self._part_updates.pop(each, ()))
+        messages = share_messages([buffer for each in indices for buffer in self.units[each]])
+        pendings = [_start_unshard_together(message, self._fp8) for message in messages]
+        for each in indices:
+            # A message of several units has come once the first of them waits for it; the others' waits find nothing to do.
+            self._unshards[each] = [
+                pending
+                for message, pending in zip(messages, pendings, strict=True)
+                if any(buffer in message for buffer in self.units[each])
+            ]
 
     def unshard(self, index: int) -> None:
         """Return when the unit's parameters can be read."""
@@ -142,13 +157,56 @@ def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
     return Fp8Gather(buffers)
 
 
-def _start_unshard(buffer: UnitBuffer, fp8: "Fp8Gather | None") -> Pending:
-    """All-gather over the shard axis: [numel_part] of each rank into [numel_padded]; in place where memory is resident."""
+def share_messages(buffers: Sequence[UnitBuffer]) -> list[list[UnitBuffer]]:
+    """The buffers as they are gathered: together where they have one shard axis and one dtype, and nothing stands between the
+    memory that is sent and the memory that is written."""
+    messages: dict[Hashable, list[UnitBuffer]] = {}
+    for buffer in buffers:
+        plan = buffer.plan
+        is_direct = (
+            not plan.is_whole and plan.dtypes.gathered is None and plan.lifetimes.homes.parameters == Home.DEVICE
+        )
+        key = (plan.axes.shard, plan.dtypes.compute) if is_direct else buffer
+        messages.setdefault(key, []).append(buffer)
+    return list(messages.values())
+
+
+def _start_unshard_together(buffers: Sequence[UnitBuffer], fp8: "Fp8Gather | None") -> Pending:
+    """All-gather over their shard axis: the parts of all, side by side, from each rank; they are copied to where they belong when
+    they have come. One by itself lands in place."""
+    if len(buffers) == 1:
+        return _start_unshard(buffers[0], fp8)
+    first, axis = buffers[0], buffers[0].plan.axes.shard
+    numel = sum(buffer.plan.numel_part for buffer in buffers)
+    # Pooled: memory that comes and goes with every message costs a page fault every 4 KiB on CPUs.
+    arriving = first.pool.take(axis.size * numel, first.shard.dtype, first.full.device).view(axis.size, numel)
+    # In place: this rank's parts lie where its own will be read from.
+    part = arriving[axis.rank]
+    torch.cat([buffer.shard for buffer in buffers], out=part)
+    label = f"parameters of {buffers[0].unit} to {buffers[-1].unit}"
+    return then(start_all_gather(arriving, part, axis, label), partial(_copy_apart, buffers, arriving))
+
+
+def _copy_apart(buffers: Sequence[UnitBuffer], arriving: Tensor) -> None:
+    """Copy what has come for several buffers, [n, the sum of their numel_part], to the full parameters of each."""
+    apart = arriving.split([buffer.plan.numel_part for buffer in buffers], dim=1)
+    fulls = [_take_full(buffer).view(arriving.shape[0], -1) for buffer in buffers]
+    torch._foreach_copy_(fulls, list(apart))
+    buffers[0].pool.give_back(arriving)
+
+
+def _take_full(buffer: UnitBuffer) -> Tensor:
+    """The full parameters, [numel_padded], with memory again: of any content, because the all-gather writes all of it."""
     storage = buffer.full.untyped_storage()
     num_bytes = buffer.plan.numel_padded * buffer.full.element_size()
     if storage.nbytes() < num_bytes:
-        storage.resize_(num_bytes)  # of any content: the all-gather writes all of it
-    full = _unversioned(buffer.full)
+        storage.resize_(num_bytes)
+    return _unversioned(buffer.full)
+
+
+def _start_unshard(buffer: UnitBuffer, fp8: "Fp8Gather | None") -> Pending:
+    """All-gather over the shard axis: [numel_part] of each rank into [numel_padded]; in place where memory is resident."""
+    full = _take_full(buffer)
     if fp8 is not None and buffer.plan.dtypes.gathered is not None:
         return fp8.start(buffer, full)
     if buffer.plan.lifetimes.homes.parameters != Home.DEVICE:
