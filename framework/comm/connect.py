@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
 from framework.comm.communicator import Communicator, Waits
+from framework.comm.pair_exchange import PairExchange
 from framework.errors import ConnectionFailed, NodeError, RanksDiffer, TopologyError
 from framework.mesh.descriptors import allow_descriptors, count_group_sockets, count_sockets
 from framework.mesh.fingerprint import describe_difference, explain_differences
@@ -300,15 +301,23 @@ def join_axes(
             if axes[name].size > 1 and axes[name].ranks not in token_groups:
                 token_groups[axes[name].ranks] = join(f"tokens {name}", axes[name].ranks, backends.scatter)
     waits = Waits()  # one of all axes: the thread that trains waits over one of them at a time
+    group_of = {
+        name: (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks)
+        for name, axis in axes.items()
+    }
+    pairs = {
+        group_of[name]: PairExchange(group_of[name], 1 - axis.rank) for name, axis in axes.items() if axis.size == 2
+    }
     return {
         name: Communicator(
             axis,
-            (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks),
+            group_of[name],
             scatter_groups.get(name),
             check_s=check_s,
             staged=backends.is_staged,
             timeout=timeout,
             waits=waits,
+            pair=pairs.get(group_of[name]),
         )
         for name, axis in axes.items()
     }

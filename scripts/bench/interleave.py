@@ -272,11 +272,14 @@ def mesh_over(mesh: Mesh, topology: Topology) -> Mesh:
     world = mesh.axis("world")
     axes = topology.axes(mesh.rank)
     assert all(axis.size in (1, world.size) for axis in axes.values()), f"{topology} needs groups of its own"
-    groups = [world.group] if world.size > 1 else [None]
+    group = world.group if world.size > 1 else None
     return replace(
         mesh,
         topology=topology,
-        axes={name: Communicator(axis, groups[0] if axis.size > 1 else None) for name, axis in axes.items()},
+        axes={
+            name: Communicator(axis, group, pair=world.pair) if axis.size > 1 else Communicator(axis)
+            for name, axis in axes.items()
+        },
     )
 
 

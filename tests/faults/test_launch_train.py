@@ -21,12 +21,13 @@ from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, ste
 from framework.checkpoint.load import Reader
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunError, StorageError
-from framework.launch import local
+from framework.launch import local, settle
 from framework.launch.directory import RunDirectory
 from framework.launch.export import _read, export_command, load_model
 from framework.launch.request import save_command, stop_command
 from framework.launch.status import status_command
 from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
+from framework.recipe import memory_rules
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.track.goodput import Part
 from framework.track.goodput_log import read_account
@@ -178,6 +179,34 @@ def test_a_run_that_is_killed_in_a_step_on_the_disk_goes_on_bitwise_as_one_in_me
     assert losses("offloaded") == losses("whole")
     assert_same_weights("offloaded", "whole")
     assert not list(disk.iterdir())
+
+
+# A host that is killed between two units of its twelfth update: some masters and moments are of the next step, others are not.
+KILL_IN_AN_UPDATE = """
+import os, signal
+from framework.train.update import UpdatedTogether
+update, units = UpdatedTogether.update, []
+def update_and_die(self, *args):
+    update(self, *args)
+    units.extend(buffer.unit for buffer in self.buffers if buffer.is_updated_on_host)
+    if units and units.count(units[0]) == 12 and units[-1] != units[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+UpdatedTogether.update = update_and_die
+"""
+
+
+@pytest.mark.grid
+def test_a_run_that_is_killed_in_a_step_on_the_host_goes_on_bitwise_as_one_without_offload(monkeypatch):
+    """Ranks compute on CPUs here, for which a recipe refuses this home: that rule alone is lifted."""
+    for module in (memory_rules, settle):
+        monkeypatch.setattr(module, "find_offload_to_device", lambda recipe: iter(()))
+    offload = ("memory.offload.optimizer=1", "memory.offload.home=host")
+    ended = in_child(KILL_IN_AN_UPDATE, "run.id=on-host", *offload, "checkpoint.every_steps=3")
+    assert ended == -signal.SIGKILL
+    assert 0 < newest("on-host").manifest.step < 12
+    assert resume("on-host") == EXIT_DONE
+    assert losses("on-host") == losses("whole")
+    assert_same_weights("on-host", "whole")
 
 
 # A disk on which each read and write takes so long, and one of whose files is removed, or cut short, behind some step's writes.

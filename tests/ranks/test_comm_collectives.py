@@ -2,12 +2,14 @@
 theory's."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from framework.comm import algorithms, collectives, ledger
 from framework.comm.connect import connect
+from framework.comm.pair_exchange import MESSAGE_BYTES
 from framework.mesh.topology import AXIS_NAMES, Topology
 from tests.grid import few_of
 
@@ -130,6 +132,48 @@ def wait_in_reverse(rank, world, rendezvous):
     mesh.close()
 
 
+def mix_sizes(rank, world, rendezvous):
+    """Exchanges whose receives were started before, beside larger ones, over two axes that share a group, several in flight."""
+    mesh = connect_world(rank, world, rendezvous)
+    first, second = mesh.axis("dp"), mesh.axis("world")
+    assert first.pair is second.pair
+    most = MESSAGE_BYTES // 4
+    started, checks = [], []
+    for turn, part in enumerate((1, most, most + 1, 0, 5, 3 * most, most - 1, 2)):
+        axis = (first, second)[turn % 2]
+        xs = inputs_of(world, (world * part,), torch.float32, seed=turn)
+        mine = [x.view(world, -1)[rank].clone() for x in xs]
+        gathered, scattered, reduced = torch.empty(world * part), torch.empty(part), mine[rank].clone()
+        started.append(collectives.start_reduce_scatter(scattered, xs[rank], axis))
+        started.append(collectives.start_all_gather(gathered, mine[rank], axis))
+        started.append(collectives.start_all_reduce(reduced, axis))
+        parts = [x.view(world, -1)[index] for index, x in enumerate(xs)]
+        checks += [(scattered, sum(xs).view(world, -1)[rank]), (gathered, torch.cat(parts))]
+        checks.append((reduced, sum(parts)))
+        if turn % 3 == 2:
+            while started:
+                started.pop().wait()
+    while started:
+        started.pop().wait()
+    assert [index for index, (found, expected) in enumerate(checks) if not torch.equal(found, expected)] == []
+    mesh.close()
+
+
+def profile_exchanges(rank, world, rendezvous):
+    """Exchanges before, under and behind profilers, the ranks' at different times; how many receives each has left started."""
+    mesh = connect_world(rank, world, rendezvous)
+    axis, counts = mesh.axis("world"), []
+    watches = [torch.profiler.profile() if (turn + rank) % 3 == 0 else nullcontext() for turn in range(6)]
+    for turn, watch in enumerate(watches):
+        with watch:
+            x = torch.full((5,), float(rank + turn))
+            collectives.start_all_reduce(x, axis).wait()
+            assert torch.equal(x, torch.full((5,), 1.0 + 2 * turn))
+            counts.append(sum(len(each) for each in axis.pair._started.values()))
+    mesh.close()
+    return counts
+
+
 def reduce_rough_numbers(rank, world, rendezvous, dtype, numel):
     mesh = connect_world(rank, world, rendezvous)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -231,6 +275,15 @@ def test_all_to_all_moves_uneven_and_empty_parts(pool, world):
 @pytest.mark.parametrize("world", few_of(WORLDS, SHOWN.__contains__))
 def test_operations_in_flight_complete_in_any_order_of_waits(pool, world):
     pool.run(world, wait_in_reverse)
+
+
+def test_small_and_large_messages_between_two_ranks_do_not_meet(pool):
+    pool.run(2, mix_sizes)
+
+
+def test_no_receive_is_left_started_under_a_profiler(pool):
+    """torch's profiler would be told of its end when it has long freed what it recorded, and the rank crash."""
+    assert pool.run(2, profile_exchanges) == [[0, 1, 1, 0, 1, 1], [1, 1, 0, 1, 1, 0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

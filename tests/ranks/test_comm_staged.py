@@ -23,7 +23,10 @@ ODD = 1001
 def staged(mesh):
     """The same mesh, as if its groups carried tensors of the CPU only and its tensors were elsewhere."""
     return replace(
-        mesh, axes={name: Communicator(axis.axis, *axis.groups, staged=True) for name, axis in mesh.axes.items()}
+        mesh,
+        axes={
+            name: Communicator(axis.axis, *axis.groups, staged=True, pair=axis.pair) for name, axis in mesh.axes.items()
+        },
     )
 
 

@@ -109,6 +109,43 @@ def test_an_update_is_near_that_of_full_moments(name: str, moments: MomentsDtype
     assert (moved - expected).norm() < bound * expected.norm()
 
 
+def direction(held: Held) -> dict[str, Tensor]:
+    """By parameter, what AdamW adds to it but for the learning rate and the bias correction: m / sqrt(v)."""
+    found = {name: state.float() for name, state in held.states().items()}
+    return held.by_parameter(found["exp_avg"] / found["exp_avg_sq"].sqrt())
+
+
+# Of docs/memory.md: what a rounding is off by at most, relative to the value; first moments to nearest, second stochastically.
+LARGEST_ERROR = {
+    "bf16": {"exp_avg": 2.0**-8, "exp_avg_sq": 2.0**-7},
+    "int8": {"exp_avg": 2.0**-4, "exp_avg_sq": 2.0**-4},
+}
+# And what updates of a tensor are off by, L2, when roundings of 60 steps have gathered in the moments.
+GATHERED_ERROR = {"bf16": 0.01, "int8": 0.1}
+
+
+@LOW
+def test_a_rounding_is_within_its_bound(moments: MomentsDtype) -> None:
+    held, full = run("adamw", moments, steps=1), run("adamw", "fp32", steps=1)
+    for key, bound in LARGEST_ERROR[moments].items():
+        expected = full.states()[key]
+        of_block = torch.zeros_like(expected)
+        for each, part in zip(of_block.split(BLOCK), expected.split(BLOCK), strict=True):
+            each.fill_(part.abs().max())
+        is_within = expected.abs() > 2.0**-15 * of_block  # what int8 has numbers for
+        error = ((held.states()[key].float() - expected) / expected).abs()[is_within]
+        assert 0.75 * bound < error.max() <= bound, key
+        assert is_within.float().mean() > 0.9, key
+
+
+@LOW
+def test_updates_of_each_tensor_stay_within_a_bound(moments: MomentsDtype) -> None:
+    found, full = direction(run("adamw", moments, steps=60)), direction(run("adamw", "fp32", steps=60))
+    for name, expected in full.items():
+        error = float((found[name] - expected).norm() / expected.norm())
+        assert GATHERED_ERROR[moments] / 10 < error < GATHERED_ERROR[moments], (name, error)
+
+
 @EACH
 def test_chunks_change_nothing(name: str, moments: MomentsDtype) -> None:
     whole = run(name, moments)
