@@ -45,11 +45,7 @@ class PairExchange:
         receive, memory = started.popleft() if started else self._start_receive(tag)
         # First what the peer waits for.
         send = self._group.send([x], self._peer, tag)
-        # While torch's profiler records, each exchange starts its own: a receive that begins under a profiler and ends after it
-        # has stopped writes its end into memory that the profiler has freed (torch 2.13), and the process crashes some time
-        # later. The peer need not do the same.
-        if not torch.autograd._profiler_enabled():
-            started.append(self._start_receive(tag))
+        started.append(self._start_receive(tag))
         return [receive, send], memory
 
     def give_back(self, memory: Tensor) -> None:
@@ -59,4 +55,11 @@ class PairExchange:
     def _start_receive(self, tag: int) -> tuple[Any, Tensor]:
         # numpy's memory: these few buffers are no part of what a plan counts, and tests count what torch allocates.
         memory = self._idle.pop() if self._idle else torch.from_numpy(np.empty(MESSAGE_BYTES, np.uint8))
-        return self._group.recv([memory], self._peer, tag), memory
+        # Hidden from profilers: one that stops before this receive ends would be told of its end after it has freed what it
+        # recorded (torch 2.13), and the process would crash some time later. Asking whether one records is not enough: a
+        # profiler of all threads, or one that was started from outside, does not show in this thread.
+        torch.autograd._enable_record_function(False)
+        try:
+            return self._group.recv([memory], self._peer, tag), memory
+        finally:
+            torch.autograd._enable_record_function(True)

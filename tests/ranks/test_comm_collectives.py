@@ -159,19 +159,20 @@ def mix_sizes(rank, world, rendezvous):
     mesh.close()
 
 
-def profile_exchanges(rank, world, rendezvous):
-    """Exchanges before, under and behind profilers, the ranks' at different times; how many receives each has left started."""
+def profile_exchanges(rank, world, rendezvous, is_of_all_threads):
+    """Exchanges before, under and behind profilers, the ranks' at different times; which messages each profiler was told of."""
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=is_of_all_threads)
     mesh = connect_world(rank, world, rendezvous)
-    axis, counts = mesh.axis("world"), []
-    watches = [torch.profiler.profile() if (turn + rank) % 3 == 0 else nullcontext() for turn in range(6)]
-    for turn, watch in enumerate(watches):
-        with watch:
+    axis, seen = mesh.axis("world"), []
+    for turn in range(6):
+        with torch.profiler.profile(experimental_config=config) if (turn + rank) % 3 == 0 else nullcontext() as watch:
             x = torch.full((5,), float(rank + turn))
             collectives.start_all_reduce(x, axis).wait()
             assert torch.equal(x, torch.full((5,), 1.0 + 2 * turn))
-            counts.append(sum(len(each) for each in axis.pair._started.values()))
+            assert [len(each) for each in axis.pair._started.values()] == [1]
+        seen.append({e.key for e in watch.key_averages() if e.key in ("gloo:send", "gloo:recv")} if watch else None)
     mesh.close()
-    return counts
+    return seen
 
 
 def reduce_rough_numbers(rank, world, rendezvous, dtype, numel):
@@ -281,9 +282,14 @@ def test_small_and_large_messages_between_two_ranks_do_not_meet(pool):
     pool.run(2, mix_sizes)
 
 
-def test_no_receive_is_left_started_under_a_profiler(pool):
-    """torch's profiler would be told of its end when it has long freed what it recorded, and the rank crash."""
-    assert pool.run(2, profile_exchanges) == [[0, 1, 1, 0, 1, 1], [1, 1, 0, 1, 1, 0]]
+@pytest.mark.parametrize("is_of_all_threads", [False, True])
+def test_no_profiler_hears_of_receives_that_may_end_after_it(pool, is_of_all_threads):
+    """It would be told of the end of one when it has long freed what it recorded, and the rank crash."""
+    sent = {"gloo:send"}
+    assert pool.run(2, profile_exchanges, is_of_all_threads) == [
+        [sent, None, None, sent, None, None],
+        [None, None, sent, None, None, sent],
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
