@@ -96,7 +96,7 @@ class StateBytes:
     def _make_table(self, stages: Candidate, options: StateOptions) -> StateTable:
         names = ("zero", "shard", "offload")
         layouts = [stages.changed(dict(zip(names, each, strict=True))) for each in options.states]
-        if self._divides_units:
+        if self._divides_units and not self._has_small_units(stages, layouts):
             totals, moving = self._add_up_units(stages, options, layouts)
         else:
             parts = [self.of_ranks(each) for each in layouts]
@@ -124,15 +124,29 @@ class StateBytes:
 
     @property
     def _divides_units(self) -> bool:
-        """Whether all units of a kind have the same homes: none is offloaded in part, nothing lies on disks. And whether each
-        travels by itself: what comes and goes of a layer bucket depends on all layers."""
-        recipe = self.pipelines.settings.recipe
-        offload = recipe.memory.offload
-        return (
-            not recipe.zero.bucket_bytes
-            and offload.home == "host"
-            and {offload.optimizer, offload.parameters} <= {0.0, 1.0}
-        )
+        """Whether all units of a kind have the same homes: none is offloaded in part, nothing lies on disks."""
+        offload = self.pipelines.settings.recipe.memory.offload
+        return offload.home == "host" and {offload.optimizer, offload.parameters} <= {0.0, 1.0}
+
+    def _has_small_units(self, stages: Candidate, layouts: Sequence[Candidate]) -> bool:
+        """Whether what comes and goes depends on all units: some may travel together, or all stay until the update."""
+        zero = self.pipelines.settings.recipe.zero
+        places = self.pipelines.places(stages)
+        found = [
+            self.pipelines.shape.stage_units(stage, places.degrees) for of_rank in places.of_ranks for stage in of_rank
+        ]
+
+        def is_so(each: Candidate) -> bool:
+            offload = self.pipelines.settings.offload(each)
+            small = [
+                count
+                for stage in {id(stage): stage for stage in found}.values()
+                for unit, count in stage.counted
+                if self._measure_unit(each, unit, stage.order, offload).may_share_messages
+            ]
+            return sum(small) > 1
+
+        return zero.keep_gathered or (zero.bucket_bytes > 0 and any(map(is_so, layouts)))
 
     def _phases_of_options(
         self, stages: Sequence[StageUnits], options: StateOptions, layouts: Sequence[Candidate]
@@ -146,12 +160,16 @@ class StateBytes:
                 counts[key] = counts.get(key, 0) + count
                 found[key] = self._unit_of_options(unit, stage.order, options, layouts)
         lasting = sum(count * found[key].lasting for key, count in counts.items())
+        used = 1 + self.pipelines.settings.recipe.zero.prefetch_units
         layers = [
-            found[key].unsharded for key, count in counts.items() for _ in range(min(count, 2)) if found[key].is_layer
+            found[key].unsharded
+            for key, count in counts.items()
+            for _ in range(min(count, used))
+            if found[key].is_layer
         ]
         ends = [each.unsharded for each in found.values() if not each.is_layer]
         unreduced = [found[key].unreduced for key, count in counts.items() for _ in range(min(count, 3))]
-        parameters = _sum_largest(layers, 2) + _sum_largest(ends, 1)
+        parameters = _sum_largest(layers, used) + _sum_largest(ends, 1)
         gradients = _sum_largest(unreduced, 3)
         moving = np.stack(
             np.broadcast_arrays(parameters, parameters, parameters + gradients, gradients, 0 * gradients), axis=1

@@ -1,13 +1,13 @@
 """Bytes that a rank holds at the most, in closed form: the table of `parallel/zero/lifetimes.py`, padding included."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from framework.optim.disk_chunks import DiskShard, StateKind, file_bytes, place_chunks, ring_bytes
 from framework.optim.states import MomentsDtype, count_state_bytes
-from framework.parallel.zero.layer_buckets import unit_bytes
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
+from framework.parallel.zero.unit_buckets import gathers_alone, unit_bytes
 
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
@@ -34,7 +34,9 @@ class RankMemory:
 class UnitMemory:
     """Bytes of one unit on a rank. device, host: of its states by kind; casts: on the host, of masters on their way to the
     device; unsharded, unreduced: what comes and goes with its full parameters and its full gradients. whole: of its parameters
-    in the compute dtype, of all ranks; bucket_bytes: up to so many of `whole` layers travel in one message."""
+    in the compute dtype, of all ranks; bucket_bytes: units of up to so many of these travel in one message, in which this one's
+    parameters and gradients take gather_message and reduce_message. gathers_alone: all but its parameters. keeps_parameters:
+    what is unsharded stays for the step. prefetch_units: units that are unsharded ahead."""
 
     is_layer: bool
     device: Mapping[str, int]
@@ -44,10 +46,15 @@ class UnitMemory:
     unreduced: int
     whole: int
     bucket_bytes: int
+    gather_message: int
+    reduce_message: int
+    gathers_alone: bool
+    keeps_parameters: bool
+    prefetch_units: int
 
     @property
     def may_share_messages(self) -> bool:
-        return self.is_layer and self.whole < self.bucket_bytes
+        return self.whole < self.bucket_bytes
 
 
 def measure_unit(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> UnitMemory:
@@ -66,6 +73,11 @@ def measure_unit(buffers: Sequence[BufferPlan], states: Sequence[str], moments: 
         sum(each.unreduced_bytes for each in buffers),
         unit_bytes(buffers),
         max(each.lifetimes.bucket_bytes for each in buffers),
+        sum(each.gather_message_bytes for each in buffers),
+        sum(each.reduce_message_bytes for each in buffers),
+        gathers_alone(buffers),
+        all(each.lifetimes.keeps_parameters for each in buffers),
+        buffers[0].lifetimes.prefetch_units,
     )
 
 
@@ -159,34 +171,46 @@ def _low_bit_bytes(buffer: BufferPlan, moments: MomentsDtype) -> int:
 
 
 def count_gathered(units: Sequence[tuple[UnitMemory, int]]) -> tuple[int, int]:
-    """Two units' full parameters beside the larger of embedding and head, and three units' full gradients, where these come
-    and go: one in use, one ahead; one being written, two under way. Layers that travel together count as one, and once more for
-    the memory in which their message is packed."""
-    shared = [(each, count) for each, count in units if each.may_share_messages]
-    single = [(each, count) for each, count in units if not each.may_share_messages]
-    unsharded, buckets = _fill_bucket([(each.unsharded, each, count) for each, count in shared])
-    # Of one bucket alone, too: gradients, their message and its sum are different memory of the pool.
-    unreduced, _ = _fill_bucket([(each.unreduced, each, count) for each, count in shared])
-    layers = _largest([*((each.unsharded, n) for each, n in single if each.is_layer), (unsharded, buckets)], 2)
-    ends = max((each.unsharded for each, _ in units if not each.is_layer), default=0)
-    gradients = _largest([*((each.unreduced, n) for each, n in single), (unreduced, 3)], 3)
-    # Where parameters are resident, too: their message is not.
-    packed = min(
-        sum(each.whole * count for each, count in shared), max((each.bucket_bytes for each, _ in shared), default=0)
+    """Full parameters and full gradients, where these come and go: at most those of the unit in use and of the units ahead of it
+    beside the larger of embedding and head; and of three units, one being written and two under way. Units that travel
+    together count as one, beside the messages that are unpacked, and packed with their sums."""
+    gathered, alone = _divide(units, lambda each: not each.gathers_alone)
+    unsharded = _fill_bucket([(each.unsharded, each, count) for each, count in gathered])
+    message = _fill_bucket([(each.gather_message, each, count) for each, count in gathered])
+    ahead = max((each.prefetch_units for each, _ in units), default=0)
+    if any(each.keeps_parameters for each, _ in units):
+        parameters = sum(each.unsharded * count for each, count in units)
+    else:
+        layers = [*((each.unsharded, count) for each, count in alone if each.is_layer), (unsharded, 1 + ahead)]
+        ends = max((each.unsharded for each, _ in alone if not each.is_layer), default=0)
+        parameters = min(sum(_largest(layers, 1 + ahead)) + ends, sum(each.unsharded * count for each, count in units))
+    reduced, alone = _divide(units, lambda each: bool(each.reduce_message))
+    written = _fill_bucket([(each.unreduced, each, count) for each, count in reduced])
+    packed = _fill_bucket([(each.reduce_message, each, count) for each, count in reduced])
+    gradients = sum(_largest([(each.unreduced, count) for each, count in alone], 3))
+    # Of one bucket alone, too: what it is packed from, two messages and their sums are different memory of the pool, which keeps
+    # memory of other sizes besides. A message is unpacked when computation reaches it: of those ahead each may be under way.
+    return parameters + message * max(1, ahead), gradients + written + 4 * packed
+
+
+Units = Sequence[tuple[UnitMemory, int]]
+
+
+def _divide(units: Units, may_share: Callable[[UnitMemory], bool]) -> tuple[Units, Units]:
+    """(units that may travel with others, those that travel by themselves)."""
+    shared = [(each, count) for each, count in units if each.may_share_messages and may_share(each)]
+    if sum(count for _, count in shared) < 2:
+        return [], units
+    return shared, [(each, count) for each, count in units if not (each.may_share_messages and may_share(each))]
+
+
+def _fill_bucket(units: Sequence[tuple[int, UnitMemory, int]]) -> int:
+    """The most bytes that a bucket of such units may have. units: bytes of each, itself, and how many are alike."""
+    total = sum(size * count for size, _, count in units)
+    # A byte of the model is a byte of a bucket: what it brings to this rank is at most that of the densest unit.
+    return min(
+        total, max((-(-size * each.bucket_bytes // each.whole) for size, each, _ in units if each.whole), default=0)
     )
-    return sum(layers) + ends + packed, sum(gradients) + unreduced
-
-
-def _fill_bucket(layers: Sequence[tuple[int, UnitMemory, int]]) -> tuple[int, int]:
-    """(the most bytes that a bucket of such layers may have, how many buckets there may be: 1, or 2 for more).
-
-    layers: bytes of each, itself, and how many are alike."""
-    total = sum(size * count for size, _, count in layers)
-    if not total:
-        return 0, 0
-    # A byte of the model is a byte of a bucket: what it brings to this rank is at most that of the densest layer.
-    limit = max(-(-size * each.bucket_bytes // each.whole) for size, each, _ in layers)
-    return (total, 1) if total <= limit else (limit, 2)
 
 
 def _largest(sizes: Iterable[tuple[int, int]], most: int) -> list[int]:

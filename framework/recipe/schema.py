@@ -210,8 +210,8 @@ class Zero:
     )
     prefetch_units: int = key("units gathered ahead of the one in use", 1, low=0)
     bucket_bytes: int = key(
-        "consecutive layers of together at most so many bytes are gathered, and reduced, in one message; 0: each by itself",
-        0,
+        "consecutive units of together at most so many bytes are gathered, and reduced, in one message; 0: each by itself",
+        2**21,
         low=0,
     )
     optimizer_within: Literal["shard", "all"] = key(

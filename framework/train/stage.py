@@ -46,7 +46,6 @@ class RankStage:
         self.offload = attached.offload
         self._loss, self._load = loss, load
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
-        self._with_parameters = [index for index, buffers in enumerate(attached.parameters.units) if buffers]
         self._inputs: StepInputs | None = None
 
     def start_step(self, inputs: StepInputs) -> None:
@@ -93,7 +92,7 @@ class RankStage:
 
     def unshard(self, is_forward: bool) -> None:
         """Start to unshard the unit that computation meets first; the others follow as it goes on."""
-        self.parameters.start_unshard(self._with_parameters[0 if is_forward else -1])
+        self.hooks.order.unshard_ahead(is_forward)
 
     def reshard(self) -> None:
         """Give back the memory of full parameters that do not stay."""

@@ -16,7 +16,7 @@ share one process group and take a step each in every round. Every side: sdpa, f
   fsdp2                  fully_shard on each layer and on the model, resharded after forward
   torchtp, torchtpseq    parallelize_module as torch's tutorial has it, without and with SequenceParallel
   zero0, zero3           ours, two ranks of data parallelism
-  zero3buckets           the same with zero.bucket_bytes of 2 MiB: all layers travel in one message
+  zero3alone             the same with zero.bucket_bytes=0: each layer travels in a message of its own
   tp, tpseq              ours, two of tensor parallelism, without and with parallel.sequence
   ours-, torch-SCHEDULE  pipelines of two ranks, eight microbatches (pipeline.py); ratios are over torch's same schedule
 """
@@ -70,8 +70,7 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 RANKS, CONTEXT, PIPELINE_MICROBATCHES = 2, 16, 8
-DATA_SIDES = ["plain", "ddp", "fsdp2", "zero0", "zero3", "zero3buckets"]
-BUCKET_BYTES = 2**21
+DATA_SIDES = ["plain", "ddp", "fsdp2", "zero0", "zero3", "zero3alone"]
 TENSOR_SIDES = ["torchtp", "torchtpseq", "tp", "tpseq"]
 PIPELINE_SIDES = [f"{system}-{name}" for name in pipeline.SCHEDULES for system in ("ours", "torch")]
 SIDES = [*DATA_SIDES, *TENSOR_SIDES, *PIPELINE_SIDES]
@@ -101,8 +100,8 @@ def build_side(name: str, setting: Setting, mesh: Mesh) -> Side:
             return Fsdp2(setting, reshards=True)
         case "zero0" | "zero3":
             return Ours(setting, mesh, Zero(stage=int(name[-1])))
-        case "zero3buckets":
-            return Ours(setting, mesh, Zero(stage=3, bucket_bytes=BUCKET_BYTES))
+        case "zero3alone":
+            return Ours(setting, mesh, Zero(stage=3, bucket_bytes=0))
         case "torchtp" | "torchtpseq":
             return TorchTensorParallel(setting, sequence=name.endswith("seq"), splits_loss=False)
         case "tp" | "tpseq":

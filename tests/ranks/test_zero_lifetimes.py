@@ -80,8 +80,8 @@ def test_prefetch_and_kept_parameters_are_bitwise_equal(
         lambda stage, world, name: (stage, world, name) == (3, 2, "llama"),
     ),
 )
-def test_layers_that_travel_together_change_nothing(pool: RankPool, stage: int, world: int, name: str) -> None:
-    """Bit by bit, with fewer messages: pairs of layers, and all of them."""
+def test_units_that_travel_together_change_nothing(pool: RankPool, stage: int, world: int, name: str) -> None:
+    """Bit by bit, with fewer messages: pairs of layers, and all units."""
     model = build_meta(build_config(family(name), num_hidden_layers=5))
     layer = 4 * sum(parameter.numel() for parameter in find_layers(model)[1][1].parameters())  # type: ignore[index]
     recipe = small_recipe("fp32", world, 2, SEQUENCES, None)
@@ -94,13 +94,14 @@ def test_layers_that_travel_together_change_nothing(pool: RankPool, stage: int, 
     assert_bitwise_equal(train(pool, world, case))
     if world > 1 and name == "llama":
         calls = pool.run(world, count_messages, case)[0]
-        # In a step without buckets: once, at stage 3 in forward and in backward of both microbatches.
-        per = 4 if stage == 3 else 1
-        whole, pairs, one = (calls[str(way)]["all_gather"] for way in ways[:3])
-        assert (whole - pairs, whole - one) == (2 * per, 4 * per), calls
-        whole, pairs, one = (calls[str(way)]["reduce_scatter"] for way in ways[:3])
+        # Embedding with the first layer, two pairs, and the head; backward, from the last: pairs, the first layer. Once in a
+        # step, at stage 3 in forward and in backward of both microbatches.
+        forward, backward = (7, 4, 1), (5, 3, 1)
+        gathers = [2 * (one + other) if stage == 3 else one for one, other in zip(forward, backward, strict=True)]
+        assert [calls[str(way)]["all_gather"] for way in ways[:3]] == gathers, calls
+        # The head with the last layer, two pairs, and the embedding.
         per = 1 if stage == 1 else 2
-        assert (whole - pairs, whole - one) == (2 * per, 4 * per), calls
+        assert [calls[str(way)]["reduce_scatter"] for way in ways[:3]] == [each * per for each in forward], calls
 
 
 def count_messages(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, dict[str, int]]:

@@ -109,7 +109,8 @@ class UnitBuffer:
     grad_views: by parameter name.
     stored: the master where its home is a disk; `master` is then empty, but within `master_in_memory`.
     is_copy: another stage on this rank has the same parameters and counts them.
-    is_complete: backward has left the unit, so no gradient of this microbatch may come any more.
+    is_complete: backward has left the unit, so no gradient of this microbatch may come any more. gradient_address: of the memory
+    of `gradient`; 0 while it has none.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class UnitBuffer:
         self.parameters: dict[str, nn.Parameter] = {}
         self.grad_views: dict[str, GradView] = {}
         self.is_copy = self.is_complete = False
+        self.gradient_address = 0
         self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = self.delivered = (
             torch.empty(0)
         )
@@ -226,6 +228,7 @@ class UnitBuffer:
                 self.gradient = torch.zeros(plan.numel_padded, dtype=dtype, device=device)
             else:
                 self.gradient = self.block.take(self.block_start, plan.numel_padded, dtype, device)
+            self.gradient_address = self.gradient.data_ptr()
             self.summed = self.part(self.gradient)
         else:
             self.summed = torch.zeros(plan.numel_part, dtype=dtype, device=device)
@@ -243,8 +246,9 @@ class UnitBuffer:
 
     def open_gradient(self) -> None:
         """Have memory for the full gradient, of any content: every view is written or zeroed before it is read."""
-        if not self.gradient.numel():
+        if not self.gradient_address:
             self.gradient = self.pool.take(self.plan.numel_padded, self.plan.dtypes.gradient, self.full.device)
+            self.gradient_address = self.gradient.data_ptr()
 
     def close_gradient(self) -> Tensor:
         """Take the full gradient, [numel_padded], out for a reduction that reads it; the next one is written afresh. Whoever
@@ -254,7 +258,7 @@ class UnitBuffer:
             grad_view.is_written = False
         if not self.plan.lifetimes.keeps_gradients:
             # The next microbatch's backward must not write where a reduction still reads: it gets other memory.
-            self.gradient = full[:0]
+            self.gradient, self.gradient_address = full[:0], 0
         return full
 
     def start_delivery(self) -> None:
@@ -427,12 +431,13 @@ class GradView:
         self.is_written = self.is_reached = True
         if self._kept is not None:
             return self._kept, is_first
-        self._buffer.open_gradient()
-        address = self._buffer.gradient.data_ptr()
+        if not self._buffer.gradient_address:
+            self._buffer.open_gradient()
         # A view keeps its memory, so nothing else can come to lie at this address.
-        if address not in self._pooled:
-            self._pooled[address] = self._make_view()
-        return self._pooled[address], is_first
+        view = self._pooled.get(self._buffer.gradient_address)
+        if view is None:
+            view = self._pooled[self._buffer.gradient_address] = self._make_view()
+        return view, is_first
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:

@@ -25,8 +25,8 @@ from framework.comm.collectives import start_all_reduce, start_reduce_scatter
 from framework.comm.communicator import Communicator
 from framework.parallel.zero.buffers import DeferredGradients, GradientBlock, GradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
-from framework.parallel.zero.layer_buckets import find_layer_buckets
 from framework.parallel.zero.plan_buffers import Slot
+from framework.parallel.zero.unit_buckets import find_unit_buckets
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
 # long as the backward of a unit and a half before anyone waits. FSDP2 allows one unless told otherwise.
@@ -230,9 +230,9 @@ class GradientSync:
         return packed
 
     def _share_messages(self) -> Iterator[list[UnitBuffer]]:
-        """The buffers as they are reduced: those of a layer bucket together, where they have one shard axis and one dtype."""
+        """The buffers as they are reduced: those of a unit bucket together, where they have one shard axis and one dtype."""
         units = list(self._of_unit.values())
-        for bucket in find_layer_buckets([[buffer.plan for buffer in unit] for unit in units]):
+        for bucket in find_unit_buckets([[buffer.plan for buffer in unit] for unit in units]):
             messages: dict[Hashable, list[UnitBuffer]] = {}
             for buffer in (buffer for index in bucket for buffer in units[index]):
                 key = (buffer.plan.axes.shard, buffer.plan.dtypes.gradient, buffer.plan.lifetimes.keeps_gradients)

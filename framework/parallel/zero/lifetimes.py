@@ -77,7 +77,8 @@ class Lifetimes:
     keeps_parameters: a unit's unsharded parameters live until the optimizer's update; else until their use is over.
     resident_parameters: their memory is never given back, so an update goes into it in place.
     divides_updates: ranks that hold the same part divide its optimizer state and its update, and all-gather the updated part.
-    homes: where each state lives between its uses. bucket_bytes: layers of together at most so many travel in one message.
+    homes: where each state lives between its uses. bucket_bytes: units of together at most so many travel in one message.
+    prefetch_units: units that are unsharded ahead of the one in use.
     """
 
     keeps_gradients: bool
@@ -86,6 +87,7 @@ class Lifetimes:
     divides_updates: bool
     homes: Homes = Homes()
     bucket_bytes: int = 0
+    prefetch_units: int = 1
 
 
 def lifetimes_of(zero: Zero) -> Lifetimes:
@@ -98,4 +100,5 @@ def lifetimes_of(zero: Zero) -> Lifetimes:
         resident_parameters=zero.stage < 3,
         divides_updates=zero.optimizer_within == "all",
         bucket_bytes=zero.bucket_bytes if zero.stage else 0,
+        prefetch_units=zero.prefetch_units,
     )

@@ -40,6 +40,7 @@ class UnitOrder:
     ):
         self._uses, self._parameters, self._gradients = uses, parameters, gradients
         self._prefetch_units = prefetch_units
+        self._with_parameters = [index for index, buffers in enumerate(parameters.units) if buffers]
         self._last = len(uses) - 1
         self._forward = -1
         self._backward = len(uses)
@@ -48,6 +49,13 @@ class UnitOrder:
     def position(self) -> int:
         """The furthest unit that this forward has entered."""
         return self._forward
+
+    def unshard_ahead(self, is_forward: bool) -> None:
+        """Start to unshard the unit that computation meets first; the others follow as it goes on."""
+        if is_forward:
+            self._unshard_forward(self._with_parameters[0])
+        else:
+            self._unshard_backward(self._with_parameters[-1])
 
     def start_forward(self) -> None:
         """Begin a forward, before the first unit."""
@@ -64,8 +72,8 @@ class UnitOrder:
             )
             self._forward += 1
             for each in range(self._forward, min(self._forward + self._prefetch_units, self._last) + 1):
-                # Those of its bucket that are still to come: what forward has left in it is resharded.
-                self._parameters.start_unshard(*(other for other in self._parameters.buckets[each] if other >= each))
+                if each not in self._parameters.unsharded:
+                    self._unshard_forward(each)
 
     def end_forward(self, has_backward: bool) -> None:
         """Finish a forward: all units have been entered, and without a backward to come all are resharded."""
@@ -80,9 +88,8 @@ class UnitOrder:
             self._backward -= 1
             self._reshard(each for each in self._parameters.transient if each > self._backward)
             for each in range(self._backward, max(self._backward - self._prefetch_units, 0) - 1, -1):
-                if self._uses[each].is_read_in_backward:
-                    bucket = self._parameters.buckets[each]
-                    self._parameters.start_unshard(*(other for other in reversed(bucket) if other <= each))
+                if each not in self._parameters.unsharded and self._uses[each].is_read_in_backward:
+                    self._unshard_backward(each)
             # After the unshards: backward waits for these within a unit's time, nobody waits for a reduction so soon, and on one
             # communicator what is started first is sent first.
             self._reduce(self._backward + 1)
@@ -94,6 +101,15 @@ class UnitOrder:
         # Not before: gradients of the first unit may arrive until autograd has returned.
         self._reduce(0)
         self._backward = self._last + 1
+
+    def _unshard_forward(self, index: int) -> None:
+        # Those of its bucket that are still to come: what forward has left in it is resharded.
+        self._parameters.start_unshard(index, *(each for each in self._parameters.buckets[index] if each > index))
+
+    def _unshard_backward(self, index: int) -> None:
+        bucket = reversed(self._parameters.buckets[index])
+        others = (each for each in bucket if each < index and self._uses[each].is_read_in_backward)
+        self._parameters.start_unshard(index, *others)
 
     def _reshard(self, indices: Iterable[int]) -> None:
         for index in list(indices):  # a copy: resharding takes the unit out of `transient`

@@ -19,8 +19,8 @@ from framework.comm.collectives import start_all_gather
 from framework.comm.transfer import fetch, write_across
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
-from framework.parallel.zero.layer_buckets import find_layer_buckets
 from framework.parallel.zero.lifetimes import Home
+from framework.parallel.zero.unit_buckets import find_unit_buckets, gathers_alone
 
 if TYPE_CHECKING:
     from framework.parallel.zero.fp8_gather import Fp8Gather
@@ -44,7 +44,8 @@ class ParameterSync:
         self._has_old_parts = True  # where replicas divide the update, each has updated only what it owns
         self._part_updates: dict[int, list[Pending]] = {}
         self._fp8 = _find_fp8(units)
-        found = find_layer_buckets([[buffer.plan for buffer in unit] for unit in units])
+        plans = [[buffer.plan for buffer in unit] for unit in units]
+        found = find_unit_buckets(plans, {index for index, unit in enumerate(plans) if gathers_alone(unit)})
         self.buckets = {index: bucket for bucket in found for index in bucket}
 
     @property
@@ -68,18 +69,20 @@ class ParameterSync:
         messages = share_messages([buffer for each in indices for buffer in self.units[each]])
         pendings = [_start_unshard_together(message, self._fp8) for message in messages]
         for each in indices:
-            # A message of several units has come once the first of them waits for it; the others' waits find nothing to do.
-            self._unshards[each] = [
-                pending
-                for message, pending in zip(messages, pendings, strict=True)
-                if any(buffer in message for buffer in self.units[each])
-            ]
+            self._unshards[each] = pendings
 
     def unshard(self, index: int) -> None:
         """Return when the unit's parameters can be read."""
-        self.start_unshard(index)
-        if index in self._unshards:
-            self._exposed.wait(self._unshards.pop(index))
+        if index not in self.unsharded:
+            self.start_unshard(index)
+        self._wait_for_unshard(index)
+
+    def _wait_for_unshard(self, index: int) -> None:
+        pendings = self._unshards.pop(index, None)
+        if pendings:
+            self._exposed.wait(pendings)
+            # The list is that of all units that were asked for together: nothing is left for the others to wait for.
+            pendings.clear()
 
     @contextmanager
     def unsharded_for(self, index: int) -> Iterator[None]:
@@ -93,7 +96,7 @@ class ParameterSync:
     def reshard(self, index: int) -> None:
         """Give an unsharded unit's memory back, where it is not resident."""
         # A unit that was prefetched and never used may still be on its way: the all-gather must not write into freed memory.
-        self._exposed.wait(self._unshards.pop(index, ()))
+        self._wait_for_unshard(index)
         self.unsharded.remove(index)
         self.transient.discard(index)
         for buffer in self.units[index]:
@@ -163,10 +166,7 @@ def share_messages(buffers: Sequence[UnitBuffer]) -> list[list[UnitBuffer]]:
     messages: dict[Hashable, list[UnitBuffer]] = {}
     for buffer in buffers:
         plan = buffer.plan
-        is_direct = (
-            not plan.is_whole and plan.dtypes.gathered is None and plan.lifetimes.homes.parameters == Home.DEVICE
-        )
-        key = (plan.axes.shard, plan.dtypes.compute) if is_direct else buffer
+        key = (plan.axes.shard, plan.dtypes.compute) if plan.is_sent_as_held and not plan.is_whole else buffer
         messages.setdefault(key, []).append(buffer)
     return list(messages.values())
 

@@ -114,6 +114,11 @@ class BufferPlan:
         """Whether this rank owns all of the buffer, and keeps it: nothing is ever gathered, nothing scattered."""
         return self.lifetimes.resident_parameters and self.axes.shard.size == self.axes.update.size == 1
 
+    @property
+    def is_sent_as_held(self) -> bool:
+        """Whether an all-gather sends the parameters from where they live, in the dtype in which they are read."""
+        return self.dtypes.gathered is None and self.lifetimes.homes.parameters == Home.DEVICE
+
     @cached_property
     def numel(self) -> int:
         """Elements of parameters, without padding."""
@@ -248,6 +253,18 @@ class BufferPlan:
         if self.lifetimes.keeps_gradients or not self.is_trained:
             return 0
         return self.numel_padded * self.dtypes.gradient.itemsize
+
+    @property
+    def gather_message_bytes(self) -> int:
+        """Bytes of its elements, of all ranks, in an all-gather that brings several buffers: such a message is unpacked."""
+        is_packed = self.is_sent_as_held and not self.is_whole
+        return self.numel_padded * self.dtypes.compute.itemsize * is_packed
+
+    @property
+    def reduce_message_bytes(self) -> int:
+        """Bytes of its full gradient in a reduce-scatter of several buffers: such a message is packed."""
+        is_packed = self.is_trained and not (self.is_whole and self.lifetimes.keeps_gradients)
+        return self.numel_padded * self.dtypes.gradient.itemsize * is_packed
 
     @cached_property
     def _counted_share(self) -> Run:
