@@ -16,6 +16,7 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.collectives import Groups, Links
 from framework.foresight.exposure import hide
 from framework.foresight.profile import Profile
+from framework.parallel.zero.unit_buckets import largest_shared
 from framework.recipe.schema import Zero
 
 
@@ -96,10 +97,10 @@ class Sharding:
 
     def _in_buckets(self, unit: ShardedUnit, c: Candidate) -> list[ShardedUnit]:
         """Equal layers as they travel: each bucket a unit of several layers, and what is left. Buckets of unequal layers are not
-        foretold, nor are they of weights that come from the host."""
+        foretold, nor with embedding and head, nor are they of weights that come from the host."""
         whole = (unit.dense * c.tp + unit.experts * c.ep * c.expert_tp) * self.parameter_bytes
         limit = self.zero.bucket_bytes if c.zero and "parameters" not in c.offload else 0
-        together = min(int(limit // whole), unit.count) if whole else 0
+        together = min(int(limit // whole), unit.count) if 0 < whole <= largest_shared(limit) else 0
         if unit.is_embedding or unit.is_head or together < 2:
             return [unit]
         full, left = divmod(unit.count, together)

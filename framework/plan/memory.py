@@ -7,7 +7,7 @@ from framework.optim.disk_chunks import DiskShard, StateKind, file_bytes, place_
 from framework.optim.states import MomentsDtype, count_state_bytes
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
-from framework.parallel.zero.unit_buckets import gathers_alone, unit_bytes
+from framework.parallel.zero.unit_buckets import gathers_alone, largest_shared, unit_bytes
 
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
@@ -54,7 +54,7 @@ class UnitMemory:
 
     @property
     def may_share_messages(self) -> bool:
-        return self.whole < self.bucket_bytes
+        return self.whole <= largest_shared(self.bucket_bytes)
 
 
 def measure_unit(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> UnitMemory:

@@ -210,7 +210,7 @@ class Zero:
     )
     prefetch_units: int = key("units gathered ahead of the one in use", 1, low=0)
     bucket_bytes: int = key(
-        "consecutive units of together at most so many bytes are gathered, and reduced, in one message; 0: each by itself",
+        "consecutive small units of together at most so many bytes are gathered, and reduced, in one message; 0: each by itself",
         2**21,
         low=0,
     )

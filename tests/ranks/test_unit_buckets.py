@@ -26,7 +26,7 @@ from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
-from framework.parallel.zero.unit_buckets import find_unit_buckets
+from framework.parallel.zero.unit_buckets import find_unit_buckets, largest_shared
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Offload, Parallel, Pipeline, Recipe, Zero
 from framework.verify.evidence import make_batches
@@ -230,3 +230,9 @@ def test_buckets_are_consecutive_units_of_at_most_so_many_bytes() -> None:
     assert find(Zero(2, bucket_bytes=124)) == [(0, 1), (2,), (3,), (4, 5)]
     assert find(Zero(2, bucket_bytes=164)) == [(0, 1, 2), (3,), (4, 5)]
     assert find(Zero(1, bucket_bytes=2**20), alone={2}) == [(0, 1), (2,), (3, 4, 5)]
+    # What is more than 256 KiB, or an eighth of larger buckets, gains nothing.
+    assert [largest_shared(size) for size in (0, 120, 2**20, 2**21, 2**25)] == [0, 120, 2**18, 2**18, 2**22]
+    layouts |= shard_over_batch({"1": TensorLayout((2**16 + 1,))})
+    assert find(Zero(1, bucket_bytes=2**20)) == [(0,), (1,), (2, 3, 4, 5)]
+    layouts |= shard_over_batch({"1": TensorLayout((2**16,))})
+    assert find(Zero(1, bucket_bytes=2**20)) == [(0, 1, 2, 3, 4, 5)]
