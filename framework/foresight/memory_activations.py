@@ -16,8 +16,10 @@ from framework.model.logit_map import find_logit_map
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.live import LiveMoment
 from framework.parallel.pipeline.simulate import Costs
-from framework.plan.activations import Activations, MomentTable, Peak, StageActivations, read_masks
+from framework.plan.activation_peaks import MomentTable, Peak, StageActivations
+from framework.plan.activations import Activations
 from framework.plan.context import ContextCost, Method
+from framework.plan.layer_widths import read_masks
 from framework.plan.logits import is_large
 from framework.plan.policies import Counts, uniform
 

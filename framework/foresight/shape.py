@@ -35,8 +35,8 @@ from framework.parallel.pipeline.pipeline import count_layers, refuse_few_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
-from framework.plan.activations import LayerWidths, MixtureWidths, layer_widths, mixture_widths
 from framework.plan.context import AttentionShape, attention_shapes
+from framework.plan.layer_widths import LayerWidths, MixtureWidths, layer_widths, mixture_widths
 from framework.plan.plan import group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds
 from framework.plan.stage import LocalParameters, lay_out_parameters
 from framework.plan.target import resolve_target

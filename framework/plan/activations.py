@@ -72,30 +72,22 @@ and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`),
     a chunk, at once    c v 2 max(e, 4)        while it is computed: logits, softmax in fp32, the gradient of logits
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
-
-import numpy as np
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.mesh.token_layout import TokenLayout
-from framework.model.experts import count_experts, find_experts
-from framework.model.flops import attention_masks, experts_per_token
 from framework.model.kept_outputs import EXPERTS, Policy
 from framework.model.loss import chunk_size
-from framework.model.mixtures import ADDED_BIAS
 from framework.model.stage import StageBounds
-from framework.model.units import find_layers
 from framework.parallel.activation_offload import choose_offloaded
-from framework.parallel.pipeline.live import LiveMoment
+from framework.plan.activation_peaks import StageActivations
 from framework.plan.context import ContextCost
+from framework.plan.layer_widths import LayerWidths, MixtureWidths
 from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts
-from framework.recipe.schema import Memory, Recipe
+from framework.recipe.schema import Memory
 
 # Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
@@ -104,203 +96,6 @@ ESTIMATED_VALUES = 17
 ESTIMATED_BEHIND = 10
 # What `selective` is taken to keep of such a layer, and to save of its forward: about what it does for Llama's form.
 SELECTIVE_SHARE = 0.4
-# Names of model.attention by which layers of that form compute with torch's SDPA.
-SDPA = ("auto", "sdpa")
-
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-MLP = {"gate_proj", "up_proj", "down_proj"}
-
-
-def read_masks(recipe: Recipe, text: PretrainedConfig, cp: int, context: int) -> tuple[str | None, ...]:
-    """The mask that each layer's attention reads, none of any where sequences are divided: attention is ours then."""
-    if cp > 1 or recipe.model.attention not in SDPA:
-        return ()
-    return attention_masks(text, context, recipe.data.pack == "documents")
-
-
-@dataclass(frozen=True)
-class LayerWidths:
-    """Features of a whole layer of Llama's form. kv_heads: of key-value heads; inner: of the mlp, or of one expert; has_qk_norms:
-    of queries and keys; mixture: None where the mlp is no mixture."""
-
-    hidden: int
-    q: int
-    kv: int
-    heads: int
-    kv_heads: int
-    inner: int
-    has_qk_norms: bool = False
-    mixture: "MixtureWidths | None" = None
-
-
-@dataclass(frozen=True)
-class MixtureWidths:
-    """A mixture's experts, to how many of them a token is sent, and the features inside of one. is_balanced: by the auxiliary
-    loss of all routers (model.config.output_router_logits). has_added_bias: its router chooses twice, without and with it."""
-
-    experts: int
-    top_k: int
-    inner: int
-    is_balanced: bool = False
-    has_added_bias: bool = False
-
-
-def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
-    """From the shapes of the layers; None if they differ, or are not RMS norms, a softmax attention and a gated mlp or a mixture
-    of gated experts."""
-    found = find_layers(model)
-    forms = set() if found is None else {_read_layer(model.config.get_text_config(), layer) for layer in found[1]}
-    return forms.pop() if len(forms) == 1 else None
-
-
-def _read_layer(config: PretrainedConfig, layer: nn.Module) -> LayerWidths | None:
-    parts = {
-        name: module for name, module in layer.named_modules() if any(True for _ in module.parameters(recurse=False))
-    }
-    linears = {name.rpartition(".")[2]: module for name, module in parts.items() if isinstance(module, nn.Linear)}
-    norms = [name.rpartition(".")[2] for name, module in parts.items() if "RMSNorm" in type(module).__name__]
-    has_qk_norms = {"q_norm", "k_norm"} <= set(norms)
-    mixture = _read_mixture(config, layer)
-    # Beside these a mixture has its router and its experts, and a layer of no mixture nothing.
-    num_parts = len(linears) + len(norms) + (0 if mixture is None else 2)
-    blocks = ATTENTION | MLP if mixture is None else ATTENTION
-    if set(linears) != blocks or len(norms) != (4 if has_qk_norms else 2) or len(parts) != num_parts:
-        return None
-    outputs = {name: linear.out_features for name, linear in linears.items()}
-    return LayerWidths(
-        hidden=linears["q_proj"].in_features,
-        q=outputs["q_proj"],
-        kv=outputs["k_proj"],
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        inner=outputs["up_proj"] if mixture is None else mixture.inner,
-        has_qk_norms=has_qk_norms,
-        mixture=mixture,
-    )
-
-
-def _read_mixture(config: PretrainedConfig, layer: nn.Module) -> MixtureWidths | None:
-    """None where there are no experts, or they have no gate, or biases, or are called in llama4's way."""
-    found = list(find_experts(layer))
-    if len(found) != 1 or set(dict(found[0][1].named_parameters())) != {found[0][2].first, found[0][2].last}:
-        return None
-    return mixture_widths(layer, config)
-
-
-def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | None:
-    """Of the first mixture; None where there is none, or its experts have no gate, or are called in llama4's way. config: of the
-    text model."""
-    _, experts, form = next(find_experts(model), (None, None, None))
-    top_k = experts_per_token(config)
-    if experts is None or form is None or top_k is None or not form.has_gate or form.is_expert_major:
-        return None
-    inner = experts.get_parameter(form.last).shape[1 if form.is_transposed else 2]
-    is_balanced = bool(getattr(config, "output_router_logits", False))
-    has_added_bias = any(name.endswith(ADDED_BIAS) for name, _ in model.named_buffers())
-    return MixtureWidths(count_experts(experts), top_k, inner, is_balanced, has_added_bias)
-
-
-class StageActivations(NamedTuple):
-    """Bytes of a stage. Of each microbatch between its forward and its backward: kept by its layers, by what stands behind them
-    (head) and of logits; left, where gradients of weights wait: the factors of those. While it computes: recomputed and
-    transient, of one layer in backward; chunk, of the loss. hidden: of hidden states between two stages."""
-
-    kept: int
-    head: int
-    logits: int
-    left: int
-    recomputed: int
-    transient: int
-    chunk: int
-    hidden: int = 0
-
-
-class Peak(NamedTuple):
-    """The bytes of a rank at one moment: activations, recomputed ones included, logits, what is there beside them, and hidden
-    states between stages."""
-
-    activations: int = 0
-    logits: int = 0
-    beside: int = 0
-    between: int = 0
-
-    @property
-    def total(self) -> int:
-        """All."""
-        return sum(self)
-
-
-@dataclass(frozen=True, eq=False)
-class MomentTable:
-    """Moments of a rank's step as arrays, which many sizes of the same stages are asked of. stages: their indices; forwards,
-    backwards: places of the moments of either kind; own: the place among `stages` of each moment's; whole, left: [moments,
-    stages], as in `LiveMoment.live`; between: [moments], hidden states between stages."""
-
-    stages: tuple[int, ...]
-    forwards: np.ndarray
-    backwards: np.ndarray
-    own: np.ndarray
-    whole: np.ndarray
-    left: np.ndarray
-    between: np.ndarray
-
-    @classmethod
-    def of(cls, moments: Iterable[LiveMoment]) -> "MomentTable":
-        """Those of one rank."""
-        listed = list(moments)
-        stages = tuple(index for index, _, _ in listed[0].live)
-        forward = np.array([each.is_forward for each in listed])
-        live = np.array([[counts[1:] for counts in each.live] for each in listed], dtype=np.int64)
-        own = np.array([stages.index(each.stage) for each in listed])
-        between = np.array([each.between for each in listed], dtype=np.int64)
-        kinds = np.flatnonzero(forward), np.flatnonzero(~forward)
-        return cls(stages, *kinds, own, live[:, :, 0], live[:, :, 1], between)
-
-    def covers(self, other: "MomentTable") -> bool:
-        """Whether at each moment of another rank with equal stages this one has at least as much at a moment of its own."""
-        own, theirs = self._numbers, other._numbers
-        as_much = np.all(own[None, :, :] >= theirs[:, None, :], axis=2)
-        return bool(np.all(np.any(as_much, axis=1)))
-
-    @cached_property
-    def _numbers(self) -> np.ndarray:
-        """[moments, numbers]: what is compared of a moment. Its kind and its stage have to be the same: a one at a place of
-        theirs, zeros elsewhere."""
-        kinds = np.zeros((len(self.own), 2 * len(self.stages)), dtype=np.int64)
-        kinds[self.forwards, 2 * self.own[self.forwards]] = 1
-        kinds[self.backwards, 2 * self.own[self.backwards] + 1] = 1
-        return np.hstack([kinds, self.whole, self.left, self.between[:, None]])
-
-    def find_peaks(self, stages: Mapping[int, "StageActivations"]) -> dict[str, Peak]:
-        """The most that the rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""
-        sizes = np.array([stages[index] for index in self.stages], dtype=np.int64)
-        of = {name: sizes[:, place] for place, name in enumerate(StageActivations._fields)}
-        kept = self.whole @ (of["kept"] + of["head"]) + self.left @ of["left"]
-        logits, own, nothing = self.whole @ of["logits"], self.own, np.zeros_like(kept)
-        between = self.between * of["hidden"][own]
-        # In forward they are not there yet, in the backward of layers they have gone.
-        before, logits_before = kept - of["head"][own], logits - of["logits"][own]
-        ends = self.forwards[of["head"][own][self.forwards] > 0]
-        return {
-            "forward": _largest(self.forwards, before, logits_before, nothing, between),
-            "loss": _largest(ends, kept, logits, of["chunk"][own], between),
-            "backward": _largest(
-                self.backwards, before + of["recomputed"][own], logits_before, of["transient"][own], between
-            ),
-        }
-
-
-def _largest(places: np.ndarray, *kinds: np.ndarray) -> Peak:
-    """The first of the largest among the moments at these places."""
-    if not len(places):
-        return Peak()
-    place = places[np.argmax(np.sum(kinds, axis=0)[places])]
-    return Peak(*(int(each[place]) for each in kinds))
-
-
-def find_peaks(moments: Iterable[LiveMoment], stages: Mapping[int, "StageActivations"]) -> dict[str, Peak]:
-    """The most that a rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""
-    return MomentTable.of(moments).find_peaks(stages)
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,10 @@ from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import Activations, find_peaks, layer_widths, mixture_widths, read_masks
+from framework.plan.activation_peaks import find_peaks
+from framework.plan.activations import Activations
 from framework.plan.context import ContextCost, Method, Passes, attention_shapes
+from framework.plan.layer_widths import layer_widths, mixture_widths, read_masks
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
 from framework.plan.operations import refuse_unknown_operations

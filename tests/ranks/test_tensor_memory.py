@@ -26,7 +26,7 @@ from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap
 from framework.model.loss import TokenLoss
 from framework.parallel.experts import transfer
-from framework.plan.activations import layer_widths
+from framework.plan.layer_widths import layer_widths
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Recipe
 from framework.train.step import Run, train_step

@@ -29,7 +29,8 @@ from framework.parallel.pipeline.live import live_moments
 from framework.parallel.tensor.borders import ReplicatedBorder
 from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.buffers import DeferredGradients
-from framework.plan.activations import Activations, find_peaks
+from framework.plan.activation_peaks import find_peaks
+from framework.plan.activations import Activations
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.plan.policies import uniform

@@ -70,7 +70,7 @@ class GradientSync:
 
     A backward may come in two halves: start_input_backward, end_input_backward, and at any time later backward_weights.
     reduce_dtype: the dtype in which ranks send; sums are in that of the buffers. exposed: what waits for collectives.
-    grad_views: every trained parameter, in an order that is equal on all ranks.
+    grad_views: every trained parameter, in an order that is equal on all ranks. is_last_backward: as `start_backward` was told.
     """
 
     def __init__(self, buffers: Sequence[UnitBuffer], exposed: ExposedCommunication, reduce_dtype: torch.dtype):
@@ -85,7 +85,7 @@ class GradientSync:
             self._of_unit.setdefault(buffer.unit, []).append(buffer)
         self._bucket_of = {buffer: bucket for bucket in make_buckets(self.buffers) for buffer in bucket.buffers}
         self._unsummed: Counter[Bucket] = Counter()  # buffers of a bucket that are still to come in this step
-        self._is_last_backward = False
+        self.is_last_backward = False
         self._deferred: DeferredGradients | None = None
         self._has_reduced: set[UnitBuffer] = set()
         self._message_of = {buffer: message for message in self._share_messages() for buffer in message}
@@ -119,7 +119,7 @@ class GradientSync:
         # What the former backward has left under way has had a whole forward's time, and its memory is needed again. The wait
         # comes before the flag: a reduction of the former backward is not the unit's last, so no sum over replicas may follow.
         self.wait_for_reductions()
-        self._is_last_backward = is_last
+        self.is_last_backward = is_last
         for buffer in self.buffers:
             buffer.is_complete = False
 
@@ -153,7 +153,7 @@ class GradientSync:
             return  # its weight gradients are still to come
         for buffer in self._of_unit.get(unit, ()):
             buffer.is_complete = True
-            if self._is_last_backward or not buffer.plan.lifetimes.keeps_gradients:
+            if self.is_last_backward or not buffer.plan.lifetimes.keeps_gradients:
                 self._reduce(buffer)
 
     def finish(self) -> None:
@@ -254,7 +254,7 @@ class GradientSync:
         if is_packed or not first.plan.lifetimes.keeps_gradients:
             first.pool.give_back(reduction.full)
         # Once a step and not for each microbatch: a sum over replicas of a sum over microbatches, and 1/k of the bytes.
-        if self._is_last_backward:
+        if self.is_last_backward:
             for buffer in reduction.buffers:
                 self._start_replica_sums(buffer)
 

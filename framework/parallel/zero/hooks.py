@@ -28,13 +28,14 @@ class UnitHooks:
         gradients: GradientSync,
         prefetch_units: int,
     ):
-        self.parameters = parameters
+        self.parameters, self._gradients = parameters, gradients
+        # Nobody asks where the computation is when there is no message to start meanwhile.
+        self._is_needed = not (parameters.sends_nothing and gradients.reduces_behind_backward)
         entry_modules = [_find_entry_modules(unit, units, ties) for unit in units]
         self._uses = _find_uses(model, units, ties, entry_modules)
         self.order = UnitOrder(self._uses, parameters, gradients, prefetch_units)
-        # Nobody asks where the computation is when there is no message to start meanwhile: `end_backward` goes over all units.
-        if parameters.sends_nothing and gradients.reduces_behind_backward:
-            return
+        if not self._is_needed:
+            return  # the step's last `end_backward` goes over all units
         for index, positions in enumerate(entry_modules):
             for name, position in positions.items():
                 module = model.get_submodule(name)
@@ -50,7 +51,8 @@ class UnitHooks:
 
     def end_backward(self) -> None:
         """Finish the backward of a microbatch, after autograd has returned: reduce and reshard what is left."""
-        self.order.end_backward()
+        if self._is_needed or self._gradients.is_last_backward:
+            self.order.end_backward()
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
         self.order.start_forward()

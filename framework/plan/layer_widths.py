@@ -1,0 +1,107 @@
+"""What `activations.py` computes from: the widths of a decoder layer, its mixture of experts, and the mask of its attention."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from framework.model.experts import count_experts, find_experts
+from framework.model.flops import attention_masks, experts_per_token
+from framework.model.mixtures import ADDED_BIAS
+from framework.model.units import find_layers
+from framework.recipe.schema import Recipe
+
+# Names of model.attention by which layers of that form compute with torch's SDPA.
+SDPA = ("auto", "sdpa")
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+
+
+def read_masks(recipe: Recipe, text: PretrainedConfig, cp: int, context: int) -> tuple[str | None, ...]:
+    """The mask that each layer's attention reads, none of any where sequences are divided: attention is ours then."""
+    if cp > 1 or recipe.model.attention not in SDPA:
+        return ()
+    return attention_masks(text, context, recipe.data.pack == "documents")
+
+
+@dataclass(frozen=True)
+class LayerWidths:
+    """Features of a whole layer of Llama's form. kv_heads: of key-value heads; inner: of the mlp, or of one expert; has_qk_norms:
+    of queries and keys; mixture: None where the mlp is no mixture."""
+
+    hidden: int
+    q: int
+    kv: int
+    heads: int
+    kv_heads: int
+    inner: int
+    has_qk_norms: bool = False
+    mixture: "MixtureWidths | None" = None
+
+
+@dataclass(frozen=True)
+class MixtureWidths:
+    """A mixture's experts, to how many of them a token is sent, and the features inside of one. is_balanced: by the auxiliary
+    loss of all routers (model.config.output_router_logits). has_added_bias: its router chooses twice, without and with it."""
+
+    experts: int
+    top_k: int
+    inner: int
+    is_balanced: bool = False
+    has_added_bias: bool = False
+
+
+def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
+    """From the shapes of the layers; None if they differ, or are not RMS norms, a softmax attention and a gated mlp or a mixture
+    of gated experts."""
+    found = find_layers(model)
+    forms = set() if found is None else {_read_layer(model.config.get_text_config(), layer) for layer in found[1]}
+    return forms.pop() if len(forms) == 1 else None
+
+
+def _read_layer(config: PretrainedConfig, layer: nn.Module) -> LayerWidths | None:
+    parts = {
+        name: module for name, module in layer.named_modules() if any(True for _ in module.parameters(recurse=False))
+    }
+    linears = {name.rpartition(".")[2]: module for name, module in parts.items() if isinstance(module, nn.Linear)}
+    norms = [name.rpartition(".")[2] for name, module in parts.items() if "RMSNorm" in type(module).__name__]
+    has_qk_norms = {"q_norm", "k_norm"} <= set(norms)
+    mixture = _read_mixture(config, layer)
+    # Beside these a mixture has its router and its experts, and a layer of no mixture nothing.
+    num_parts = len(linears) + len(norms) + (0 if mixture is None else 2)
+    blocks = ATTENTION | MLP if mixture is None else ATTENTION
+    if set(linears) != blocks or len(norms) != (4 if has_qk_norms else 2) or len(parts) != num_parts:
+        return None
+    outputs = {name: linear.out_features for name, linear in linears.items()}
+    return LayerWidths(
+        hidden=linears["q_proj"].in_features,
+        q=outputs["q_proj"],
+        kv=outputs["k_proj"],
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        inner=outputs["up_proj"] if mixture is None else mixture.inner,
+        has_qk_norms=has_qk_norms,
+        mixture=mixture,
+    )
+
+
+def _read_mixture(config: PretrainedConfig, layer: nn.Module) -> MixtureWidths | None:
+    """None where there are no experts, or they have no gate, or biases, or are called in llama4's way."""
+    found = list(find_experts(layer))
+    if len(found) != 1 or set(dict(found[0][1].named_parameters())) != {found[0][2].first, found[0][2].last}:
+        return None
+    return mixture_widths(layer, config)
+
+
+def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | None:
+    """Of the first mixture; None where there is none, or its experts have no gate, or are called in llama4's way. config: of the
+    text model."""
+    _, experts, form = next(find_experts(model), (None, None, None))
+    top_k = experts_per_token(config)
+    if experts is None or form is None or top_k is None or not form.has_gate or form.is_expert_major:
+        return None
+    inner = experts.get_parameter(form.last).shape[1 if form.is_transposed else 2]
+    is_balanced = bool(getattr(config, "output_router_logits", False))
+    has_added_bias = any(name.endswith(ADDED_BIAS) for name, _ in model.named_buffers())
+    return MixtureWidths(count_experts(experts), top_k, inner, is_balanced, has_added_bias)
