@@ -9,12 +9,13 @@
     WORK/s3/bucket/runs/RUN-ID/     the working folder: a run directory as any other (directory.py), and
         run.url                     where the run lies
         .folder                     the name of this folder, 3fa9c2d1, which no other has
-        .start-7.json               the record of start 7 that was put last from here; lock.upload-7 is held meanwhile
+        .start-7.json               the record of start 7 that was put last from here; lock.record-7 is held meanwhile
 
 Processes of a run write into the working folder, with its locks and its lease. Who holds the lock puts what has changed,
 every `BEAT_S` behind training; rank 0 does so once more before it commits a checkpoint. So the store has the lines of a step
 before it has the checkpoint that makes it final; what it has beyond the newest checkpoint a resume drops, as it does on a
-disk.
+disk. One process puts files at a time, with lock.upload-7; beats do not wait for it, so a start with a slow upload, or with a
+rank that hangs in one, is heard of.
 
 **Fencing.** A start puts only below the name of its own epoch and folder, so a stale one overwrites nothing of a newer one.
 It begins with a claim: it puts its record, without files, then lists. Where it sees another record of its epoch, or a higher
@@ -193,8 +194,9 @@ class RemoteRun:
         """Begin a start of this epoch, which comes after that of epoch `newest`. Raises RunError where another one has begun
         since: what this one has read of the run may be older."""
         start = Start(lease.epoch, self.folder_name, me, f"{me.host}:{self.folder}")
-        for left in (*self.folder.glob(".start-*.json"), *self.folder.glob("lock.upload-*")):
-            left.unlink(missing_ok=True)  # of former starts
+        for names in (".start-*.json", "lock.upload-*", "lock.record-*"):
+            for left in self.folder.glob(names):
+                left.unlink(missing_ok=True)  # of former starts
         self._put(start)
         rivals = [each for each in self.list_starts(newest) if each.name != start.name]
         if rivals:
@@ -244,9 +246,10 @@ class RemoteRun:
     def push(self, lease: Lease, has_ended: bool = False) -> None:
         """Put what has changed, then the record. Any process of the start may; they wait for one another. Raises LeaseLost
         where a newer start has the run."""
-        with self._own(lease) as own:
+        with self._locked(f"lock.upload-{lease.epoch}"):
             self.check(lease)
-            files, heard_s = dict(own.files or {}), time.monotonic()
+            with self._own(lease) as own:
+                files = dict(own.files or {})
             found = self._scan()
             for name, status in found.items():
                 if files.get(name) == status:
@@ -255,11 +258,10 @@ class RemoteRun:
                     continue  # gone since
                 _put(self.url / own.name / name, data)
                 files[name] = status
-                if time.monotonic() - heard_s > BEAT_S:
-                    own, heard_s = self._beat(own), time.monotonic()
             for name in files.keys() - found.keys():
                 del files[name]
-            self._put(replace(own, beats=own.beats + 1, has_ended=has_ended, files=files))
+            with self._own(lease) as own:
+                self._put(replace(own, beats=own.beats + 1, has_ended=has_ended, files=files))
             if own.files is None:
                 self._remove_older(own)
 
@@ -269,35 +271,39 @@ class RemoteRun:
         the folder, a lease above `newest`, which `find_free` has told, and the files that the run had then."""
         self.claim(lease, me, newest)
         try:
-            with self._putting(lease):
+            with _repeating(self._beat_on, lease), _repeating(self._push_on, lease):
                 yield
         except BaseException:
             self._give_back(lease)
             raise
-        self.push(lease, has_ended=True)
+        self._push_last(lease)
 
-    @contextmanager
-    def _putting(self, lease: Lease) -> Iterator[None]:
-        ended = threading.Event()
-        thread = threading.Thread(target=self._put_on, args=(lease, ended), name="upload", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    def _push_last(self, lease: Lease) -> None:
+        with _repeating(self._beat_on, lease):
+            self.push(lease, has_ended=True)
 
-    def _put_on(self, lease: Lease, ended: threading.Event) -> None:
+    def _beat_on(self, lease: Lease, ended: threading.Event) -> None:
+        """In a thread of its own, so that it waits for no upload. What fails is tried again at the next beat."""
+        while not ended.wait(BEAT_S):
+            try:
+                self.check(lease)
+                with self._own(lease) as own:
+                    self._put(replace(own, beats=own.beats + 1))
+            except LeaseLost:
+                return  # of which the ranks hear by the lease
+            except (OSError, MeshwrightError):
+                continue  # of which `_push_on` speaks
+
+    def _push_on(self, lease: Lease, ended: threading.Event) -> None:
         """In a thread. What fails is said, and tried again at the next beat: it stops no step."""
         upload_at, has_failed = 0.0, False
         while not ended.wait(BEAT_S):
             began = time.monotonic()
             try:
                 if began < upload_at or not self._has_files(lease):
-                    self._beat_once(lease)
-                else:
-                    self.push(lease)
-                    upload_at = began + (time.monotonic() - began) / UPLOAD_SHARE
+                    continue
+                self.push(lease)
+                upload_at = began + (time.monotonic() - began) / UPLOAD_SHARE
                 if has_failed:
                     _say(f"{self.url}: the run's files are put there again")
                 has_failed = False
@@ -307,16 +313,6 @@ class RemoteRun:
                 if not has_failed:
                     _say(f"{self.url}: the run's files could not be put there; training goes on, tried again: {error}")
                 has_failed = True
-
-    def _beat_once(self, lease: Lease) -> None:
-        with self._own(lease) as own:
-            self.check(lease)
-            self._beat(own)
-
-    def _beat(self, own: Start) -> Start:
-        heard = replace(own, beats=own.beats + 1)
-        self._put(heard)
-        return heard
 
     def _has_files(self, lease: Lease) -> bool:
         with self._own(lease) as own:
@@ -330,7 +326,7 @@ class RemoteRun:
             if own.files is None:
                 self._withdraw(own)
             else:
-                self.push(lease, has_ended=True)
+                self._push_last(lease)
         except LeaseLost:
             return
         except (OSError, MeshwrightError) as error:
@@ -343,8 +339,7 @@ class RemoteRun:
         """The record of this start, which no other process of it changes meanwhile. Lock and record are of its epoch: a former
         start may be frozen while it has its own, and would keep this one waiting, or replace its record when it thaws."""
         path = self._record_of(lease.epoch)
-        with open(self.folder / f"lock.upload-{lease.epoch}", "a+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with self._locked(f"lock.record-{lease.epoch}"):
             try:
                 own = decode_start(path.read_bytes(), path)
             except FileNotFoundError as error:
@@ -353,6 +348,13 @@ class RemoteRun:
                     f"{self.folder} was taken by another start: this process writes nothing more, and ends"
                 ) from error
             yield own
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Alone among processes and threads that have this lock's name."""
+        with open(self.folder / name, "a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _record_of(self, epoch: int) -> Path:
         """The record that the start of an epoch has put last from this folder."""
@@ -419,6 +421,19 @@ class RemoteRun:
         with suppress(FileNotFoundError):
             return (self.folder / POINTER).read_text().strip() == str(self.url / CHECKPOINTS)
         return False
+
+
+@contextmanager
+def _repeating(work: Callable[[Lease, threading.Event], None], lease: Lease) -> Iterator[None]:
+    """A thread that does `work` while this lasts, until the event is set."""
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(lease, ended), name=work.__name__, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _read_start(path: Path, num_bytes: int) -> bytes | None:

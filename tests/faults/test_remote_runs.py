@@ -1,5 +1,6 @@
 """`meshwright` with run.root in a bucket: a run whose machine is lost, and one that is frozen while another machine goes on."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -94,8 +95,11 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_bucket(bucket):
     process = first.start(*WORDS)
     try:
         first.wait_for_step(2 * EVERY + EVERY // 2, process)
-        # Its ranks stand still, so that it lasts; the launcher is heard of.
-        send(processes_of(process.pid)[1:], signal.SIGSTOP)
+        # Its ranks stand still, so that it lasts; the launcher is heard of. None is stopped while it writes the start's record,
+        # which would keep the launcher from it.
+        with open(first.folder / "lock.record-1", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            send(processes_of(process.pid)[1:], signal.SIGSTOP)
         code, said = third.train()
         assert code == 86, said
         assert f"is in use by process {process.pid} on" in said

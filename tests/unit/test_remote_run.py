@@ -204,8 +204,11 @@ def check_frozen_upload(tmp_path, monkeypatch):
     run = begin(tmp_path / "a")
     stale = freeze(run)
     plain, is_frozen, thaws = ObjectPath.write_bytes, threading.Event(), threading.Event()
+    put_by_stale = []
 
     def put(path, data):
+        if threading.current_thread() is frozen:
+            put_by_stale.append(f"{path}")
         if data == b"frozen" and not is_frozen.is_set():
             is_frozen.set()
             assert thaws.wait(20)
@@ -229,7 +232,57 @@ def check_frozen_upload(tmp_path, monkeypatch):
     finally:
         thaws.set()
         frozen.join()
+    assert all(f"/start-{stale.epoch:08d}-" in path for path in put_by_stale), put_by_stale
     assert files_on(tmp_path / "b")["metrics.jsonl"] == b"newest\n"
+
+
+def check_beats_during_an_upload(tmp_path, monkeypatch):
+    """A rank is stopped while it puts a file, and its launcher lives: another machine is refused, however long that takes."""
+    run = begin(tmp_path / "a")
+    plain, is_stopped, goes_on = ObjectPath.write_bytes, threading.Event(), threading.Event()
+
+    def put(path, data):
+        if data == b"stopped":
+            is_stopped.set()
+            assert goes_on.wait(20)
+        plain(path, data)
+
+    monkeypatch.setattr(ObjectPath, "write_bytes", put)
+    with run.lock() as lease:
+        write(run)
+        run.upload(lease)
+        write(run, {"metrics.jsonl": b"stopped"})
+        rank = threading.Thread(target=run.upload, args=(lease,))
+        rank.start()
+        try:
+            assert is_stopped.wait(20)
+            time.sleep(2 * remote.BEAT_S)  # the launcher's own next upload begins, and waits for the rank's
+            with pytest.raises(RunError, match="is in use by"), runs_on(tmp_path / "b").find("x").lock():
+                pass
+        finally:
+            goes_on.set()
+            rank.join()
+    assert files_on(tmp_path / "c")["metrics.jsonl"] == b"stopped"
+
+
+def test_a_start_is_heard_of_while_a_rank_stands_still_in_an_upload(tmp_path, monkeypatch):
+    check_beats_during_an_upload(tmp_path, monkeypatch)
+
+
+def test_sabotaged_beats_that_wait_for_uploads_are_noticed(tmp_path, monkeypatch):
+    plain = RemoteRun._beat_on
+
+    def beat_late(self, lease, ended):
+        while not ended.is_set():
+            with self._locked(f"lock.upload-{lease.epoch}"):
+                pass
+            once = threading.Event()
+            threading.Timer(1.5 * remote.BEAT_S, once.set).start()
+            plain(self, lease, once)
+
+    monkeypatch.setattr(RemoteRun, "_beat_on", beat_late)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        check_beats_during_an_upload(tmp_path, monkeypatch)
 
 
 def ignore(kind, work, *words):
