@@ -5,10 +5,10 @@ description, benchmarks.
 It owns no memory and sends no byte; its model is on meta. What differs between ranks is asked of it by the rank's number.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, floor, log10
 from pathlib import Path
 
 import torch
@@ -245,6 +245,19 @@ class Plan:
 
     def _choose(self, rank: int, sizes: Mapping[int, int]) -> Mapping[int, Counts]:
         """The cheapest that fits. Of stages of unlike sizes the smaller ones have the first layers of the largest."""
+        largest, budget_gb = max(sizes.values()), self.recipe.memory.budget_gb or 0.0
+        _, bytes_of = self._bytes_by_choice(rank, sizes)
+
+        def flops_of(counts: Counts) -> float:
+            return sum(self.activations.costs.flops(shorten(counts, size)) for size in sizes.values())
+
+        found = choose_counts(largest, bytes_of, flops_of, int(budget_gb * GB))
+        if found is None:
+            raise self._refuse_budget()
+        return {index: shorten(found, size) for index, size in sizes.items()}
+
+    def _bytes_by_choice(self, rank: int, sizes: Mapping[int, int]) -> tuple[int, Callable[[Counts], int]]:
+        """(bytes of the rank that no choice changes, all of its bytes by the choice for the largest of its stages)."""
         place = self.topology.index("pp", rank)
         # Its buffers do not depend on what is chosen here.
         stages = self._lay_out_stages(rank, unconnected(self.topology, rank), self.device, {})
@@ -252,26 +265,30 @@ class Plan:
         states, moments = state_names(self.recipe.optim), self.recipe.precision.moments
         lasting = sum(bytes_held(buffers, states, moments).values())
         in_flight = live_moments(self.pipeline.lowered(self.derived.accumulation), place)
-        largest, budget_gb = max(sizes.values()), self.recipe.memory.budget_gb or 0.0
-
-        def all_stages(counts: Counts) -> dict[int, Counts]:
-            return {index: shorten(counts, size) for index, size in sizes.items()}
 
         def bytes_of(counts: Counts) -> int:
-            return lasting + self._activation_bytes(in_flight, all_stages(counts))
+            chosen = {index: shorten(counts, size) for index, size in sizes.items()}
+            return lasting + self._activation_bytes(in_flight, chosen)
 
-        def flops_of(counts: Counts) -> float:
-            return sum(map(self.activations.costs.flops, all_stages(counts).values()))
+        return lasting, bytes_of
 
-        found = choose_counts(largest, bytes_of, flops_of, int(budget_gb * GB))
-        if found is None:
-            least = least_bytes(largest, bytes_of) / GB
-            raise RecipeError(
-                f"memory.budget_gb={budget_gb:g} is less than the {least:.3f} GB that rank {rank} needs with any choice of"
-                f" memory.activation_checkpointing, {lasting / GB:.3f} GB of them for parameters, gradients and optimizer: set"
-                f" memory.budget_gb={ceil(least * 1000) / 1000:g} or more, zero.stage=3, or smaller microbatches"
-            )
-        return all_stages(found)
+    def _refuse_budget(self) -> RecipeError:
+        """With the least that all ranks can do with: what one needs would not do for a later stage."""
+        needs = []
+        for rank in self.topology.ranks("pp", 0):
+            sizes = {bounds.index: bounds.stop - bounds.start for bounds in self._own_stages(rank)}
+            lasting, bytes_of = self._bytes_by_choice(rank, sizes)
+            needs.append((least_bytes(max(sizes.values()), bytes_of), lasting, rank))
+        least, lasting, rank = max(needs)
+        # Four significant digits, rounded up: what the message asks for is enough, also where a model is tiny.
+        decimals = max(0, 3 - floor(log10(least / GB)))
+        enough = ceil(least / GB * 10**decimals) / 10**decimals
+        return RecipeError(
+            f"memory.budget_gb={self.recipe.memory.budget_gb:g} is less than the {enough:.{decimals}f} GB that rank {rank}"
+            f" needs with any choice of memory.activation_checkpointing, {lasting / GB:.{decimals}f} GB of them for"
+            f" parameters, gradients and optimizer: set memory.budget_gb={enough:.{decimals}f} or more, zero.stage=3, or"
+            " smaller microbatches"
+        )
 
     def policies(self, rank: int) -> dict[str, Policy]:
         """The policy of each of the rank's layers, by the name of its unit."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, compress, product
-from math import isqrt
+from math import ceil, isqrt
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +30,7 @@ from framework.plan.page import describe_run
 from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.policies import POLICIES, uniform
 from framework.recipe.compose import compose
-from framework.recipe.schema import KEPT_OPERATIONS, Memory
+from framework.recipe.schema import KEPT_OPERATIONS, Memory, Parallel
 from framework.train.stage import RankStage
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches
@@ -56,11 +56,16 @@ def memory_of(policy: str, **values: Any) -> Memory:
 
 
 def plan_of(
-    memory: Memory, num_layers: int, widths: Mapping[str, Any], precision: str = "bf16", name: str = "llama"
+    memory: Memory,
+    num_layers: int,
+    widths: Mapping[str, Any],
+    precision: str = "bf16",
+    name: str = "llama",
+    pp: int = 1,
 ) -> Plan:
     config = build_config(family(name), **widths, num_hidden_layers=num_layers)
     config.use_cache = False
-    recipe = small_recipe(precision, 1, 1, 1)
+    recipe = small_recipe(precision, pp, 1, pp, parallel=Parallel(pp=pp))
     return make_plan(replace(recipe, memory=memory, batch=replace(recipe.batch, context=CONTEXT)), config)
 
 
@@ -449,9 +454,25 @@ def test_a_budget_that_no_choice_meets_says_the_least() -> None:
     least = min(bytes_by_policy(6).values())
     with pytest.raises(RecipeError, match=r"memory.budget_gb=.* is less than the") as caught:
         choose(6, least // 2).memory(0)
-    said = float(re.search(r"than the ([\d.]+) GB", str(caught.value))[1])  # type: ignore[index]
-    assert said * GB == pytest.approx(least, rel=0.05)
-    choose(6, int((said + 0.001) * GB)).memory(0)
+    enough = find_enough(caught.value)
+    assert enough * GB == pytest.approx(least, rel=0.05)
+    choose(6, ceil(enough * GB)).memory(0)
+    # And it is the least: a thousandth below it is refused.
+    with pytest.raises(RecipeError, match="is less than the"):
+        choose(6, int(enough * GB * 0.998)).memory(0)
+
+
+def test_the_least_budget_is_enough_for_the_later_stages_too() -> None:
+    """The last stage has the head and its logits: what the first needs would be refused again, by another rank."""
+    memory = memory_of("auto", budget_gb=1e-6)
+    with pytest.raises(RecipeError, match="that rank 1 needs") as caught:
+        plan_of(memory, 6, LLAMA, pp=2).memory(0)
+    plan = plan_of(memory_of("auto", budget_gb=find_enough(caught.value)), 6, LLAMA, pp=2)
+    assert max(plan.memory(0).total, plan.memory(1).total) <= plan.recipe.memory.budget_gb * GB
+
+
+def find_enough(error: RecipeError) -> float:
+    return float(re.search(r"set memory.budget_gb=([\d.]+) or more", str(error))[1])  # type: ignore[index]
 
 
 def test_the_page_says_which_layers_are_computed_again_and_what_it_costs() -> None:
