@@ -23,8 +23,6 @@ from framework.recipe.clusters import find_cluster
 from framework.recipe.host import count_cores
 from framework.recipe.schema import Recipe
 
-# Changes of the recipe that would lower memory, of which this many are told.
-CHEAPEST = 3
 PACKAGES = ("torch", "transformers", "datasets", "hydra-core", "wandb")
 
 
@@ -86,7 +84,7 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
     """The plan's words, and what would lower its memory; what does not fit is the user's to fix, and says how."""
     with loading_libraries():
         from framework.plan.check import check_layout, check_weights, describe_need
-        from framework.plan.relief import find_relief, show_bytes
+        from framework.plan.relief import CHEAPEST, find_relief, show_bytes
 
     try:
         plan = check_layout(recipe)

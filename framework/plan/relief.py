@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from framework.recipe.schema import Recipe
 
 # A change that saves less than this share of a rank's memory is not worth a line.
 WORTH_SAYING = 0.01
+# As many changes as are said after an error and by `doctor`. `meshwright plan --options` says all.
+CHEAPEST = 3
 
 # Of the host's allocator; of CUDA outside torch's own, such as while it starts or captures; of cuBLAS' workspaces; of NCCL's
 # buffers. torch.OutOfMemoryError is of its caching allocator for GPUs only.
@@ -51,18 +54,19 @@ def _find_line(error: Exception) -> str:
 
 
 def describe_relief(plan: Plan, rank: int) -> str:
-    """What the rank is planned to hold, and changes of the recipe that leave the run the same and lower it, the cheapest first;
+    """What the rank is planned to hold, and the three cheapest changes of the recipe that lower it and leave the run the same,
     each with those before it."""
     memory = plan.memory(rank)
     parts = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in memory.held.items() if size)
     lines = [f"This rank is planned to hold {show_bytes(memory.total)} and what kernels use: {parts}."]
-    rows = list(find_relief(plan, rank))
+    rows = list(islice(find_relief(plan, rank), CHEAPEST))
     if rows:
         lines.append("What lowers that and leaves the run the same, the cheapest first, each with those before it:")
         width = max(len(change) for change, _ in rows)
         lines += [f"  {change:<{width}}  {show_bytes(size)}" for change, size in rows]
     lines.append(
-        "Beyond that: more ranks, to shard over or for parallel.cp, parallel.tp and parallel.pp; or a shorter batch.context."
+        "`meshwright plan --options` has more, each by itself. Beyond that: more ranks, to shard over or for"
+        " parallel.cp, parallel.tp and parallel.pp; or a shorter batch.context."
     )
     return "\n".join(lines)
 
