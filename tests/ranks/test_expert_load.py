@@ -72,6 +72,7 @@ def count_stock(model: Family) -> Mapping[str, MixtureLoad]:
     """Loads of the first batch in one process, from what Hugging Face's routers return."""
     config, found = config_of(model), dict[str, MixtureLoad]()
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    stock.double()  # also the parameters that the family keeps in fp32
     choose_experts(stock, "auto", torch.float64)
     for name, weight in initial_weights(config, SEED).items():
         stock.get_parameter(name).data.copy_(weight)
