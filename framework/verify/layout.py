@@ -1,6 +1,7 @@
 """The layout under test, built and stepped by the same code that trains, on given batches."""
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -24,8 +25,13 @@ from framework.verify.evidence import Evidence, TokenBatch, gather_full
 
 def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
     """Train the plan's layout on the batches; the evidence is gathered on every rank."""
-    run, recipe = build(plan, mesh), plan.recipe
-    losses, norms, gradients, by_step = [], [], {}, []
+    # Closed also where a step fails: states on a disk leave no file behind.
+    with closing(build(plan, mesh)) as run:
+        return _train(run, plan, batches, mesh)
+
+
+def _train(run: Run, plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
+    recipe, losses, norms, gradients, by_step = plan.recipe, [], [], {}, []
     for step, batch in enumerate(batches):
         lr = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
         microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
@@ -37,7 +43,6 @@ def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidenc
             gradients = gather_full(owned_gradients(run), mesh.axis("world"))
         if is_followed(recipe) or step == len(batches) - 1:
             by_step.append(gather_full(owned_weights(run), mesh.axis("world")))
-    run.close()
     followed = tuple(by_step) if is_followed(recipe) else ()
     blocks = gather_full(owned_blocks(run), mesh.axis("world")) if recipe.precision.moments == "int8" else {}
     return Evidence(tuple(losses), tuple(norms), gradients, by_step[-1], followed, blocks=blocks)
