@@ -24,15 +24,20 @@ from framework.recipe.schema import Precision
 ALIGNMENT = 16
 
 
+def require_torchao() -> None:
+    """Raises ModelError where it is not installed."""
+    if find_spec("torchao") is None:
+        raise ModelError(
+            "precision.compute=fp8: torchao is not installed: pip install 'meshwright[fp8]'; or precision.compute=bf16"
+        )
+
+
 def gather_in_fp8(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
     """Where ZeRO gathers weights for each use (stage 3), those that are multiplied in fp8 with one scale each travel so. The
     model stays. Raises ModelError where the recipe asks for fp8 and the model cannot have it."""
     if plan.recipe.precision.compute != "fp8":
         return layouts
-    if find_spec("torchao") is None:
-        raise ModelError(
-            "precision.compute=fp8: torchao is not installed: pip install 'meshwright[fp8]'; or precision.compute=bf16"
-        )
+    require_torchao()
     found = find_fp8_linears(model, plan)
     wide = kept_in_fp32(model, plan.compute_dtype)
     kept = [name for name in found if f"{name}.weight" in wide]

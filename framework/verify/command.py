@@ -19,6 +19,7 @@ from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, layer_configs, load_config, load_config_file
 from framework.model.shrink import MIN_LAYERS, shrink
 from framework.parallel.context.split import refuse_uneven_heads
+from framework.parallel.fp8_layers import require_torchao
 from framework.plan.logits import keep_chunked_loss
 from framework.recipe.derive import count_virtual_stages, derive
 from framework.recipe.describe import describe_derived
@@ -83,6 +84,8 @@ def prepare(recipe: Recipe, options: Options) -> Verification:
     problems = list(find_sequence_problems(prepared.sides.recipe, prepared.sides.config))
     if problems:
         raise RecipeError(render_problems(problems))
+    if prepared.sides.recipe.precision.compute == "fp8":
+        require_torchao()
     return prepared
 
 

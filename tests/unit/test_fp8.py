@@ -3,7 +3,9 @@
 from tests.torchao_folder import FOLDER  # isort: skip  first: what follows imports torchao from there
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +22,10 @@ from framework.model.load import build_meta
 from framework.parallel.fp8_layers import find_fp8_linears
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
+from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Precision, Recipe
+from framework.verify.command import prepare
+from framework.verify.options import Options
 from framework.verify.plain_fp8 import multiply_in_fp8
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
@@ -122,14 +127,29 @@ def make_fp8_recipe() -> Recipe:
     return replace(small_recipe("bf16", 1, 1, 2), precision=Precision("fp8"))
 
 
-def test_without_torchao_it_is_refused_before_a_device_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda: make_plan(make_fp8_recipe(), build_config(family("llama"))).of_rank(0), id="plan"),
+        pytest.param(
+            lambda: prepare(compose(["launch.ranks=2", "parallel.tp=2"]).require(), Options(dtype="fp8")), id="verify"
+        ),
+        pytest.param(
+            lambda: prepare(compose(["experiment=quickstart", "precision=fp8"]).require(), Options(strict=True)),
+            id="verify --strict",
+        ),
+    ],
+)
+def test_without_torchao_it_is_refused_before_a_device_is_touched(
+    use: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(FOLDER)])
     for name in [name for name in sys.modules if name.split(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(
         ModelError, match=r"precision.compute=fp8: torchao is not installed: pip install 'meshwright\[fp8\]'"
     ):
-        make_plan(make_fp8_recipe(), build_config(family("llama"))).of_rank(0)
+        use()
 
 
 def test_a_family_that_keeps_a_linear_layer_in_fp32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
