@@ -4,9 +4,11 @@ No clock: a copy stays under way until the test lets it go, at the end of a laye
 The copies that a thread makes in `scripts/bench/activation_offload.py` are tested here too.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from framework.comm.copy_stream import NO_VALUE, CopyPair, CopyStream
 from framework.mesh.axis import Axis
 from framework.parallel.activation_offload import ActivationOffload, LayerPass, choose_offloaded
 from scripts.bench.activation_offload import DIRECTIONS, Shares, ThreadCopyStream, length, merge, overlap
+from tests.gpu.trace import read_device_events, share_under
 from tests.ranks.parity import CPU
 from tests.unit.test_activation_offload import NUM_LAYERS, ORDERS, Model, train
 
@@ -247,3 +250,23 @@ def test_time_of_copies_is_under_layers_under_others_or_exposed() -> None:
     ]  # fmt: skip
     assert Shares.measure(ranges, "to the host") == Shares(13.0, 6.0, 5.0, 2.0, 2.0)
     assert Shares.measure(ranges, "to the device") == Shares(1.0, 0.0, 0.5, 0.5, 1.5)
+
+
+def test_a_trace_of_a_gpu_is_read(tmp_path: Path) -> None:
+    """In the form in which torch.profiler writes it; `tests/gpu` asks a GPU."""
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10.0, "dur": 8.0, "args": {"device": 0, "stream": 7}}
+    copy = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 16.0, "dur": 4.0}
+    operator = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 9.0, "dur": 2.0, "args": {"External id": 1}}
+    events = [
+        kernel,
+        copy | {"args": {"device": 0, "stream": 20, "bytes": 4096}},
+        operator,
+        {"ph": "M", "name": "process_name"},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = read_device_events(path)
+    assert [(event.stream, event.when, event.num_bytes) for event in found] == [
+        (7, (10.0, 18.0), 0), (20, (16.0, 20.0), 4096),
+    ]  # fmt: skip
+    assert share_under(found[1:], found[:1]) == 0.5
