@@ -1,6 +1,6 @@
 """Activation offload on a CPU with copies that run beside the computation: a trace, and how much of them lies under it.
 
-    chrt -r 5 python scripts/bench/activation_offload.py [--fractions 1.0 0.75] [--rounds 9] [--trace FILE.json.gz]
+    chrt -r 5 python scripts/bench/activation_offload.py [--fractions 1.0 0.75] [--link GB/s] [--trace FILE.json.gz]
 
 A GPU copies on streams of its own. Here a thread does it for each direction, on the second core: `start` returns at once, `wait`
 blocks the computation until the copy is done. All else is the framework's: a Llama's training steps on one rank and one thread,
@@ -10,7 +10,9 @@ The trace is torch.profiler's, of one step, for ui.perfetto.dev. The copies of a
   under layers   beside a layer's forward or backward, while that computes
   under others   beside head, loss and embedding, while those compute
   exposed        while the computation waits for a copy
-Not a GPU: memory is read and written by both cores at once, and a copy of 1 MB takes longer here than over PCIe.
+Memory is fast beside these cores, so a copy takes a small part of a layer's time; --link makes it longer, as it is beside a GPU.
+Both cores must be free of other work at real-time priority. Without offload malloc gives a step's memory back to the system and
+gets it anew, at 2 us a page: MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 keeps it, so that steps can be compared.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
@@ -56,6 +58,7 @@ def main() -> None:
     parser.add_argument(
         "--fractions", type=float, nargs="+", default=[1.0, 0.75], help="of the layers, one run for each"
     )
+    parser.add_argument("--link", type=float, help="GB/s of a slower link, at which copies are held back")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--trace", type=Path, help="where the last step of the first fraction goes: FILE.json or FILE.json.gz"
@@ -94,7 +97,7 @@ class Side:
 
     def __init__(self, options: argparse.Namespace, fraction: float, cores: Sequence[int]):
         self.run, self._microbatches = build_run(options)
-        self.offload = offload_with_threads(self.run, fraction, cores) if fraction else None
+        self.offload = offload_with_threads(self.run, fraction, cores, options.link) if fraction else None
         self.seconds: list[float] = []
         self.values: list[float] = []
         self.recorded: profile
@@ -189,7 +192,7 @@ def build_run(options: argparse.Namespace) -> tuple[Run, list[Microbatch]]:
     return run, share(batch, 1, mesh)
 
 
-def offload_with_threads(run: Run, fraction: float, cores: Sequence[int]) -> ActivationOffload:
+def offload_with_threads(run: Run, fraction: float, cores: Sequence[int], link: float | None) -> ActivationOffload:
     """What `memory.offload.activations` attaches on a GPU, with threads for streams; and the layers named in a trace."""
     (stage,) = run.stages.values()
     model = stage.model.model
@@ -200,7 +203,7 @@ def offload_with_threads(run: Run, fraction: float, cores: Sequence[int]) -> Act
     directions = iter(DIRECTIONS)
     offload = ActivationOffload(
         model, layers, choose_offloaded(fraction, len(layers)), staying, axis, CPU,
-        lambda device: ThreadCopyStream(next(directions), cores),
+        lambda device: ThreadCopyStream(next(directions), cores, link),
     )  # fmt: skip
     for name, layer in layers.items():
         name_unit(name, layer)
@@ -209,10 +212,10 @@ def offload_with_threads(run: Run, fraction: float, cores: Sequence[int]) -> Act
 
 class ThreadCopyStream:
     """A stream on a CPU: a thread copies, in the order in which copies were started. direction: their name in a profiler's trace.
-    cores: where the thread runs."""
+    cores: where the thread runs. link: GB/s at which copies are held back, as over a slower link; None: they are not."""
 
-    def __init__(self, direction: str, cores: Sequence[int]):
-        self._direction = direction
+    def __init__(self, direction: str, cores: Sequence[int], link: float | None = None):
+        self._direction, self._link = direction, link
         self._thread = ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, cores))
 
     def start(self, pairs: Sequence[CopyPair]) -> "ThreadCopies":
@@ -220,9 +223,13 @@ class ThreadCopyStream:
         return ThreadCopies(self._direction, self._thread.submit(self._copy, pairs))
 
     def _copy(self, pairs: Sequence[CopyPair]) -> None:
+        begin = perf_counter()
         with record_function(f"copy {self._direction}"):
             for target, source in pairs:
                 target.copy_(source)  # torch gives up Python's lock meanwhile
+            if self._link is not None:
+                takes_s = sum(source.nbytes for _, source in pairs) / (self._link * 1e9)
+                sleep(max(0.0, begin + takes_s - perf_counter()))
 
 
 class ThreadCopies:
