@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from framework.comm.communicator import Communicator
-from framework.comm.copy_stream import Copies, CopyPair, make_host_block, open_copy_stream
+from framework.comm.copy_stream import Copies, CopyPair, CopyStream, make_host_block, open_copy_stream
 from framework.errors import ModelError
 from framework.parallel.stage_plan import StagePlan
 
@@ -231,7 +231,8 @@ class ActivationOffload:
     """The offloaded layers of one stage, over all microbatches.
 
     layers: name and module, in order of computation; is_offloaded: for each. staying: tensors whose storages are never copied.
-    axis: names the copies in a profiler's trace. pool: of host memory.
+    axis: names the copies in a profiler's trace. pool: of host memory. open_stream: opens the stream of the copies to the host,
+    then that of the copies to the device.
     """
 
     def __init__(
@@ -242,11 +243,12 @@ class ActivationOffload:
         staying: Sequence[Tensor],
         axis: Communicator,
         device: torch.device,
+        open_stream: Callable[[torch.device], CopyStream] = open_copy_stream,
     ):
         self.pool = HostPool(device)
         self._staying = frozenset(map(_storage_number, staying))
         self._axis, self._device = axis, device
-        self._to_host, self._to_device = open_copy_stream(device), open_copy_stream(device)
+        self._to_host, self._to_device = open_stream(device), open_stream(device)
         self._current: LayerPass | None = None
         model.register_forward_pre_hook(self._before_model)
         model.register_forward_hook(self._after_model)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from framework.build import build
 from framework.comm.connect import connect
@@ -16,7 +17,7 @@ from framework.verify.double import keep_double
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
-from tests.ranks.parity import CONTEXT, topology_of
+from tests.ranks.parity import topology_of
 
 LR = 1e-2
 
@@ -36,12 +37,13 @@ def start(
     rendezvous: str | None = None,
     rank: int | None = None,
     checkpoints: Path | None = None,
+    config: PretrainedConfig | None = None,
 ) -> Training:
-    """checkpoints: where the values will be read from, instead of drawing them."""
-    config = build_config(family("llama"))
+    """checkpoints: where the values will be read from, instead of drawing them. config: of another model than the tiny one."""
+    config = config or build_config(family("llama"))
     config.use_cache = False
     mesh = connect(topology_of(recipe, config), device, rendezvous, rank)
-    batches = make_batches(config, num_batches, recipe.batch.sequences_per_step or 0, CONTEXT, seed=11)
+    batches = make_batches(config, num_batches, recipe.batch.sequences_per_step or 0, recipe.batch.context, seed=11)
     run = build(make_plan(recipe, config), mesh, resumes=checkpoints is not None)
     return Training(run, [share(batch, recipe.batch.sequences_per_microbatch, mesh) for batch in batches])
 
