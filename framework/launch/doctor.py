@@ -87,6 +87,7 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
     with loading_libraries():
         from framework.plan.check import check_layout, check_weights, describe_need
         from framework.plan.relief import CHEAPEST, find_relief, show_bytes
+        from framework.plan.savings import find_savings
 
     try:
         plan = check_layout(recipe)
@@ -98,8 +99,11 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
     yield Finding("layout", describe_need(plan))
     cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), CHEAPEST)]
     if cheapest:
-        more = "meshwright plan --options has all, each by itself"
-        yield Finding("memory", f"would be less with {', then '.join(cheapest)} ({more})")
+        yield Finding("memory", f"would be less with {', then '.join(cheapest)}")
+    for each in find_savings(plan, 0):
+        host = f", the host holds {show_bytes(each.host)} more" if each.host > 0 else ""
+        found = f"{each.override} by itself saves {show_bytes(each.device)}{host}; costs {each.costs}"
+        yield Finding("option", found)
 
 
 def _disk(recipe: Recipe) -> Iterator[Finding]:
