@@ -13,12 +13,13 @@ from itertools import islice
 from pathlib import Path
 
 from framework.checkpoint.place import is_url
-from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError
+from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, OffloadError
 from framework.imports import loading_libraries
 from framework.launch.machine import check_measured
 from framework.launch.places import refuse_unreachable
 from framework.launch.runs import Runs
 from framework.launch.slurm import partitions, reach
+from framework.optim.disk_file import refuse_folder
 from framework.recipe.clusters import find_cluster
 from framework.recipe.host import count_cores
 from framework.recipe.schema import Recipe
@@ -61,6 +62,7 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
     yield _devices(recipe)
     yield from _measured(recipe)
     yield from _layout(recipe)
+    yield from _disk(recipe)
     yield _slurm(recipe)
     runs = Runs.of(recipe.run)
     yield _writable("run root", runs.folder, "run.root" if runs.url is None else "run.work")
@@ -85,6 +87,7 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
     with loading_libraries():
         from framework.plan.check import check_layout, check_weights, describe_need
         from framework.plan.relief import CHEAPEST, find_relief, show_bytes
+        from framework.plan.savings import find_savings
 
     try:
         plan = check_layout(recipe)
@@ -96,8 +99,24 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
     yield Finding("layout", describe_need(plan))
     cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), CHEAPEST)]
     if cheapest:
-        more = "meshwright plan --options has all, each by itself"
-        yield Finding("memory", f"would be less with {', then '.join(cheapest)} ({more})")
+        yield Finding("memory", f"would be less with {', then '.join(cheapest)}")
+    for each in find_savings(plan, 0):
+        host = f", the host holds {show_bytes(each.host)} more" if each.host > 0 else ""
+        found = f"{each.override} by itself saves {show_bytes(each.device)}{host}; costs {each.costs}"
+        yield Finding("option", found)
+
+
+def _disk(recipe: Recipe) -> Iterator[Finding]:
+    """Whether files of states can be made in the folder that the recipe names; a cluster's nodes look for themselves."""
+    path = recipe.memory.offload.disk_path
+    if path is None or recipe.launch.kind != "local":
+        return
+    try:
+        refuse_folder(Path(path))
+    except OffloadError as error:
+        yield Finding("states' disk", f"{path} cannot be used", str(error))
+    else:
+        yield Finding("states' disk", f"{path}, {shutil.disk_usage(path).free / 2**30:,.0f} GiB free")
 
 
 def _measured(recipe: Recipe) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from framework.launch.settle import settle, settle_tokens
 from framework.launch.snapshot import describe_software
 from framework.lease import Lease
 from framework.mesh.placement import place
+from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import caution_of_export, describe_blend
@@ -64,8 +65,10 @@ def check_model(recipe: Recipe, is_new: bool = True) -> str:
     plan = check_layout(recipe)
     if is_new:
         check_weights(plan)
-    if recipe.launch.kind == "local":
-        check_host_memory(plan)  # of this machine: a cluster's nodes look for themselves
+    if recipe.launch.kind == "local":  # of this machine: a cluster's nodes look for themselves
+        check_host_memory(plan)
+        if recipe.memory.offload.disk_path is not None:
+            refuse_folder(Path(recipe.memory.offload.disk_path))
     return plan.config.model_type
 
 

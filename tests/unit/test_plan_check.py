@@ -2,6 +2,7 @@
 
 import time
 from itertools import product
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -253,3 +254,19 @@ def test_the_largest_of_a_sweep_is_found_and_a_mistake_in_any_is_raised():
     assert check_layouts([small, large, small]).size.total == check_layout(large).size.total
     with pytest.raises(Exception, match="num_key_value_heads=3 does not divide"):
         check_layouts([small, tall])
+
+
+def test_a_folder_for_states_that_cannot_hold_them_is_refused_before_a_run_is_made(tmp_path, monkeypatch, capsys):
+    """Of this machine; a cluster's nodes look for themselves."""
+    monkeypatch.chdir(tmp_path)
+    words = (*QUICKSTART, "memory.offload.optimizer=1", "memory.offload.home=disk")
+    for folder, says in ((tmp_path / "absent", "no such folder"), (Path("/dev/shm"), "is on a tmpfs")):
+        found = f"memory.offload.disk_path={folder}"
+        assert cli.main(["train", *words, found]) == EXIT_USER
+        said = capsys.readouterr()
+        assert f"{found}: {says}" in said.err or f"{found} {says}" in said.err
+        assert "model " not in said.out
+        assert not list(tmp_path.iterdir()), "no run, no tokens"
+        assert cli.main(["doctor", *words, found]) == EXIT_USER
+        assert f"fix  states' disk  {folder} cannot be used" in capsys.readouterr().out
+    check_model(compose([*words, f"memory.offload.disk_path={tmp_path / 'absent'}", "launch.kind=slurm"]).require())

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from framework.cli import main
 from framework.errors import EXIT_MEMORY, OutOfMemory
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
@@ -148,3 +149,20 @@ def test_each_option_by_itself_saves_what_the_plan_with_it_says(is_shown):
     assert re.match(r"\+\d+% bytes sent", told["zero.stage=3"].costs)
     text = "\n".join(describe_savings(plan_of(*words), 0))
     assert all(each.override in text for each in rows)
+
+
+def test_doctor_says_what_each_option_saves_and_costs_and_the_three_cheapest(capsys):
+    words = ("launch.device=cuda", "precision=bf16", "zero.stage=1")
+    main(["doctor", *WORDS, *words])
+    lines = capsys.readouterr().out.splitlines()
+    options = {line.split()[2]: line for line in lines if line.split()[1] == "option"}
+    rows = list(find_savings(plan_of(*words), 0))
+    assert [*options] == [each.override for each in rows]
+    for each in rows:
+        assert f"saves {show_bytes(each.device)}" in options[each.override]
+        assert options[each.override].endswith(f"costs {each.costs}")
+    away = "memory.offload.optimizer=1.0"
+    assert f"the host holds {show_bytes(sum(plan_of(*words, away).memory(0).on_host.values()))} more" in options[away]
+    [memory] = [line for line in lines if line.split()[1] == "memory"]
+    three = [f"{change}: {show_bytes(size)}" for change, size in find_relief(plan_of(*words), 0)][:3]
+    assert memory.endswith(", then ".join(three))
