@@ -4,8 +4,9 @@
     recomputation    y = what was kept      whatever is not kept is computed again
 
 Linear layers, experts and attention over ranks are functions of ours, which ask here themselves. What stands in a model's code is
-caught below autograd, which then saves what it saved in forward: fused attentions, whose outputs may be kept, and `topk`, whose
-choice is always kept. A router that chose other experts the second time would send other rows to other ranks.
+caught below autograd, which then saves what it saved in forward: fused attentions, whose outputs may be kept, and `topk` and
+`max` of a matrix [tokens, experts], whose choice is always kept. A router that chose other experts the second time would send
+other rows to other ranks.
 
 Recomputation ends with the last tensor that backward asks for. A function of autograd saves its inputs when it has computed;
 `save` saves them before, so that a layer's last matmul, whose output backward does not read, is not computed twice.
@@ -202,13 +203,17 @@ class _Catch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten.topk.default:
             return self._choose(partial(func, *args, **kwargs), args[0], args[2] if len(args) > 2 else -1)
+        # phimoe's router chooses by maxima. Attentions have maxima as well, of more dims, and choose nothing by them.
+        if func is aten.max.dim and args[0].ndim == 2:
+            return self._choose(partial(func, *args, **kwargs), args[0], args[1], keeps_dim=any(args[2:]))
         # One with dropout is computed again: it takes random numbers, and those behind it take the next.
         if self._is_inside or func not in self._dropouts or any(args[self._dropouts[func] :][:1]):
             return func(*args, **kwargs)
         return self._outputs.compute(ATTENTION, partial(func, *args, **kwargs))
 
-    def _choose(self, compute: Callable[[], Any], x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """topk of x, [..., n, ...], whose indices are those of forward and whose values are what stands there now."""
+    def _choose(self, compute: Callable[[], Any], x: Tensor, dim: int, keeps_dim: bool = True) -> tuple[Tensor, Tensor]:
+        """topk or max of x, [..., n, ...], whose indices are those of forward and whose values are what stands there now.
+        keeps_dim: the results have as many dims as x."""
         found: list[Tensor] = []
 
         def find() -> Tensor:
@@ -219,4 +224,6 @@ class _Catch(TorchDispatchMode):
         if found:
             return found[0], found[1]
         index = index.to(torch.int64)
-        return x.gather(dim, index), index
+        if keeps_dim:
+            return x.gather(dim, index), index
+        return x.gather(dim, index.unsqueeze(dim)).squeeze(dim), index

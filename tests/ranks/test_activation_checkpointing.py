@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 
+from framework.build import build
+from framework.comm.connect import connect
 from framework.model.load import build_meta
 from framework.plan.operations import find_operations
+from framework.plan.plan import Plan, make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
-from framework.verify.evidence import Evidence
+from framework.train.step import train_step
+from framework.verify.evidence import Evidence, make_batches
+from framework.verify.layout import share
+from scripts.bench.foresight_memory import count_activations
 from tests.families import build_config, family
 from tests.ranks.covering import cover_pairs
-from tests.ranks.parity import Case, small_recipe, train_layouts
+from tests.ranks.parity import CPU, Case, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parity_options import assert_bitwise_equal
 
@@ -79,6 +85,67 @@ def test_every_policy_is_bitwise_what_keeping_all_is(
     found = train(pool, name, {label: (DENSE | MIXTURES)[label]}, changes, policies)
     for policy in policies:
         assert_bitwise_equal(found[f"{label} none"], found[f"{label} {policy}"])
+
+
+# --- what is kept under sequence parallelism
+
+WIDTHS = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+CONTEXT, TP, ITEMSIZE = 128, 2, 4
+# With o_proj: a row layer's output, which is a rank's tokens only once it has been summed.
+WITH_ROWS = ["attention", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+KEPT_BY = {
+    "full": Memory("full", compile="never"),
+    "selective": Memory("selective", kept_operations=WITH_ROWS, compile="never"),
+    "sqrt": Memory("sqrt", compile="never"),
+}
+
+
+def plan_sharded(memory: Memory, num_layers: int) -> Plan:
+    recipe = small_recipe("fp32", TP, 1, 2, None, parallel=Parallel(tp=TP, sequence=True))
+    config = build_config(family("llama"), **WIDTHS, num_hidden_layers=num_layers)
+    config.use_cache = False
+    return make_plan(replace(recipe, memory=memory, batch=replace(recipe.batch, context=CONTEXT)), config)
+
+
+def count_held(rank: int, world: int, rendezvous: str, plans: Mapping[str, tuple[Plan, Plan]]) -> dict[str, int]:
+    """Body: what the second plan of each pair holds behind a forward more than the first, in bytes of this rank."""
+    found = {}
+    for label, pair in plans.items():
+        held = []
+        for number, plan in enumerate(pair):
+            mesh = connect(topology_of(plan.recipe, plan.config), CPU, f"{rendezvous}-{label}-{number}", rank)
+            run, batches = build(plan, mesh), make_batches(plan.config, 2, 2, CONTEXT, seed=11)
+            steps = [share(batch, 2, mesh) for batch in batches]
+            train_step(run, steps[0], 0, 1e-3)
+            held.append(max(count_activations(run, steps[1])))
+            run.close()
+            mesh.close()
+        found[label] = held[1] - held[0]
+    return found
+
+
+def test_under_sequence_parallelism_what_is_kept_is_this_ranks_shard(pool: RankPool) -> None:
+    """A layer's, as three have more than two; of sqrt an input, as three have more than one."""
+    counts = {"full": (2, 3), "selective": (2, 3), "sqrt": (1, 3)}
+    plans = {
+        policy: (plan_sharded(memory, counts[policy][0]), plan_sharded(memory, counts[policy][1]))
+        for policy, memory in KEPT_BY.items()
+    }
+    tokens, width = 2 * CONTEXT, WIDTHS["hidden_size"]
+    shard = tokens // TP * width * ITEMSIZE
+    # Of all tokens a rank's heads and features: attention with a number for each head, keys, values, gate and up.
+    inside = tokens * (width + 8 + 2 * 4 * 16 + 2 * WIDTHS["intermediate_size"]) * ITEMSIZE // TP
+    # Beside them the input and what o_proj gives, of a rank's tokens.
+    expected = {"full": shard, "selective": inside + 2 * shard, "sqrt": shard}
+    for found in pool.run(TP, count_held, plans):
+        assert found == expected
+    assert [plans[policy][0].activations.layer_bytes for policy in ("full", "selective")] == [shard, inside + 2 * shard]
 
 
 def is_legal(

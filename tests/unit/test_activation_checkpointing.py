@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, compress, product
 from math import ceil, isqrt
 from pathlib import Path
@@ -16,16 +17,18 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers.models.mixtral import modeling_mixtral
 
 from framework.build import build
 from framework.comm.connect import connect
 from framework.errors import RecipeError
+from framework.model.experts import ExpertsForm, count_experts, find_experts
 from framework.model.kept_outputs import KeptOutputs, LayerCall
-from framework.model.load import load_config
+from framework.model.load import build_meta, load_config
 from framework.parallel import activation_checkpointing
 from framework.parallel.activation_checkpointing import count_groups, group_size
+from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.plan.page import describe_run
 from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.policies import POLICIES, uniform
@@ -35,7 +38,8 @@ from framework.train.stage import RankStage
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
-from tests.families import build_config, family
+from tests.families import FAMILIES, UNGATED, build_config, family
+from tests.grid import few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 
 # Llama-3-8B by a sixteenth, and a context in proportion to 2048; the form of a head stays.
@@ -69,12 +73,17 @@ def plan_of(
     return make_plan(replace(recipe, memory=memory, batch=replace(recipe.batch, context=CONTEXT)), config)
 
 
+def prepare(plan: Plan) -> tuple[Run, list[Any]]:
+    """A run of one rank, and a microbatch for its steps."""
+    mesh, context = connect(topology_of(plan.recipe, plan.config), CPU), plan.recipe.batch.context
+    (batch,) = make_batches(plan.config, 1, 1, context, seed=11)
+    tokens = torch.randint(3, 97, (1, context), generator=torch.Generator().manual_seed(1))
+    return build(plan, mesh), share(replace(batch, input_ids=tokens, labels=tokens), 1, mesh)
+
+
 def start(plan: Plan) -> tuple[Run, list[Any]]:
     """A run of one rank that has made its first step, and a microbatch for the next."""
-    mesh = connect(topology_of(plan.recipe, plan.config), CPU)
-    (batch,) = make_batches(plan.config, 1, 1, CONTEXT, seed=11)
-    tokens = torch.randint(3, 97, (1, CONTEXT), generator=torch.Generator().manual_seed(1))
-    run, microbatches = build(plan, mesh), share(replace(batch, input_ids=tokens, labels=tokens), 1, mesh)
+    run, microbatches = prepare(plan)
     train_step(run, microbatches, 0, 1e-3)
     return run, microbatches
 
@@ -287,40 +296,150 @@ def test_a_validation_in_a_bubble_does_not_take_dropout_from_what_is_computed_ag
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
-@contextmanager
-def routers_that_waver(chosen: list[Tensor]) -> Iterator[None]:
-    """Routers whose scores are others in a recomputation, as sums by a GPU's atomic additions are; chosen: what experts are
-    given, by call."""
-    whole, experts = modeling_mixtral.MixtralTopKRouter.forward, modeling_mixtral.MixtralExperts.forward
-
-    def forward(router: nn.Module, x: Tensor) -> Any:
-        is_backward = torch._C._current_graph_task_id() != -1
-        return whole(router, x + is_backward * torch.linspace(-1, 1, x.shape[-1]))  # type: ignore[arg-type]
-
-    def note(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        chosen.append(index.clone())
-        return experts(module, x, index, weights)  # type: ignore[arg-type]
-
-    router = patch.object(modeling_mixtral.MixtralTopKRouter, "forward", forward)
-    with router, patch.object(modeling_mixtral.MixtralExperts, "forward", note):
-        yield
+# --- what a router has chosen
 
 
-@pytest.mark.parametrize("policy", ["selective", "full", "sqrt"])
-def test_a_recomputed_router_chooses_the_same_experts(policy: str) -> None:
-    def choices() -> list[Tensor]:
-        chosen: list[Tensor] = []
-        with routers_that_waver(chosen):
-            start(plan_of(memory_of(policy), 3, {}, "fp32", "mixtral"))
-        return chosen
+def waver(router: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A router's input is another in a recomputation, as sums by a GPU's atomic additions are."""
+    is_backward = torch._C._current_graph_task_id() != -1
+    return args[0] + is_backward * torch.linspace(-1, 1, args[0].shape[-1]), *args[1:]
 
-    forward, again = choices()[:3], choices()[3:]
-    assert len(again) >= 3
-    assert all(any(torch.equal(index, each) for each in forward) for index in again)
-    # Without what restores the choice these routers make others.
+
+def find_routers(mixture: nn.Module, num_experts: int) -> list[nn.Module]:
+    """The outermost modules of a mixture, beside its experts, with a row of weights for each expert."""
+    rows = range(num_experts, 2 * num_experts)  # longcat_flash has some more, which mean the token itself
+    return [
+        child
+        for name, child in mixture.named_children()
+        if name != "experts" and any(len(each) in rows and each.ndim == 2 for each in child.parameters())
+    ]
+
+
+Choices = dict[str, list[list[Tensor]]]
+
+
+def record_choices(plan: Plan) -> Choices:
+    """By mixture what was chosen in its forward, and in each recomputation, by routers that waver: the experts of each token, or
+    where they are told none the tokens of each expert; and the pairs that find no room."""
+    run, microbatches = prepare(plan)
+    model, chosen = run.stages[0].model.model, Choices()
+    route = ExpertDispatch._route
+
+    def note(calls: list[list[Tensor]], form: ExpertsForm, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
+        rows = args[0].view(count_experts(experts), -1, args[0].shape[-1])
+        calls.append([rows.any(-1) if form.is_expert_major else args[1].clone()])
+
+    def note_dropped(dispatch: ExpertDispatch, hidden: Tensor, *args: Any) -> Tensor:
+        name = next(path for path, module, _ in find_experts(model) if module.forward is dispatch)
+        chosen[name][-1].append(args[-1].clone())
+        return route(dispatch, hidden, *args)
+
+    for path, experts, form in find_experts(model):
+        chosen[path] = []
+        experts.register_forward_pre_hook(partial(note, chosen[path], form))
+        routers = find_routers(model.get_submodule(path.rpartition(".")[0]), count_experts(experts))
+        assert len(routers) == 1, path
+        routers[0].register_forward_pre_hook(waver)
+    with patch.object(ExpertDispatch, "_route", note_dropped):
+        train_step(run, microbatches, 0, 1e-3)
+    return chosen
+
+
+def are_restored(choices: Choices) -> bool:
+    return all(
+        torch.equal(one, other)
+        for first, *again in choices.values()
+        for each in again
+        for one, other in zip(first, each, strict=True)
+    )
+
+
+def plan_mixture(name: str, policy: str, capacity: float | None = None) -> Plan:
+    """Of `auto` some layers are computed again."""
+
+    def plan_with(memory: Memory) -> Plan:
+        config = build_config(UNGATED if name == UNGATED.name else family(name))
+        config.use_cache = False
+        recipe = small_recipe("fp32", 1, 1, 1)
+        batch, model = replace(recipe.batch, context=48), replace(recipe.model, expert_capacity=capacity)
+        return make_plan(replace(recipe, memory=memory, batch=batch, model=model), config)
+
+    if policy != "auto":
+        return plan_with(memory_of(policy))
+    least, most = (plan_with(memory_of(each)).memory(0).total for each in ("full", "none"))
+    plan = plan_with(memory_of("auto", budget_gb=(least + most) / 2 / GB))
+    assert "none" in plan.policies(0).values()
+    return plan
+
+
+MIXTURES = [
+    each.name for each in (*FAMILIES, UNGATED) if any(True for _ in find_experts(build_meta(build_config(each))))
+]
+ROUTED = [
+    *(("mixtral", policy, None) for policy in ("selective", "full", "sqrt", "auto")),
+    *((name, "full", None) for name in MIXTURES if name != "mixtral"),
+    *(("mixtral", policy, 1.0) for policy in ("full", "selective", "sqrt")),
+]
+
+
+def is_shown(name: str, policy: str, capacity: float | None) -> bool:
+    return name == "phimoe" or (name == "mixtral" and (not capacity or policy == "full"))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "capacity"),
+    # phimoe's router chooses by maxima; with a capacity weights say which tokens are dropped.
+    few_of(ROUTED, is_shown),
+)
+def test_a_recomputed_router_chooses_the_same_experts(name: str, policy: str, capacity: float | None) -> None:
+    plan = plan_mixture(name, policy, capacity)
+    choices = record_choices(plan)
+    assert any(len(calls) > 1 for calls in choices.values())
+    if policy != "auto":
+        assert all(len(calls) > 1 for calls in choices.values())
+    if capacity:
+        assert all(dropped.any() for (_, dropped), *_ in choices.values())
+    assert are_restored(choices)
+    # Without what restores the choice these routers make others, and where other numbers of rows are computed torch refuses them.
     with patch.object(KeptOutputs, "compute_once", lambda kept, compute: compute()):
-        forward, again = choices()[:3], choices()[3:]
-    assert not all(any(torch.equal(index, each) for each in forward) for index in again)
+        try:
+            choices = record_choices(plan)
+        except CheckpointError:
+            return
+    assert not are_restored(choices)
+
+
+@pytest.mark.parametrize(
+    ("choose", "value_of"),
+    [
+        (lambda x: x.topk(2, -1), lambda x, index: x.gather(-1, index)),
+        (lambda x: x.topk(2, 0), lambda x, index: x.gather(0, index)),
+        (lambda x: x.max(-1, keepdim=True), lambda x, index: x.gather(-1, index)),
+        (lambda x: x.max(dim=0), lambda x, index: x.gather(0, index[None])[0]),
+        (lambda x: x.max(1), lambda x, index: x.gather(1, index[:, None])[:, 0]),
+    ],
+)
+def test_of_a_choice_the_indices_are_those_of_forward_and_the_values_those_of_now(
+    choose: Callable[[Tensor], tuple[Tensor, Tensor]], value_of: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    kept, call, x = KeptOutputs(catches=True), LayerCall(), torch.randn(5, 4)
+    with kept.forward(call):
+        values, index = choose(x)
+    assert torch.equal(values, choose(x)[0])
+    with torch.no_grad(), kept.recomputation(call):
+        values, again = choose(-x)
+    assert torch.equal(again, index)
+    assert not torch.equal(again, choose(-x)[1])
+    assert torch.equal(values, value_of(-x, index))
+
+
+def test_of_a_mixture_full_keeps_the_input_and_the_choice_alone(tmp_path: Path) -> None:
+    """Operations are caught there, for the choice: one that is not listed is not kept for that."""
+    held = []
+    for num_layers in (2, 3):
+        plan = plan_of(memory_of("full"), num_layers, {}, "fp32", "mixtral")
+        held.append(count_held(*start(plan), tmp_path))
+    assert held[1] - held[0] == CONTEXT * 4 * (plan.config.hidden_size + plan.config.num_experts_per_tok)
 
 
 def test_what_a_layer_writes_to_is_not_taken_over() -> None:

@@ -22,7 +22,7 @@ from framework.model.logit_map import LogitMap, find_logit_map
 from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
 from framework.plan.logits import keep_chunked_loss
 from framework.plan.plan import Plan, make_plan, unconnected
-from framework.recipe.schema import Batch, Memory, Model
+from framework.recipe.schema import Batch, Memory, Model, Parallel
 from framework.train.step import Run, train_step
 from framework.verify.double import keep_double
 from framework.verify.evidence import make_batches
@@ -239,21 +239,29 @@ def step_inputs(microbatches: list[Any]) -> Any:
 # --- what is decided
 
 
-def plan_of(device: str, chunked: bool | str, sequences: int, name: str = "llama") -> Plan:
-    batch = Batch(sequences_per_step=sequences, sequences_per_microbatch=sequences, context=4096)
-    small = small_recipe("bf16", 1)
+def plan_of(device: str, chunked: bool | str, context: int = 4096, tp: int = 1) -> Plan:
+    """Of a microbatch of one sequence."""
+    batch = Batch(sequences_per_step=1, sequences_per_microbatch=1, context=context)
+    small = small_recipe("bf16", tp, parallel=Parallel(tp=tp))
     recipe = replace(
         small, batch=batch, memory=Memory(chunked_loss=chunked), launch=replace(small.launch, device=device)
     )  # type: ignore[arg-type]
-    return make_plan(recipe, build_config(family(name), vocab_size=128_000))
+    return make_plan(recipe, build_config(family("llama"), vocab_size=128_000))
 
 
 def test_auto_is_on_where_logits_are_more_than_a_share_of_the_device() -> None:
     """4096 tokens of 128,000 words are 1.0 GB in bf16: more than 1% of 80 GiB, and half of that is less."""
-    assert plan_of("cuda", "auto", 1).recipe.memory.chunked_loss is True
-    tiny = replace(small_recipe("bf16", 1), launch=replace(small_recipe("bf16", 1).launch, device="cuda"))
-    assert make_plan(tiny, build_config(family("llama"))).recipe.memory.chunked_loss is False
-    assert plan_of("cuda", False, 1).logit_map is None
+    assert plan_of("cuda", "auto").recipe.memory.chunked_loss is True
+    # Half of the tokens, or half of the vocabulary; a rank on a CPU has a fifth of that memory.
+    for half in ({"context": 2048}, {"tp": 2}):
+        assert plan_of("cuda", "auto", **half).recipe.memory.chunked_loss is False
+        assert plan_of("cpu", "auto", **half).recipe.memory.chunked_loss is True
+    # The share that docs/memory.md states, to a token.
+    most = int(0.01 * 80 * 2**30 / (128_000 * 2))
+    found = [plan_of("cuda", "auto", context).recipe.memory.chunked_loss for context in (most, most + 1)]
+    assert found == [False, True]
+    assert plan_of("cuda", False).logit_map is None
+    assert plan_of("cuda", True, 64).logit_map is not None
 
 
 def test_a_small_model_in_the_place_of_a_large_one_chunks_as_that_does() -> None:

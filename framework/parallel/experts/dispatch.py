@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from framework.comm import duals
 from framework.model.capacity import Capacity
 from framework.model.experts import ExpertsForm
+from framework.model.kept_outputs import KeepsOutputs, KeptOutputs
 from framework.model.matmul import GradView, RowGroups, StackedMatmul
 from framework.model.routed_tokens import RoutedTokens
 from framework.parallel.experts.passage import Journey, Passage, Route
@@ -107,6 +108,11 @@ class ExpertDispatch:
         self.local, self.num_experts, self.route, self.given = local, num_experts, route, given
         self.shared, self.capacity, self.num_parts = shared, capacity, num_parts
         self.tell_dropped: Callable[[Tensor], None] = _tell_nobody
+        self.kept = KeptOutputs()
+
+    def keep_outputs(self, kept: KeptOutputs, _operation: str) -> None:
+        """From now on the layer is recomputed in backward. What finds no room is a choice, which is always kept."""
+        self.kept = kept
 
     @torch.compiler.disable
     def __call__(
@@ -146,11 +152,15 @@ class ExpertDispatch:
         if self.local.form.is_expert_major:
             masks.append(~hidden.detach().any(-1, keepdim=True))
         if self.capacity is not None:
-            whole_index, whole_weights = self.given.join(index), self.given.join(weights.detach())
-            dropped = self.given.own(self.capacity.find_dropped(whole_index, whole_weights, self.num_experts))
+            # Weights that are computed again may differ in their last bit, and another pair would find no room.
+            dropped = self.kept.compute_once(partial(self._find_dropped, self.capacity, index, weights.detach()))
             self.tell_dropped(dropped.sum())
             masks.append(dropped)
         return reduce(torch.logical_or, masks).expand_as(index) if masks else None
+
+    def _find_dropped(self, capacity: Capacity, index: Tensor, weights: Tensor) -> Tensor:
+        """[T, k] bool: this rank's pairs that find no room, of whole sequences, which all who have a part of them gather."""
+        return self.given.own(capacity.find_dropped(self.given.join(index), self.given.join(weights), self.num_experts))
 
     def _route(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
         """left_out: [T, k] bool, pairs that are sent to nobody; None: there are none."""
@@ -221,15 +231,17 @@ def tell_dropped(model: nn.Module, tell: Callable[[nn.Module, Tensor], None]) ->
 
 def write_stacked_gradients(
     model: nn.Module, grad_views: Mapping[str, GradView]
-) -> dict[nn.Module, tuple[StackedMatmul, StackedMatmul]]:
+) -> dict[nn.Module, tuple[KeepsOutputs, ...]]:
     """Have the matmuls of experts that dispatch add their weights' gradients to the main gradients. grad_views: by parameter
-    name, of the trained ones. Returns the matmuls by the module of the experts, also of those that are not trained."""
-    by_parameter, found = {id(view.parameter): view for view in grad_views.values()}, {}
+    name, of the trained ones. Returns by the module of the experts what of it may be kept: the dispatch and its matmuls, also
+    those that are not trained."""
+    by_parameter = {id(view.parameter): view for view in grad_views.values()}
+    found: dict[nn.Module, tuple[KeepsOutputs, ...]] = {}
     for module in model.modules():
         forward: Any = module.__dict__.get("forward")
         if not isinstance(forward, ExpertDispatch):
             continue
-        found[module] = forward.local.matmuls
+        found[module] = (forward, *forward.local.matmuls)
         for matmul in forward.local.matmuls:
             if id(matmul.weight) in by_parameter:
                 matmul.write_gradient_to(by_parameter[id(matmul.weight)])
