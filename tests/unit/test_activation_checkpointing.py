@@ -531,7 +531,8 @@ def measure_peak(plan: Plan, folder: Path) -> tuple[int, int]:
     return max(during), count_flops(run, microbatches)
 
 
-@pytest.mark.parametrize("part", [0.4, *(pytest.param(part, marks=pytest.mark.grid) for part in (0.0, 0.2, 0.8, 1.0))])
+@pytest.mark.grid  # its matmuls in bf16 take half a minute on processors without AVX-512
+@pytest.mark.parametrize("part", [0.0, 0.2, 0.4, 0.8, 1.0])
 def test_a_run_of_auto_meets_its_budget_in_what_it_allocates_and_adds_the_fewest_flops(
     part: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
