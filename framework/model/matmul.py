@@ -134,9 +134,8 @@ class Matmul(LayerWeight):
     @property
     def matrix(self) -> Tensor:
         """The weight as [N, K], out of autograd."""
-        weight = self._parameters["weight"]
-        assert weight is not None, "a linear layer without a weight"
-        return weight.data.t() if self.is_transposed else weight.data
+        weight = self.weight.data
+        return weight.t() if self.is_transposed else weight
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Y = X W^T + b.  x: [..., K]; bias: [N]; returns [..., N] of x's dtype, in `out` if that is given."""
