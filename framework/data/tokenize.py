@@ -52,9 +52,11 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
 
     folder = fetch_tokenizer(name, revision, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:
         why = str(error).partition("\n")[0] if _has_tokenizer_files(Path(folder)) else "it has no tokenizer files"
+        if "trust_remote_code" in str(error):
+            why = "only code that comes with it reads it, and Meshwright runs none"
         raise DataError(f"{key}={name}: no tokenizer can be loaded from it ({why}). {_OTHER_TOKENIZER}") from error
     # Of a folder with a model's config alone transformers makes a tokenizer that knows special tokens and no text.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.logging import disable_progress_bar
 
 from framework.errors import ModelError
+from framework.model.load import read_config
 from framework.model.special_tokens import find_end
 
 
@@ -52,8 +53,9 @@ def load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     """The model and the tokenizer of a Hugging Face folder. ModelError where it does not hold both."""
     disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        model = AutoModelForCausalLM.from_pretrained(folder, config=read_config(folder), trust_remote_code=False)
+        return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{folder} holds no model with a tokenizer that Hugging Face can load: {error}") from error
 
 

@@ -27,7 +27,7 @@ from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.schema import Model
 
 # What Hugging Face raises for values of a config that it does not take, or that do not fit one another (a list of layers' kinds).
-REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError)
+REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError, RecursionError)
 # What PyTorch's grouped matmuls want of each row.
 GROUPED_ROW_BYTES = 16
 # What models raise, when they are built or run, where they want more than they get: other inputs, or a value that the config
@@ -84,7 +84,7 @@ def _load_pretrained_config(model: Model, folder: Path) -> PretrainedConfig:
             " folder that holds config.json and the safetensors files"
         )
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = read_config(folder)
         _refuse_unknown_keys(config, model)
         config.update(model.config)
     except (OSError, *REFUSALS) as error:
@@ -92,13 +92,38 @@ def _load_pretrained_config(model: Model, folder: Path) -> PretrainedConfig:
     return config
 
 
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of a folder's config.json, of a class that the installed transformers has, whatever code the folder brings.
+
+    Raises ModelError where only code of the folder could read it, and what transformers raises for a file that is none.
+    """
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if isinstance(values, dict) and values.get("auto_map") and values.get("model_type") not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{folder} is of the model type {values.get('model_type')}, which only code of its own describes (auto_map in its"
+            " config.json). Meshwright runs no code that comes with weights: take weights of a family that the installed"
+            " transformers has, or a transformers version that has this one"
+        )
+    return _without_code(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+
+
 def load_config_file(path: Path) -> PretrainedConfig:
     """The config in a Hugging Face `config.json`. Raises ModelError for a file that is none."""
     try:
-        values = json.loads(path.read_text())
-        return _for_training(AutoConfig.for_model(values.pop("model_type"), **values))
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return _for_training(_without_code(AutoConfig.for_model(values.pop("model_type"), **values)))
     except (OSError, *REFUSALS) as error:
         raise ModelError(f"{path} is no readable Hugging Face config with a model_type: {error!r}") from error
+
+
+def _without_code(config: PretrainedConfig) -> PretrainedConfig:
+    """The config without the code that its file names: classes in the folder, and kernels, which transformers would fetch from
+    the hub when the model is built. What computes attention and experts is the recipe's to say."""
+    config._attn_implementation = config._experts_implementation = None
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if each is not None:
+            vars(each).pop("auto_map", None)
+    return config
 
 
 def build_meta(config: PretrainedConfig, attention: str = "auto") -> PreTrainedModel:
@@ -187,7 +212,7 @@ def _reason(error: Exception) -> str:
 
 def _refuse_unknown_keys(known: PretrainedConfig, model: Model) -> None:
     names = set(known.to_dict()) | set(getattr(known, "attribute_map", {})) | set(vars(known)) | _read_by_model(known)
-    unknown = [name for name in model.config if name not in names]
+    unknown = [name for name in model.config if name not in names or name.startswith("_")]
     if unknown:
         lines = [
             f"model.config.{name} is not a value of {type(known).__name__}; nearest: "

@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
-from omegaconf._utils import get_yaml_loader
 
 from framework.recipe.origins import remove_origin, trace_file
 from framework.recipe.problem import COMMAND_LINE, Problem, label_of, yaml_problem
+from framework.recipe.yaml_file import YamlLoader
 
 KEY = "cluster"
 ENDINGS = (".yaml", ".yml")
@@ -42,7 +42,7 @@ def apply_cluster(tree: DictConfig, file: Path, origins: dict[str, str]) -> list
 def read_cluster_file(file: Path) -> tuple[dict[str, Any], list[Problem]]:
     """(the file's keys, why there are none)."""
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=get_yaml_loader())
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=YamlLoader)
     except OSError as error:
         fix = "write its path as it is found from here; `meshwright doctor --measure FILE` makes one of this machine"
         return {}, [Problem(KEY, str(file), f"cannot be read: {error.strerror}", fix, COMMAND_LINE)]

@@ -8,12 +8,12 @@ from itertools import pairwise
 from math import prod
 
 import yaml
-from omegaconf._utils import get_yaml_loader
 
 from framework.recipe.convert import to_recipe
 from framework.recipe.host import count_cores, count_host_memory
 from framework.recipe.problem import Problem, render_problems, shipped_recipes
 from framework.recipe.schema import Cluster, Launch, Recipe
+from framework.recipe.yaml_file import YamlLoader
 
 # The file for a GPU by a part of its name in launch.gres, such as gpu:h100, and of GPUs that nothing names.
 BY_GPU = {"A100": "a100_ib", "H100": "h100_ib", "H200": "h200_ib", "B200": "b200_ib"}
@@ -64,7 +64,7 @@ def is_on_cpus(launch: Launch) -> bool:
 def read_shipped(name: str) -> Cluster:
     """The keys of a shipped file of `recipes/cluster/`."""
     text = (shipped_recipes() / "cluster" / f"{name}.yaml").read_text(encoding="utf-8")
-    recipe, problems = to_recipe({"cluster": yaml.load(text, Loader=get_yaml_loader())}, {})
+    recipe, problems = to_recipe({"cluster": yaml.load(text, Loader=YamlLoader)}, {})
     assert not problems, render_problems(problems)
     return recipe.cluster
 

@@ -21,6 +21,7 @@ from framework.errors import RecipeError
 from framework.recipe.hydra_errors import HYDRA_ERRORS, explain_hydra
 from framework.recipe.origins import find_file, trace_file
 from framework.recipe.problem import Problem, label_of, shipped_recipes
+from framework.recipe.yaml_file import RecipeSource
 
 
 def search_path(recipe_dirs: Sequence[Path] = ()) -> list[Path]:
@@ -83,8 +84,12 @@ def _merge(folders: tuple[Path, ...], lines: tuple[str, ...]) -> tuple[dict[str,
 
 
 def _search_first(folders: Sequence[Path], loader: Any) -> None:
-    """Lets Hydra look into `folders`, in this order, before the one it was initialised with. (`hydra.searchpath` only adds
-    folders behind that one, and so could not let a user's recipe stand for a shipped one of the same name.)"""
+    """Have Hydra look into `folders`, in this order, before the one it was initialised with, and read files as RecipeSource does.
+
+    `hydra.searchpath` only adds folders behind that one, so a user's recipe could not stand for a shipped one of the same name.
+    """
     for folder in folders:
         loader.get_search_path().prepend("recipes", f"file://{folder}", anchor="main")
     loader.repository.initialize_sources(loader.get_search_path())
+    sources = loader.repository.sources
+    sources[:] = [RecipeSource(each.provider, each.path) if each.scheme() == "file" else each for each in sources]

@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import get_yaml_loader
 
 from framework.recipe.keys import flatten
 from framework.recipe.origins import set_origin, trace_file
 from framework.recipe.problem import COMMAND_LINE, Problem, label_of, yaml_problem
 from framework.recipe.saved import plain
+from framework.recipe.yaml_file import YamlLoader
 
 KEY = "layout"
 HEADER = "# @package _global_\n"
@@ -48,7 +48,7 @@ def write_layout(file: Path, values: Mapping[str, Any], comment: str) -> None:
 
 def _read(file: Path) -> tuple[dict[str, Any], list[Problem]]:
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=get_yaml_loader())
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=YamlLoader)
     except OSError as error:
         fix = "write its path as it is found from here; `meshwright search --write FILE` makes one"
         return {}, [Problem(KEY, str(file), f"cannot be read: {error.strerror}", fix, COMMAND_LINE)]

@@ -30,6 +30,7 @@ from framework.recipe.origins import find_file, origin_of, remove_origin, trace_
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
 from framework.recipe.schema import Run
 from framework.recipe.suggest import explain_unknown, nearest
+from framework.recipe.yaml_file import YamlLoader
 
 
 @dataclass(frozen=True)
@@ -274,11 +275,11 @@ def _is_chosen(group: str, folders: Sequence[Path]) -> bool:
     """Whether config.yaml's defaults list has the group (if it cannot be read, composing will say so)."""
     file = find_file("config", folders)
     try:
-        config = OmegaConf.load(file) if file else OmegaConf.create()
-    except yaml.YAMLError:
+        config = yaml.load(file.read_text(encoding="utf-8"), Loader=YamlLoader) if file else None
+    except (yaml.YAMLError, UnicodeDecodeError):
         return True
-    defaults = config.get("defaults", []) if isinstance(config, DictConfig) else []
-    return any(group in entry for entry in defaults if isinstance(entry, DictConfig))
+    defaults = config.get("defaults") if isinstance(config, dict) else None
+    return any(group in entry for entry in defaults or () if isinstance(entry, dict))
 
 
 def _apply(tree: DictConfig, override: Override, origins: dict[str, str]) -> Problem | None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import get_omega_conf_dumper, get_yaml_loader
+from omegaconf._utils import get_omega_conf_dumper
 
 from framework.errors import RecipeError
 from framework.recipe.convert import to_recipe
 from framework.recipe.origins import trace_file
 from framework.recipe.problem import Problem, label_of, render_problems, yaml_problem
 from framework.recipe.schema import Recipe
+from framework.recipe.yaml_file import YamlLoader
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -60,7 +61,7 @@ def read_base(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=get_yaml_loader())
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}: no recipe can be read there") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -87,7 +88,7 @@ def _dump(tree: dict[str, Any], readable: bool) -> str:
 
 def _reads_back(text: str, tree: dict[str, Any]) -> bool:
     try:
-        return yaml.load(text, Loader=get_yaml_loader()) == tree
+        return yaml.load(text, Loader=YamlLoader) == tree
     except yaml.YAMLError:
         return False
 

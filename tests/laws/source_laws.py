@@ -169,6 +169,21 @@ def nothing_is_global(source: Source) -> Iterator[Breach]:
             yield node.lineno, f"global {', '.join(node.names)}"
 
 
+def foreign_code_never_runs(source: Source) -> Iterator[Breach]:
+    """transformers is told that no code of a folder is trusted wherever an Auto class loads one, and nothing is unpickled from
+    files."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func) or ""
+        trusted = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+        is_loader = name.startswith("Auto") and name.endswith(".from_pretrained")
+        if is_loader and trusted.get("trust_remote_code") is not False:
+            yield node.lineno, f"{name} without trust_remote_code=False"
+        if name in ("torch.load", "pickle.load") or trusted.get("allow_pickle"):
+            yield node.lineno, f"{name} runs what the file says"
+
+
 def modules_hold_no_state(source: Source) -> Iterator[Breach]:
     """A module-level name is a constant: in capitals if its value could be changed, and then nobody changes it."""
     for node in source.tree.body:
@@ -195,6 +210,7 @@ LAWS: tuple[Law, ...] = (
     recipe_is_instant,
     only_connect_launch_and_cli_read_the_environment,
     nothing_is_global,
+    foreign_code_never_runs,
     modules_hold_no_state,
 )
 
