@@ -29,7 +29,6 @@ from framework.errors import ModelError
 from framework.model.load import FORWARD_ERRORS
 from framework.model.load_balancing import Routers
 from framework.model.materialize import seed_for, seed_rng
-from framework.model.replay import ReplayedForward, replay_forward
 from framework.model.shrink import shrink
 from framework.model.units import Unit, find_units
 
@@ -179,12 +178,6 @@ class StageModel:
         leaving, self._received, self._leaving = self._leaving, None, None
         sums = () if self.routers is None else (self.routers.end(*received[1:]),)
         return output if self.bounds.is_last else leaving, *sums
-
-    def replay(self) -> ReplayedForward | None:
-        """From now on call the modules of the model by themselves where `replay.py` shows that it comes to the same."""
-        # The hook on the layer behind feeds code whose result nobody uses.
-        unused = [] if self.bounds.is_last else [_following_layer(self._layers[-1])]
-        return replay_forward(self.model, self._layers, self.bounds.is_first, self.bounds.is_last, unused)
 
     def _reseed(self, unit: str, mask: int, *_: Any) -> None:
         if self._seed is not None:

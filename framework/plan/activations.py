@@ -35,9 +35,7 @@ That is so where rows are dispatched; on one rank without `ep` transformers' own
 Where no rank of cp divides a row of S tokens, SDPA is given a mask for documents that are kept apart in it (data.pack=documents)
 and for a window that is no longer than it: each such layer keeps the mask in the dtype of activations, S e for each of its
 tokens, and keys and values for all heads of queries (4 q e in the place of (2 q + 2 k) e). A stage whose layers are computed
-again keeps the model's own mask for them, one byte a value: S S, of each sequence if documents are what it tells. Of these masks
-and of tables of positions there is one for all microbatches where forwards are replayed (model/replay.py); each microbatch's are
-counted.
+again keeps the model's own mask for them, one byte a value: S S, of each sequence if documents are what it tells.
 
 With the auxiliary loss that balances experts each layer keeps its softmax for that loss as well, T" E e, whatever is computed
 again.

@@ -47,7 +47,6 @@ class RankStage:
         self._loss, self._load = loss, load
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
         self._inputs: StepInputs | None = None
-        self.replayed = model.replay()  # behind `attach`, which gives modules another forward
 
     def start_step(self, inputs: StepInputs) -> None:
         """Take the inputs of the microbatches that come next."""

@@ -152,7 +152,7 @@ def train_step(
     above which nothing is updated, equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step.
 
     Nothing of ours here waits for the device, but for `parallel.ep`: once per layer and forward the host must know how many rows
-    it receives. The model may wait where its forward is not replayed (transformers asks whether positions restart).
+    it receives. The model's own code may wait: transformers' masks ask whether positions restart.
 
     validation: of the weights as they are before the update: in the step's bubbles, and what they do not hold right before the
     update.

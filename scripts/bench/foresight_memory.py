@@ -223,22 +223,15 @@ def count_states(run: Run) -> dict[str, int]:
 
 
 def count_activations(run: Run, batch: Sequence[Microbatch]) -> list[int]:
-    """What a step has allocated when each of its forwards ends, without full parameters and gradients that have come since; and
-    the masks and tables of positions that its forwards are given again (model/replay.py)."""
+    """Bytes that a step has allocated when each of its forwards ends, without full parameters and gradients that have come since."""
     found: list[int] = []
     allocations = Allocations()
-    constants = {
-        each.untyped_storage()._cdata: each.untyped_storage().nbytes()
-        for stage in run.stages.values()
-        if stage.replayed is not None
-        for each in stage.replayed.constants
-    }
     for stage in run.stages.values():
         forward = stage.forward
 
         def marked(*arguments: Any, forward: Any = forward) -> Any:
             outputs = forward(*arguments)
-            found.append(allocations.count(_storages_of_buffers(run)) + sum(constants.values()))
+            found.append(allocations.count(_storages_of_buffers(run)))
             return outputs
 
         stage.forward = marked  # type: ignore[method-assign]

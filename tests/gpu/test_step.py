@@ -63,7 +63,7 @@ def test_a_model_learns_in_bf16(device: torch.device) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_of_ours_waits_for_the_device(device: torch.device, layout: str) -> None:
-    """transformers does where a forward is not replayed (model/replay.py): masking_utils asks whether positions restart."""
+    """transformers does: masking_utils asks whether positions restart."""
     training = start(LAYOUTS[layout], device, num_batches=1)
     (microbatches,) = training.batches
     for step in range(2):  # what only first steps do

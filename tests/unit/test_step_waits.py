@@ -132,13 +132,6 @@ def test_a_step_never_waits_and_copies_through_one_door(name: str) -> None:
     assert len(ours(count.copies)) == 1 + 2 * len(microbatches)  # the step's sums; inputs and labels of each microbatch
 
 
-def test_a_replayed_step_does_not_wait_in_the_models_code_either() -> None:
-    run, microbatches = build_run(PLAIN)
-    first, second = (count_calls(lambda step=step: train_step(run, microbatches, step, 1e-3)) for step in range(2))
-    assert [each for each in first.waits if "transformers" in each]
-    assert not second.waits
-
-
 def test_counting_the_load_of_experts_and_moving_biases_does_not_wait() -> None:
     run, microbatches = build_run(replace(PLAIN, model=Model(router_bias_rate=0.01)), "deepseek_v3")
     train_step(run, microbatches, 0, 1e-3)
