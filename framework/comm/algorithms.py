@@ -11,7 +11,6 @@ that the axis's group carries.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.communicator import Communicator, Operation, Waits
-from framework.comm.pair_exchange import MESSAGE_BYTES, PairExchange
 
 # torch 2.13 renamed the collectives of a single tensor and warns at the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,14 +25,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 # Messages of one collective must not match those of another kind, or of `p2p`, that is under way between the same two
 # ranks.
-_GATHER_TAG, _SCATTER_TAG, _PAIR_TAG = 1, 2, 9
-# Of a PairExchange, whose receives are under way all the time: a larger message of the same tag would land there.
-_SMALL_GATHER_TAG, _SMALL_SCATTER_TAG, _SMALL_PAIR_TAG = 6, 7, 8
-
-# Up to so many bytes an all-reduce of two ranks on gloo is an exchange: 33 us of CPU time for 79 at 4 KiB, 358 for 407 at 1 MiB,
-# but 6.5 ms for 5.7 at 16 MiB (two cores of an Intel Xeon, chrt -r 5, 2026-11-22). Within a step each saves 0.1 ms: fewer of
-# gloo's threads take turns with Python's on a core.
-PAIR_BYTES = 2**20
+_GATHER_TAG, _SCATTER_TAG = 1, 2
 
 
 class Pending:
@@ -137,8 +128,6 @@ def gather_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """All-gather: send x to every peer and receive each peer's x where it belongs. x: any shape; out: n times its elements."""
     parts = out.view(axis.size, -1)
     copy(parts[axis.rank], x)
-    if axis.pair is not None and x.nbytes <= MESSAGE_BYTES:
-        return _exchange_pair(x, axis, axis.pair, _SMALL_GATHER_TAG, parts[1 - axis.rank].copy_)
     works = []
     for to, source in _peers(axis):
         works.append(axis.receive(parts[source], source, _GATHER_TAG))
@@ -160,9 +149,6 @@ def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     depend on which rank's part it is in. Needs n - 1 parts of memory besides, which the axis keeps for the next one.
     """
     parts = x.view(axis.size, -1)
-    if axis.pair is not None and out.nbytes <= MESSAGE_BYTES:
-        add_pair = partial(_combine_pair, axis, torch.add, out.view(-1), parts[axis.rank])
-        return _exchange_pair(parts[1 - axis.rank], axis, axis.pair, _SMALL_SCATTER_TAG, add_pair)
     buffer = axis.take_buffer((axis.size - 1) * out.numel(), x)
     received = list(buffer[: (axis.size - 1) * out.numel()].view(axis.size - 1, -1))
     works = _exchange_parts(received, parts, axis)
@@ -190,41 +176,6 @@ ALGORITHMS = {
         scatter_by_messages, "gloo's own costs as much as its all-reduce or more: 1.8 to 6.2 times the time of messages"
     ),
 }
-
-
-def reduce_pair(x: Tensor, axis: Communicator, combine: Callable[..., Tensor]) -> Pending:
-    """All-reduce of two ranks, in place: each sends the other its x, and both combine the two in the order of ranks.
-
-    x: any shape. combine: torch.add or the like, with `out`. Sends x, as an all-reduce of two ranks does.
-    """
-    mine = x.view(-1)
-    if axis.pair is not None and x.nbytes <= MESSAGE_BYTES:
-        return _exchange_pair(mine, axis, axis.pair, _SMALL_PAIR_TAG, partial(_combine_pair, axis, combine, mine, mine))
-    peer, other = 1 - axis.rank, torch.empty_like(mine)
-    works = [axis.receive(other, peer, _PAIR_TAG), axis.send(mine, peer, _PAIR_TAG)]
-
-    def finish() -> None:
-        _combine_pair(axis, combine, mine, mine, other)
-
-    return Pending(works, [x, other], finish)
-
-
-def _combine_pair(axis: Communicator, combine: Callable[..., Tensor], out: Tensor, mine: Tensor, other: Tensor) -> None:
-    """out = combine(rank 0's, rank 1's), all [n]: in the order of ranks, so that both get the same bits."""
-    combine(*((mine, other) if axis.rank == 0 else (other, mine)), out=out)
-
-
-def _exchange_pair(
-    x: Tensor, axis: Communicator, pair: PairExchange, tag: int, use: Callable[[Tensor], Any]
-) -> Pending:
-    """Exchange x with the other of two ranks, and `use` what it has sent, [n]. x: contiguous, at most MESSAGE_BYTES on both."""
-    works, memory = pair.start(x, tag)
-
-    def finish() -> None:
-        use(memory[: x.nbytes].view(x.dtype))
-        pair.give_back(memory)
-
-    return Pending(axis.messages(works), [x], finish)
 
 
 def scatter_rounded(out: Tensor, x: Tensor, axis: Communicator, reduce_dtype: torch.dtype) -> Pending:

@@ -21,7 +21,7 @@ they are. Traced, they would be guarded on what they count, and recompiled in ev
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Literal
 
@@ -32,11 +32,9 @@ from torch import Tensor
 from framework.comm.agreement import check_agreement
 from framework.comm.algorithms import (
     ALGORITHMS,
-    PAIR_BYTES,
     Pending,
     copy,
     on_host,
-    reduce_pair,
     scatter_rounded,
     sum_rounded,
 )
@@ -45,8 +43,6 @@ from framework.comm.communicator import Communicator
 Reduction = Literal["sum", "max", "min"]
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-_COMBINE: dict[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def all_reduce(x: Tensor, axis: Communicator, op: Reduction = "sum", label: str = "") -> None:
@@ -210,8 +206,6 @@ def barrier(axis: Communicator) -> None:
 
 
 def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:
-    if axis.size == 2 and x.device.type == "cpu" and x.nbytes <= PAIR_BYTES:
-        return reduce_pair(x, axis, _COMBINE[op])
     return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
 
 

@@ -1,7 +1,7 @@
 """Communicator: what carries messages along one axis of the mesh, and the Traffic that this rank has sent there."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.profiler import record_function
 
-from framework.comm.pair_exchange import PairExchange
 from framework.mesh.axis import Axis
 
 
@@ -92,8 +91,7 @@ class Communicator:
     group: a torch process group over the axis's ranks, in their order. scatter_group: a second one for reduce-scatters, where
     operations of one group queue behind each other (NCCL). check_s: debug mode, see `agreement`. staged: the groups carry
     tensors of the CPU only, and those of a GPU go through host memory. timeout: of a message's wait. waits: where waits over this
-    and other axes are noted, None: in one of its own. pair: small exchanges over a `group` of two, one for all who
-    communicate over it; None: each exchange starts its own receive.
+    and other axes are noted, None: in one of its own.
     """
 
     def __init__(
@@ -106,14 +104,12 @@ class Communicator:
         staged: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         waits: Waits | None = None,
-        pair: PairExchange | None = None,
     ):
         self.axis, self.check_s, self.staged, self.timeout = axis, check_s, staged, timeout
         # Attributes and not properties: a step of 8 layers on 2 ranks of `tp` asks some 1,200 times for a size or a rank.
         self.name, self.size, self.rank, self.ranks = axis.name, axis.size, axis.rank, axis.ranks
         self.traffic = Traffic()
         self.waits = waits or Waits()
-        self.pair = pair
         self.names_ranges = False  # while a profiler records
         self._group, self._scatter_group = group, scatter_group
         # Idle only: an operation under way holds its buffer itself, so two at once never receive into one memory.
@@ -153,10 +149,6 @@ class Communicator:
     def receive(self, x: Tensor, source: int, tag: int) -> Message:
         """Start receiving into x, contiguous and on the CPU, from the rank at index `source`."""
         return Message(self.group.recv([x], source, tag), self.timeout)
-
-    def messages(self, works: Iterable[Any]) -> list[Message]:
-        """Works of gloo's messages over `group`, to be waited for."""
-        return [Message(work, self.timeout) for work in works]
 
     @property
     def scatter_group(self) -> Any:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
 from framework.comm.communicator import Communicator, Waits
-from framework.comm.pair_exchange import PairExchange
 from framework.errors import ConnectionFailed, NodeError, RanksDiffer, TopologyError
 from framework.mesh.descriptors import allow_descriptors, count_group_sockets, count_sockets
 from framework.mesh.fingerprint import describe_difference, explain_differences
@@ -305,9 +304,6 @@ def join_axes(
         name: (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks)
         for name, axis in axes.items()
     }
-    pairs = {
-        group_of[name]: PairExchange(group_of[name], 1 - axis.rank) for name, axis in axes.items() if axis.size == 2
-    }
     return {
         name: Communicator(
             axis,
@@ -317,7 +313,6 @@ def join_axes(
             staged=backends.is_staged,
             timeout=timeout,
             waits=waits,
-            pair=pairs.get(group_of[name]),
         )
         for name, axis in axes.items()
     }

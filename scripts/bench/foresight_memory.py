@@ -223,7 +223,7 @@ def count_states(run: Run) -> dict[str, int]:
 
 
 def count_activations(run: Run, batch: Sequence[Microbatch]) -> list[int]:
-    """Bytes that a step has allocated when each of its forwards ends, without full parameters and gradients that have come since."""
+    """Bytes allocated when each forward of a step ends, without full parameters and gradients that have come since."""
     found: list[int] = []
     allocations = Allocations()
     for stage in run.stages.values():
