@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from framework.comm.transfer import pin, upload
-from framework.model.matmul import accumulate_matmul, matmul
+from framework.model.matmul import accumulate_matmul
 
 BATCH_S, LEAST_BATCHES, MOST_BATCHES, MOST_CALLS = 1e-3, 5, 15, 2000
 # Batches of calls that take long.
@@ -182,7 +182,7 @@ def _linear(rows: int, inner: int, columns: int, device: torch.device, dtype: to
     count = max(1, min(ROTATED, ROTATED_BYTES // size))
     weights = [torch.randn(columns, inner, device=device).to(dtype) for _ in range(count)]
     turn = iter_forever(weights)
-    return lambda: matmul(x, next(turn))
+    return lambda: functional.linear(x, next(turn))
 
 
 def iter_forever(items: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

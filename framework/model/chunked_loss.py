@@ -26,7 +26,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 from framework.model.logit_map import LogitMap
 from framework.model.loss import IGNORE, LocalSums, Loss, TokenLoss, chunk_size, logits_gradient
-from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear, find_apply
+from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear
 
 
 def make_loss(
@@ -92,7 +92,7 @@ class ChunkedLoss:
         assert labels is not None, "a head was called whose labels nobody expects"
         assert x.shape[:-1] == labels.shape, f"hidden states {tuple(x.shape)} for labels {tuple(labels.shape)}"
         call = head.input_call if isinstance(head, MatmulLinear) else None
-        return _APPLY(x, self.matmul.graph_input, head.bias, labels.flatten(), self, call)
+        return _LinearCrossEntropy.apply(x, self.matmul.graph_input, head.bias, labels.flatten(), self, call)
 
     def _keep(self, head: nn.Module, args: tuple[Tensor, ...], total: Tensor) -> Tensor:
         self._total = total
@@ -159,9 +159,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del dy
         dx = None if dx is None else dx.view(x.shape)
         return dx, None if dw is None else dw.end(), None if db is None else db.to(bias.dtype), None, None, None
-
-
-_APPLY = find_apply(_LinearCrossEntropy)
 
 
 def _logits_again(loss: ChunkedLoss, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchao.float8.float8_ops import addmm_float8_unwrapped
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
-from framework.model.matmul import Matmul, matmul
+from framework.model.matmul import Matmul
 
 Scaling = Literal["tensor", "row"]
 # Kernels sum over a multiple of so many products.
@@ -81,7 +81,7 @@ def multiply(
         _quantize(each, dtype, scaling) for each, dtype in zip((left, right), dtypes, strict=True)
     )
     if not has_kernel(left.device, scaling):
-        return matmul(_dequantize(a, a_scale), _dequantize(b, b_scale)).to(out_dtype)
+        return F.linear(_dequantize(a, a_scale), _dequantize(b, b_scale)).to(out_dtype)
     return addmm_float8_unwrapped(a, a_scale, b.t(), b_scale.t(), out_dtype, use_fast_accum=is_fast)
 
 

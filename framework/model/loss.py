@@ -25,7 +25,6 @@ from torch import Tensor
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
-from framework.model.matmul import find_apply
 
 IGNORE = -100
 aten = torch.ops.aten
@@ -57,7 +56,7 @@ def token_loss(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
     num_tokens: scalar, loss tokens of the whole batch over all microbatches and ranks. Communicates nothing.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = _SUM_WHOLE(logits.flatten(0, -2), labels.flatten())
+    total = _WholeCrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
     return total / num_tokens.clamp(min=1)
 
 
@@ -81,9 +80,6 @@ class _WholeCrossEntropy(torch.autograd.Function):
             dtype = log_probability.dtype
             aten._log_softmax_backward_data.out(onehot, log_probability, -1, dtype, out=log_probability)
         return whole, None
-
-
-_SUM_WHOLE = find_apply(_WholeCrossEntropy)
 
 
 class Loss(Protocol):
@@ -116,7 +112,7 @@ class TokenLoss:
             return token_loss(logits, labels, num_tokens)
         start, stop = part(self.vocabulary, self.axis.rank, self.axis.size)
         assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits for the vocabulary's [{start}, {stop})"
-        total = _SUM_SPLIT(logits.flatten(0, -2), labels.flatten(), start, self.axis)
+        total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis)
         return total / num_tokens.clamp(min=1)
 
 
@@ -139,9 +135,6 @@ class _CrossEntropy(torch.autograd.Function):
         # In place: a second tensor of [N, V/tp] would be the largest of the whole step.
         logits.copy_(logits_gradient(logits, labels, log_sum, weight, ctx.start))
         return logits, None, None, None
-
-
-_SUM_SPLIT = find_apply(_CrossEntropy)
 
 
 @dataclass(frozen=True)

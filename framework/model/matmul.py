@@ -1,4 +1,4 @@
-"""The matmuls of a linear layer: one object per layer, `Matmul`, above the fastest kernel that the device has.
+"""The matmuls of a linear layer: one object per layer, `Matmul`.
 
     Y = X W^T + b        dX = dY W        dW += dY^T X        db = sum dY
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,28 +18,6 @@ from torch import Tensor, nn
 
 from framework.comm.transfer import upload_values
 from framework.model.kept_outputs import KeptOutputs
-
-# Below this many multiplications a matmul is too small for another kernel to matter.
-SMALL_MATMUL = 2**20
-
-
-def _is_intel() -> bool:
-    """Whose processor this is; torch does not tell."""
-    described = Path("/proc/cpuinfo")
-    return described.exists() and "GenuineIntel" in described.read_text()
-
-
-# torch's own fp32 matmul is MKL's, which takes its fast path on Intel's processors only.
-MKL_IS_FAST = _is_intel()
-
-
-def find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without what it does for functorch, whose transforms none of our functions supports.
-
-    That is Python over all arguments, in each call: of a step of 8 layers of width 64 it was 4%, scripts/bench/overhead.py.
-    """
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc, return-value]
-
 
 # (view [M, N], left [K, M], right [K, N], is_first): view = left^T right if it is the first, else that is added.
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -74,9 +51,7 @@ class LayerWeight:
 
     def __init__(self, layer: nn.Module, name: str, is_transposed: bool) -> None:
         self.name, self.is_transposed = name, is_transposed
-        # The layer's own dict, in which its weight may be replaced. Through the module's __getattr__, which is Python, a small
-        # layer's forward and backward take 76 us instead of 66 (one core of this project's x86 machine, 2026-11-22).
-        self._parameters = layer._parameters
+        self._layer = layer
         self.grad_view: GradView | None = None
         self.tick: Tensor | None = None
         self.kept: KeptOutputs | None = None
@@ -109,8 +84,7 @@ class LayerWeight:
     @property
     def weight(self) -> Tensor:
         """The layer's parameter, as it holds it: [N, K], or [K, N]; of a stack [E, N, K], or [E, K, N]."""
-        weight = self._parameters[self.name]
-        assert weight is not None, f"a layer without its {self.name}"
+        weight: Tensor = getattr(self._layer, self.name)
         return weight
 
     @property
@@ -139,16 +113,13 @@ class Matmul(LayerWeight):
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Y = X W^T + b.  x: [..., K]; bias: [N]; returns [..., N] of x's dtype, in `out` if that is given."""
-        return matmul(x, self.matrix, bias) if out is None else matmul_into(out, x, self.matrix, bias)
+        return F.linear(x, self.matrix, bias) if out is None else matmul_into(out, x, self.matrix, bias)
 
     def input_gradient(self, dy: Tensor, out: Tensor | None = None) -> Tensor:
         """dX = dY W.  dy: [..., N]; returns [..., K], in `out` if that is given."""
         matrix = self.matrix
         if out is not None:
             return matmul_into(out, dy, matrix.t())
-        if not MKL_IS_FAST and _has_faster_kernel(dy, matrix.shape[1]):
-            return matmul(dy, matrix.t())
-        # Not F.linear, which turns the matrix around twice and folds dY's dims in steps: with width 64 that is a fifth of a call.
         rows = torch.mm(dy.reshape(-1, dy.shape[-1]), matrix)
         return rows.view(*dy.shape[:-1], matrix.shape[1])
 
@@ -238,7 +209,7 @@ class StackedMatmul(LayerWeight):
 
     def __call__(self, x: Tensor, groups: RowGroups) -> Tensor:
         """Y = X W_e^T for the rows of each group e.  x: [R, K] -> [R, N]. Differentiable."""
-        return _APPLY_STACKED(x, self.graph_input, self, groups)
+        return _Stacked.apply(x, self.graph_input, self, groups)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
         """`__call__`, not differentiable."""
@@ -284,9 +255,6 @@ class _Stacked(torch.autograd.Function):
         return dx, ctx.stacked.weight_gradient(x, dy, ctx.groups) if is_asked else None, None, None
 
 
-_APPLY_STACKED = find_apply(_Stacked)
-
-
 class InputCall(Protocol):
     """One passage of an input that a layer need not keep whole for backward, such as that of a tensor-parallel region."""
 
@@ -320,26 +288,13 @@ class MatmulLinear(nn.Linear):
         return None
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + b.  x: [..., K]; weight: [N, K], any strides; bias: [N]; y: [..., N]. Not differentiable.
-
-    torch sends fp32 matmuls on CPUs to MKL, which runs at half speed or less on processors that are not Intel's: 110
-    against 235 GFLOP/s on one core of an AMD EPYC with AVX-512, 2026-11-21, scripts/bench/matmul.py. oneDNN's kernel, the
-    one that torch.compile emits, computes the same IEEE sums. On a Xeon it is the slower one, by 30% for gradients of
-    weights; other dtypes and devices have one good kernel already.
-    """
-    if not MKL_IS_FAST and _has_faster_kernel(x, weight.shape[0]):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
 def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """out = x W^T + b.  out: [..., N], rows of a larger tensor; the rest as in `matmul`. Returns out.
+    """out = x W^T + b.  x: [..., K]; weight: [N, K], any strides; bias: [N]; out: [..., N], rows of a larger tensor. Returns out.
 
-    In place where torch's kernel computes it and rows follow one another.
+    In place where the rows of `out` follow one another.
     """
-    if not out.is_contiguous() or (not MKL_IS_FAST and _has_faster_kernel(x, weight.shape[0])):
-        return out.copy_(matmul(x, weight, bias))
+    if not out.is_contiguous():
+        return out.copy_(F.linear(x, weight, bias))
     rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if bias is None:
         torch.mm(rows, weight.t(), out=out_rows)
@@ -351,11 +306,11 @@ def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
     """view = left^T right if it is the first, else view += left^T right.  left: [K, M]; right: [K, N]; any strides.
 
-    In place where torch's kernel computes it, without a tensor between. Factors of 16 bits, whose products a kernel adds in fp32,
+    In place, without a tensor between, where the dtypes agree. Factors of 16 bits, whose products a kernel adds in fp32,
     reach an fp32 view unrounded where the device can: on NVIDIA's GPUs. Elsewhere each matmul is rounded to their dtype first.
     """
     rows = left.t()
-    if left.dtype == view.dtype and (MKL_IS_FAST or not _has_faster_kernel(left, right.shape[1])):
+    if left.dtype == view.dtype:
         if is_first:
             torch.mm(rows, right, out=view)
         else:
@@ -366,13 +321,13 @@ def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool)
         else:
             torch.addmm(view, rows, right, out_dtype=view.dtype, out=view)
     else:
-        gradient = matmul(rows, right.t())
+        gradient = torch.mm(rows, right)
         view.copy_(gradient) if is_first else view.add_(gradient)
 
 
 def stacked_matmul(x: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
     """y = x W_e^T for the rows of each group e.  x: [R, K]; weights: [E, N, K], any strides -> [R, N]. Not differentiable."""
-    if (_multiplies_groups(x) or _loops_in_torch(x)) and takes_grouped_matmul(x) and takes_grouped_matmul(weights):
+    if _multiplies_groups(x) and takes_grouped_matmul(x) and takes_grouped_matmul(weights):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=groups.offsets)
     out = x.new_empty(x.shape[0], weights.shape[1])
     for y, rows, weight in zip(groups.split(out), groups.split(x), weights.unbind(), strict=True):
@@ -411,25 +366,8 @@ def _multiplies_groups(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-def _loops_in_torch(x: Tensor) -> bool:
-    """Whether torch's grouped matmul is the same loop of the same matmuls as ours, without Python: some 5% faster. Not for
-    gradients of weights, which it cannot add in place (docs/benchmarks.md, "Experts")."""
-    return x.device.type == "cpu" and (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and MKL_IS_FAST))
-
-
 def takes_grouped_matmul(x: Tensor) -> bool:
     """Whether F.grouped_mm takes a factor, on any device: there are rows, and memory that starts at 16 bytes, as do all its rows
     or columns. Of contiguous ones K and N are then multiples of 8 in bf16."""
     lines = max(x.stride()[-2:])
     return x.numel() > 0 and x.data_ptr() % 16 == 0 and lines * x.element_size() % 16 == 0
-
-
-def _has_faster_kernel(x: Tensor, outputs: int) -> bool:
-    """Whether oneDNN's is the faster one, where MKL is slow. outputs: by how many vectors each row of x is multiplied."""
-    # What is small is told first: of 26 us for a layer of width 64 this question, asked three times, took 1.7.
-    return (
-        x.numel() * outputs >= SMALL_MATMUL
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
-    )

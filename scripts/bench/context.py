@@ -2,7 +2,6 @@
 
     python scripts/bench/context.py --rounds 9                        2k, 4k and 16k tokens, two ranks, every side
     python scripts/bench/context.py --cases 1x2048 --sides ddp ring    the first of the sides is what ratios are over
-    python scripts/bench/context.py --same-product                    our linear layers use torch's own matrix product, too
     python scripts/bench/context.py --json ratios.json                the ratios' medians, by case and side
     python scripts/bench/context.py --profile ring --cases 1x4096      what one rank's time goes into, by operator
     python scripts/bench/context.py --memory --ranks 4 --cases 1x32768 peak memory of attention alone, beside one rank's
@@ -353,7 +352,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, default=None, help="where to write the ratios' medians, by case and side")
-    parser.add_argument("--same-product", action="store_true")
     parser.add_argument("--profile", choices=SIDES, default=None)
     parser.add_argument("--memory", action="store_true", help="of one layer's attention alone, without a model")
     parser.add_argument("--kv-heads", type=int, default=MODEL["num_key_value_heads"])
@@ -365,10 +363,8 @@ def main() -> None:
         save_weights(weights, model)
         for case in options.cases:
             steps = WARMUP_ROUNDS + options.rounds
-            same = options.same_product
-            setting = Setting(case, options.ranks, 0, steps, None, weights, "", same_product=same, model=model)
-            product = ", torch's own matrix product everywhere" if options.same_product else ""
-            print(f"\n{case}, {options.layers} layers, {options.ranks} ranks{product}", flush=True)
+            setting = Setting(case, options.ranks, 0, steps, None, weights, "", model=model)
+            print(f"\n{case}, {options.layers} layers, {options.ranks} ranks", flush=True)
             if options.memory:
                 print_attention_memory(setting, [name for name in options.sides if name in OURS], options.ranks)
                 continue

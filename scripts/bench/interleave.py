@@ -35,7 +35,6 @@ from framework.comm.connect import Mesh, connect
 from framework.data.pack import Microbatch
 from framework.data.slices import cut_context
 from framework.mesh.topology import Topology
-from framework.model import matmul
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
 from framework.recipe import schema
@@ -82,9 +81,8 @@ class Case:
 class Setting:
     """What a rank needs to know to build any side.
 
-    precision: fp32, or bf16 with fp32 master weights and fp32 gradient sums. same_product: our layers use torch's own
-    matrix product instead of the faster one (framework/model/matmul.py), so that only the rest is compared. tp: neighbours
-    that take the same tokens. pp: ranks of a pipeline, which take the same tokens too. model: of the family's config.
+    precision: fp32, or bf16 with fp32 master weights and fp32 gradient sums. tp: neighbours that take the same tokens. pp: ranks
+    of a pipeline, which take the same tokens too. model: of the family's config.
     """
 
     case: Case
@@ -95,7 +93,6 @@ class Setting:
     weights: str
     scratch: str
     precision: str = "fp32"
-    same_product: bool = False
     tp: int = 1
     pp: int = 1
     model: dict[str, Any] = field(default_factory=MODEL.copy)
@@ -311,8 +308,6 @@ def join(setting: Setting, rendezvous: str) -> Mesh:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if setting.same_product:
-        matmul.SMALL_MATMUL = 2**62
     if setting.world > 1:  # how libraries find the process group that `connect` makes
         rank, world = str(setting.rank), str(setting.world)
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}

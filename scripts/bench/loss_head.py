@@ -19,13 +19,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.mesh.topology import Topology
 from framework.model.chunked_loss import ChunkedLoss
 from framework.model.logit_map import LogitMap
 from framework.model.loss import LocalSums, TokenLoss, chunk_size, logits_gradient
-from framework.model.matmul import Matmul, accumulate_matmul, matmul
+from framework.model.matmul import Matmul, accumulate_matmul
 from framework.parallel.zero.linear import _DirectLinear
 from framework.plan.plan import unconnected
 
@@ -59,11 +60,11 @@ class GradientsInForward(torch.autograd.Function):
         for first in range(0, len(rows), chunk):
             part = slice(first, first + chunk)
             sums = LocalSums.make(labels[part], 0, len(weight), rows)
-            logits = matmul(rows[part], weight)
+            logits = F.linear(rows[part], weight)
             sums.read(logits.to(sums.maxima.dtype, copy=True), slice(None))
             log_sum, total = sums.combine(unconnected(Topology(), 0)["tp"])
             dz = logits_gradient(logits, labels[part], log_sum, torch.ones_like(log_sum), 0).to(x.dtype)
-            dx[part] = matmul(dz, weight.t())
+            dx[part] = dz @ weight
             accumulate_matmul(dw, dz, rows[part], is_first=False)
             losses.append(total)
         ctx.save_for_backward(dx.view_as(x), dw)

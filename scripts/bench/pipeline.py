@@ -1,7 +1,6 @@
 """Our pipeline beside torch.distributed.pipelining, schedule by schedule: interleave.py has the method.
 
     python scripts/bench/pipeline.py                                     every schedule, 8 microbatches of 1 x 128 and 1 x 256
-    python scripts/bench/pipeline.py --cases 8x1x128 --schedules 1f1b zbv --same-product --rounds 31
     python scripts/bench/pipeline.py --cut layers                        equally many layers in each stage, whatever they cost
     python scripts/bench/pipeline.py --memory                            peak resident memory, each side in ranks of its own
 
@@ -205,13 +204,11 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--cut", choices=["cost", "layers"], default="cost")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--same-product", action="store_true")
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     sides = [f"{system}-{name}" for name in options.schedules for system in ("ours", "torch")]
-    product = ", torch's own matrix product everywhere" if options.same_product else ""
     build = partial(build_side, cut=options.cut)
-    print(f"torch {torch.__version__}, {options.rounds} rounds, cut by {options.cut}{product}")
+    print(f"torch {torch.__version__}, {options.rounds} rounds, cut by {options.cut}")
     with tempfile.TemporaryDirectory() as weights:
         save_weights(weights)
         for case in options.cases:
@@ -223,7 +220,6 @@ def main() -> None:
                 None,
                 weights,
                 "",
-                same_product=options.same_product,
                 pp=options.ranks,
             )
             print(f"\n{case}", flush=True)

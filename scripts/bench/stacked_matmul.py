@@ -5,8 +5,8 @@
 
 First the three matmuls of `model/matmul.py`'s StackedMatmul: forward Y = X W_e^T, input gradient dX = dY W_e, and weight gradient
 dW_e = dY^T X added to a main gradient in fp32. Rows are in groups of random sizes, as a router's choices make them.
-  loop      a matmul for each group, in place: what `model/matmul.py` takes for gradients of weights
-  grouped   F.grouped_mm on all groups: what it takes for the other two where memory is aligned, in fp32 where MKL is fast
+  loop      a matmul for each group, in place: what `model/matmul.py` takes on CPUs
+  grouped   F.grouped_mm on all groups: what it takes on GPUs where memory is aligned
   padded    torch.bmm on groups padded to the largest, the copies there and back counted
 
 Then a whole module of experts, forward and backward, from tokens and a router's choices to their sum: Hugging Face's Qwen3-MoE

@@ -1,7 +1,6 @@
 """Our tensor parallelism beside torch's parallelize_module, step by step: interleave.py has the method.
 
     python scripts/bench/tensor.py                        both cases on two ranks
-    python scripts/bench/tensor.py --same-product         our linear layers use torch's own matrix product, too
     python scripts/bench/tensor.py --precisions bf16      parameters stay fp32 on torch's side: autocast
     python scripts/bench/tensor.py --memory               peak resident memory, each side in ranks of its own
     python scripts/bench/tensor.py --profile ours         what one rank's time goes into
@@ -150,19 +149,17 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=[*SIDES, "ddp"], default=SIDES)
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16"], default=["fp32"])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--same-product", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--profile", choices=[*SIDES, "ddp"], default=None)
     options = parser.parse_args()
-    product = ", torch's own matrix product everywhere" if options.same_product else ""
-    print(f"torch {torch.__version__}, {options.rounds} rounds{product}")
+    print(f"torch {torch.__version__}, {options.rounds} rounds")
     with tempfile.TemporaryDirectory() as weights:
         save_weights(weights)
         for precision in options.precisions:
             for case in options.cases:
                 setting = Setting(
                     case=case, world=options.ranks, rank=0, steps=WARMUP_ROUNDS + options.rounds, clip_norm=None,
-                    weights=weights, scratch="", precision=precision, same_product=options.same_product, tp=options.ranks,
+                    weights=weights, scratch="", precision=precision, tp=options.ranks,
                 )  # fmt: skip
                 print(f"\n{precision}, {case}", flush=True)
                 if options.memory:

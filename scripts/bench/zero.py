@@ -1,7 +1,6 @@
 """Our ZeRO stages beside torch's DDP, ZeroRedundancyOptimizer and FSDP2, step by step: interleave.py has the method.
 
     python scripts/bench/zero.py                                     all cases in fp32 and bf16 on two ranks
-    python scripts/bench/zero.py --cases 1x128 --precisions fp32 --same-product --rounds 31
     python scripts/bench/zero.py --memory                            peak resident memory, each side in ranks of its own
     python scripts/bench/zero.py --trace zero3.json --sides ours3    one step, for chrome://tracing or Perfetto, and its overlap
 
@@ -14,7 +13,6 @@ reduced once where the system can. bf16: fp32 master weights and fp32 gradient s
   fsdp2            fully_shard on each layer and on the model, reshard_after_forward (stage 3)
   fsdp2keep        the same without resharding after forward (stage 2)
   deepspeed1 .. 3  DeepSpeed's stages with its defaults; only where asked for, since it has to be installed first
-`--same-product`: our linear layers use torch's own matrix product, so that the layout alone is compared.
 """
 
 import argparse
@@ -241,21 +239,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clip-norm", type=parse_clip_norm, default=None)
     parser.add_argument("--against", choices=SIDES, default=None, help="the side that ratios are over; else the first")
-    parser.add_argument("--same-product", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--trace", type=Path, default=None)
     options = parser.parse_args()
     against = options.against or options.sides[0]
-    product = ", torch's own matrix product everywhere" if options.same_product else ""
-    print(f"torch {torch.__version__}, {options.rounds} rounds, clip_norm {options.clip_norm}{product}")
+    print(f"torch {torch.__version__}, {options.rounds} rounds, clip_norm {options.clip_norm}")
     with tempfile.TemporaryDirectory() as weights:
         save_weights(weights)
         for precision in options.precisions:
             for case in options.cases:
                 steps = WARMUP_ROUNDS + options.rounds
-                setting = Setting(
-                    case, options.ranks, 0, steps, options.clip_norm, weights, "", precision, options.same_product
-                )
+                setting = Setting(case, options.ranks, 0, steps, options.clip_norm, weights, "", precision)
                 print(f"\n{precision}, {case}", flush=True)
                 if options.memory:
                     print_memory(setting, build_side, options.sides)

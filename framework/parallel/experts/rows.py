@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.model.matmul import find_apply
-
 
 class _Spread(torch.autograd.Function):
     @staticmethod
@@ -89,22 +87,19 @@ def _slots(y: Tensor, order: Tensor, num_tokens: int, top_k: int) -> Iterator[Te
         yield y.index_select(0, places)
 
 
-_APPLY_SPREAD, _APPLY_COMBINE, _APPLY_PERMUTE = find_apply(_Spread), find_apply(_Combine), find_apply(_Permute)
-
-
 def spread(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     """The token of each sorted pair.  x: [T, H] -> [P, H]."""
-    return _APPLY_SPREAD(x, order, top_k)
+    return _Spread.apply(x, order, top_k)
 
 
 def combine(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """The weighted sum of each token's experts.  y: [P, H], what the experts made of the pairs; weights: [T, k] -> [T, H]."""
-    return _APPLY_COMBINE(y, weights, order)
+    return _Combine.apply(y, weights, order)
 
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """x in another order of rows, [R, H]; inverse: the permutation that undoes `order`, both [R] int64."""
-    return _APPLY_PERMUTE(x, order, inverse)
+    return _Permute.apply(x, order, inverse)
 
 
 def invert(order: Tensor) -> Tensor:

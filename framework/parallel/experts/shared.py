@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from framework.model.matmul import find_apply
-
 # Names of what a mixture computes for every token beside its routed experts.
 NAMES = ("shared_experts", "shared_expert", "shared_mlp")
 
@@ -93,7 +91,7 @@ class LateSharedExperts(SharedExperts):
             return
         x, version, promise = asked
         assert x._version == version, f"the input of {self.name} has changed since the model asked"
-        _APPLY_KEEP(promise, self.module(x))
+        _Keep.apply(promise, self.module(x))
 
     @torch.compiler.disable
     def __call__(self, x: Tensor) -> Tensor:
@@ -115,9 +113,6 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
         return None, dy
-
-
-_APPLY_KEEP = find_apply(_Keep)
 
 
 def stand_in(mixture: nn.Module, experts: str, width: int) -> SharedExperts | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from framework.comm import collectives, duals
 from framework.comm.communicator import Communicator
-from framework.model.matmul import MatmulLinear, find_apply
+from framework.model.matmul import MatmulLinear
 from framework.parallel.tensor.async_tp import AsyncGatherTensor
 from framework.parallel.tensor.regions import Region, RegionCall
 
@@ -48,7 +48,7 @@ class ColumnLinear(MatmulLinear):
     # Not traced, here and in RowLinear: a write into a main gradient or a region's call is an effect that no graph shows.
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        return _APPLY_COLUMN(x, self.matmul.graph_input, self.bias, self, self.region.call)
+        return _Column.apply(x, self.matmul.graph_input, self.bias, self, self.region.call)
 
     def sum_copied(self, dy: Tensor) -> Tensor:
         """dY: [..., N_r] of which the copied features are summed over `kv`: all who computed them."""
@@ -76,7 +76,7 @@ class RowLinear(MatmulLinear):
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        y = _APPLY_ROW(x, self.matmul.graph_input, self)
+        y = _Row.apply(x, self.matmul.graph_input, self)
         if self.bias is None:
             return y
         # Added to each rank's part it would be counted once per rank by the sum at the region's end.
@@ -148,9 +148,6 @@ class _Row(torch.autograd.Function):
         if matmul.grad_view is None and not ctx.needs_input_grad[1]:
             return dx, None, None
         return dx, matmul.weight_gradient(x, dy), None
-
-
-_APPLY_COLUMN, _APPLY_ROW = find_apply(_Column), find_apply(_Row)
 
 
 class SplitRMSNorm(nn.Module):

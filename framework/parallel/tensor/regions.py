@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import Pending
-from framework.model.matmul import find_apply
 from framework.parallel.tensor.borders import Border
 from framework.parallel.tensor.rng import RngStreams
 
@@ -118,7 +117,7 @@ class Region:
         call = RegionCall(self.border, x.detach() if self.regathers and torch.is_grad_enabled() else None)
         # The tick keeps this function in autograd's graph also where nothing asks for the input's gradient.
         tick = None if x.requires_grad else x.new_zeros((), requires_grad=torch.is_grad_enabled())
-        whole = _APPLY_ENTER(x, tick, call)
+        whole = _Enter.apply(x, tick, call)
         call.hand_out(whole)
         self.call = call
         # Last: what the border does above takes no random numbers, and the state to go back to is the one in front of the region.
@@ -163,6 +162,3 @@ class _Enter(torch.autograd.Function):
         call.end_backward()
         pending.wait()
         return out, None, None
-
-
-_APPLY_ENTER = find_apply(_Enter)

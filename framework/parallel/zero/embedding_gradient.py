@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.model.matmul import find_apply
 from framework.parallel.zero.buffers import GradView
 
 
@@ -34,9 +33,6 @@ class _DirectLookup(torch.autograd.Function):
             dy = dy.masked_fill((ids == ctx.padding).unsqueeze(-1), 0)
         ctx.grad_view.add_rows(ids.flatten(), dy.flatten(0, -2))
         return None, None, None, None
-
-
-_LOOK_UP = find_apply(_DirectLookup)
 
 
 def write_embedding_gradients(
@@ -64,6 +60,6 @@ def _direct_forward(embedding: nn.Embedding, grad_view: GradView):
     tick = torch.zeros((), device=grad_view.parameter.device, requires_grad=True)
 
     def forward(ids: Tensor) -> Tensor:
-        return _LOOK_UP(ids, tick, grad_view, embedding.padding_idx)
+        return _DirectLookup.apply(ids, tick, grad_view, embedding.padding_idx)
 
     return forward

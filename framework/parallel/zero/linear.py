@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from framework.model.matmul import Matmul, MatmulLinear, find_apply
+from framework.model.matmul import Matmul, MatmulLinear
 from framework.parallel.zero.buffers import GradView
 
 
@@ -24,12 +24,8 @@ class _DirectLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tick: Tensor, bias: Tensor | None, matmul: Matmul) -> Tensor:
         ctx.matmul = matmul
-        if matmul.kept is not None:
-            matmul.save(ctx, x)
-            return matmul.compute(matmul.forward, x, bias)
-        # The same, without two calls of Python: a layer of width 64 takes 25 us forward.
-        ctx.save_for_backward(x)
-        return matmul.forward(x, bias)
+        matmul.save(ctx, x)
+        return matmul.compute(matmul.forward, x, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
@@ -80,11 +76,8 @@ def write_gradients_directly(
     return matmuls
 
 
-def _direct_forward(module: nn.Module, matmul: Matmul):
-    # The dict: a bias that is None would be asked of the module's __getattr__, which is Python.
-    apply, parameters = find_apply(_DirectLinear), module._parameters
-
+def _direct_forward(module: nn.Module, matmul: Matmul) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        return apply(x, matmul.tick, parameters["bias"], matmul)
+        return _DirectLinear.apply(x, matmul.tick, module.bias, matmul)
 
     return forward
