@@ -22,14 +22,12 @@ class UpdateKind(Enum):
 @dataclass(frozen=True, eq=False)
 class FlatShard:
     """What this rank updates of one or several parameters. value, gradient: [n] in the master dtype; value is updated in place.
-    layouts: which elements of which parameters these are, one after another; parameters: their names. cast: what an optimizer
-    that casts fills with the updated values, [n] of the host, in the compute dtype; None where nobody wants it."""
+    layouts: which elements of which parameters these are, one after another; parameters: their names."""
 
     layouts: tuple[Layout, ...]
     value: Tensor
     gradient: Tensor
     parameters: tuple[str, ...] = ()
-    cast: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Method:
     states: its states per element, which a checkpoint keeps: by name, the share of it that an update retains. make: torch's
     optimizer over parameter groups of one tensor each; as torch's fused ones it divides gradients by `grad_scale` and does
     nothing where `found_inf` is 1. counts_updates: whether it keeps a state `step` on the device. nonnegative: states that are
-    never below zero. casts: whether it fills `casts` of a parameter group, tensors or None in the order of `params`.
+    never below zero.
     """
 
     kind: UpdateKind
@@ -58,4 +56,3 @@ class Method:
     make: Callable[[Optim, list[dict[str, Any]]], torch.optim.Optimizer]
     counts_updates: bool = False
     nonnegative: tuple[str, ...] = ()
-    casts: bool = False

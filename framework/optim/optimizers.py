@@ -68,7 +68,6 @@ class FlatOptimizer:
         ]
         self.states = make_states(moments, kinds, self.shards, device, seed)
         self._masters = Masters(self.states.chunks, device, seed)
-        self.fills_casts = self._method.casts and all(shard.cast is not None for shard in self.shards)
         self._kernels = [self._make_kernel(optim, number, device) for number in range(len(self.states.chunks))]
 
     def _make_kernel(self, optim: Optim, number: int, device: torch.device) -> torch.optim.Optimizer:
@@ -76,23 +75,15 @@ class FlatOptimizer:
         chunk = self.states.chunks[number]
         # One call for all shards of a group: each call of a fused kernel costs the host as much as four layers' norms.
         by_group: dict[ShardGroup, list[Tensor]] = {}
-        casts: dict[Tensor, Tensor | None] = {}
         states: dict[Tensor, dict[str, Tensor]] = {}
-        count = torch.zeros((), dtype=torch.float32, device=device)  # of all: none is ever updated without the others
         for run, value in zip(chunk.runs, self._masters.views(number), strict=True):
             value.grad = run.shard.gradient[run.start : run.stop]
             by_group.setdefault(self._group_of[run.shard], []).append(value)
-            casts[value] = None if run.shard.cast is None else run.shard.cast[run.start : run.stop]
             states[value] = self.states.views(chunk, run)
             if self._method.counts_updates:
-                states[value]["step"] = count
+                states[value]["step"] = torch.zeros((), dtype=torch.float32, device=device)
         settings = [
-            {
-                "params": values,
-                "weight_decay": group.weight_decay,
-                "lr_ratio": group.lr_ratio,
-                "casts": [casts[value] for value in values],
-            }
+            {"params": values, "weight_decay": group.weight_decay, "lr_ratio": group.lr_ratio}
             for group, values in by_group.items()
         ]
         kernel = self._method.make(optim, settings)

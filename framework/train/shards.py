@@ -59,5 +59,4 @@ def _shard(buffer: UnitBuffer, span: GroupSpan) -> FlatShard:
     where = slice(span.start - buffer.plan.start, span.stop - buffer.plan.start)
     held = {slot.name: buffer.plan.held[slot.name] for slot in buffer.slots if slot.group == span.group}
     layouts = {name: each.layout for name, each in held.items() if each.start < each.stop}
-    cast = None if buffer.cast is None else buffer.cast[where]
-    return FlatShard(tuple(layouts.values()), buffer.master[where], buffer.delivered[where], tuple(layouts), cast)
+    return FlatShard(tuple(layouts.values()), buffer.master[where], buffer.delivered[where], tuple(layouts))

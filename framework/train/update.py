@@ -44,10 +44,7 @@ class UpdatedTogether:
         with self.optimizer.preserving(here):
             self.optimizer.step(lr, fetch(divisor, self.device), fetch(skip, self.device), step)
         for buffer in self.buffers:
-            if self.optimizer.fills_casts and not here:
-                buffer.send_cast()
-            else:
-                buffer.copy_master_to_params()
+            buffer.copy_master_to_params()
 
     @property
     def shards(self) -> tuple[FlatShard, ...]:

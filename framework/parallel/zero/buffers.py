@@ -9,7 +9,7 @@
     reduced   what it owns of that            [numel_owned], the same; the sum over all ranks
     delivered where the master lives          [numel_owned], the same; what the optimizer reads; `reduced` itself, or its
                                               copy on the host
-    cast      of a master on the host         [numel_owned], compute dtype, there; on its way to the device, or the parameters
+  cast      a master of the host        [numel_owned], compute dtype, pinned there, on its way to a GPU
 
 A rank owns its part; where the ranks that hold the same part divide its update, each owns an equal interval of it.
 Parameters of one optimizer group lie side by side, so the optimizer is one fused call on a few flat tensors. Parts are equal
@@ -216,9 +216,9 @@ class UnitBuffer:
         self.delivered = zeros_on_host(len(self.reduced), self.reduced.dtype, device) if away else self.reduced
 
     def _allocate_cast(self, device: torch.device) -> None:
-        plan, owned = self.plan, self.owned(self.shard)
-        if self.is_updated_on_host and plan.dtypes.compute != plan.dtypes.master:
-            self.cast = zeros_on_host(plan.numel_owned, plan.dtypes.compute, device) if owned.is_cuda else owned
+        plan = self.plan
+        if self.is_updated_on_host and plan.dtypes.compute != plan.dtypes.master and self.shard.is_cuda:
+            self.cast = zeros_on_host(plan.numel_owned, plan.dtypes.compute, device)
 
     def _allocate_gradient(self, device: torch.device) -> None:
         plan, dtype = self.plan, self.plan.dtypes.gradient
@@ -276,14 +276,12 @@ class UnitBuffer:
     def copy_master_to_params(self) -> None:
         """Cast the updated master to the compute dtype, where the parameters live, once a step; nothing to do where they are the
         same memory."""
-        if self.is_trained and self.plan.has_master:
-            self.copy_to_params(0, self.stored.pieces() if self.stored is not None else (self.master,))
-
-    def send_cast(self) -> None:
-        """Start to bring what the optimizer has filled `cast` with to the parameters; nothing to do where it is their memory."""
-        assert self.cast is not None, self.unit
-        if self.shard.is_cuda:
+        if self.cast is not None:
+            # In pinned memory, from which the copy runs beside the update of the next unit.
+            self.cast.copy_(self.master)
             self.transfers.upload(self.owned(self.shard), self.cast)
+        elif self.is_trained and self.plan.has_master:
+            self.copy_to_params(0, self.stored.pieces() if self.stored is not None else (self.master,))
 
     def copy_to_params(self, first: int, pieces: Iterable[Tensor]) -> None:
         """Cast pieces of the updated master, from its element `first` on, to the compute dtype, where the parameters live. Each
