@@ -22,7 +22,6 @@ from typing import Any
 import xxhash
 
 from framework.checkpoint.blocks import BlockCache, BlockFile, DamagedCheckpoint
-from framework.checkpoint.format1 import Format1Index, entry_records
 from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, EntryRecord, FileRecord, Index
 from framework.checkpoint.place import Place, sizes_in
 from framework.checkpoint.storage import read
@@ -39,7 +38,7 @@ ALIGNMENT = 64
 @dataclass(frozen=True)
 class Manifest:
     """All that is known without opening another file. `state` is the caller's; `world` is how many ranks saved; block_bytes: of
-    the ranks' files; index: `index.bin`; format1: the body of a manifest of that format, which is all its index."""
+    the ranks' files; index: `index.bin`."""
 
     step: int
     world: int
@@ -47,7 +46,6 @@ class Manifest:
     entries: dict[str, EntryRecord]
     index: FileRecord
     block_bytes: int = BLOCK_BYTES
-    format1: dict[str, Any] | None = None
 
 
 def encode_manifest(manifest: Manifest) -> str:
@@ -91,10 +89,8 @@ def read_manifest(path: Place) -> Manifest:
     raise DamagedCheckpoint(f"{path / MANIFEST} was cut or changed after it was written: its hash does not fit")
 
 
-def open_index(path: Place, manifest: Manifest, cache: BlockCache) -> Index | Format1Index:
+def open_index(path: Place, manifest: Manifest, cache: BlockCache) -> Index:
     """The index of the checkpoint `path`: in which file each element is, and at which offset."""
-    if manifest.format1 is not None:
-        return Format1Index(path, manifest.format1, cache)
     return Index(path, manifest.entries, manifest.index, manifest.world, manifest.block_bytes, cache)
 
 
@@ -141,13 +137,8 @@ def _encode_entry(record: EntryRecord) -> dict[str, Any]:
 
 
 def _decode(path: Place, body: dict[str, Any]) -> Manifest:
-    if body["format"] == 1:
-        entries = entry_records(body["entries"])
-        return Manifest(
-            body["step"], body["world"], body["state"], entries, FileRecord(0, BLOCK_BYTES, 0), format1=body
-        )
     if body["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {body['format']}, this version reads formats 1 to {FORMAT}")
+        raise CheckpointError(f"{path} has format {body['format']}, this version reads format {FORMAT}")
     index = FileRecord(body["index"]["bytes"], body["index"]["block_bytes"], int(body["index"]["xxh3"], 16))
     entries = {name: _decode_entry(value) for name, value in body["entries"].items()}
     return Manifest(body["step"], body["world"], body["state"], entries, index, body["block_bytes"])

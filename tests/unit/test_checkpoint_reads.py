@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import json
 import os
 import pickle
 import resource
@@ -29,8 +28,6 @@ from tests.unit.test_checkpoint import (
     ALONE,
     assert_loaded,
     blank_entries,
-    content,
-    make_entries,
     owned,
     save,
     save_world,
@@ -436,58 +433,3 @@ def test_inspect_finds_a_changed_byte_of_every_file_once(tmp_path, capsys, name)
     file.write_bytes(b"!" + file.read_bytes()[1:])
     assert inspect_command(file.parent) == 86
     assert capsys.readouterr().out.count("DAMAGED") == 1
-
-
-# --- format 1
-
-
-def save_format1(path, step):
-    """A checkpoint as the first version wrote it: three entries in two files, blocks of 16 bytes, all known to the manifest."""
-    path.mkdir(parents=True)
-    data = {"rank-00000.bin": b"", "rank-00001.bin": b""}
-    entries = {}
-    for entry in make_entries(step):
-        pieces, stored = [], entry.data.view(torch.uint8).numpy().tobytes()
-        for number, box in enumerate(entry.layout.boxes()):
-            file = f"rank-0000{number % 2}.bin"
-            pieces.append(
-                {
-                    "box": {"offsets": box.offsets, "sizes": box.sizes},
-                    "file": file,
-                    "offset": len(data[file]),
-                }
-            )
-            data[file] += stored
-        dtype = str(entry.data.dtype).removeprefix("torch.")
-        entries[entry.name] = {"shape": entry.layout.shape, "dtype": dtype, "pieces": pieces}
-    files = {}
-    for name, each in data.items():
-        (path / name).write_bytes(each)
-        hashes = [xxhash.xxh3_64_hexdigest(each[start : start + 16]) for start in range(0, len(each), 16)]
-        files[name] = {"size": len(each), "block_bytes": 16, "hashes": hashes}
-    body = json.dumps(
-        {"format": 1, "step": step, "world": 2, "state": {"step": step}, "entries": entries, "files": files}
-    )
-    digest = xxhash.xxh3_64_hexdigest(body.encode())
-    (path / "manifest.json").write_text(f'{{"xxh3": "{digest}", "manifest": {body}}}')
-    return path
-
-
-def test_checkpoint_of_the_first_format_loads_and_is_verified(tmp_path, capsys):
-    path = save_format1(tmp_path / "step-00000003", 3)
-    entries = blank_entries()
-    assert load_newest(tmp_path, entries, ALONE) == {"step": 3}
-    assert_loaded(entries, 3)
-    half = Entry("weight/w", Layout((5, 3), interval=(4, 11)), torch.zeros(7))
-    load_checkpoint(path, [half], ALONE)
-    assert torch.equal(half.data, content((15,), torch.float32, 3)[4:11])
-    assert inspect_command(path) == 0
-    file = path / "rank-00000.bin"
-    file.write_bytes(file.read_bytes()[:-1] + b"!")
-    assert inspect_command(path) == 86
-    assert "DAMAGED" in capsys.readouterr().out
-    with pytest.raises(DamagedCheckpoint, match="changed after it was saved"):
-        load_checkpoint(path, blank_entries(), ALONE)
-    file.unlink()
-    with pytest.raises(DamagedCheckpoint, match="is missing"):
-        load_checkpoint(path, blank_entries(), ALONE)

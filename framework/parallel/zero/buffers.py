@@ -9,7 +9,7 @@
     reduced   what it owns of that            [numel_owned], the same; the sum over all ranks
     delivered where the master lives          [numel_owned], the same; what the optimizer reads; `reduced` itself, or its
                                               copy on the host
-  cast      a master of the host        [numel_owned], compute dtype, pinned there, on its way to a GPU
+    cast      a master of the host            [numel_owned], compute dtype, pinned there, on its way to a GPU
 
 A rank owns its part; where the ranks that hold the same part divide its update, each owns an equal interval of it.
 Parameters of one optimizer group lie side by side, so the optimizer is one fused call on a few flat tensors. Parts are equal
