@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framework.model.visible_rows import Kind, Piece, cut_pieces, halve_causal
+from framework.model.visible_rows import Kind, Piece, cut_pieces
 
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,9 +27,6 @@ flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backwar
 
 # Without it these kernels would read and write behind k and v, so nothing but a version that was read or run may have it.
 SHARES_HEADS = torch.__version__ >= "2.13"
-# Rows of the causal squares that torch's CPU kernel gets. On one core of this project's machine, 8 heads of 64 in fp32, forward
-# and backward: a square of 512 rows in 18.5 ms, in squares of 128 and what is between them in 14.0; 64 and 256 are slower.
-HALVED_TO = 128
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,8 @@ class Kernel(Protocol):
     def tile(self) -> int:
         """Rows of a tile, unless the caller knows better."""
 
-    def cut(self, pieces: list[Piece], tile: int, dtype: torch.dtype, is_backward: bool) -> list[Piece]:
-        """The pieces as this kernel computes them fastest, or at all."""
+    def cut(self, pieces: list[Piece], tile: int) -> list[Piece]:
+        """The pieces as this kernel computes them."""
 
     def forward(self, heads: Heads, kind: Kind, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         """(out, log-sum-exp)"""
@@ -80,7 +77,7 @@ class TileKernel:
     softcap: float | None = None
     tile: int = 128
 
-    def cut(self, pieces: list[Piece], tile: int, dtype: torch.dtype, is_backward: bool) -> list[Piece]:
+    def cut(self, pieces: list[Piece], tile: int) -> list[Piece]:
         return list(cut_pieces(pieces, tile))
 
     def forward(self, heads: Heads, kind: Kind, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -162,14 +159,8 @@ class CpuFlash:
     widest: int | None = None
     dtypes: ClassVar = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    def cut(self, pieces: list[Piece], tile: int, dtype: torch.dtype, is_backward: bool) -> list[Piece]:
-        """It computes 512 keys at a time, seen or not, which for a square of 512 rows is twice what is seen.
-
-        Halves cost a merge in forward, and pay there for short squares only; in 16 bits, which it repacks in each call, never.
-        """
-        if dtype.itemsize == 2:
-            return pieces
-        return list(halve_causal(pieces, HALVED_TO, None if is_backward else 512))
+    def cut(self, pieces: list[Piece], tile: int) -> list[Piece]:
+        return pieces
 
     def forward(self, heads: Heads, kind: Kind, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = _pad_heads(self._repeat(heads), 1)
@@ -204,7 +195,7 @@ class CudaFlash:
     widest: int | None = 256
     dtypes: ClassVar = (torch.bfloat16, torch.float16)
 
-    def cut(self, pieces: list[Piece], tile: int, dtype: torch.dtype, is_backward: bool) -> list[Piece]:
+    def cut(self, pieces: list[Piece], tile: int) -> list[Piece]:
         return pieces
 
     def forward(self, heads: Heads, kind: Kind, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

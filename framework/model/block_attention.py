@@ -57,7 +57,7 @@ class BlockAttention:
         """
         block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
         kernel = self._kernel(q, scores, max(q.shape[-1], v.shape[-1]))
-        pieces = self._cut(block, kernel, is_backward=False)
+        pieces = self._cut(block, kernel)
         if not pieces:
             return None
         if _is_whole(pieces, q_rows):
@@ -87,7 +87,7 @@ class BlockAttention:
         """
         block = _Block(Heads(q, k, v), q_rows, k_rows, scores, first_rows)
         kernel = self._kernel(q, scores, max(q.shape[-1], v.shape[-1]))
-        pieces = self._cut(block, kernel, is_backward=True)
+        pieces = self._cut(block, kernel)
         if not pieces:
             return None
         result = Result(out, log_sum, gradient)
@@ -98,10 +98,10 @@ class BlockAttention:
             parts.add(piece, *_backward_piece(block, kernel, result, piece))
         return parts.dq.to(q.dtype), parts.dk.to(k.dtype), parts.dv.to(v.dtype)
 
-    def _cut(self, block: "_Block", kernel: Kernel, is_backward: bool) -> list[Piece]:
+    def _cut(self, block: "_Block", kernel: Kernel) -> list[Piece]:
         tile = self.tile or kernel.tile
         pieces = find_pieces(block.q_rows, block.k_rows, block.scores, block.first_rows, tile)
-        return kernel.cut(pieces, tile, block.heads.q.dtype, is_backward)
+        return kernel.cut(pieces, tile)
 
     def _kernel(self, q: Tensor, scores: Scores, width: int) -> Kernel:
         """width: of a head of q, k or v, the widest."""

@@ -192,24 +192,6 @@ def _causal_pieces(q: Interval, k: Interval) -> Iterator[Piece]:
         yield Piece(Kind.FULL, (diagonal[1], q[1]), k)
 
 
-def halve_causal(pieces: Iterable[Piece], rows: int, limit: int | None = None) -> Iterator[Piece]:
-    """CAUSAL pieces of at most `rows` rows, and FULL ones between them; squares longer than the limit stay as they are."""
-    for piece in pieces:
-        start, stop = piece.q
-        length = stop - start
-        if piece.kind is not Kind.CAUSAL or length <= rows or (limit is not None and length > limit):
-            yield piece
-            continue
-        middle = start + _round_up(length // 2, rows)
-        halves = (start, middle), (middle, stop)
-        yield from halve_causal([replace(piece, q=half, k=half) for half in halves], rows)
-        yield replace(piece, kind=Kind.FULL, q=halves[1], k=halves[0])
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def cut_pieces(pieces: Iterable[Piece], tile: int) -> Iterator[Piece]:
     """Pieces with no side longer than a tile, for a kernel that holds the scores of a whole piece."""
     for piece in pieces:

@@ -3,7 +3,7 @@
     python scripts/bench/anchors.py [--parts]
 
 Each anchor is a run that others have published, as a model, a layout, the machine and the implementation profile of their
-system (framework/foresight/profile.py). What they do not print is assumed, and said in the last column. Tokens per second and GPU
+system (profiles.py). What they do not print is assumed, and said in the last column. Tokens per second and GPU
 are compared, or TFLOP/s and MFU by the FLOPs that they count.
 """
 
@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from profiles import AUTOMODEL, DEEPSEEK, MEGATRON, TORCHTITAN, TORCHTITAN_ASYNC
 from transformers import AutoConfig, PretrainedConfig
 
 from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import TimeForecast
-from framework.foresight.profile import AUTOMODEL, DEEPSEEK, MEGATRON, TORCHTITAN, TORCHTITAN_ASYNC, Profile
+from framework.foresight.profile import Profile
 from framework.foresight.shape import DEFAULT, ModelShape, make_shape
 from framework.foresight.time import forecast_time
 from framework.plan.cluster import Cluster

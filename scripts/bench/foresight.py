@@ -4,7 +4,7 @@
 
 The file has a row for each run: size (1B, 3B, 8B, 80B), nodes of eight H100, dp, tp, pp, mbs, ga, gbs, zero; tps, tokens per
 second and GPU, and mem, peak allocated GiB of the first stage's rank, both empty where the run failed. Forecasts are those of
-`framework/foresight/nanotron.py`; `--fit` fits its parameters to the file, and to the file without the runs of each number of
+`scripts/bench/nanotron.py`; `--fit` fits its parameters to the file, and to the file without the runs of each number of
 nodes, on which it then reports the errors.
 
 Which failed runs failed for lack of memory the file does not say. Left out are those that nanotron cannot run at all
@@ -28,12 +28,14 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from framework.errors import MeshwrightError
 from framework.foresight.candidate import Candidate
-from framework.foresight.nanotron import GIB, UNITS, Choice, Fitted, Llama, Nanotron, find_refusal, split_blocks
 from framework.foresight.shape import make_shape
 from framework.plan.cluster import Cluster
 from framework.recipe.clusters import read_shipped
+from scripts.bench.nanotron import GIB, UNITS, Choice, Fitted, Llama, Nanotron, find_refusal, split_blocks
 
 CONTEXT = 4096
 VOCABULARY = 131072

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from framework.foresight.candidate import Candidate
-from framework.foresight.nanotron import GIB, UNITS, Choice, Fitted, Nanotron, find_refusal, split_blocks
 from scripts.bench.foresight import (
     Row,
     TableError,
@@ -20,6 +19,7 @@ from scripts.bench.foresight import (
     read_rows,
     summarize,
 )
+from scripts.bench.nanotron import GIB, UNITS, Choice, Fitted, Nanotron, find_refusal, split_blocks
 
 HEADER = "size,nodes,dp,tp,pp,mbs,ga,gbs,zero,mfu,tps,mem"
 # As published: runs and one that failed.

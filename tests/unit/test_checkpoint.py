@@ -394,7 +394,7 @@ def test_manifest_of_another_format_is_not_damage(tmp_path, monkeypatch):
     monkeypatch.setattr("framework.checkpoint.index.FORMAT", 99)
     path = save(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 99, this version reads formats 1 to 2") as caught:
+    with pytest.raises(CheckpointError, match="has format 99, this version reads format 2") as caught:
         load_checkpoint(path, blank_entries(), ALONE)
     assert not isinstance(caught.value, DamagedCheckpoint)
 

@@ -1,7 +1,7 @@
 """nanotron, as of winter 2024/25, as an implementation beside ours: what it holds and how long its steps take, in closed forms.
 
-It is described so that forecasts can be held against runs that others published (`scripts/bench/foresight.py`); nothing of it is
-used for runs of ours. Read off its code, not fitted:
+Described so that forecasts can be compared with runs that others published (`scripts/bench/foresight.py`). Read off its code, not
+fitted:
 
     states        weights and gradients in bf16, gradients, master and two moments in fp32: 20 bytes a parameter, of which ZeRO 1
                   shards master and moments over dp

@@ -1,0 +1,57 @@
+"""Implementation profiles of other systems, described from their documentation, beside ours (framework/foresight/profile.py)."""
+
+from dataclasses import replace
+
+from framework.foresight.profile import (
+    FUSED_ACTIVATION,
+    FUSED_CAST,
+    FUSED_NORM,
+    FUSED_ROPE,
+    NCCL_STOLEN,
+    Kernels,
+    Profile,
+)
+
+# torchtitan with FSDP2, end of 2024: rms_norm and rope (in fp32, as complex numbers) are several kernels unless compiled; the
+# loss is computed of fp32 logits. A gather is issued a unit ahead, a reduction under the next unit's backward; both copy, a
+# parameter at a time, out of and into one buffer. TP's borders are waited for.
+TORCHTITAN = Profile(
+    "torchtitan",
+    norm=Kernels(14, 7, 6),
+    rope=Kernels(10, 6, 6),
+    gather_copies=2.0,
+    reduce_copies=2.0,
+    hides_tp_gradient=0.0,
+    stolen=NCCL_STOLEN,
+)
+# The same with async TP: pieces over symmetric memory, by copy engines, under the matmuls beside them.
+TORCHTITAN_ASYNC = replace(TORCHTITAN, name="torchtitan, async TP", hides_tp=1.0)
+# Megatron-Core with Transformer Engine: fused norms and activations, a cross-entropy over divided logits in several kernels
+# (some 19 passes forward and 7 backward), cuDNN's attention (the FlashAttention-3 paper measures it at 1.6 times
+# FlashAttention-2), weight gradients added inside of the matmul, --tp-comm-overlap, and gathers and reductions under
+# computation.
+MEGATRON = Profile(
+    "Megatron-Core",
+    attention=1.6,
+    norm=FUSED_NORM,
+    rope=FUSED_ROPE,
+    activation=FUSED_ACTIVATION,
+    loss=Kernels(13, 7, 8),
+    cast=FUSED_CAST,
+    hides_tp=1.0,
+    stolen=NCCL_STOLEN,
+)
+# NeMo AutoModel: FSDP2 with prefetching, transformers' models with Transformer Engine's optimizer and torch.compile.
+AUTOMODEL = replace(TORCHTITAN, name="AutoModel").fused()
+# DeepSeek's own framework, by its report: all-to-alls between nodes are hidden behind another microbatch's attention and experts
+# (DualPipe), with 20 of 132 multiprocessors set aside for them. A token goes to 4 nodes for 8 experts, once to each, and there
+# in fp8, back in bf16: 4/8 of the rows, 3/4 of the bytes.
+DEEPSEEK = replace(
+    MEGATRON,
+    name="DeepSeek",
+    narrows_experts=True,
+    hides_ep=1.0,
+    rows_sent=4 / 8 * 3 / 4,
+    hides_tp=0.0,
+    stolen=20 / 132,
+)
