@@ -5,7 +5,6 @@ them; whatever walks the tree afterwards does not. The bound is checked on the p
 """
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -53,9 +52,6 @@ def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
         return 1
     if id(node) not in known:
         known[id(node)] = MAX_VALUES + 1  # what an alias to one of the nodes around it counts: it would not end
-        known[id(node)] = 1 + sum(_count_values(each, known) for each in _children(node))
+        children = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum([_count_values(each, known) for each in children])
     return known[id(node)]
-
-
-def _children(node: yaml.CollectionNode) -> list[Any]:
-    return [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
