@@ -5,13 +5,14 @@ mesh = connect(plan.topology, ...)     framework/comm: process groups
 run  = build(plan, mesh)               here
 """
 
-from copy import deepcopy
+from collections.abc import Mapping
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from framework.comm.connect import Mesh
 from framework.mesh.token_layout import TokenLayout
+from framework.model.buffers import build_buffers, set_buffers
 from framework.model.chunked_loss import make_loss
 from framework.model.expert_load import ExpertLoad
 from framework.model.hub import find_folder
@@ -43,11 +44,10 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = No
     """
     own = plan.lay_out(mesh.rank, mesh.axes, mesh.device)
     disk, masters = open_disk(plan.recipe, own.stages, mesh.rank, run_id)
-    # A copy, because initialisers leave buffers with memory in it: a plan has none, and two runs of one plan share none.
-    whole = deepcopy(plan.whole)
-    materialized = [(stage, materialize(plan, whole, stage, mesh.device, resumes, masters)) for stage in own.stages]
+    values = build_buffers(plan.config)
+    materialized = [(stage, materialize(plan, values, stage, mesh.device, resumes, masters)) for stage in own.stages]
     for stage in own.stages:
-        _materialize_buffers(whole, stage, mesh.device)
+        set_buffers(stage.model.model, values, mesh.device)
     exposed = ExposedCommunication(mesh.device)
     load = ExpertLoad(plan.mixtures, mesh.axis("world"), mesh.device, always=plan.recipe.model.router_bias_rate > 0)
     stages = {
@@ -58,7 +58,7 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = No
 
 def materialize(
     plan: Plan,
-    whole: PreTrainedModel,
+    buffer_values: Mapping[str, Tensor],
     stage: PlannedStage,
     device: torch.device,
     resumes: bool,
@@ -66,33 +66,26 @@ def materialize(
 ) -> list[UnitBuffer]:
     """Memory and values of a stage's parameters: seeded, or read from `model.weights`, or none yet if a checkpoint follows.
 
-    One unit at a time, so that drawing needs no more memory than a unit's. whole: a copy of the plan's, which nobody has laid
-    out or cut, because initialisers and files know whole modules only. It is left with the values of its buffers. masters: of the
-    buffers whose home is a disk, in their order; those of this stage are taken.
+    One unit at a time, so that drawing needs no more memory than a unit's. buffer_values: of the whole model's buffers, by name;
+    those in the files of `model.weights` are read into them. masters: of the unit buffers whose home is a disk, in their order;
+    those of this stage are taken.
     """
     model, seed, buffers = plan.recipe.model, plan.recipe.train.seed, make_buffers(stage.buffers)
+    is_seeded = model.weights is None and not resumes
     for unit in stage.units:
-        programs = initialize_with_ties(whole, plan.units, unit, seed, model.weights is None and not resumes)
+        programs = initialize_with_ties(plan.whole, plan.units, unit, seed) if is_seeded else {}
         for buffer in (buffer for buffer in buffers if buffer.plan.unit == unit.name):
             buffer.stored = masters.pop(0) if buffer.plan.lifetimes.homes.master == Home.DISK else None
             buffer.allocate(device)
             with buffer.master_in_memory(is_changed=not resumes):
                 initialize_parameters(buffer, programs)
     if model.weights is not None and not resumes:
-        load_pretrained(whole, buffers, find_folder(model.weights, model.revision))
+        load_pretrained(plan.whole, buffer_values, buffers, find_folder(model.weights, model.revision))
     for buffer in buffers:
         buffer.copy_master_to_params()
         for name, parameter in buffer.parameters.items():
             set_parameter(stage.model.model, stage.ties[name], parameter)
     return buffers
-
-
-def _materialize_buffers(whole: PreTrainedModel, stage: PlannedStage, device: torch.device) -> None:
-    """Rotary tables, masks and the like: those that the initialisers have left in the whole model."""
-    known = dict(whole.named_buffers())
-    for path, module in stage.model.model.named_modules():
-        for name, tensor in module.named_buffers(recurse=False):
-            module._buffers[name] = known.get(f"{path}.{name}" if path else name, tensor).to(device)
 
 
 def attach_stage(

@@ -17,8 +17,9 @@ from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
 from framework.mesh.layout import Layout
 from framework.model.added_bias import prepare_mixtures
+from framework.model.buffers import build_buffers, set_buffers
 from framework.model.load import build_meta, load_config
-from framework.model.materialize import initialize_unit, persistent_buffers, set_parameter
+from framework.model.materialize import persistent_buffers, set_parameter
 from framework.model.special_tokens import find_token_ids, set_token_ids
 from framework.model.units import Unit, find_units, tied_names
 from framework.model.weights import write_weights
@@ -57,8 +58,8 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     model, reader = _plan_model(directory, settings, _choose_checkpoint(directory))
     units, ties = find_units(model), tied_names(model)
     prepare_mixtures(settings, model, units)  # the run's own model chooses experts with the bias that was added
-    for unit in units:  # rotary tables and masks, which no checkpoint holds; before any weight that it would overwrite
-        initialize_unit(model, unit, seed=0, names=())
+    # Rotary tables and masks are in no checkpoint.
+    set_buffers(model, build_buffers(load_config(settings)), torch.device("cpu"))
     for unit in units:
         for name, weight in _read(reader, "weight/", unit.parameters).items():
             set_parameter(model, ties[name], Parameter(weight, requires_grad=False))

@@ -4,7 +4,6 @@
 different commits.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from framework.errors import ModelError
+from framework.model.safetensors_files import find_files
 from framework.recipe.schema import Model
 
 CONFIG_FILES = ("config.json",)
@@ -122,10 +122,10 @@ def find_weights(model: Model) -> Path | None:
 
 def _has_weights(folder: Path) -> bool:
     """Whether all files of weights are there: an interrupted download, or one of the configuration alone, leaves a folder too."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return all((folder / name).exists() for name in json.loads(index.read_text())["weight_map"].values())
-    return any(folder.glob("*.safetensors"))
+    try:
+        return all((folder / file).exists() for file in find_files(folder))
+    except ModelError:
+        return False
 
 
 def _snapshot(name: str, revision: str | None, files: Sequence[str], is_offline: bool) -> Path:

@@ -8,7 +8,6 @@ rank holds, not of the order.
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -44,17 +43,11 @@ def seed_rng(seed: int) -> None:
 def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collection[str]) -> dict[str, Program]:
     """Programs of the initial values of the unit's parameters `names`, as the model's own initialiser writes them.
 
-    The model's parameters stay on meta; the unit's buffers (rotary tables, masks, scales) are left in the model with their
-    values, also when `names` is empty because the parameters come from a file. Raises ModelError for a parameter that the
-    family does not initialise.
+    The model stays on meta. Raises ModelError for a parameter that the family does not initialise.
     """
     modules = {path: model.get_submodule(path) for path in unit.modules}
     for module in modules.values():
         module.__dict__.pop("_is_hf_initialized", None)
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                # Zeros stay in what no initialiser of the family writes: a bias that was added to its routers.
-                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
     parameters = {name: model.get_parameter(name) for name in unit.parameters if name in names}
     programs = record(seed, parameters, {path: (each, _initialiser(model, path)) for path, each in modules.items()})
     forgotten = [name for name, program in programs.items() if not program.is_complete]
@@ -66,28 +59,22 @@ def initialize_unit(model: PreTrainedModel, unit: Unit, seed: int, names: Collec
     return programs
 
 
-def initialize_with_ties(
-    model: PreTrainedModel, units: Sequence[Unit], unit: Unit, seed: int, is_seeded: bool
-) -> dict[str, Program]:
-    """`initialize_unit` of the unit's parameters and buffers, or of its buffers only unless `is_seeded`.
-
-    A parameter that is tied to another unit gets the values that it has there. units: all of the model.
-    """
-    names = set(unit.parameters) if is_seeded else set()
-    programs: dict[str, Program] = {}
+def initialize_with_ties(model: PreTrainedModel, units: Sequence[Unit], unit: Unit, seed: int) -> dict[str, Program]:
+    """`initialize_unit` of the unit; a parameter that is tied to another unit gets the values that it has there. units: all of
+    the model."""
+    names, programs = set(unit.parameters), dict[str, Program]()
     for each in units:
-        if each.name == unit.name or names & set(each.parameters):
-            programs |= initialize_unit(model, each, seed, each.parameters if names & set(each.parameters) else ())
+        if names & set(each.parameters):
+            programs |= initialize_unit(model, each, seed, each.parameters)
     return programs
 
 
 def refuse_uninitialised(model: PreTrainedModel, units: Sequence[Unit]) -> None:
     """Raises ModelError where the family's initialiser leaves a parameter without values, as ranks would that start from random
     weights. One unit of each kind is asked. model: on meta, and left as it is; units: all of it."""
-    copy = deepcopy(model)
-    kinds = {tuple(_describe_kind(copy, unit)): unit for unit in reversed(units)}
+    kinds = {tuple(_describe_kind(model, unit)): unit for unit in reversed(units)}
     for unit in kinds.values():
-        initialize_unit(copy, unit, 0, unit.parameters)
+        initialize_unit(model, unit, 0, unit.parameters)
 
 
 def _describe_kind(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, ...]]:

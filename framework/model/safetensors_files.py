@@ -1,6 +1,7 @@
 """Safetensors files of a folder: read lazily, and written tensor by tensor at positions that are planned first."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from framework.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 
 # safetensors' names of the dtypes that parameters and buffers have.
 DTYPES = {
@@ -32,13 +34,15 @@ DTYPES = {
 
 
 class LazyFiles:
-    """The tensors of a folder by key; a file is opened when its first key is read, and closed by `stack`."""
+    """The tensors of a folder by key, in files that `stack` closes: headers are read at once, a tensor's bytes when asked for.
+
+    Of a key that several files hold, the last file's tensor counts, as in `from_pretrained`.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
-        self._stack = stack
-        self._opened: dict[str, Any] = {}
-        self._file_of = self._find_keys()
+        self._opened = {file: stack.enter_context(_open(folder, file)) for file in find_files(folder)}
+        self._file_of = {key: file for file, opened in self._opened.items() for key in list(opened.keys())}
 
     def keys(self) -> list[str]:
         return list(self._file_of)
@@ -47,35 +51,97 @@ class LazyFiles:
         """safetensors' lazy tensor: `get_shape()` reads no weights, an index reads the bytes that it covers."""
         file = self._file_of[key]
         try:
-            return self._open(file).get_slice(key)
+            return self._opened[file].get_slice(key)
         except SafetensorError as error:
             raise ModelError(
                 f"{self.folder / file} has no readable {key} ({error}): download or copy it again"
             ) from error
 
-    def _find_keys(self) -> dict[str, str]:
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                return dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ModelError(f"{index} is no index of safetensors files ({error!r}): download it again") from error
-        if (self.folder / SINGLE).is_file():
-            return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-        held = sorted(p.name for p in self.folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".safetensors"})
+    def read(self, key: str, where: Any = ...) -> Tensor:
+        """The elements `where` of a tensor. Raises ModelError if one of them is NaN or infinite."""
+        tensor: Tensor = self.slice(key)[where]
+        if not _is_finite(tensor):
+            raise ModelError(
+                f"{self.folder / self._file_of[key]} has NaN or infinite values in {key}: no training mends them, and every loss"
+                " would be NaN. Download the file again, or take weights from before they diverged"
+            )
+        return tensor
+
+
+def find_files(folder: Path) -> list[str]:
+    """Names of the files that hold a folder's weights, in the order in which `from_pretrained` reads them.
+
+    Raises ModelError where there are none, or where the config or an index names a file outside the folder.
+    """
+    if (folder / ADAPTER).is_file():
         raise ModelError(
-            f"{self.folder} has neither {SINGLE} nor {INDEX}, but {', '.join(held) or 'no weights'}: "
-            "load it with transformers' from_pretrained, write it with save_pretrained, and give that folder"
+            f"{folder} has an adapter ({ADAPTER}) beside the weights, and from_pretrained applies it where peft is installed:"
+            " merge it with peft's merge_and_unload and save that, or move the adapter's files elsewhere"
+        )
+    config = _read_json(folder / CONFIG, "config") if (folder / CONFIG).is_file() else {}
+    if named := str(config.get("transformers_weights") or ""):
+        _refuse_outside(folder, named, CONFIG)
+        return _named_by_index(folder, named) if named.endswith(".index.json") else [named]
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if (folder / INDEX).is_file():
+        return _named_by_index(folder, INDEX)
+    held = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".safetensors"})
+    raise ModelError(
+        f"{folder} has neither {SINGLE} nor {INDEX}, but {', '.join(held) or 'no weights'}: "
+        "load it with transformers' from_pretrained, write it with save_pretrained, and give that folder"
+    )
+
+
+def _named_by_index(folder: Path, index: str) -> list[str]:
+    values = _read_json(folder / index, "index of safetensors files").get("weight_map")
+    if not isinstance(values, dict) or not values:
+        raise ModelError(f"{folder / index} is no index of safetensors files, it has no weight_map: download it again")
+    files = sorted(set(map(str, values.values())))
+    for file in files:
+        _refuse_outside(folder, file, index)
+    absent = [file for file in files if not (folder / file).is_file()]
+    if absent:
+        raise ModelError(
+            f"{', '.join(absent)} is missing or damaged, and {folder / index} names it: download or copy the folder again, or"
+            " remove the index if it is of other files"
+        )
+    return files
+
+
+def _refuse_outside(folder: Path, file: str, named_by: str) -> None:
+    """Raise ModelError unless `file` lies in the folder, or in the hub cache's blobs, to which its snapshots link."""
+    if not file or "\0" in file:
+        raise ModelError(f"{folder / named_by} names {file!r}, which is no file's name: download it again")
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / file))
+    roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(target.is_relative_to(each) for each in roots):
+        raise ModelError(
+            f"{folder / named_by} names {file!r}, which is {target}, outside of the folder: weights are read from the folder"
+            " alone. Copy the file into it and name it there, or give the folder that holds all files"
         )
 
-    def _open(self, file: str) -> Any:
-        if file not in self._opened:
-            path = self.folder / file
-            try:
-                self._opened[file] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} is missing or damaged ({error}): download or copy it again") from error
-        return self._opened[file]
+
+def _read_json(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ModelError(f"{path} is no {kind} ({error!r}): download it again") from error
+
+
+def _open(folder: Path, file: str) -> Any:
+    try:
+        return safe_open(folder / file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{folder / file} is missing or damaged ({error}): download or copy it again") from error
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """One pass over the tensor without a copy: NaN and infinities stay in the extremes."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    wide = tensor if tensor.itemsize > 1 else tensor.float()  # torch compares no fp8
+    return all(extreme.isfinite() for extreme in torch.aminmax(wide))
 
 
 @dataclass(frozen=True)

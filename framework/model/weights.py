@@ -198,14 +198,14 @@ def _read_assembly(
     if not asked:
         return
     if assembly.converter is None:
-        stored = files.slice(assembly.sources[0][1])
-        yield from ((name, box, stored[box.slices()]) for _, name, box in asked)
+        key = assembly.sources[0][1]
+        yield from ((name, box, files.read(key, box.slices())) for _, name, box in asked)
         return
     first_row = 0
     if assembly.stacks_rows:
         first_row = min(box.offsets[0] for _, _, box in asked)
         assembly = assembly.rows(first_row, max(box.offsets[0] + box.sizes[0] for _, _, box in asked))
-    made = assemble(model, assembly, lambda key: files.slice(key)[...])
+    made = assemble(model, assembly, files.read)
     for target, name, box in asked:
         joined = made[target]
         origin = Box((first_row, *[0] * joined.ndim)[: joined.ndim], tuple(joined.shape))

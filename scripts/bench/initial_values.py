@@ -34,7 +34,7 @@ def main() -> None:
 
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, used = time.perf_counter(), time.process_time()
-    by_stage = [materialize(plan, plan.whole, stage, torch.device("cpu"), resumes=False) for stage in own.stages]
+    by_stage = [materialize(plan, {}, stage, torch.device("cpu"), False, []) for stage in own.stages]
     wall, used = time.perf_counter() - wall, time.process_time() - used
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
 

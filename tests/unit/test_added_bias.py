@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from framework.errors import ModelError
 from framework.model.added_bias import RouterForm, add_biases, find_router_form, prepare_mixtures
+from framework.model.buffers import build_buffers, set_buffers
 from framework.model.load import build_meta
 from framework.model.mixtures import ADDED_BIAS, find_mixtures
 from framework.model.units import find_units
@@ -85,9 +86,10 @@ def test_pretrained_weights_leave_an_added_bias_at_zero(tmp_path: Path) -> None:
     config = build_config(family("mixtral"))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = build_meta(config)
-    for name in add_biases(model, find_mixtures(model, find_units(model))):
-        model.get_submodule(name)._buffers[ADDED_BIAS] = torch.zeros(4)
-    load_pretrained(model, [], tmp_path)
+    add_biases(model, find_mixtures(model, find_units(model)))
+    values = build_buffers(config)
+    load_pretrained(model, values, [], tmp_path)
+    set_buffers(model, values, torch.device("cpu"))
     assert not model.get_buffer(f"model.layers.0.mlp.gate.{ADDED_BIAS}").any()
 
 

@@ -378,8 +378,6 @@ def test_a_rank_of_zero_3_holds_no_whole_unit(one_thread: None) -> None:
     recipe = compose(["model=tiny_llama", "zero=stage_3", "precision=bf16", "launch.ranks=8", *BATCH]).require()
     plan = make_plan(recipe, load_config(recipe.model))
     with LargestTensor() as largest:
-        buffers = materialize(
-            plan, plan.whole, plan.of_rank(5).stages[0], torch.device("cpu"), resumes=False, masters=[]
-        )
+        buffers = materialize(plan, {}, plan.of_rank(5).stages[0], torch.device("cpu"), resumes=False, masters=[])
     assert largest.numel == max(buffer.plan.numel_owned for buffer in buffers) > CHUNK_CPU
     assert all(0.01 < buffer.master.std() < 0.3 for buffer in buffers if buffer.plan.unit != "head")

@@ -11,7 +11,6 @@ from framework.mesh.box import Box
 from framework.mesh.layout import Layout
 from framework.model.initial import Program
 from framework.model.materialize import persistent_buffers
-from framework.model.mixtures import ADDED_BIAS
 from framework.model.weights import read_weights
 from framework.parallel.zero.buffers import UnitBuffer
 
@@ -24,20 +23,23 @@ def initialize_parameters(buffer: UnitBuffer, programs: Mapping[str, Program]) -
             programs[slot.name].write(layout.boxes(), held)
 
 
-def load_pretrained(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
-    """Read the buffers' masters, and the persistent buffers of `stock`: only the boxes that this rank owns. Raises what
-    `read_weights` raises where an element is not found. Masters on a disk are read one by one, through memory for one."""
-    _load(stock, [buffer for buffer in buffers if buffer.stored is None], folder)
+def load_pretrained(
+    stock: PreTrainedModel, buffer_values: Mapping[str, Tensor], buffers: Sequence[UnitBuffer], folder: Path
+) -> None:
+    """Read the unit buffers' masters, only the boxes that this rank owns, and the persistent buffers of `stock` into
+    `buffer_values`. Masters on a disk are read one by one, through memory for one. Raises what `read_weights` raises."""
+    _load(stock, buffer_values, [buffer for buffer in buffers if buffer.stored is None], folder)
     for buffer in (buffer for buffer in buffers if buffer.stored is not None):
         with buffer.master_in_memory(is_changed=True):
-            _load(stock, [buffer], folder)
+            _load(stock, {}, [buffer], folder)
 
 
-def _load(stock: PreTrainedModel, buffers: Sequence[UnitBuffer], folder: Path) -> None:
+def _load(
+    stock: PreTrainedModel, buffer_values: Mapping[str, Tensor], buffers: Sequence[UnitBuffer], folder: Path
+) -> None:
     views = {slot.name: _view_boxes(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
-    # A bias that was added to routers begins with zeros: no folder has it.
-    stored = {name: each for name, each in persistent_buffers(stock).items() if not name.endswith(f".{ADDED_BIAS}")}
-    for name, tensor in stored.items():
+    for name in persistent_buffers(stock).keys() & buffer_values.keys():
+        tensor = buffer_values[name]
         views[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
     wanted = {name: list(boxes) for name, boxes in views.items() if boxes}
     for name, box, values in read_weights(folder, stock, wanted):
