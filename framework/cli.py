@@ -17,6 +17,7 @@ from typing import NoReturn
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError, RunError
 from framework.imports import loading_libraries
 from framework.recipe.schema import Recipe
+from framework.start import guard_imports
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. The exit code is one of errors.py's, or 130 after Ctrl-C; a fault of ours keeps its traceback."""
+    if argv is None:
+        guard_imports()
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except MeshwrightError as error:
