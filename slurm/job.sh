@@ -6,6 +6,10 @@
 #SBATCH {{ option }}
 {% endfor %}
 
+# Of the shell that calls sbatch a job gets what would be options of the commands below, and ranks that are not its own.
+unset "${!SBATCH_@}" "${!SRUN_@}" "${!SQUEUE_@}" "${!SCANCEL_@}" "${!SCONTROL_@}" "${!SLURM_CPU_BIND@}" SLURM_TIME_FORMAT \
+  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+
 run={{ run }}
 job=$SLURM_JOB_ID
 # Towards SLURM: the last task of an array has the array's number, by which SLURM means all of its tasks.

@@ -27,6 +27,7 @@ from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.export_places import find_exports
+from framework.launch.launchers import without_launchers
 from framework.lease import Lease
 from framework.start import python_words
 
@@ -171,8 +172,8 @@ class Exports:
 
 
 def _variables() -> dict[str, str]:
-    """Environment of the process. It needs no GPU: a context of CUDA would take memory from the ranks."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    """Environment of the process, which is no rank, and needs no GPU: a context of CUDA would take memory from the ranks."""
+    return {**without_launchers(os.environ), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
 class _NotExported(Exception):

@@ -30,6 +30,7 @@ from framework.launch.fault_plan import (
     read_log,
     read_plan,
 )
+from framework.launch.launchers import slurm_environment
 from framework.launch.places import explain_errors
 from framework.launch.request import find_jobs, has_ended, is_running
 from framework.launch.slurm import RANK_PROGRAM
@@ -132,13 +133,14 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
         return _signal_here(run, fault)
     job = running[0]
     expand = ["scontrol", "show", "hostnames", _find_nodes(run) or job.nodes]
-    nodes = subprocess.run(expand, capture_output=True, text=True, check=False)
+    environment = slurm_environment(os.environ)
+    nodes = subprocess.run(expand, env=environment, capture_output=True, text=True, check=False)
     names = nodes.stdout.split()
     node = _choose_node(recipe, fault, names, job.job_id)
     step = ["srun", f"--jobid={job.job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--quiet"]
     words = [f"{name}={value}" for name in ("rank", "seconds", "node") if (value := getattr(fault, name)) is not None]
     inject = python_words("framework", "inject", str(run.path.absolute()), fault.kind, *words, "--here")
-    done = subprocess.run([*step, sys.executable, *inject], check=False)
+    done = subprocess.run([*step, sys.executable, *inject], env=environment, check=False)
     if done.returncode:
         raise RunError(f"srun could not reach rank {fault.rank} on {node}: it ended with {done.returncode}")
     return EXIT_DONE

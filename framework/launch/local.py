@@ -19,6 +19,7 @@ from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, place_checkpoints
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
+from framework.launch.launchers import is_of_launcher
 from framework.launch.places import explain_errors, refuse_unreachable
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
@@ -186,6 +187,8 @@ def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> 
         lease.check()
         note_launch(run.path, find_age_s())
     run.upload(lease)
+    for name in filter(is_of_launcher, tuple(os.environ)):  # the ranks are this launcher's: who they are it says itself
+        del os.environ[name]
     if world == 1 and not variables:
         outcome = Outcome(rank.main(run.path, lease))
     else:  # variables are for a process that starts with them: libraries read theirs when they are loaded

@@ -11,19 +11,9 @@ from tests.hostile_folder import refuse_imported, write_hostile_modules
 
 # They share a folder and a run.
 pytestmark = pytest.mark.grid(part=2)
-TRAIN = (
-    *tiny_run.RECIPE,
-    "launch.device=cpu",
-    "launch.ranks=2",
-    "train.steps=20",
-    "batch.sequences_per_step=4",
-    "batch.sequences_per_microbatch=2",
-    "track=wandb",
-    "track.wandb.mode=offline",
-    "checkpoint.every_steps=10",
-    "checkpoint.export_every_steps=10",
-    "zero.stage=1",
-)
+LAYOUT = ("launch.device=cpu", "launch.ranks=2", "zero.stage=1", "batch.sequences_per_step=4")
+KEPT = ("train.steps=20", "track=offline", "checkpoint.every_steps=10", "checkpoint.export_every_steps=10")
+TRAIN = (*tiny_run.RECIPE, *LAYOUT, "batch.sequences_per_microbatch=2", *KEPT)
 
 
 @pytest.fixture(scope="module")
