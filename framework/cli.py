@@ -17,6 +17,10 @@ from typing import NoReturn
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError, RunError
 from framework.imports import loading_libraries
 from framework.recipe.schema import Recipe
+from framework.start import guard_imports
+
+# Commands that start ranks or write files, and of several processes each would.
+RUN_ONCE = frozenset(("train", "prepare", "submit", "export", "verify"))
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. The exit code is one of errors.py's, or 130 after Ctrl-C; a fault of ours keeps its traceback."""
+    if argv is None:
+        guard_imports()
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except MeshwrightError as error:
@@ -57,7 +63,12 @@ def _dispatch(argv: list[str]) -> int:
     command = next((command for command in commands if command.name == name), None)
     if command is None:
         raise RecipeError(_explain_command(name, [command.name for command in commands]))
-    return command.run(_parse(command, argv[1:]))
+    arguments = _parse(command, argv[1:])
+    if name in RUN_ONCE or any(getattr(arguments, option, None) is not None for option in ("try_best", "measure")):
+        from framework.launch.launchers import refuse_launcher
+
+        refuse_launcher(os.environ, name, is_terminal=sys.stdin is not None and sys.stdin.isatty())
+    return command.run(arguments)
 
 
 def _commands() -> tuple[Command, ...]:

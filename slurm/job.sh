@@ -6,6 +6,10 @@
 #SBATCH {{ option }}
 {% endfor %}
 
+# Of the shell that calls sbatch a job gets what would be options of the commands below, and ranks that are not its own.
+unset "${!SBATCH_@}" "${!SRUN_@}" "${!SQUEUE_@}" "${!SCANCEL_@}" "${!SCONTROL_@}" "${!SLURM_CPU_BIND@}" SLURM_TIME_FORMAT \
+  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+
 run={{ run }}
 job=$SLURM_JOB_ID
 # Towards SLURM: the last task of an array has the array's number, by which SLURM means all of its tasks.
@@ -119,12 +123,20 @@ is_of_another_job() {
   squeue --noheader --states=RUNNING,SUSPENDED,COMPLETING --job="$holder" --format=%i 2>/dev/null | grep -q .
 }
 
+waiting_in_chain() { # the jobs of this run's chain that wait: `submit` has noted them. Another run's may bear the same name
+  local jobs
+  jobs=$(grep -vxF "$job" "$run/slurm/jobs" 2>/dev/null | paste -sd,)
+  if [ -n "$jobs" ]; then squeue --noheader --states=PENDING --job="$jobs" --format=%i 2>/dev/null; fi
+}
+
 stop() { # stop CODE WHY: the last word on this run; what still waits in its chain has nothing to go on with
   say "$2"
   if [ "$1" = 86 ] && is_of_another_job; then exit 86; fi
   rm -f "$run"/request-*
   if [ "$1" != 0 ]; then forget_copies; fi    # ranks that are done have done so
-  if [ "$jobs_in_chain" -gt 1 ]; then scancel --quiet --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; fi
+  local waiting=()
+  if [ "$jobs_in_chain" -gt 1 ]; then mapfile -t waiting < <(waiting_in_chain); fi
+  if [ "${#waiting[@]}" -gt 0 ]; then scancel --quiet --state=PENDING "${waiting[@]}"; fi
   exit "$1"
 }
 
@@ -159,7 +171,7 @@ requeue() { # requeue WHY [CHANGE...]: this allocation ends, the job waits for a
 
 go_on_in_chain() { # go_on_in_chain WHY: the next job of the chain has what this one saved
   refuse_if_stale
-  if [ -n "$(squeue --noheader --states=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)")" ]; then
+  if [ -n "$(waiting_in_chain)" ]; then
     say "$1; the next job of the chain goes on"
     forget_copies
     exit "$code"

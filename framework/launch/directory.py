@@ -17,7 +17,8 @@ runs/quickstart-001/
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
     log/            one error file per failed rank and launch
     job.log         of a submitted run: what its jobs and ranks say, one after another
-    slurm/          job.sh, which is what sbatch got; history, a line for each start and end of the ranks
+    slurm/          job.sh, which is what sbatch got; history, a line for each start and end of the ranks;
+                    jobs, the ids of the newest submission: a chain
     code/           the package as it was submitted, which every start imports
     ...             and what observers write: metrics, report, curves
 
@@ -111,6 +112,10 @@ class RunDirectory:
     @property
     def script(self) -> Path:
         return self.path / "slurm" / "job.sh"
+
+    @property
+    def jobs(self) -> Path:
+        return self.path / "slurm" / "jobs"
 
     @property
     def code(self) -> Path:

@@ -27,7 +27,9 @@ from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.launch.export_places import find_exports
+from framework.launch.launchers import without_launchers
 from framework.lease import Lease
+from framework.start import python_words
 
 # The lowest priority that there is.
 NICE = 19
@@ -170,11 +172,8 @@ class Exports:
 
 
 def _variables() -> dict[str, str]:
-    """Of the process. It needs no GPU: a context of CUDA would take memory from the ranks. It imports the code that this rank has
-    imported, and no clone of the package in the folder in which both run."""
-    code = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **own, "PYTHONPATH": code, "PYTHONSAFEPATH": "1"}
+    """Environment of the process, which is no rank, and needs no GPU: a context of CUDA would take memory from the ranks."""
+    return {**without_launchers(os.environ), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
 class _NotExported(Exception):
@@ -183,7 +182,7 @@ class _NotExported(Exception):
 
 def make_command(run: Path, step: int, folder: Path) -> list[str]:
     """The words that export one checkpoint."""
-    return [sys.executable, "-m", "framework", "export", str(run), "--step", str(step), "--to", str(folder)]
+    return [sys.executable, *python_words("framework", "export", str(run), "--step", str(step), "--to", str(folder))]
 
 
 def exports_have_ended(exports: Exports, world: Communicator, *, is_stopped: bool) -> bool:

@@ -30,6 +30,7 @@ from framework.launch.fault_plan import (
     read_log,
     read_plan,
 )
+from framework.launch.launchers import slurm_environment
 from framework.launch.places import explain_errors
 from framework.launch.request import find_jobs, has_ended, is_running
 from framework.launch.slurm import RANK_PROGRAM
@@ -37,6 +38,7 @@ from framework.mesh.placement import place
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
+from framework.start import python_words
 from framework.track.jsonl import METRICS_FILE, read_last_records
 
 # How often the run's files are looked at while a step is waited for.
@@ -131,14 +133,14 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
         return _signal_here(run, fault)
     job = running[0]
     expand = ["scontrol", "show", "hostnames", _find_nodes(run) or job.nodes]
-    nodes = subprocess.run(expand, capture_output=True, text=True, check=False)
+    environment = slurm_environment(os.environ)
+    nodes = subprocess.run(expand, env=environment, capture_output=True, text=True, check=False)
     names = nodes.stdout.split()
     node = _choose_node(recipe, fault, names, job.job_id)
     step = ["srun", f"--jobid={job.job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--quiet"]
     words = [f"{name}={value}" for name in ("rank", "seconds", "node") if (value := getattr(fault, name)) is not None]
-    code = f"PYTHONPATH={Path(__file__).parents[2]}"
-    inject = ["-m", "framework", "inject", str(run.path.absolute()), fault.kind, *words, "--here"]
-    done = subprocess.run([*step, "env", code, sys.executable, *inject], check=False)
+    inject = python_words("framework", "inject", str(run.path.absolute()), fault.kind, *words, "--here")
+    done = subprocess.run([*step, sys.executable, *inject], env=environment, check=False)
     if done.returncode:
         raise RunError(f"srun could not reach rank {fault.rank} on {node}: it ended with {done.returncode}")
     return EXIT_DONE
@@ -195,9 +197,9 @@ def find_ranks(run_dir: Path) -> dict[int, int]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):  # it has ended, or is no Python with a module
             words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            # The first -m of a Python: srun and torchrun have the rank's words behind their own.
-            module = words.index("-m") + 1 if Path(words[0]).name.startswith("python") else len(words)
-            is_meant = words[module] == RANK_PROGRAM and (process / "cwd" / words[module + 1]).resolve() == wanted
+            # Near the front, behind options and start.py: srun and torchrun have the rank's words behind their own.
+            starts = words[:4] if Path(words[0]).name.startswith("python") else []
+            is_meant = (process / "cwd" / words[starts.index(RANK_PROGRAM) + 1]).resolve() == wanted
             if not is_meant or os.readlink(process / "ns/pid") != here:
                 continue
             variables = dict(re.findall(rb"(\w+)=([^\0]*)", (process / "environ").read_bytes()))

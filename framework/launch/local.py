@@ -19,6 +19,7 @@ from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, place_checkpoints
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
+from framework.launch.launchers import is_of_launcher
 from framework.launch.places import explain_errors, refuse_unreachable
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
@@ -33,6 +34,7 @@ from framework.recipe.describe import caution_of_export, describe_blend
 from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
+from framework.start import python_words
 from framework.track.goodput_log import note_gone, note_launch
 
 
@@ -97,10 +99,7 @@ def summarize(recipe: Recipe, model_type: str) -> str:
 
 def rank_variables(recipe: Recipe) -> dict[str, str]:
     """launch.environment as the ranks on this machine get it. Raises RecipeError where it refers to what is not set here."""
-    variables = fill(recipe.launch.environment, os.environ)
-    if "PYTHONPATH" in variables:  # the ranks import the code that launches them, as a job's import the code submitted
-        variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), variables["PYTHONPATH"]])
-    return variables
+    return fill(recipe.launch.environment, os.environ)
 
 
 def _begin(recipe: Recipe, overrides: list[str]) -> int:
@@ -188,10 +187,12 @@ def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> 
         lease.check()
         note_launch(run.path, find_age_s())
     run.upload(lease)
+    for name in filter(is_of_launcher, tuple(os.environ)):  # the ranks are this launcher's: who they are it says itself
+        del os.environ[name]
     if world == 1 and not variables:
         outcome = Outcome(rank.main(run.path, lease))
     else:  # variables are for a process that starts with them: libraries read theirs when they are loaded
-        outcome = run_ranks(("-m", rank.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
+        outcome = run_ranks(python_words(rank.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
     with suppress(OSError, LeaseLost):  # the next start infers when this one ended
         lease.check()
         note_gone(run.path, outcome.code)

@@ -21,6 +21,7 @@ from framework.launch.timings import ON_CPU, ON_GPU, Effort
 from framework.recipe.cluster_file import ENDINGS, KEY, read_cluster_file, write_cluster_file
 from framework.recipe.convert import to_recipe
 from framework.recipe.schema import ClusterMeasured, Recipe
+from framework.start import python_words
 
 DEFAULT_NAME = "measured"
 # Collectives need two ranks.
@@ -144,4 +145,5 @@ def start_ranks(recipe: Recipe, order: Order, folder: Path) -> Outcome:
     """How the ranks ended that have measured. folder: for their errors, and the order."""
     path = folder / "order.json"
     order.save(path)
-    return run_ranks(("-m", measure_rank.__name__, str(path)), order.crowd, folder / "errors", rank_variables(recipe))
+    words = python_words(measure_rank.__name__, str(path))
+    return run_ranks(words, order.crowd, folder / "errors", rank_variables(recipe))

@@ -1,5 +1,5 @@
-"""One rank of a run: `python -m framework.launch.rank RUN_DIR [EPOCH]`, or `main(run_dir, lease)` in the launching process when
-it is alone. EPOCH: of the launcher's lease; in a job rank 0 takes the lease itself.
+"""One rank of a run: this module as a program, with RUN_DIR [EPOCH], or `main(run_dir, lease)` in the launching process when it
+is alone. EPOCH: of the launcher's lease; in a job rank 0 takes the lease itself.
 
 Torch is imported late: how many threads it may use is read from the environment at that time.
 """

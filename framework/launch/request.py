@@ -4,6 +4,7 @@ A file in the run's folder, which rank 0 looks for: it needs no signal that reac
 a save that takes long.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
 from framework.launch.directory import RunDirectory
+from framework.launch.launchers import slurm_environment
 from framework.launch.places import explain_errors
 from framework.launch.resume import resume_command, saved_step
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
@@ -43,7 +45,7 @@ def stop_command(path: Path, answer_s: float = ANSWER_S) -> int:
     jobs = find_jobs(run)
     waiting = [job for job, state in jobs if state and state.state == "PENDING"]
     if waiting:
-        subprocess.run(["scancel", *waiting], check=False)
+        subprocess.run(["scancel", *waiting], env=slurm_environment(os.environ), check=False)
         print(f"cancelled {' '.join(waiting)}, waiting in the queue")
     if is_running(run, jobs) or find_starting(jobs):
         return _ask(run, STOP_FILE, "stopped", answer_s)

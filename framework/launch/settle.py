@@ -122,7 +122,7 @@ def _count_gpus(launch: Launch) -> int:
         program = "import torch; print(torch.cuda.device_count())"
         variables = {**os.environ, **fill(launch.environment, os.environ)}
         counted = subprocess.run(
-            [sys.executable, "-c", program], env=variables, check=False, capture_output=True, text=True
+            [sys.executable, "-P", "-c", program], env=variables, check=False, capture_output=True, text=True
         )
         return int(counted.stdout) if counted.returncode == 0 else 0
     import torch

@@ -4,6 +4,7 @@ The script is rendered from a template of `slurm/` and written into the run dire
 sbatch gets. Nothing of a site is in the templates: it comes from the recipe's `launch` keys.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -18,6 +19,7 @@ import jinja2
 
 from framework.checkpoint.place import open_place
 from framework.errors import RunError
+from framework.launch.launchers import list_options, slurm_environment
 from framework.launch.runs import Runs
 from framework.recipe.derive import Derived, derive
 from framework.recipe.elastic import can_move, has_range, node_counts
@@ -150,6 +152,11 @@ def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
 def submit_script(script: Path, after: str | None = None) -> str:
     """Queue a script; returns the job's id. after: the job whose end it waits for. Raises RunError with sbatch's reason."""
     require_sbatch()
+    if ignored := list_options(os.environ):
+        fix = (
+            "what a job is asked for with is in the recipe: launch.partition, launch.account, launch.sbatch and others"
+        )
+        print(f"note     sbatch does not get {', '.join(ignored)} of this shell: {fix}", file=sys.stderr)
     dependency = [f"--dependency=afterany:{after}"] if after else []
     result = _call(["sbatch", "--parsable", *dependency, str(script)])
     if result.returncode:
@@ -357,7 +364,9 @@ def _fields(line: str) -> dict[str, str]:
 
 def _call(command: list[str]) -> "subprocess.CompletedProcess[str]":
     try:
-        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, env=slurm_environment(os.environ), check=False, capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
 

@@ -250,8 +250,11 @@ def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path, cou
 
 def _queue(run: RunDirectory, lease: Lease, recipe: Recipe, overrides: list[str], changes: list[Change]) -> int:
     jobs: list[str] = []
-    for _ in range(recipe.launch.chain):
-        jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
+    # For the script, which ends or awaits what is left of its chain: another run's jobs may bear the same name.
+    with explain_errors(run.path), run.jobs.open("w") as ids:
+        for _ in range(recipe.launch.chain):
+            jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
+            print(jobs[-1], file=ids, flush=True)
     run.note_launch(overrides, {change.key: change.now for change in changes}, lease, jobs=jobs, **describe_software())
     print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, recipe)}"]))
     return EXIT_DONE

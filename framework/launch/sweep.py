@@ -18,6 +18,7 @@ from framework.launch.subject import find_saved, require_subject
 from framework.recipe.compose import compose, expand_sweep
 from framework.recipe.environment import hide_override
 from framework.recipe.schema import Recipe
+from framework.start import python_words
 
 
 def train_sweep(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> int:
@@ -79,7 +80,7 @@ def run_in_turn(commands: Sequence[Sequence[str]]) -> int:
     codes: list[int] = []
     for number, command in enumerate(commands, start=1):
         print(f"[{number}/{len(commands)}] meshwright {shlex.join(command)}", flush=True)
-        code, interrupted = run_process([sys.executable, "-m", "framework", *command])
+        code, interrupted = run_process([sys.executable, *python_words("framework", *command)])
         codes.append(code)
         if interrupted:
             break

@@ -37,6 +37,7 @@ from typing import IO, Any
 
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost
 from framework.lease import Lease
+from framework.start import python_words
 from framework.track.jsonl import METRICS_FILE, decode, read_last_records
 from framework.track.report import RunInfo, StepReport, load_run_info
 
@@ -78,7 +79,7 @@ class WandbObserver:
         self._lease.check()
         with (self._run_dir / LOG_FILE).open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "framework.track.wandb", str(self._run_dir), str(self._lease.epoch)],
+                [sys.executable, *python_words(__name__, str(self._run_dir), str(self._lease.epoch))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -211,7 +212,7 @@ def _find_written(segments: list[Path], otherwise: int) -> int:
 
 def _read_segment(segment: Path) -> int | None:
     """The newest step in a file, by wandb's own reader; 0 without any, None where it cannot be read."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(segment.parent)]
+    command = [sys.executable, *python_words("wandb", "leet", "inspect", "--json", str(segment.parent))]
     newest = 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None

@@ -33,6 +33,7 @@ from framework.track.goodput import Part
 from framework.track.goodput_log import read_account
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
+from tests.hostile_folder import refuse_imported, write_hostile_modules
 
 STEPS = 100
 RECIPE = (
@@ -48,6 +49,7 @@ def place(tmp_path_factory):
     """A folder with a corpus and, in `runs/whole`, a run that nothing disturbed."""
     place = tmp_path_factory.mktemp("train")
     tiny_run.write_corpus(place / "corpus")
+    write_hostile_modules(place)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         assert train("run.id=whole") == EXIT_DONE
@@ -60,7 +62,6 @@ def piped(place):
     rank 1. Rank 0, which reports, is not the last stage, which has the loss."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         interrupt_after("piped", 5)
         layout = ("parallel.pp=2", "launch.ranks=2", "pipeline.schedule=zb_h1", "batch.sequences_per_microbatch=1")
         watched = ("track.timeline_step=3", "track.profile_steps=[2,2]", "track.profile_ranks=[1]", "zero.stage=3")
@@ -71,7 +72,8 @@ def piped(place):
 @pytest.fixture(autouse=True)
 def here(place, monkeypatch):
     monkeypatch.chdir(place)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    yield
+    refuse_imported(place)
 
 
 def train(*overrides):

@@ -15,7 +15,7 @@ Law = Callable[["Source"], Iterator[Breach]]
 
 # Lowest first; rooms of one floor do not know each other.
 FLOORS = (
-    ("errors", "imports"),
+    ("errors", "imports", "start"),
     ("lease",),
     ("recipe",),
     ("mesh",),
@@ -153,8 +153,8 @@ def recipe_is_instant(source: Source) -> Iterator[Breach]:
 
 
 def only_connect_launch_and_cli_read_the_environment(source: Source) -> Iterator[Breach]:
-    """os.environ appears in comm/connect.py, launch/ and cli.py."""
-    if source.room in ("launch", "cli") or source.path == "comm/connect.py":
+    """os.environ appears in comm/connect.py, launch/, cli.py and start.py."""
+    if source.room in ("launch", "cli", "start") or source.path == "comm/connect.py":
         return
     readers = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
     for line, name in {*source.imports(), *source.dotted_names()}:

@@ -14,6 +14,7 @@ from framework.errors import EXIT_USER, MeshwrightError, NumericsError
 from framework.foresight.wanted import Wanted
 from framework.launch import sweep
 from framework.launch.subject import has_subject
+from framework.start import python_words
 from framework.verify.options import Options
 
 COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
@@ -349,7 +350,7 @@ class TestSweep:
             "train", "-m", "--recipes", str(tmp_path), "optim=adamw,lion", "train.seed=1,2", "train.steps=50"
         )
         assert code == 0
-        prefix = [sys.executable, "-m", "framework", "train", "--recipes", str(tmp_path)]
+        prefix = [sys.executable, *python_words("framework", "train", "--recipes", str(tmp_path))]
         assert started == [
             [*prefix, f"optim={optim}", f"train.seed={seed}", "train.steps=50", f"run.id=run-sweep-001-{index}"]
             for index, (optim, seed) in enumerate(itertools.product(("adamw", "lion"), (1, 2)))

@@ -10,6 +10,10 @@ import pytest
 
 from framework.checkpoint.lineage import RECORD, Lineage
 from framework.checkpoint.node_memory import run_memory
+from framework.launch import submit
+from framework.launch.directory import RunDirectory
+from framework.lease import Lease
+from framework.recipe.compose import compose
 
 SCRIPT = (Path(__file__).parents[2] / "slurm" / "job.sh").read_text()
 
@@ -20,6 +24,12 @@ def call(function, run, *arguments, before=""):
     body = before + re.search(rf"^{name}\(\) {{.*?^}}$", SCRIPT, re.M | re.S)[0]
     words = ["bash", "-euc", f"run=$0 history=$0/history job=7\n{body}\n{function} $*", str(run), *arguments]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def note_chain(run, jobs="7\n8\n"):
+    """What `submit` notes of a chain."""
+    (run / "slurm").mkdir(exist_ok=True)
+    (run / "slurm" / "jobs").write_text(jobs)
 
 
 def function_of(name):
@@ -91,12 +101,14 @@ def test_the_script_forgets_the_folder_that_nodes_have(tmp_path):
 def test_nodes_that_are_given_away_hold_nothing(tmp_path, way, copies, node):
     """Those that the job still has: n1 was lost."""
     given = (
-        f"run=$0 job=7 slurm_job=7 code=0 copies={copies} SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NAME=x\n"
+        f"run=$0 job=7 slurm_job=7 code=0 copies={copies} SLURM_JOB_NODELIST=n[1-2]\n"
         "say() { :; }; refuse_if_stale() { :; }; start_soon() { :; }; squeue() { echo 8; }\n"
         'field() { echo n2; }; scontrol() { if [ $2 = hostnames ]; then echo $3; fi; }; timeout() { "${@:2}"; }\n'
         'srun() { while [[ $1 == --* ]]; do case $1 in --nodelist=*) echo "${1#*=}" ;; esac; shift; done; }'
     )
-    words = [given, *(function_of(name) for name in ("forget_copies", "requeue", "go_on_in_chain")), way]
+    note_chain(tmp_path)
+    functions = ("forget_copies", "requeue", "waiting_in_chain", "go_on_in_chain")
+    words = [given, *(function_of(name) for name in functions), way]
     done = subprocess.run(["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, node), done
 
@@ -115,10 +127,15 @@ def test_a_job_that_is_one_too_many_takes_nothing_from_the_one_that_runs(tmp_pat
     (tmp_path / "request-save").touch()
     (tmp_path / "lease").write_text(json.dumps({"epoch": 4, "host": "n1", "job": holder, "restart": 0}) + "\n")
     given = (
-        f"run=$0 job=7 jobs_in_chain=3 copies=1 SLURM_JOB_NAME=x; squeue() {{ echo {waits}; }}; say() {{ :; }}\n"
-        "forget_copies() { echo forgets; }; scancel() { echo cancels; }"
+        f"run=$0 job=7 jobs_in_chain=3 copies=1; say() {{ :; }}; forget_copies() {{ echo forgets; }}\n"
+        f"squeue() {{ case $* in *PENDING*) echo 8 ;; *) echo {waits} ;; esac; }}; scancel() {{ echo cancels; }}"
     )
-    words = [given, function_of("is_of_another_job"), function_of("stop"), f"stop {code} why"]
+    note_chain(tmp_path)
+    words = [
+        given,
+        *(function_of(name) for name in ("is_of_another_job", "waiting_in_chain", "stop")),
+        f"stop {code} why",
+    ]
     ended = subprocess.run(
         ["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -177,11 +194,11 @@ def test_a_script_that_froze_before_it_acts_does_nothing(tmp_path, ends):
     part = re.search(r"^  state=\$\(field JobState\)$.*?^  fi$", SCRIPT, re.M | re.S)[0]
     (tmp_path / "lease").write_text('{"epoch": 5, "job": "7", "restart": 2, "step": 0}\n')
     given = (
-        "run=$0 job=7 restart=1 code=85 lease_at_begin=older near_end= jobs_in_chain=1 SLURM_JOB_NAME=x\n"
+        "run=$0 job=7 restart=1 code=85 lease_at_begin=older near_end= jobs_in_chain=1\n"
         "say() { echo $*; }; newest_step() { echo 20; }; field() { echo COMPLETING; }\n"
         'for name in squeue scancel scontrol start_soon stop forget_copies; do eval "$name() { echo acts; }"; done'
     )
-    functions = [function_of(name) for name in ("refuse_if_stale", "requeue", "go_on_in_chain")]
+    functions = [function_of(name) for name in ("refuse_if_stale", "requeue", "waiting_in_chain", "go_on_in_chain")]
     words = [given, *functions, f"while_slurm_was_asked() {{\n{part}\n}}", ends]
     done = subprocess.run(["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, "acts" in done.stdout) == (86, False), done
@@ -214,12 +231,13 @@ def test_a_run_that_was_asked_to_stop_is_not_requeued(tmp_path):
 )
 def test_a_chain_goes_on_from_any_end_near_the_time_limit(tmp_path, code, near_end, waiting, said):
     """Requeued instead, the job would train beside the next one of its chain."""
-    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm").mkdir(exist_ok=True)
     (tmp_path / "slurm" / "bad-nodes").write_text("n1\n")
     part = re.search(r"^  if [^\n]*\"\$jobs_in_chain\" -gt 1 \]; then$.*?(?=^  failures=)", SCRIPT, re.M | re.S)[0]
-    functions = re.findall(r"^(?:stop|go_on_in_chain)\(\) \{.*?^\}$", SCRIPT, re.M | re.S)
+    functions = re.findall(r"^(?:waiting_in_chain|stop|go_on_in_chain)\(\) \{.*?^\}$", SCRIPT, re.M | re.S)
+    note_chain(tmp_path)
     given = [
-        f"run=$0 code={code} near_end={near_end} go_on=submit jobs_in_chain=3 SLURM_JOB_NAME=mine",
+        f"run=$0 job=7 code={code} near_end={near_end} go_on=submit jobs_in_chain=3",
         "say() { echo $*; }; newest_step() { echo 20; }; scancel() { :; }; refuse_if_stale() { :; }; forget_copies() { :; }",
         f"squeue() {{ echo {waiting}; }}",
         "requeue() { echo requeue $1; exit 0; }",
@@ -227,6 +245,50 @@ def test_a_chain_goes_on_from_any_end_near_the_time_limit(tmp_path, code, near_e
     words = ["bash", "-euc", "\n".join([*given, *functions, part, "echo again"]), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == said
+
+
+@pytest.mark.parametrize("end", ["stop 0 why", "stop 88 why", "go_on_in_chain why"])
+@pytest.mark.parametrize(
+    ("noted", "ended", "cancelled"),
+    [
+        ("7\n8\n9\n", (), ["8", "9"]),
+        ("7\n8\n9\n", ("8",), ["9"]),
+        ("7\n", (), []),
+        ("", (), []),
+        (None, (), []),  # of a run that was not submitted
+    ],
+)
+def test_a_chain_that_ends_touches_its_own_jobs_alone(tmp_path, end, noted, ended, cancelled):
+    """A run of the same id in another folder has jobs 18 and 19 in the queue, which bear the same name."""
+    if noted is not None:
+        note_chain(tmp_path, noted)
+    queue = [job for job in ("8", "9", "18", "19") if job not in ended]
+    given = (
+        f"run=$0 job=7 code=0 jobs_in_chain=3 copies=0 go_on=submit SLURM_JOB_NAME=run queue='{' '.join(queue)}'\n"
+        "say() { :; }; forget_copies() { :; }; refuse_if_stale() { :; }; scontrol() { :; }\n"
+        "squeue() { local asked; for word; do case $word in --job=*) asked=,${word#*=}, ;; esac; done\n"
+        '  for job in $queue; do if [[ -z ${asked:-} || $asked == *,$job,* ]]; then echo "$job"; fi; done; }\n'
+        "scancel() { for word; do case $word in --name=*) echo $queue ;; --*) ;; *) echo $word ;; esac; done; }"
+    )
+    words = [given, *(function_of(name) for name in ("waiting_in_chain", "stop", "go_on_in_chain")), end]
+    done = subprocess.run(["bash", "-uc", "\n".join(words), str(tmp_path)], capture_output=True, text=True, check=False)
+    goes_on = end.startswith("go_on") and cancelled
+    assert done.stdout.split() == ([] if goes_on else cancelled)
+
+
+def test_submit_notes_the_jobs_of_a_chain_before_the_next_is_queued(tmp_path, monkeypatch):
+    run, noted = RunDirectory.create(tmp_path, "x", "run"), []
+    note_chain(run.path, "3\n4\n")  # of a former submission
+
+    def submit_script(script, after):
+        noted.append(run.jobs.read_text().split())
+        return str(7 + len(noted))
+
+    monkeypatch.setattr(submit, "submit_script", submit_script)
+    recipe = compose(["launch=slurm", "launch.chain=3", "launch.nodes=1", "launch.ranks_per_node=1"]).require()
+    assert submit._queue(run, Lease(run.path), recipe, [], []) == 0
+    assert noted == [[], ["8"], ["8", "9"]]
+    assert run.jobs.read_text().split() == run.read_record()["launches"][-1]["jobs"] == ["8", "9", "10"]
 
 
 def test_a_field_is_of_the_first_job_that_slurm_shows(tmp_path):

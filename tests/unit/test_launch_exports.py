@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import framework
 from framework.checkpoint.commit import Retention, list_checkpoints, retain, step_of
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.place import ObjectPath
@@ -23,6 +22,7 @@ from framework.launch.directory import RunDirectory, describe_self
 from framework.launch.exports import Exports, exports_have_ended
 from framework.launch.remote import RemoteRun
 from framework.lease import Lease
+from framework.start import python_words
 from tests.shared_store import register
 from tests.unit.test_checkpoint import ALONE, save
 
@@ -75,17 +75,10 @@ def test_steps_that_are_due_are_exported_once_they_are_committed(run, shell, cap
     exports.end()
 
 
-def test_an_export_imports_the_code_of_its_rank_and_no_clone_around_it(run, shell, tmp_path, monkeypatch):
-    (tmp_path / "clone" / "framework").mkdir(parents=True)
-    (tmp_path / "clone" / "framework" / "__init__.py").touch()
-    monkeypatch.chdir(tmp_path / "clone")
-    asks = "import framework; print(framework.__file__)"  # `python -c` looks where `python -m` does
-    shell(f'{sys.executable} -c "{asks}" > "$2/said"; mkdir -p "$1"')
-    exports = Exports(Lease(run.path), 10)
-    exports.end_save(10, True)
-    assert exports.wait(30)
-    assert (run.path / "said").read_text().strip() == framework.__file__
-    exports.end()
+def test_an_export_imports_the_code_of_its_rank(run):
+    """How no clone around it is imported: tests/unit/test_start.py."""
+    words = exports_module.make_command(run.path, 7, run.exports / "x")
+    assert words[:5] == [sys.executable, *python_words("framework", "export")]
 
 
 def test_without_the_key_nothing_is_exported(run, shell):

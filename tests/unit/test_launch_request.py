@@ -208,7 +208,7 @@ def test_only_jobs_in_the_queue_are_cancelled(run, monkeypatch, capsys):
     monkeypatch.setattr(
         request, "find_jobs", lambda _: [("7", JobState("7", "COMPLETED")), ("8", JobState("8", "PENDING"))]
     )
-    monkeypatch.setattr(request.subprocess, "run", lambda words, check: called.append(words))
+    monkeypatch.setattr(request.subprocess, "run", lambda words, env, check: called.append(words))
     assert request.stop_command(run.path) == EXIT_DONE
     assert called == [["scancel", "8"]]
     assert "cancelled 8" in capsys.readouterr().out

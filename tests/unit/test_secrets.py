@@ -1,7 +1,6 @@
 """A secret goes from the environment in which ranks are started to the ranks, and nowhere else."""
 
 import json
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from framework.cli import main
 from framework.comm.connect import connect
 from framework.errors import EXIT_USER, RecipeError
 from framework.launch.directory import RunDirectory
-from framework.launch.local import rank_variables, train
+from framework.launch.local import train
 from framework.launch.resume import resume_recipe
 from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan
@@ -208,11 +207,6 @@ def test_a_missing_variable_is_named_before_anything_is_made(value, monkeypatch)
     assert "export HF_TOKEN" in str(error.value)
     assert error.value.exit_code == EXIT_USER
     assert not list(Path().iterdir())
-
-
-def test_ranks_import_the_code_that_launches_them_before_the_recipes_path():
-    found = rank_variables(with_variables(PYTHONPATH="/mine"))["PYTHONPATH"].split(os.pathsep)
-    assert found == [str(Path(__file__).parents[2]), "/mine"]
 
 
 def test_a_run_with_a_secret_from_before_goes_on_once_it_is_a_reference():
