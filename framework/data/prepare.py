@@ -9,6 +9,7 @@ no time does a process have more than a few files open, however many shards ther
 import errno
 import fcntl
 import json
+import os
 import resource
 import shlex
 import shutil
@@ -33,6 +34,7 @@ from framework.data.store import (
     StoreMeta,
     choose_dtype,
     fingerprint_shards,
+    open_without_links,
     shard_path,
     sum_splits,
     write_atomically,
@@ -142,7 +144,7 @@ def _make_root(root: Path) -> None:
 @contextmanager
 def _lock(folder: Path, progress: bool) -> Iterator[None]:
     """Hold the lock under which one process at a time builds a store. The kernel releases it however its holder ends."""
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as file:
+    with open(open_without_links(folder.with_name(f".{folder.name}.lock"), os.O_RDWR), "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -19,6 +19,7 @@ All but the joined files appear under their names by an atomic rename after fsyn
 nothing that could be taken for complete. No file holds a time, a host name or a worker count: equal input gives equal bytes.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +66,19 @@ def unfinished_path(path: Path) -> Path:
     return path.with_name(path.name + ".unfinished")
 
 
+def open_without_links(path: Path, flags: int) -> int:
+    """A descriptor of a file that is made where it is not there, and never cut: whoever may write in a shared folder could
+    have put a link to another's file under this name. DataError where there is one."""
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DataError(
+                f"{path}: a link, through which nothing is written. Remove it, or set another data.root"
+            ) from error
+        raise
+
+
 @contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under `path` when the block ends well, and not at all otherwise.
@@ -74,7 +88,9 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     unfinished = unfinished_path(path)
     try:
         with name_errors(path):
-            with open(unfinished, "wb") as file:
+            with suppress(FileNotFoundError):
+                unfinished.unlink()
+            with open(open_without_links(unfinished, os.O_WRONLY | os.O_EXCL), "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -95,8 +95,11 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerInfo:
             f"Choose another tokenizer, or save a copy with tokenizer.eos_token set"
         )
     unfinished = folder.with_name(folder.name + ".unfinished")
+    if unfinished.is_symlink():
+        unfinished.unlink()
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
+        unfinished.mkdir()
         _save_pretrained(tokenizer, unfinished)
         info = TokenizerInfo(
             hash=_hash_tokenizer(unfinished, tokenizer.eos_token_id),

@@ -449,13 +449,45 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(
     assert read_tree(tmp_path / "tokens") == read_tree(tmp_path / "elsewhere")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_file_that_does_not_fit_does_not_appear(tmp_path: Path) -> None:
-    (tmp_path / "a.unfinished").symlink_to("/dev/full")
+def test_a_file_that_does_not_fit_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out_of_space(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", run_out_of_space)
     with pytest.raises(OSError, match=r"No space left.*/a'") as caught, write_atomically(tmp_path / "a") as file:
         file.write(b"text")
     assert caught.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_nothing_is_written_through_a_planted_link(tmp_path: Path, dangling: bool) -> None:
+    """Where others may write into data.root, they may guess the names of its locks and unfinished files."""
+    victim, root = tmp_path / "victim", tmp_path / "tokens"
+    recipe = make_recipe(root, write_jsonl(tmp_path / "a.jsonl", make_texts(50)))
+    places = locate(recipe)
+    assert places.tokenizer is not None
+    store, tokenizer = places.stores[0].folder, places.tokenizer
+    store.mkdir(parents=True)
+    locks = [folder.with_name(f".{folder.name}.lock") for folder in (store, tokenizer)]
+    unfinished = [
+        store / f"{name}.unfinished" for name in ("store.json", "shards.json", "00000.json", "00000.train.ends")
+    ]
+    joined = [store / name for name in ("train.tokens", "validation.ends")]
+    unfinished_tokenizer = tokenizer.with_name(tokenizer.name + ".unfinished")
+    (tmp_path / "folder").mkdir()
+    for link in (*locks, *unfinished, *joined):
+        if not dangling:
+            victim.write_text("precious")
+        link.symlink_to(victim)
+    unfinished_tokenizer.symlink_to(tmp_path / "folder")
+    for link in (*locks, *joined):
+        with pytest.raises(DataError, match=f"{link}: a link, .*Remove it"):
+            build(recipe)
+        link.unlink()
+    build(recipe)
+    assert not list((tmp_path / "folder").iterdir())
+    assert not victim.exists() if dangling else victim.read_text() == "precious"
 
 
 def test_an_empty_source_is_an_error(tmp_path: Path) -> None:
