@@ -44,6 +44,9 @@ DESCRIPTORS_KEPT = 64
 # Of a source's bytes: as much is held out of a document that would hold out most of the source.
 LARGEST_SHARE = 0.1
 
+# Characters of a bad record's reason: names of fields are as long as whoever wrote them likes.
+MOST_WORDS = 1000
+
 # As records name their text, and their chats, most common first.
 TEXT_FIELDS = (
     "text",
@@ -161,7 +164,7 @@ def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
                 yield document
             else:
                 rows_before = count_rows_before(span) if rows_before is None else rows_before
-                yield BadRecord(str(span.file.path), rows_before + record.index + 1, document)
+                yield BadRecord(str(span.file.path), rows_before + record.index + 1, escape(document))
 
 
 @cache
@@ -180,6 +183,14 @@ def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Documen
     if not ids.size or ids[-1] != tokenizer.eos_id:
         ids = np.append(ids, tokenizer.eos_id)
     return Document(hash_document(record.text), len(record.text.encode()), ids)
+
+
+def escape(text: str) -> str:
+    """Words of a record for a terminal and a file: control characters and halves of surrogate pairs spelled, the end cut off."""
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:MOST_WORDS]
+    )
+    return shown + "..." * (len(text) > MOST_WORDS)
 
 
 def check_bad_records(source: str, bad_records: list[BadRecord], allowed: int) -> None:

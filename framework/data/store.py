@@ -5,6 +5,7 @@
         train.ends                        int64: end of each document, in tokens from the start of train.tokens
         validation.tokens  .ends          the same of the held-out documents; a split without documents has no files
         validation.counts                 int64 [vocab]: how often each id stands in the validation split
+        left_out.json                     files beside the source's files that were not read, with the reasons
         quarantine.jsonl                  the bad records: file, row, reason
         shards.json                       the source's files and each shard's sizes and checksums; only `prepare` reads it
         store.json                        what the store holds; its presence says that the store is complete

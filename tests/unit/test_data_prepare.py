@@ -490,6 +490,22 @@ def test_nothing_is_written_through_a_planted_link(tmp_path: Path, dangling: boo
     assert not victim.exists() if dangling else victim.read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_words_of_a_bad_record_are_safe_to_print_and_its_row_is_quarantined(tmp_path: Path, name: str) -> None:
+    bad = json.dumps({"\x1b]0;\x07": 1, "\ud800": 2, "x" * 5000: 3})
+    lines = [json.dumps({"text": text}) for text in make_texts(50)] + [bad]
+    (tmp_path / name).write_text("\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]")
+    recipe = make_recipe(tmp_path / "tokens", tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}, row 51: field `text` is missing \(there is: ") as caught:
+        build(recipe)
+    str(caught.value).encode()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 2000
+    prepared = build(replace(recipe, data=replace(recipe.data, bad_records=1)))
+    (kept,) = map(json.loads, (prepared.sources[0].folder / "quarantine.jsonl").read_text().splitlines())
+    assert (kept["file"], kept["row"]) == (str(tmp_path / name), 51)
+
+
 def test_an_empty_source_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n\n")
     with pytest.raises(DataError, match=r"data.sources.s0.path=.*no text to train on"):
