@@ -41,11 +41,15 @@ def split_pattern(pattern: str) -> tuple[Path, PurePath]:
 
 def walk(root: Path) -> Iterator[Path]:
     """Files below a folder, and hidden folders in place of their files. Enters each folder once, linked ones last: links may
-    run in a circle, in which `os.walk(followlinks=True)` and `glob` go round and round."""
+    run in a circle, in which `os.walk(followlinks=True)` and `glob` go round and round. OSError where one cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
     entered = set()
     pending = deque([str(root)])
     while pending:
-        for folder, subfolders, names in os.walk(pending.popleft()):
+        for folder, subfolders, names in os.walk(pending.popleft(), onerror=fail):
             if (real := os.path.realpath(folder)) in entered:
                 subfolders[:] = []
                 continue

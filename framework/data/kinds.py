@@ -108,6 +108,8 @@ MAGICS = (
     (b"ARROW1", "Arrow"),
     (b"\xff\xff\xff\xff", "Arrow"),
     (b"\x93NUMPY", "a numpy array"),
+    (b"\x80\x04\x95", "a pickle"),
+    (b"\x80\x05\x95", "a pickle"),
     (b"%PDF-", "a PDF"),
     (b"\x89PNG", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),

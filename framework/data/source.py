@@ -111,8 +111,13 @@ def look_at(name: str, source: Source, progress: bool = False) -> Listing:
         return Listing((_name_file(name, source, path),))
     is_folder = path.is_dir()
     root, pattern = (path, PurePath()) if is_folder else split_pattern(str(path))
-    found = list(_show(walk(root) if is_folder else expand(root, pattern), "list files", progress))
-    found = [path for path in found if is_folder or path.is_file()]
+    try:
+        found = list(_show(walk(root) if is_folder else expand(root, pattern), "list files", progress))
+        found = [path for path in found if is_folder or path.is_file()]
+    except OSError as error:
+        raise DataError(
+            f"data.sources.{name}.path={source.path}: {error}. Allow reading it, or leave it out"
+        ) from error
     if found or is_folder:
         return _choose(name, source, root, pattern, found)
     if source.format == "auto" and is_hub_name(source.path):

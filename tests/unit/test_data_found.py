@@ -1,8 +1,12 @@
 """Files found in folders and by globs: what is data, and that whatever else lies beside it is named and never trained on."""
 
+import errno
 import gzip
 import json
+import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -164,6 +168,22 @@ def test_linked_folders_are_read_once_and_circles_end(tmp_path: Path) -> None:
     assert left_out == {"c.jsonl": "the same file as a.jsonl", "gone.jsonl": "no regular file"}
 
 
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "a.jsonl")
+    write(tmp_path, "locked/b.jsonl")
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:  # the tests may run as root, to whom no folder is locked
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for path in (str(tmp_path), f"{tmp_path}/**/*.jsonl"):
+        with pytest.raises(DataError, match=r"data.sources.s.path=.*Permission denied: .*locked"):
+            taken(path)
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
@@ -229,6 +249,7 @@ def test_a_field_is_not_looked_for_in_prose(tmp_path: Path) -> None:
         (b"PK\x03\x04" + bytes(50), "a zip archive"),
         (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj\n", "a PDF"),
         (b"\x89PNG\r\n\x1a\n" + bytes(50), "a PNG image"),
+        (pickle.dumps({"text": "x"}, protocol=4), "a pickle"),
         (np.arange(100.0).tobytes(), "binary data"),
         ("text in two bytes\n".encode("utf-16-le"), "UTF-16LE"),
         ("text in two bytes\n".encode("utf-16-be"), "UTF-16BE"),
