@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, BinaryIO
 
+import pyarrow
 import pyarrow.parquet
 
 from framework.data.kinds import HEAD_BYTES, find_foreign, find_records, open_bytes
@@ -315,7 +316,7 @@ def _require_field(file: SourceFile, columns: list[str], field: str) -> None:
 
 def _read_columns(columns: Iterable[Any], field: str) -> Iterator[Record]:
     """columns: consecutive Arrow arrays of one field."""
-    scalars = (scalar for column in columns for scalar in column)
+    scalars = (scalar for column in columns for scalar in _validate(column))
     for index, scalar in enumerate(scalars):
         try:
             value = scalar.as_py()
@@ -323,3 +324,10 @@ def _read_columns(columns: Iterable[Any], field: str) -> Iterator[Record]:
             yield Record(index, None, f"field `{field}` is not UTF-8: {error.reason} at byte {error.start}")
         else:
             yield _check_text(index, value, field)
+
+
+def _validate(column: Any) -> Any:
+    """The array itself. ArrowInvalid where its offsets leave its data, which pyarrow would follow to the end of the process."""
+    raw = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}.get(column.type)
+    (column.view(raw) if raw else column).validate(full=True)  # of strings without their bytes: one may be no UTF-8
+    return column

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -308,6 +309,19 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=name) as caught:
         read_all(Source(str(path)))
     assert "Replace the file" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()])
+def test_offsets_that_leave_the_data_are_damage_and_no_crash(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    """pyarrow itself follows them, to a segmentation fault of the worker."""
+    width = np.int32 if kind == pyarrow.string() else np.int64
+    offsets = np.array([0, 3, 1 << 30, 6], dtype=width)
+    column = pyarrow.Array.from_buffers(kind, 3, [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"onetwo")])
+    table = pyarrow.table({"text": column})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match=r"a.arrow: cannot be read behind row 0"):
+        read_all(Source(str(tmp_path / "a.arrow")))
 
 
 def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
