@@ -48,7 +48,7 @@ from framework.data.store import (
     write_atomically,
     write_json,
 )
-from framework.data.tokenize import TokenizerInfo, load_tokenizer, read_info, save_tokenizer, train_bpe
+from framework.data.tokenize import TokenizerInfo, cut_at_spaces, load_tokenizer, read_info, save_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, DataError
 from framework.recipe.host import count_cores
 from framework.recipe.schema import Recipe
@@ -393,4 +393,5 @@ def _sample_texts(recipe: Recipe, stores: Sequence[Place], progress: bool) -> It
     chosen = shards[:: num_bytes // recipe.data.bpe_text_bytes + 1]
     for place, spans in tqdm(chosen, desc="read text", unit=" shards", delay=BAR_DELAY_S, disable=not progress):
         texts = (record.text for span in spans for record in read_records(span, place.source.field))
-        yield from (text for text in texts if text and hash_document(text) >= _initial_threshold(recipe))
+        trained = (text for text in texts if text and hash_document(text) >= _initial_threshold(recipe))
+        yield from (part for text in trained for part in cut_at_spaces(text))

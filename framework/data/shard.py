@@ -133,7 +133,7 @@ def clear_shard(folder: Path, shard: int) -> None:
 
 @dataclass(frozen=True)
 class Document:
-    """num_bytes: of its text. ids: [n] int64, closed by the end-of-sequence id."""
+    """num_bytes: of its text. ids: [n] int32, closed by the end-of-sequence id."""
 
     hash: int
     num_bytes: int
@@ -177,11 +177,14 @@ def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Documen
     """The document of a record, or the problem that it has none."""
     if record.text is None:
         return str(record.problem)
-    ids = encode(record.text)
+    try:
+        ids = encode(record.text)
+    except DataError as error:
+        return str(error)
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         return f"token id {ids.max()} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}"
     if not ids.size or ids[-1] != tokenizer.eos_id:
-        ids = np.append(ids, tokenizer.eos_id)
+        ids = np.append(ids, np.int32(tokenizer.eos_id))
     return Document(hash_document(record.text), len(record.text.encode()), ids)
 
 
@@ -240,7 +243,7 @@ def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[Shard
     except BrokenProcessPool as error:
         raise DataError(
             f"a worker of `meshwright prepare` was killed, perhaps for want of memory. Run it again with fewer than "
-            f"{workers} workers; finished shards are kept"
+            f"{workers} workers (one takes some 9 times the bytes of its longest document); finished shards are kept"
         ) from error
     finally:
         writer.close()

@@ -50,6 +50,7 @@ WHOLE = sys.maxsize
 
 FORMATS = "jsonl, csv, tsv, parquet, arrow or text"
 NAMES_SHOWN = 3
+REASONS_SHOWN = 4
 
 # What libraries raise for a truncated, corrupt or unreadable file.
 DAMAGE = (pyarrow.ArrowException, zlib.error, lzma.LZMAError, EOFError, OSError)
@@ -194,14 +195,16 @@ def _choose(name: str, source: Source, root: Path, pattern: PurePath, found: lis
 
 
 def summarize_left_out(left_out: Mapping[str, str]) -> str:
-    """Files by reason, of each the number and the first names."""
+    """The commonest reasons, of each the number of files and the first names."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in left_out.items():
         by_reason.setdefault(reason, []).append(path)
-    return "; ".join(
+    common = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    words = [
         f"{len(paths)} {reason}: {', '.join(paths[:NAMES_SHOWN])}{', ...' if len(paths) > NAMES_SHOWN else ''}"
-        for reason, paths in by_reason.items()
-    )
+        for reason, paths in common[:REASONS_SHOWN]
+    ]
+    return "; ".join(words + ["others"] * (len(common) > REASONS_SHOWN))
 
 
 def _check_field(name: str, source: Source, file: str, kind: Kind) -> None:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from framework.data import prepare as prepare_module
+from framework.data import tokenize as tokenize_module
 from framework.data.join import JoinPlan
 from framework.data.prepare import prepare, prepare_command, settle_threshold, summarize_data
 from framework.data.prepared import (
@@ -654,6 +655,19 @@ def test_a_long_document_does_not_take_the_text_from_training(held_out: str, tmp
     note = summarize_data(prepared, 0.01)
     assert f"s0: 100% of the samples, {trained:,} tokens to train on, {held:,} held out" in note
     assert f"that is {held / (held + trained):.1%} of the tokens; data.validation asks for 1.0%" in note
+
+
+def test_windows_of_a_long_document_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [make_texts(1, num_words=3000)[0], *make_texts(20)])
+    whole = build(make_recipe(tmp_path / "whole", source))
+    monkeypatch.setattr(tokenize_module, "WINDOW_CHARS", 1500)
+    monkeypatch.setattr(tokenize_module, "OVERLAP_CHARS", 600)
+    build(make_recipe(tmp_path / "windows", source))
+    assert read_tree(tmp_path / "windows") == read_tree(tmp_path / "whole")
+    monkeypatch.setattr(tokenize_module, "AGREEING_TOKENS", 10_000)
+    recipe = make_recipe(tmp_path / "none", source)
+    with pytest.raises(DataError, match=r"a.jsonl, row 1: its tokens around character .*cut the document.*bad_records"):
+        build(replace(recipe, model=Model(tokenizer=str(whole.tokenizer))))
 
 
 def test_documents_of_ordinary_length_are_held_out_whole(tmp_path: Path) -> None:
