@@ -172,13 +172,13 @@ def _find_fault(path: PurePath, kind: Kind | None, rules: Rules) -> str | None:
     if kind not in wanted:
         return f"not of format={rules.format}"
     if kind != "text" and any(part.startswith("_") for part in path.parts) and "_" not in str(rules.pattern):
-        return "a name with _ in front: no data by the rules of Spark"
+        return "under a name with _ in front (no data in Spark)"
     if (
         kind == "text"
         and ABOUT_THE_DATA.match(path.name.lower())
         and not rules.pattern.name.endswith(path.suffix or "*")
     ):
-        return "about the data, by its name"
+        return "about the data by its name"
     if kind == "text" and kind_of(path) is None:
         with open_bytes(rules.root / path) as opened:
             return find_foreign(opened.read(HEAD_BYTES)) or _find_split(path, kind, rules)
@@ -194,5 +194,5 @@ def _find_split(path: PurePath, kind: Kind, rules: Rules) -> str | None:
         if not word or TRAIN.search(part.lower()) or HELD_OUT.search(str(rules.pattern).lower()):
             continue
         if kind != "text" or folder in rules.with_train:
-            return f"held out, by its name: {word[0]}"
+            return f"held out by its name ({word[0]})"
     return None

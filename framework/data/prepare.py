@@ -149,7 +149,8 @@ def _describe_files(prepared: Prepared) -> list[str]:
         path = source.folder / LEFT_OUT
         left_out = json.loads(path.read_text()) if path.exists() else {}
         more = f"; {len(left_out)} left out ({summarize_left_out(left_out)}), listed in {path}" if left_out else ""
-        lines.append(f"{source.name}: read from {source.meta.num_files:,} files{more}")
+        count = source.meta.num_files
+        lines.append(f"{source.name}: read from {count:,} file{'s' * (count != 1)}{more}")
     return lines
 
 

@@ -112,7 +112,7 @@ def test_a_name_in_the_recipe_is_no_accident(tmp_path: Path) -> None:
     assert taken(f"{tmp_path}/*/*.jsonl") == [f"{tmp_path}/train/c.jsonl"]
     assert taken(f"{tmp_path}/**/*.jsonl") == [f"{tmp_path}/train/c.jsonl"]
     assert taken(f"{tmp_path}/**/*.md") == [f"{tmp_path}/README.md", f"{tmp_path}/docs/README.md"]
-    with pytest.raises(DataError, match=r"2 held out, by its name: test: test/a.jsonl"):
+    with pytest.raises(DataError, match=r"2 held out by its name \(test\): test/a.jsonl"):
         taken(f"{tmp_path}/te*/**")
 
 
@@ -320,7 +320,7 @@ def test_prepare_lists_what_it_left_out_and_the_store_keeps_it(
     prepare_command(Recipe(data=data), workers=1)
     printed = capsys.readouterr().out
     assert "s: read from 40 files; 3 left out (" in printed
-    assert "1 held out, by its name: test: test.jsonl" in printed
+    assert "1 held out by its name (test): test.jsonl" in printed
 
 
 def test_a_source_that_is_refused_is_not_replaced_by_an_old_store(tmp_path: Path) -> None:
