@@ -34,6 +34,7 @@ from framework.data.store import (
     damaged,
     name_errors,
     open_stream,
+    open_without_links,
     shard_path,
     sum_splits,
     write_atomically,
@@ -245,7 +246,7 @@ def _shard_paths(folder: Path, shard: int, split: Split) -> tuple[Path, Path]:
 @contextmanager
 def _open_joined(path: Path) -> Iterator[int]:
     """A descriptor of a file that may be there already and keeps what it holds."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    file = open_without_links(path, os.O_RDWR)
     try:
         yield file
     finally:

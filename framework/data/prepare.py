@@ -9,6 +9,7 @@ no time does a process have more than a few files open, however many shards ther
 import errno
 import fcntl
 import json
+import os
 import resource
 import shlex
 import shutil
@@ -25,7 +26,15 @@ from framework.data.join import JoinPlan, count_missing_bytes, is_tokenized, joi
 from framework.data.prepared import Place, Places, Prepared, check_vocabulary, find_prepared, locate, open_found
 from framework.data.records import read_records
 from framework.data.shard import LARGEST_SHARE, ShardJob, check_bad_records, hash_document, tokenize_shards
-from framework.data.source import BAR_DELAY_S, SourceFile, Span, download_dataset, plan_shards
+from framework.data.source import (
+    BAR_DELAY_S,
+    SourceFile,
+    Span,
+    download_dataset,
+    look_at,
+    plan_shards,
+    summarize_left_out,
+)
 from framework.data.store import (
     STORE_VERSION,
     BadRecord,
@@ -33,17 +42,21 @@ from framework.data.store import (
     StoreMeta,
     choose_dtype,
     fingerprint_shards,
+    open_without_links,
     shard_path,
     sum_splits,
     write_atomically,
+    write_json,
 )
-from framework.data.tokenize import TokenizerInfo, load_tokenizer, read_info, save_tokenizer, train_bpe
+from framework.data.tokenize import TokenizerInfo, cut_at_spaces, load_tokenizer, read_info, save_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, DataError
 from framework.recipe.host import count_cores
 from framework.recipe.schema import Recipe
 
 # So many times more or less than asked for are said to be held out.
 UNEVEN = 3.0
+# In a store: name of a file that was found beside the source's files -> why it was not read.
+LEFT_OUT = "left_out.json"
 
 
 def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -> Prepared:
@@ -98,6 +111,7 @@ def describe(prepared: Prepared) -> str:
                 f"{source.name:16} {source.weight:7g} {split:10} {stream.num_documents:12,} {stream.num_tokens:15,} "
                 f"{source.meta.num_bad_records:6}  {source.folder}"
             )
+    rows += _describe_files(prepared)
     rows.append(f"tokenizer: {prepared.vocab_size} entries, end of sequence {prepared.eos_id}, {prepared.tokenizer}")
     if prepared.unigram_entropy is not None:
         rows.append(f"unigram entropy of the validation split: {prepared.unigram_entropy:.4f} nats per token")
@@ -121,10 +135,23 @@ def summarize_data(prepared: Prepared, validation: float) -> str:
                 f"note     {source.name}: a hash of its text decides whether a document is held out, and with few or very long"
                 f" ones that is {share:.1%} of the tokens; data.validation asks for {validation:.1%}"
             )
+    lines += [f"note     {line}" for line in _describe_files(prepared) if "left out" in line]
     if len(prepared.sources) > 1:
         first = prepared.sources[0].name
         lines.append(f"note     sources are blended by weight: data.sources.{first}.weight=0 would leave {first} out")
     return "\n".join(lines)
+
+
+def _describe_files(prepared: Prepared) -> list[str]:
+    """A line per source: the files that it was made of, and those left out with the reasons."""
+    lines = []
+    for source in prepared.sources:
+        path = source.folder / LEFT_OUT
+        left_out = json.loads(path.read_text()) if path.exists() else {}
+        more = f"; {len(left_out)} left out ({summarize_left_out(left_out)}), listed in {path}" if left_out else ""
+        count = source.meta.num_files
+        lines.append(f"{source.name}: read from {count:,} file{'s' * (count != 1)}{more}")
+    return lines
 
 
 def _count_cpu_s() -> float:
@@ -142,7 +169,7 @@ def _make_root(root: Path) -> None:
 @contextmanager
 def _lock(folder: Path, progress: bool) -> Iterator[None]:
     """Hold the lock under which one process at a time builds a store. The kernel releases it however its holder ends."""
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as file:
+    with open(open_without_links(folder.with_name(f".{folder.name}.lock"), os.O_RDWR), "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -312,6 +339,8 @@ def _finish(
     if bad_records:
         with write_atomically(place.folder / "quarantine.jsonl") as file:
             file.writelines(json.dumps(asdict(record)).encode() + b"\n" for record in bad_records)
+    if left_out := look_at(place.name, place.source).left_out:
+        write_json(place.folder / LEFT_OUT, left_out)
     splits = [report.splits for report in reports]
     meta = StoreMeta(
         version=STORE_VERSION,
@@ -365,4 +394,5 @@ def _sample_texts(recipe: Recipe, stores: Sequence[Place], progress: bool) -> It
     chosen = shards[:: num_bytes // recipe.data.bpe_text_bytes + 1]
     for place, spans in tqdm(chosen, desc="read text", unit=" shards", delay=BAR_DELAY_S, disable=not progress):
         texts = (record.text for span in spans for record in read_records(span, place.source.field))
-        yield from (text for text in texts if text and hash_document(text) >= _initial_threshold(recipe))
+        trained = (text for text in texts if text and hash_document(text) >= _initial_threshold(recipe))
+        yield from (part for text in trained for part in cut_at_spaces(text))

@@ -18,10 +18,14 @@ import numpy as np
 import xxhash
 
 from framework.data.join import is_tokenized
-from framework.data.source import SourceFile, list_files
+from framework.data.kinds import strip_compression
+from framework.data.source import SourceFile, SourceMissing, list_files
 from framework.data.store import SPLITS, TOKENS_VERSION, Split, StoreMeta, TokenStream, open_stream
 from framework.errors import DataError, StorageError
 from framework.recipe.schema import Data, Recipe, Source
+
+# Kinds that are told by endings of the same name since the first version.
+KINDS_OF_NAME = ("jsonl", "json", "parquet", "arrow")
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def locate(recipe: Recipe, progress: bool = False) -> Places:
     for name, source in sources.items():
         try:
             files[name] = list_files(name, source, progress)
-        except DataError as error:
+        except SourceMissing as error:
             files[name] = None
             missing = missing or error
     tokenizer_words, tokenizer_files = _describe_tokenizer(recipe, sources, list(files.values()))
@@ -161,7 +165,15 @@ def _key_files(listings: list[tuple[SourceFile, ...] | None]) -> str | None:
     known = [listing for listing in listings if listing is not None]
     if len(known) < len(listings):
         return None
-    return _key([[[file.name, file.num_bytes, file.mtime_ns] for file in listing] for listing in known])
+    return _key([[_identify(file) for file in listing] for listing in known])
+
+
+def _identify(file: SourceFile) -> list[Any]:
+    """Name, size and time of a file, and its kind where an earlier Meshwright read it as text: its stores are not for it."""
+    is_old = file.kind == "text" or (
+        file.kind in KINDS_OF_NAME and strip_compression(file.path).suffix == f".{file.kind}"
+    )
+    return [file.name, file.num_bytes, file.mtime_ns, *([] if is_old else [file.kind])]
 
 
 def _find_only(recipe: Recipe, stem: str, missing: DataError | None) -> Path:

@@ -4,25 +4,30 @@ Lines and columns are read here, span by span: the loaders of `datasets` convert
 them all without saying which it is.
 """
 
+import csv
 import json
-import lzma
-import zlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow
 import pyarrow.parquet
 
-from framework.data.source import TEXT_DOCUMENT_BYTES, SourceFile, Span, open_bytes
+from framework.data.kinds import HEAD_BYTES, find_foreign, find_records, open_bytes
+from framework.data.source import DAMAGE, TEXT_DOCUMENT_BYTES, WHOLE, SourceFile, Span, open_batches
 from framework.errors import DataError
 
 UTF8_MARK = b"\xef\xbb\xbf"
 ROWS_PER_READ = 1024
-
-# What libraries raise for a truncated, corrupt or unreadable file.
-DAMAGE = (pyarrow.ArrowInvalid, zlib.error, lzma.LZMAError, EOFError, OSError)
+# A longer line is a bad record: it would have to be in memory as a whole, several times over.
+LONGEST_LINE_BYTES = 256 << 20
+SKIPPED_AT_ONCE = 1 << 20
+JSON_BLANKS = re.compile(r"[ \t\n\r]*")
+# Finds where a value ends that `json` refuses for an integer of more digits than Python converts.
+LENIENT_JSON = json.JSONDecoder(parse_int=float)
+DIALECTS = {"csv": csv.excel, "tsv": csv.excel_tab}
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,28 @@ def read_records(span: Span, field: str) -> Iterator[Record]:
         "text": lambda: _read_text(span),
         "jsonl": lambda: _read_jsonl(span, field),
         "json": lambda: _read_json(span, field),
+        "csv": lambda: _read_csv(span, field),
+        "tsv": lambda: _read_csv(span, field),
         "parquet": lambda: _read_parquet(span, field),
         "arrow": lambda: _read_arrow(span, field),
     }
+    num_read = 0
     try:
-        yield from readers[span.file.kind]()
+        for record in readers[span.file.kind]():
+            num_read = record.index + 1
+            yield record
     except DAMAGE as error:
-        raise DataError(f"{span.file.path}: cannot be read ({error}). Replace the file or take it out") from error
+        raise DataError(
+            f"{span.file.path}: cannot be read behind row {_count_rows_before_damage(span) + num_read} ({error}). Replace the "
+            f"file or take it out"
+        ) from error
+
+
+def _count_rows_before_damage(span: Span) -> int:
+    try:
+        return count_rows_before(span)
+    except DAMAGE:
+        return 0
 
 
 def count_rows_before(span: Span) -> int:
@@ -63,15 +83,45 @@ def count_rows_before(span: Span) -> int:
 
 
 def _read_lines(span: Span) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of the lines that start within the span, line ends included."""
+    """(offset, line) of the lines that start within the span, line ends included. DataError where the file is no text.
+
+    Of a line above LONGEST_LINE_BYTES the first bytes come, one more than that.
+    """
     with open_bytes(span.file.path) as opened:
         offset = span.start
         if offset:
             opened.seek(offset - 1)
-            offset += len(opened.readline()) - 1
-        while offset < span.stop and (line := opened.readline()):
+            offset += _skip_line(opened) - 1
+        else:
+            _refuse_foreign(span.file, opened.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
+        while offset < span.stop and (line := opened.readline(LONGEST_LINE_BYTES + 1)):
             yield offset, line
-            offset += len(line)
+            offset += len(line) + (_skip_line(opened) if len(line) > LONGEST_LINE_BYTES and line[-1:] != b"\n" else 0)
+
+
+def _skip_line(opened: BinaryIO) -> int:
+    """Bytes of the rest of the line, which are read and dropped."""
+    num_bytes = 0
+    while part := opened.readline(SKIPPED_AT_ONCE):
+        num_bytes += len(part)
+        if part.endswith(b"\n"):
+            break
+    return num_bytes
+
+
+def _refuse_foreign(file: SourceFile, head: bytes) -> None:
+    """DataError where the first bytes say that a file is not what it is to be read as."""
+    seen = find_foreign(head)
+    if seen is None and file.kind == "text" and not file.stated and (seen := find_records(head)):
+        raise DataError(
+            f"{file.path}: plain text by its ending, but it begins like {seen}. Set data.sources.*.format=jsonl to read its "
+            f"records, or format=text to train on it as it stands"
+        )
+    if seen:
+        raise DataError(
+            f"{file.path}: to be read as {file.kind}, but it begins like {seen}. Take the file out, convert it, or name it by "
+            f"what it is (data.sources.*.format, or a glob in data.sources.*.path that leaves it out)"
+        )
 
 
 def _read_text(span: Span) -> Iterator[Record]:
@@ -84,10 +134,15 @@ def _read_text(span: Span) -> Iterator[Record]:
 
 
 def _decode(index: int, data: bytes) -> Record:
+    if len(data) > LONGEST_LINE_BYTES:
+        return Record(index, None, f"a line of more than {LONGEST_LINE_BYTES:,} bytes")
+    if b"\0" in data:
+        return Record(index, None, f"not text: a NUL at byte {data.index(0)} of the record")
     try:
         return Record(index, data.removeprefix(UTF8_MARK).decode())
     except UnicodeDecodeError as error:
-        return Record(index, None, f"not UTF-8: {error.reason} at byte {error.start} of the record")
+        why = f"not UTF-8: {error.reason} at byte {error.start} of the record"
+        return Record(index, None, f"{why} (`iconv -f ENCODING -t UTF-8` converts a file)")
 
 
 def _read_jsonl(span: Span, field: str) -> Iterator[Record]:
@@ -100,19 +155,109 @@ def _read_jsonl(span: Span, field: str) -> Iterator[Record]:
 def _parse(index: int, line: str, field: str) -> Record:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
-        return Record(index, None, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
+    except (ValueError, RecursionError) as error:
+        return Record(index, None, _explain_json(error))
+    if line.count(json.dumps(field)) > 1 and isinstance(value, dict):
+        names = [name for name, _ in json.loads(line, object_pairs_hook=list)]
+        if names.count(field) > 1:
+            return Record(index, None, f"field `{field}` stands there twice")
     return _take_field(index, value, field)
 
 
+def _explain_json(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+    if isinstance(error, RecursionError):
+        return "not JSON that can be read: nested too deeply"
+    return f"not JSON that can be read: {str(error).partition(';')[0]}"
+
+
 def _read_json(span: Span, field: str) -> Iterator[Record]:
+    """The elements of an array, one by one: of a broken one the row is known, but not where the next begins."""
     with open_bytes(span.file.path) as opened:
+        _refuse_foreign(span.file, opened.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
+        text = opened.read().decode("utf-8-sig", "surrogateescape")
+    index, position = 0, _skip_blanks(text, 0) + 1  # behind the [
+    closed = text[(position := _skip_blanks(text, position)) : position + 1] == "]"
+    while not closed:
+        start = position
         try:
-            values = json.load(opened)
-        except ValueError as error:  # not JSON, or not UTF-8
-            raise DataError(f"{span.file.path}: not a JSON array ({error}). Replace the file or take it out") from error
-    for index, value in enumerate(values):
-        yield _take_field(index, value, field)
+            record, position = _parse_element(index, text, start, field)
+        except (ValueError, RecursionError) as error:
+            raise _broken_array(span.file, index, _explain_json(error)) from error
+        yield record
+        position = _skip_blanks(text, position)
+        closed = text[position : position + 1] == "]"
+        if not closed and text[position : position + 1] != ",":
+            raise _broken_array(span.file, index, "neither , nor ] behind it")
+        index, position = index + 1, position if closed else _skip_blanks(text, position + 1)
+    if text[position + 1 :].strip():
+        raise _broken_array(span.file, max(0, index - 1), "text behind the ] of the array")
+
+
+def _parse_element(index: int, text: str, start: int, field: str) -> tuple[Record, int]:
+    """(record, where it ends) of the JSON value at `start`."""
+    try:
+        value, stop = json.JSONDecoder().raw_decode(text, start)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        _, stop = LENIENT_JSON.raw_decode(text, start)
+        return Record(index, None, _explain_json(error)), stop
+    if text.count(json.dumps(field), start, stop) > 1:
+        return _parse(index, text[start:stop], field), stop
+    return _take_field(index, value, field), stop
+
+
+def _skip_blanks(text: str, position: int) -> int:
+    blanks = JSON_BLANKS.match(text, position)
+    return blanks.end() if blanks else position
+
+
+def _broken_array(file: SourceFile, index: int, why: str) -> DataError:
+    return DataError(
+        f"{file.path}, row {index + 1}: {why}. The rest of a JSON array cannot be read without it. Replace the file or take it "
+        f"out"
+    )
+
+
+def _read_csv(span: Span, field: str) -> Iterator[Record]:
+    """The rows below the first, which names the fields; cells may be quoted and have line ends inside."""
+    csv.field_size_limit(LONGEST_LINE_BYTES)  # of the process; the library's own is 128 KiB
+    lines = (line.decode("utf-8", "surrogateescape") for line in _read_short_lines(span.file))
+    rows = csv.reader(lines, DIALECTS[span.file.kind], strict=True)
+    header = next(rows, [])
+    _require_field(span.file, header, field)
+    index = 0
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            row = []
+            yield Record(index, None, f"not {span.file.kind}: {error}")
+        else:
+            if row and len(row) != len(header):
+                yield Record(index, None, f"{len(row)} cells in a row of {len(header)} columns")
+            elif row:
+                yield _check_cell(index, row[header.index(field)], field)
+        index += 1
+
+
+def _read_short_lines(file: SourceFile) -> Iterator[bytes]:
+    for offset, line in _read_lines(Span(file, 0, WHOLE, file.num_bytes)):
+        if len(line) > LONGEST_LINE_BYTES:
+            raise DataError(
+                f"{file.path}: a line of more than {LONGEST_LINE_BYTES:,} bytes at byte {offset}. Take it out"
+            )
+        yield line if offset else line.removeprefix(UTF8_MARK)
+
+
+def _check_cell(index: int, text: str, field: str) -> Record:
+    if "\0" in text:
+        return Record(index, None, f"field `{field}` is not text: a NUL in it")
+    return _check_text(index, text, field)
 
 
 def _take_field(index: int, value: Any, field: str) -> Record:
@@ -131,7 +276,10 @@ def _check_text(index: int, text: Any, field: str) -> Record:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return Record(index, None, f"field `{field}` is not Unicode: half of a surrogate pair")
+        escaped = any("\udc80" <= char <= "\udcff" for char in text)  # how bytes that are not UTF-8 were decoded
+        return Record(
+            index, None, f"field `{field}` is not {'UTF-8' if escaped else 'Unicode: half of a surrogate pair'}"
+        )
     return Record(index, text)
 
 
@@ -144,24 +292,31 @@ def _read_parquet(span: Span, field: str) -> Iterator[Record]:
 
 
 def _read_arrow(span: Span, field: str) -> Iterator[Record]:
-    import datasets  # takes a second, and only Arrow files need it
+    yield from _read_columns(_slice_batches(span, field), field)
 
-    dataset = datasets.Dataset.from_file(str(span.file.path))
-    _require_field(span.file, dataset.column_names, field)
-    table = dataset.with_format("arrow").select_columns(field)
-    starts = range(span.start, span.stop, ROWS_PER_READ)
-    tables = (table[start : min(start + ROWS_PER_READ, span.stop)] for start in starts)
-    yield from _read_columns((table.column(0) for table in tables), field)
+
+def _slice_batches(span: Span, field: str) -> Iterator[Any]:
+    """The rows [start, stop) of one column of an Arrow file, batch by batch."""
+    row = 0
+    for batch in open_batches(span.file.path):
+        _require_field(span.file, batch.schema.names, field)
+        first, last = max(span.start - row, 0), min(span.stop - row, batch.num_rows)
+        if first < last:
+            yield batch.column(field).slice(first, last - first)
+        row += batch.num_rows
+        if row >= span.stop:
+            return
 
 
 def _require_field(file: SourceFile, columns: list[str], field: str) -> None:
-    if field not in columns:
-        raise DataError(f"{file.path}: no field `{field}`. Set data.sources.*.field to one of: {', '.join(columns)}")
+    if columns.count(field) != 1:
+        found = "no field" if field not in columns else "more than one field"
+        raise DataError(f"{file.path}: {found} `{field}`. Set data.sources.*.field to one of: {', '.join(columns)}")
 
 
 def _read_columns(columns: Iterable[Any], field: str) -> Iterator[Record]:
     """columns: consecutive Arrow arrays of one field."""
-    scalars = (scalar for column in columns for scalar in column)
+    scalars = (scalar for column in columns for scalar in _validate(column))
     for index, scalar in enumerate(scalars):
         try:
             value = scalar.as_py()
@@ -169,3 +324,10 @@ def _read_columns(columns: Iterable[Any], field: str) -> Iterator[Record]:
             yield Record(index, None, f"field `{field}` is not UTF-8: {error.reason} at byte {error.start}")
         else:
             yield _check_text(index, value, field)
+
+
+def _validate(column: Any) -> Any:
+    """The array itself. ArrowInvalid where its offsets leave its data, which pyarrow would follow to the end of the process."""
+    raw = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}.get(column.type)
+    (column.view(raw) if raw else column).validate(full=True)  # of strings without their bytes: one may be no UTF-8
+    return column

@@ -44,6 +44,9 @@ DESCRIPTORS_KEPT = 64
 # Of a source's bytes: as much is held out of a document that would hold out most of the source.
 LARGEST_SHARE = 0.1
 
+# Characters of a bad record's reason: names of fields are as long as whoever wrote them likes.
+MOST_WORDS = 1000
+
 # As records name their text, and their chats, most common first.
 TEXT_FIELDS = (
     "text",
@@ -130,7 +133,7 @@ def clear_shard(folder: Path, shard: int) -> None:
 
 @dataclass(frozen=True)
 class Document:
-    """num_bytes: of its text. ids: [n] int64, closed by the end-of-sequence id."""
+    """num_bytes: of its text. ids: [n] int32, closed by the end-of-sequence id."""
 
     hash: int
     num_bytes: int
@@ -161,7 +164,7 @@ def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
                 yield document
             else:
                 rows_before = count_rows_before(span) if rows_before is None else rows_before
-                yield BadRecord(str(span.file.path), rows_before + record.index + 1, document)
+                yield BadRecord(str(span.file.path), rows_before + record.index + 1, escape(document))
 
 
 @cache
@@ -174,12 +177,23 @@ def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Documen
     """The document of a record, or the problem that it has none."""
     if record.text is None:
         return str(record.problem)
-    ids = encode(record.text)
+    try:
+        ids = encode(record.text)
+    except DataError as error:
+        return str(error)
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         return f"token id {ids.max()} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}"
     if not ids.size or ids[-1] != tokenizer.eos_id:
-        ids = np.append(ids, tokenizer.eos_id)
+        ids = np.append(ids, np.int32(tokenizer.eos_id))
     return Document(hash_document(record.text), len(record.text.encode()), ids)
+
+
+def escape(text: str) -> str:
+    """Words of a record for a terminal and a file: control characters and halves of surrogate pairs spelled, the end cut off."""
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:MOST_WORDS]
+    )
+    return shown + "..." * (len(text) > MOST_WORDS)
 
 
 def check_bad_records(source: str, bad_records: list[BadRecord], allowed: int) -> None:
@@ -229,7 +243,7 @@ def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[Shard
     except BrokenProcessPool as error:
         raise DataError(
             f"a worker of `meshwright prepare` was killed, perhaps for want of memory. Run it again with fewer than "
-            f"{workers} workers; finished shards are kept"
+            f"{workers} workers (one takes some 9 times the bytes of its longest document); finished shards are kept"
         ) from error
     finally:
         writer.close()

@@ -4,6 +4,7 @@
 |---------|----------------------------------|
 | jsonl   | bytes (the lines starting in it) |
 | json    | the whole file (one array)       |
+| csv     | the whole file (tsv, too)        |
 | text    | bytes (the lines starting in it) |
 | parquet | row groups                       |
 | arrow   | rows                             |
@@ -13,22 +14,24 @@ of local files no copy is made.
 """
 
 import difflib
-import glob
+import lzma
 import os
 import re
 import sys
 import sysconfig
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+from typing import TypeVar
 
-import fsspec
 import pyarrow
 import pyarrow.parquet
 from tqdm import tqdm
 
+from framework.data.found import expand, judge, split_pattern, walk
+from framework.data.kinds import HEAD_BYTES, Kind, describe_head, kind_of, open_bytes, state_kind, strip_compression
 from framework.errors import DataError
 from framework.recipe.schema import Source
 
@@ -42,17 +45,15 @@ MIN_SHARD_BYTES = 512 << 10
 MAX_SHARDS = 4096
 
 T = TypeVar("T")
-Kind = Literal["jsonl", "json", "text", "parquet", "arrow"]
-KIND_OF_SUFFIX: dict[str, Kind] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 STDLIB = "python-stdlib"
 WHOLE = sys.maxsize
+
+FORMATS = "jsonl, csv, tsv, parquet, arrow or text"
+NAMES_SHOWN = 3
+REASONS_SHOWN = 4
+
+# What libraries raise for a truncated, corrupt or unreadable file.
+DAMAGE = (pyarrow.ArrowException, zlib.error, lzma.LZMAError, EOFError, OSError)
 
 # Most phases are over before anyone would look at a bar.
 BAR_DELAY_S = 1.0
@@ -60,13 +61,14 @@ BAR_DELAY_S = 1.0
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source. name: relative to the source's folder."""
+    """A file of a source. name: relative to the source's folder. stated: the recipe states its format."""
 
     name: str
     path: Path
     kind: Kind
     num_bytes: int
     mtime_ns: int
+    stated: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,40 +81,69 @@ class Span:
     num_bytes: int
 
 
-def list_files(name: str, source: Source, progress: bool = False) -> tuple[SourceFile, ...]:
-    """The files of a local source, sorted by name; () for a hub dataset, which has none before it is downloaded.
+class SourceMissing(DataError):
+    """Nothing is at the path of a source: a store that was made of it may still serve."""
 
-    Looks at names, sizes and times only. progress: a bar on stderr. DataError where there is nothing.
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a source, sorted by name. left_out: name -> why a file that was found there is not read."""
+
+    files: tuple[SourceFile, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def list_files(name: str, source: Source, progress: bool = False) -> tuple[SourceFile, ...]:
+    """The files of a local source, sorted by name; () for a hub dataset, which has none before it is downloaded."""
+    return look_at(name, source, progress).files
+
+
+def look_at(name: str, source: Source, progress: bool = False) -> Listing:
+    """The files of a local source and those left out. Looks at names, sizes and times only, except where an ending tells nothing.
+
+    progress: a bar on stderr. SourceMissing where there is nothing, DataError where nothing of it can be trained on.
     """
     if source.path == STDLIB:
-        return _list_standard_library(progress)
+        return Listing(_list_standard_library(progress))
     if source.format == "hub":
-        return ()
+        return Listing(())
     path = Path(source.path).expanduser()
     if path.is_file():
-        return (_stat(path, path.name, _kind_of(path, source.format)),)
-    if path.is_dir():
-        return _list_folder(name, source, path, progress)
-    matches = [Path(match) for match in _show(glob.iglob(str(path), recursive=True), "list files", progress)]
-    files = _sort(
-        _stat(match, match.as_posix(), _kind_of(match, source.format)) for match in matches if match.is_file()
-    )
-    if files or (source.format == "auto" and is_hub_name(source.path)):
-        return files
-    raise DataError(
+        return Listing((_name_file(name, source, path),))
+    is_folder = path.is_dir()
+    root, pattern = (path, PurePath()) if is_folder else split_pattern(str(path))
+    try:
+        found = list(_show(walk(root) if is_folder else expand(root, pattern), "list files", progress))
+        found = [path for path in found if is_folder or path.is_file()]
+    except OSError as error:
+        raise DataError(
+            f"data.sources.{name}.path={source.path}: {error}. Allow reading it, or leave it out"
+        ) from error
+    if found or is_folder:
+        return _choose(name, source, root, pattern, found)
+    if source.format == "auto" and is_hub_name(source.path):
+        return Listing(())
+    raise SourceMissing(
         f"data.sources.{name}.path={source.path}: no such file, folder or match; {_name_nearest(path)}. "
         f"Set data.sources.{name}.path to a file, a folder, a glob, a hub dataset (owner/name) or {STDLIB}"
     )
 
 
+def _name_file(name: str, source: Source, path: Path) -> SourceFile:
+    """The file that the recipe names. DataError where neither its ending nor the recipe says how to read it."""
+    kind = kind_of(path) if source.format == "auto" else state_kind(path, source.format)
+    if kind is None:
+        raise DataError(
+            f"data.sources.{name}.path={source.path}: the ending {''.join(path.suffixes[-2:]) or '(none)'} tells no format; "
+            f"{describe_head(path)}. Set data.sources.{name}.format to {FORMATS}, or name the file by its format"
+        )
+    _check_field(name, source, path.name, kind)
+    return _stat(path, path.name, kind, source.format)
+
+
 def is_hub_name(path: str) -> bool:
     """Can this be a dataset of the hub: `owner/name` or `owner/name:configuration`, without a file's ending?"""
-    suffix = _suffix(Path(path))
-    return (
-        re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?", path) is not None
-        and suffix not in KIND_OF_SUFFIX
-        and suffix not in (".txt", ".md", ".py")
-    )
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?", path) is not None and kind_of(PurePath(path)) is None
 
 
 def _show(items: Iterable[T], phase: str, progress: bool) -> Iterable[T]:
@@ -136,47 +167,59 @@ def _list_standard_library(progress: bool) -> tuple[SourceFile, ...]:
     )
 
 
-def _list_folder(name: str, source: Source, folder: Path, progress: bool) -> tuple[SourceFile, ...]:
-    """The files below a folder, hidden ones left out: those of the recipe's format, or all if they are of one kind."""
-    paths = _show(folder.rglob("*"), "list files", progress)
-    names = (path.relative_to(folder) for path in paths if path.is_file())
-    kinds = {name: _kind_of(name, "auto") for name in names if not any(part.startswith(".") for part in name.parts)}
-    if "arrow" in kinds.values():  # written by `save_to_disk`: the json files beside the data are about it
-        kinds = {name: kind for name, kind in kinds.items() if kind == "arrow"}
-    elif source.format != "auto":
-        wanted = ("jsonl", "json") if source.format == "jsonl" else (source.format,)
-        kinds = {name: kind for name, kind in kinds.items() if kind in wanted}
+def _choose(name: str, source: Source, root: Path, pattern: PurePath, found: list[Path]) -> Listing:
+    """The data among files found below `root`. DataError where there are none, or of several kinds."""
+    kinds, left_out = judge(found, root, pattern, source.format)
+    reasons = {path.as_posix(): reason for path, reason in left_out.items()}
     counts = Counter(kinds.values())
     if not counts:
-        raise DataError(
-            f"data.sources.{name}.path={source.path}: no files for data.sources.{name}.format={source.format} in the "
-            f"folder. Set another path or format"
+        unknown = [path for path in left_out if kind_of(path) is None and (root / path).is_file()]
+        hint = f". {unknown[0]}: {describe_head(root / unknown[0])}" if unknown else ""
+        raise (DataError if found else SourceMissing)(
+            f"data.sources.{name}.path={source.path}: no files for data.sources.{name}.format={source.format} there "
+            f"({summarize_left_out(reasons) or 'it is empty'}). Set another path, a file or glob that names them, or "
+            f"data.sources.{name}.format ({FORMATS}){hint}"
         )
-    if len(counts) > 1 and source.format == "auto":
-        found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    # A glob may name files of several record formats; what it does not name is a file of prose among them.
+    if len(counts) > 1 and source.format == "auto" and ("text" in counts or not pattern.parts):
+        kinds_found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         raise DataError(
-            f"data.sources.{name}.path={source.path}: the folder holds files of several kinds ({found}). "
-            f"Set data.sources.{name}.format, or a glob such as {folder}/**/*.jsonl"
+            f"data.sources.{name}.path={source.path}: files of several kinds ({kinds_found}) are there. "
+            f"Set data.sources.{name}.format, or a glob such as {root}/**/*.jsonl"
         )
-    return _sort(_stat(folder / name, name.as_posix(), kind) for name, kind in kinds.items())
+    for path, kind in kinds.items():
+        _check_field(name, source, path.as_posix(), kind)
+    names = {path: path.as_posix() if not pattern.parts else (root / path).as_posix() for path in kinds}
+    files = _sort(_stat(root / path, names[path], kind, source.format) for path, kind in kinds.items())
+    return Listing(files, reasons)
 
 
-def _suffix(path: Path) -> str:
-    """The ending that tells the kind, a compression's ending left out: `.json` of `a.json.gz`."""
-    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix.lower()
+def summarize_left_out(left_out: Mapping[str, str]) -> str:
+    """The commonest reasons, of each the number of files and the first names."""
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(path)
+    common = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    words = [
+        f"{len(paths)} {reason}: {', '.join(paths[:NAMES_SHOWN])}{', ...' if len(paths) > NAMES_SHOWN else ''}"
+        for reason, paths in common[:REASONS_SHOWN]
+    ]
+    return "; ".join(words + ["others"] * (len(common) > REASONS_SHOWN))
 
 
-def _kind_of(path: Path, format: str) -> Kind:
-    """The kind by the recipe's format, else by the file's ending; a file of an unknown ending is text."""
-    kind = KIND_OF_SUFFIX.get(_suffix(path), "text")
-    if format == "auto" or (format == "jsonl" and kind == "json"):
-        return kind
-    return cast(Kind, format)
+def _check_field(name: str, source: Source, file: str, kind: Kind) -> None:
+    """DataError where the recipe names a field of records and a file has none."""
+    if kind == "text" and source.format == "auto" and source.field != Source.field:
+        raise DataError(
+            f"data.sources.{name}.field={source.field}, but {file} is plain text by its ending and has no fields. Set "
+            f"data.sources.{name}.format to read records from it (jsonl, csv, tsv), to text to train on it as it stands, or "
+            f"leave out the field"
+        )
 
 
-def _stat(path: Path, name: str, kind: Kind) -> SourceFile:
+def _stat(path: Path, name: str, kind: Kind, format: str = "auto") -> SourceFile:
     stat = path.stat()
-    return SourceFile(name, path.absolute(), kind, stat.st_size, stat.st_mtime_ns)
+    return SourceFile(name, path.absolute(), kind, stat.st_size, stat.st_mtime_ns, stated=format != "auto")
 
 
 def _sort(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
@@ -230,7 +273,7 @@ def plan_shards(files: Iterable[SourceFile], progress: bool = False) -> list[lis
 def _cut_file(file: SourceFile, span_bytes: int) -> Iterator[Span]:
     if file.kind == "json" and not _is_array(file):
         file = replace(file, kind="jsonl")
-    if file.kind == "json" or file.path.suffix in COMPRESSIONS:
+    if file.kind in ("json", "csv", "tsv") or strip_compression(file.path) != file.path:
         yield Span(file, 0, WHOLE, file.num_bytes)
         return
     if file.kind in ("parquet", "arrow"):
@@ -244,22 +287,14 @@ def _cut_file(file: SourceFile, span_bytes: int) -> Iterator[Span]:
         yield Span(file, start, stop, file.num_bytes * (stop - start) // num_units)
 
 
-def open_bytes(path: Path) -> BinaryIO:
-    """The bytes of a file, decompressed. DataError where the library for its compression is not installed."""
-    if path.suffix not in COMPRESSIONS:
-        return open(path, "rb")
-    try:
-        return fsspec.open(str(path), "rb", compression="infer").open()
-    except ValueError as error:
-        raise DataError(
-            f"{path}: cannot be decompressed here ({error}). Install the library or unpack the file"
-        ) from error
-
-
 def _is_array(file: SourceFile) -> bool:
-    """Does a .json file hold one array, rather than an object on each line?"""
-    with open_bytes(file.path) as opened:
-        return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    """Does a .json file hold one array, rather than an object on each line? DataError where it cannot be read."""
+    try:
+        with open_bytes(file.path) as opened:
+            head = opened.read(HEAD_BYTES)
+    except DAMAGE as error:
+        raise DataError(f"{file.path}: cannot be read ({error}). Replace the file or take it out") from error
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def _count_units(file: SourceFile) -> int:
@@ -267,8 +302,18 @@ def _count_units(file: SourceFile) -> int:
     try:
         if file.kind == "parquet":
             return pyarrow.parquet.read_metadata(file.path).num_row_groups
-        import datasets
-
-        return len(datasets.Dataset.from_file(str(file.path)))
-    except (pyarrow.ArrowInvalid, OSError) as error:
+        return sum(batch.num_rows for batch in open_batches(file.path))
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file.path}: not a {file.kind} file ({error}). Replace the file or take it out") from error
+
+
+def open_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    """Record batches of an Arrow IPC file, of the stream or of the file format (Feather), mapped into memory."""
+    with pyarrow.memory_map(str(path)) as mapped:
+        if mapped.read(6) == b"ARROW1":
+            with pyarrow.ipc.open_file(mapped) as reader:
+                yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            mapped.seek(0)
+            with pyarrow.ipc.open_stream(mapped) as stream:
+                yield from stream

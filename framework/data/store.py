@@ -5,6 +5,7 @@
         train.ends                        int64: end of each document, in tokens from the start of train.tokens
         validation.tokens  .ends          the same of the held-out documents; a split without documents has no files
         validation.counts                 int64 [vocab]: how often each id stands in the validation split
+        left_out.json                     files beside the source's files that were not read, with the reasons
         quarantine.jsonl                  the bad records: file, row, reason
         shards.json                       the source's files and each shard's sizes and checksums; only `prepare` reads it
         store.json                        what the store holds; its presence says that the store is complete
@@ -19,6 +20,7 @@ All but the joined files appear under their names by an atomic rename after fsyn
 nothing that could be taken for complete. No file holds a time, a host name or a worker count: equal input gives equal bytes.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +67,19 @@ def unfinished_path(path: Path) -> Path:
     return path.with_name(path.name + ".unfinished")
 
 
+def open_without_links(path: Path, flags: int) -> int:
+    """A descriptor of a file that is made where it is not there, and never cut: whoever may write in a shared folder could
+    have put a link to another's file under this name. DataError where there is one."""
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DataError(
+                f"{path}: a link, through which nothing is written. Remove it, or set another data.root"
+            ) from error
+        raise
+
+
 @contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under `path` when the block ends well, and not at all otherwise.
@@ -74,7 +89,9 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     unfinished = unfinished_path(path)
     try:
         with name_errors(path):
-            with open(unfinished, "wb") as file:
+            with suppress(FileNotFoundError):
+                unfinished.unlink()
+            with open(open_without_links(unfinished, os.O_WRONLY | os.O_EXCL), "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

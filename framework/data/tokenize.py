@@ -8,7 +8,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,12 @@ PROBE = "  Is it\tthe same?\n\n\tdef f(x): return x**2  # Äpfel, 猫, 🦊, e\u
 _OTHER_TOKENIZER = (
     "Set model.tokenizer to the folder or the hub name of one; pretrained weights need that of their training"
 )
+
+# Longer texts are encoded in windows of so many characters: `tokenizers` takes some 200 bytes of memory a character.
+# Each overlaps the next, and they are joined where both say the same of AGREEING_TOKENS in a row.
+WINDOW_CHARS = 1 << 18
+OVERLAP_CHARS = 1 << 14
+AGREEING_TOKENS = 64
 
 Encode = Callable[[str], np.ndarray]
 
@@ -97,8 +103,11 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerInfo:
             f"Choose another tokenizer, or save a copy with tokenizer.eos_token set"
         )
     unfinished = folder.with_name(folder.name + ".unfinished")
+    if unfinished.is_symlink():
+        unfinished.unlink()
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
+        unfinished.mkdir()
         _save_pretrained(tokenizer, unfinished)
         info = TokenizerInfo(
             hash=_hash_tokenizer(unfinished, tokenizer.eos_token_id),
@@ -131,18 +140,93 @@ def read_info(folder: Path) -> TokenizerInfo | None:
 
 
 def load_encoder(folder: Path) -> Encode:
-    """text -> ids [n] int64, with the special tokens that the tokenizer itself adds (BOS of Llama, none of GPT-2).
+    """text -> ids [n] int32, with the special tokens that the tokenizer itself adds (BOS of Llama, none of GPT-2).
 
     Straight through the `tokenizers` library where it can be: workers then start in 0.2 s instead of 3 s.
     """
     if not (folder / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(folder))
-        return lambda text: np.asarray(tokenizer(text, verbose=False)["input_ids"], dtype=np.int64)
+        return lambda text: np.asarray(tokenizer(text, verbose=False)["input_ids"], dtype=np.int32)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.no_truncation()  # some hub tokenizers are saved with a limit
     backend.no_padding()
+    return lambda text: _encode_short(backend, text) if len(text) <= WINDOW_CHARS else _encode_long(backend, text)
+
+
+def _encode_short(backend: Tokenizer, text: str) -> np.ndarray:
     # encode_batch_fast leaves out the offsets, which encode() computes; a batch of one stays on this thread.
-    return lambda text: np.asarray(backend.encode_batch_fast([text])[0].ids, dtype=np.int64)
+    return np.asarray(backend.encode_batch_fast([text])[0].ids, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens of a part of a text, without special ones. starts, stops: their characters in the whole text."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+def _encode_long(backend: Tokenizer, text: str) -> np.ndarray:
+    """The ids that the text has as a whole, in memory for one window. DataError where two windows do not agree on them."""
+    before, after = _find_special_tokens(backend)
+    parts = [before]
+    window, unread = _encode_window(backend, text, 0), 0
+    for start in range(WINDOW_CHARS - OVERLAP_CHARS, len(text) - OVERLAP_CHARS, WINDOW_CHARS - OVERLAP_CHARS):
+        following = _encode_window(backend, text, start)
+        stop, resume = _find_join(window, following, start + OVERLAP_CHARS // 4)
+        parts.append(window.ids[unread:stop])
+        window, unread = following, resume
+    parts.append(window.ids[unread:])
+    return np.concatenate([*parts, after])
+
+
+def _find_special_tokens(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The ids that the tokenizer puts in front of every text and behind it."""
+    bare, whole = (backend.encode(PROBE, add_special_tokens=each).ids for each in (False, True))
+    starts = [start for start in range(len(whole)) if whole[start : start + len(bare)] == bare]
+    if not starts or not bare:
+        raise DataError(
+            f"its tokenizer changes a text to which it adds special tokens: cut it below {WINDOW_CHARS:,} characters"
+        )
+    return np.asarray(whole[: starts[0]], np.int32), np.asarray(whole[starts[0] + len(bare) :], np.int32)
+
+
+def _encode_window(backend: Tokenizer, text: str, start: int) -> Window:
+    encoding = backend.encode(text[start : start + WINDOW_CHARS], add_special_tokens=False)
+    offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start
+    return Window(np.asarray(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+
+
+def _find_join(left: Window, right: Window, start: int) -> tuple[int, int]:
+    """(tokens of `left` in front of the join, tokens of `right` in front of it), the first from character `start` on."""
+    count = AGREEING_TOKENS
+    for index in range(int(np.searchsorted(left.starts, start)), left.ids.size - count):
+        other = int(np.searchsorted(right.starts, left.starts[index]))
+        if left.stops[index - 1] <= left.starts[index] and all(
+            np.array_equal(getattr(left, name)[index : index + count], getattr(right, name)[other : other + count])
+            for name in ("ids", "starts", "stops")
+        ):
+            return index, other
+    raise DataError(
+        f"its tokens around character {start:,} depend on more than {OVERLAP_CHARS:,} characters, so that a text of more than "
+        f"{WINDOW_CHARS:,} cannot be tokenized in bounded memory: cut the document"
+    )
+
+
+def cut_at_spaces(text: str) -> Iterator[str]:
+    """Parts of at most WINDOW_CHARS of a text, cut in front of a space between words: a byte-level BPE counts the same words."""
+    start = 0
+    while len(text) - start > WINDOW_CHARS:
+        stop = start + WINDOW_CHARS
+        while (space := text.rfind(" ", start + 1, stop)) > 0 and (
+            text[space - 1].isspace() or text[space + 1].isspace()
+        ):
+            stop = space
+        stop = space if space > 0 else start + WINDOW_CHARS
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
 
 
 def decode_start(folder: Path, ids: np.ndarray, num_words: int = 4) -> str:

@@ -109,9 +109,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Source:
-    path: str = key("a file, folder or glob (jsonl, json, parquet, txt, py ...), a hub dataset, or `python-stdlib`")
+    path: str = key(
+        "a file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), a hub dataset, or `python-stdlib`"
+    )
     weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
-    format: Literal["auto", "jsonl", "parquet", "text", "hub"] = key(
+    format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub"] = key(
         "how to read it; auto: by the file's ending", "auto"
     )
     field: str = key("the field of a record that holds the text", "text")

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from framework.data import prepare as prepare_module
+from framework.data import tokenize as tokenize_module
 from framework.data.join import JoinPlan
 from framework.data.prepare import prepare, prepare_command, settle_threshold, summarize_data
 from framework.data.prepared import (
@@ -449,13 +450,61 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(
     assert read_tree(tmp_path / "tokens") == read_tree(tmp_path / "elsewhere")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_file_that_does_not_fit_does_not_appear(tmp_path: Path) -> None:
-    (tmp_path / "a.unfinished").symlink_to("/dev/full")
+def test_a_file_that_does_not_fit_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out_of_space(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", run_out_of_space)
     with pytest.raises(OSError, match=r"No space left.*/a'") as caught, write_atomically(tmp_path / "a") as file:
         file.write(b"text")
     assert caught.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_nothing_is_written_through_a_planted_link(tmp_path: Path, dangling: bool) -> None:
+    """Where others may write into data.root, they may guess the names of its locks and unfinished files."""
+    victim, root = tmp_path / "victim", tmp_path / "tokens"
+    recipe = make_recipe(root, write_jsonl(tmp_path / "a.jsonl", make_texts(50)))
+    places = locate(recipe)
+    assert places.tokenizer is not None
+    store, tokenizer = places.stores[0].folder, places.tokenizer
+    store.mkdir(parents=True)
+    locks = [folder.with_name(f".{folder.name}.lock") for folder in (store, tokenizer)]
+    unfinished = [
+        store / f"{name}.unfinished" for name in ("store.json", "shards.json", "00000.json", "00000.train.ends")
+    ]
+    joined = [store / name for name in ("train.tokens", "validation.ends")]
+    unfinished_tokenizer = tokenizer.with_name(tokenizer.name + ".unfinished")
+    (tmp_path / "folder").mkdir()
+    for link in (*locks, *unfinished, *joined):
+        if not dangling:
+            victim.write_text("precious")
+        link.symlink_to(victim)
+    unfinished_tokenizer.symlink_to(tmp_path / "folder")
+    for link in (*locks, *joined):
+        with pytest.raises(DataError, match=f"{link}: a link, .*Remove it"):
+            build(recipe)
+        link.unlink()
+    build(recipe)
+    assert not list((tmp_path / "folder").iterdir())
+    assert not victim.exists() if dangling else victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_words_of_a_bad_record_are_safe_to_print_and_its_row_is_quarantined(tmp_path: Path, name: str) -> None:
+    bad = json.dumps({"\x1b]0;\x07": 1, "\ud800": 2, "x" * 5000: 3})
+    lines = [json.dumps({"text": text}) for text in make_texts(50)] + [bad]
+    (tmp_path / name).write_text("\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]")
+    recipe = make_recipe(tmp_path / "tokens", tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}, row 51: field `text` is missing \(there is: ") as caught:
+        build(recipe)
+    str(caught.value).encode()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 2000
+    prepared = build(replace(recipe, data=replace(recipe.data, bad_records=1)))
+    (kept,) = map(json.loads, (prepared.sources[0].folder / "quarantine.jsonl").read_text().splitlines())
+    assert (kept["file"], kept["row"]) == (str(tmp_path / name), 51)
 
 
 def test_an_empty_source_is_an_error(tmp_path: Path) -> None:
@@ -606,6 +655,19 @@ def test_a_long_document_does_not_take_the_text_from_training(held_out: str, tmp
     note = summarize_data(prepared, 0.01)
     assert f"s0: 100% of the samples, {trained:,} tokens to train on, {held:,} held out" in note
     assert f"that is {held / (held + trained):.1%} of the tokens; data.validation asks for 1.0%" in note
+
+
+def test_windows_of_a_long_document_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [make_texts(1, num_words=3000)[0], *make_texts(20)])
+    whole = build(make_recipe(tmp_path / "whole", source))
+    monkeypatch.setattr(tokenize_module, "WINDOW_CHARS", 1500)
+    monkeypatch.setattr(tokenize_module, "OVERLAP_CHARS", 600)
+    build(make_recipe(tmp_path / "windows", source))
+    assert read_tree(tmp_path / "windows") == read_tree(tmp_path / "whole")
+    monkeypatch.setattr(tokenize_module, "AGREEING_TOKENS", 10_000)
+    recipe = make_recipe(tmp_path / "none", source)
+    with pytest.raises(DataError, match=r"a.jsonl, row 1: its tokens around character .*cut the document.*bad_records"):
+        build(replace(recipe, model=Model(tokenizer=str(whole.tokenizer))))
 
 
 def test_documents_of_ordinary_length_are_held_out_whole(tmp_path: Path) -> None:

@@ -1,18 +1,25 @@
 """Sources: which files a path means, how they are cut, what records come out, and which are bad."""
 
+import bz2
 import gzip
+import importlib.util
 import json
+import lzma
 import os
+import random
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from framework.data import records as records_module
 from framework.data import source as source_module
 from framework.data.records import Record, count_rows_before, read_records
 from framework.data.source import (
@@ -27,6 +34,7 @@ from framework.data.source import (
 from framework.errors import DataError
 from framework.recipe.schema import Source
 
+LINE = b'{"text": "one"}\n'
 TEXTS = ["first text", "zweiter Text, mit Umlaut: ä", "third\nwith a line end"]
 
 
@@ -131,6 +139,14 @@ def test_shards_cover_all_files_and_do_not_cut_small_ones(tmp_path: Path) -> Non
         (b'{"text": " \\n"}', "is empty"),
         (b'{"text": "\\ud800"}', "half of a surrogate pair"),
         (b"[1, 2]", "not an object but list"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"text": "x", "id": ' + b'{"a":' * 200_000, "nested too deeply"),
+        (b'{"text": "x", "id": ' + b"9" * 4301 + b"}", "limit (4300 digits)"),
+        (b'{"text": NaN}', "not a string but float"),
+        (b'{"text": "x", "id": 1, "text": "y"}', "field `text` stands there twice"),
+        (b'{"text": "x\0y"}', "a NUL at byte 11"),
+        ('{"text": "x"}'.encode("utf-16-le"), "a NUL at byte 1"),
+        (b"\0" * 4096, "a NUL at byte 0"),
     ],
 )
 def test_a_bad_line_is_found_with_its_row_and_the_others_are_kept(tmp_path: Path, line: bytes, problem: str) -> None:
@@ -141,6 +157,91 @@ def test_a_bad_line_is_found_with_its_row_and_the_others_are_kept(tmp_path: Path
     assert bad.index == 2
     assert bad.problem is not None
     assert problem in bad.problem
+
+
+def test_what_only_looks_odd_is_read(tmp_path: Path) -> None:
+    lines = [
+        b'\xef\xbb\xbf{"text": "mark"}',
+        b'{"text": "nan", "score": NaN}',
+        b'{"text": "\\"text\\": twice", "inner": {"text": 1}}',
+        b'{"text": "nul \\u0000"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    texts = [record.text for record in read_all(Source(str(tmp_path / "a.jsonl")))]
+    assert texts == ["mark", "nan", '"text": twice', "nul \0"]
+
+
+@pytest.mark.parametrize(
+    ("element", "problem"),
+    [
+        (b'{"text": "x", "id": ' + b"9" * 4301 + b"}", "limit (4300 digits)"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"text": "x", "text": "y"}', "stands there twice"),
+        (b"3", "not an object but int"),
+    ],
+    ids=["digits", "bytes", "twice", "number"],
+)
+def test_a_bad_element_of_an_array_is_a_bad_record(tmp_path: Path, element: bytes, problem: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf[ {"text": "one"} ,\n' + element + b', {"text": "two"}\n]\n')
+    one, bad, two = read_all(Source(str(path)))
+    assert (one.text, bad.text, two.text, bad.index) == ("one", None, "two", 1)
+    assert problem in str(bad.problem)
+
+
+@pytest.mark.parametrize("rest", [b"[" * 200_000, b'{"te', b'{"text": "x"} {', b'{"text": "x"}] x', b""])
+def test_an_array_that_breaks_off_names_the_row(tmp_path: Path, rest: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(b'[{"text": "one"},' + rest)
+    with pytest.raises(DataError, match=r"a.json, row 2: .*Replace the file"):
+        read_all(Source(str(tmp_path / "a.json")))
+
+
+@pytest.mark.parametrize("data", [b"[]", b" [ ]\n"])
+def test_an_empty_array_has_no_records(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(data)
+    assert read_all(Source(str(tmp_path / "a.json"))) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (b"a,b,c", "3 cells in a row of 2 columns"),
+        (b"\xff,1", "not UTF-8"),
+        (b"a\0b,1", "a NUL in it"),
+        (b'"a"b,1', "not csv: ',' expected after"),
+        (b" ,1", "is empty"),
+    ],
+)
+def test_a_bad_row_of_a_csv_file_is_found(tmp_path: Path, row: bytes, problem: str) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text,id\none,1\n" + row + b"\ntwo,2\n")
+    one, bad, two = read_all(Source(str(tmp_path / "a.csv")))
+    assert (one.text, bad.text, two.text, bad.index) == ("one", None, "two", 1)
+    assert problem in str(bad.problem)
+
+
+def test_a_line_beyond_the_limit_is_a_bad_record_that_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records_module, "LONGEST_LINE_BYTES", 50)
+    long = json.dumps({"text": "x" * 300}).encode()
+    lines = b'{"text": "one"}\n' + long + b'\n{"text": "two"}\n'
+    for name, data in (("a.jsonl", lines), ("a.jsonl.gz", gzip.compress(lines)), ("end.jsonl", lines + long)):
+        (tmp_path / name).write_bytes(data)
+        records = read_all(Source(str(tmp_path / name)))
+        assert [record.text for record in records[:3]] == ["one", None, "two"]
+        assert all(record.text or "a line of more than 50 bytes" in str(record.problem) for record in records)
+        assert (
+            max(
+                len(line)
+                for _, line in records_module._read_lines(Span(file_of(tmp_path / name, "jsonl"), 0, 10**6, 0))
+            )
+            == 51
+        )
+    (tmp_path / "a.txt").write_bytes(b"short\n" + b"x" * 300)
+    assert [record.text for record in read_all(Source(str(tmp_path / "a.txt")))] == [None]
+    (tmp_path / "a.csv").write_bytes(b"text\n" + b"x" * 300)
+    with pytest.raises(DataError, match=r"a.csv: a line of more than 50 bytes at byte 5"):
+        read_all(Source(str(tmp_path / "a.csv")))
 
 
 def test_bad_rows_of_a_column_are_found(tmp_path: Path) -> None:
@@ -157,7 +258,48 @@ def test_bad_rows_of_a_column_are_found(tmp_path: Path) -> None:
         assert expected in problem
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.json"])
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": pyarrow.Codec("zstd").compress}
+
+
+def compress(data: bytes, ending: str) -> bytes:
+    return bytes(memoryview(COMPRESS[ending](data)))
+
+
+@pytest.mark.parametrize("ending", list(COMPRESS))
+def test_compressed_files_of_several_members_are_read_to_the_end(tmp_path: Path, ending: str) -> None:
+    members = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
+    (tmp_path / f"a.jsonl{ending}").write_bytes(b"".join(compress(member, ending) for member in members))
+    assert [record.text for record in read_all(Source(str(tmp_path)))] == TEXTS
+
+
+@pytest.mark.parametrize("ending", list(COMPRESS))
+def test_a_truncated_file_names_the_row_it_was_read_to(tmp_path: Path, ending: str) -> None:
+    rng = random.Random(0)
+    lines = b"".join(json.dumps({"text": str(rng.random())}).encode() + b"\n" for _ in range(10_000))
+    (tmp_path / f"a.jsonl{ending}").write_bytes(
+        compress(lines[:200_000], ending) + compress(lines[200_000:], ending)[:-9]
+    )
+    with pytest.raises(DataError, match=rf"a.jsonl{ending}: cannot be read behind row [1-9]\d+ \(") as caught:
+        read_all(Source(str(tmp_path)))
+    assert "Replace the file" in str(caught.value)
+
+
+def test_a_zstd_window_that_takes_a_library_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = 20 << 3  # 2^(10 + 20) bytes, as `zstd --long=30` writes
+    frame = b"\x28\xb5\x2f\xfd\x00" + bytes([window]) + ((len(LINE) << 3) | 1).to_bytes(3, "little") + LINE
+    (tmp_path / "a.jsonl.zst").write_bytes(frame)
+    for name in ("compression.zstd", "backports.zstd", "zstandard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(DataError, match=r"a.jsonl.zst: compressed with a window above 128 MiB .*pip install zstandard"):
+        read_all(Source(str(tmp_path)))
+    monkeypatch.undo()
+    if any(importlib.util.find_spec(name) for name in ("zstandard", "backports")) or sys.version_info >= (3, 14):
+        assert [record.text for record in read_all(Source(str(tmp_path)))] == ["one"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "a.arrow", "a.feather", "a.jsonl.gz", "a.jsonl.zst", "a.json.xz", "a.json"]
+)
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     if name.endswith(".gz"):
@@ -167,6 +309,19 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=name) as caught:
         read_all(Source(str(path)))
     assert "Replace the file" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()])
+def test_offsets_that_leave_the_data_are_damage_and_no_crash(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    """pyarrow itself follows them, to a segmentation fault of the worker."""
+    width = np.int32 if kind == pyarrow.string() else np.int64
+    offsets = np.array([0, 3, 1 << 30, 6], dtype=width)
+    column = pyarrow.Array.from_buffers(kind, 3, [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"onetwo")])
+    table = pyarrow.table({"text": column})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match=r"a.arrow: cannot be read behind row 0"):
+        read_all(Source(str(tmp_path / "a.arrow")))
 
 
 def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:

@@ -1,0 +1,268 @@
+"""The kind of a file, by its ending, and the first bytes that contradict it.
+
+An ending that is in neither table tells nothing: such a file is read only if the recipe states its format. First bytes
+never choose a kind, they refuse: so a listing needs no more than names, and nothing is trained on as the wrong kind.
+"""
+
+import bz2
+import gzip
+import importlib
+import io
+import json
+import lzma
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, Literal, cast
+
+import pyarrow
+
+from framework.errors import DataError
+
+Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow"]
+KIND_OF_ENDING: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonlines": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+# Prose and source code. XML, YAML, notebooks and other formats with a syntax around their text are not among them.
+TEXT_ENDINGS = frozenset(
+    f".{name}"
+    for names in (
+        ("txt", "text", "md", "markdown", "rst", "tex", "adoc", "org"),
+        (
+            "py",
+            "pyi",
+            "pyx",
+            "c",
+            "h",
+            "cc",
+            "cpp",
+            "cxx",
+            "hh",
+            "hpp",
+            "cu",
+            "cuh",
+            "m",
+            "mm",
+            "swift",
+            "go",
+            "rs",
+            "zig",
+        ),
+        (
+            "java",
+            "kt",
+            "scala",
+            "groovy",
+            "cs",
+            "fs",
+            "vb",
+            "js",
+            "jsx",
+            "mjs",
+            "ts",
+            "tsx",
+            "vue",
+            "dart",
+            "css",
+            "scss",
+        ),
+        ("php", "rb", "pl", "pm", "lua", "r", "jl", "hs", "ml", "mli", "clj", "ex", "exs", "erl", "lisp", "el", "scm"),
+        ("sh", "bash", "zsh", "fish", "ps1", "sql", "f", "f90", "pas", "asm", "s", "v", "sv", "vhd", "sol", "nim"),
+        ("proto", "cmake", "lean"),
+    )
+    for name in names
+)
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+COLUMNAR = ("parquet", "arrow")
+
+HEAD_BYTES = 4096
+# More control characters than this share of the first line: not text, or text in two or four bytes a character.
+MOST_CONTROLS = 0.1
+CONTROLS = bytes(set(range(32)) - set(b"\t\n\r\f\b\x1b"))
+MARKS = ((b"\xff\xfe\0\0", "UTF-32"), (b"\0\0\xfe\xff", "UTF-32"), (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
+# Of every four bytes of ASCII and most other text: those that are control characters, and those that are seldom.
+WIDE_ENCODINGS = (
+    ("UTF-32LE", (2, 3), (0, 0)),
+    ("UTF-32BE", (0, 1), (3, 3)),
+    ("UTF-16LE", (1, 3), (0, 2)),
+    ("UTF-16BE", (0, 2), (1, 3)),
+)
+MAGICS = (
+    (b"\x1f\x8b", "gzip data"),
+    (b"\x28\xb5\x2f\xfd", "zstd data"),
+    (b"\xfd7zXZ\0", "xz data"),
+    (b"BZh91AY&SY", "bzip2 data"),
+    (b"PK\x03\x04", "a zip archive"),
+    (b"7z\xbc\xaf", "a 7z archive"),
+    (b"PAR1", "parquet"),
+    (b"ARROW1", "Arrow"),
+    (b"\xff\xff\xff\xff", "Arrow"),
+    (b"\x93NUMPY", "a numpy array"),
+    (b"\x80\x04\x95", "a pickle"),
+    (b"\x80\x05\x95", "a pickle"),
+    (b"%PDF-", "a PDF"),
+    (b"\x89PNG", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"SQLite format 3\0", "an SQLite database"),
+    (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer in place of the file (`git lfs pull` fetches it)"),
+)
+
+
+def strip_compression(path: PurePath) -> PurePath:
+    return path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+
+
+def kind_of(path: PurePath) -> Kind | None:
+    """The kind that a file's ending tells, a compression's ending and a number behind it left out: `.json` of `a.json.1.gz`.
+    None where it tells none."""
+    inner = strip_compression(path)
+    while inner.suffix[1:].isdigit():
+        inner = inner.with_suffix("")
+    kind = KIND_OF_ENDING.get(inner.suffix.lower(), "text" if inner.suffix.lower() in TEXT_ENDINGS else None)
+    return None if kind in COLUMNAR and inner.suffix != path.suffix else kind
+
+
+def state_kind(path: PurePath, format: str) -> Kind:
+    """The kind under a format that the recipe states. A .json file of `jsonl` may hold lines or an array."""
+    return "json" if format == "jsonl" and kind_of(path) == "json" else cast(Kind, format)
+
+
+def find_foreign(head: bytes) -> str | None:
+    """Say what the first bytes show, where it is not UTF-8 text; None where nothing speaks against that."""
+    if magic := next((name for magic, name in MAGICS if head.startswith(magic)), None):
+        return magic
+    if mark := next((name for mark, name in MARKS if head.startswith(mark)), None):
+        return _explain_encoding(mark)
+    # One line, for a line with NULs further on is a bad record, not a foreign file.
+    line = next((line for line in head.split(b"\n") if line.strip(b"\0\r\t ")), b"")
+    if len(line) - len(line.translate(None, CONTROLS)) <= MOST_CONTROLS * len(line):
+        return None
+    return _find_wide_encoding(line) or "binary data, or text that is not UTF-8"
+
+
+def _find_wide_encoding(line: bytes) -> str | None:
+    """UTF-16 or UTF-32 without a mark: control characters (most are NUL) fill certain bytes of every four."""
+    lanes = [line[lane::4] for lane in range(4)]
+    shares = [1 - len(lane.translate(None, CONTROLS)) / max(1, len(lane)) for lane in lanes]
+    for name, wide, narrow in WIDE_ENCODINGS:
+        if min(shares[lane] for lane in wide) > max(0.2, *(2 * shares[lane] for lane in narrow)):
+            return _explain_encoding(name)
+    return None
+
+
+def _explain_encoding(name: str) -> str:
+    return f"{name} text (`iconv -f {name} -t UTF-8` converts it)"
+
+
+def find_records(head: bytes) -> str | None:
+    """Say that first bytes are JSON, which a text file would be trained on with all its syntax."""
+    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if re.match(rb'\[\s*\{\s*"', head):
+        return "a JSON array of objects"
+    line, ended, _ = head.partition(b"\n")
+    try:
+        is_object = line.startswith(b'{"') and (not ended or isinstance(json.loads(line), dict))
+    except (ValueError, RecursionError):
+        is_object = False
+    return "JSON lines" if is_object else None
+
+
+def describe_head(path: Path) -> str:
+    """Say what a file of no known ending begins with, and the format under which it could be read."""
+    try:
+        with open_bytes(path) as opened:
+            head = opened.read(HEAD_BYTES)
+    except (OSError, EOFError, lzma.LZMAError, DataError) as error:
+        return f"it cannot be read ({error})"
+    if seen := find_foreign(head):
+        format = seen.lower() if seen in ("parquet", "Arrow") else None
+    else:
+        seen = find_records(head) or "text, or lines such as csv"
+        format = "jsonl" if "JSON" in seen else "text, csv or tsv"
+    return f"it begins like {seen}" + (f": set format={format} to read it so" if format else "")
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The bytes of a file, decompressed, with `peek`. DataError where it takes a library that is not installed."""
+    openers: dict[str, Callable[[Path], Any]] = {
+        ".gz": gzip.open,
+        ".bz2": bz2.open,
+        ".xz": lzma.open,
+        ".zst": _open_zstd,
+    }
+    opened: BinaryIO = openers.get(path.suffix.lower(), partial(open, mode="rb"))(path)
+    return opened
+
+
+def _open_zstd(path: Path) -> io.BufferedReader:
+    """By pyarrow, whose zstd refuses frames with windows above 128 MiB (`zstd --long=28` and more), else by a library."""
+    try:
+        with pyarrow.CompressedInputStream(str(path), "zstd") as probed:
+            probed.read(1)
+    except OSError as error:
+        if "too much memory" in str(error):
+            return _open_wide_zstd(path)
+        raise
+    return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
+
+
+def _open_wide_zstd(path: Path) -> io.BufferedReader:
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            zstd = importlib.import_module(name)
+        except ImportError:
+            continue
+        opened: io.BufferedReader = zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
+        return opened
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError as error:
+        raise DataError(
+            f"{path}: compressed with a window above 128 MiB (zstd --long). `pip install zstandard` or compress it without "
+            f"--long"
+        ) from error
+    return io.BufferedReader(ZstdFrames(open(path, "rb"), zstandard.ZstdDecompressor(max_window_size=1 << 31)))
+
+
+class ZstdFrames(io.RawIOBase):
+    """A file of zstd frames, decompressed by `zstandard`, whose own reader takes a truncated file for a complete one."""
+
+    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
+        self._file = file
+        self._decompressor = decompressor
+        self._frame: Any = None
+        self._compressed = b""
+        self._data = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._data:
+            self._compressed = self._compressed or self._file.read(HEAD_BYTES)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("compressed file ended before the end of a frame")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._data = memoryview(self._frame.decompress(self._compressed))
+            self._compressed = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+        count = min(len(buffer), len(self._data))
+        buffer[:count] = self._data[:count]
+        self._data = self._data[count:]
+        return count
