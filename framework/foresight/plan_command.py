@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from framework.errors import EXIT_DONE
+from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.foresight.forecast_plan import PlanForecast, forecast_plan
 from framework.foresight.page_html import require_pages
 from framework.foresight.page_png import write_pages
@@ -26,7 +26,7 @@ def plan_command(recipe: Recipe, wanted: Wanted) -> int:
         print(line)
     for line in _write(found, changes, wanted):
         print(line)
-    return EXIT_DONE
+    return EXIT_DONE if found.forecast.memory.fits else EXIT_MEMORY
 
 
 def _describe_details(plan: Plan, wanted: Wanted) -> Iterator[str]:
