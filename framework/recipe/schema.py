@@ -66,6 +66,11 @@ class Batch:
 class Model:
     family: str = key("Hugging Face `model_type`, such as llama, gpt2, mixtral", "llama")
     config: dict[str, Any] = key("values of the Hugging Face config; what is not set keeps the family's default", {})
+    config_file: str | None = key(
+        "a config.json that transformers wrote, or its folder, in place of model.family; model.config on top. recipe.yaml keeps"
+        " what it says",
+        None,
+    )
     weights: str | None = key("hub name or folder of pretrained weights; null: train from scratch", None)
     revision: str | None = key(
         "commit, branch or tag of hub weights; null: the newest at launch. recipe.yaml keeps the commit", None
