@@ -272,6 +272,13 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="explain all keys, or those with WORD in their name or meaning; composes nothing",
     )
+    parser.add_argument(
+        "--from",
+        dest="from_file",
+        type=Path,
+        metavar="FILE",
+        help="print a file of torchtitan, nanotron, axolotl, LLaMA-Factory or HF TrainingArguments as an experiment, checked",
+    )
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -293,6 +300,10 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.keys is not None:
         print(describe_keys(arguments.keys))
         return EXIT_DONE
+    if arguments.from_file is not None:
+        from framework.recipe.foreign_files import convert_command
+
+        return convert_command(arguments.from_file, arguments.overrides, arguments.recipes)
     composition = compose(arguments.overrides, arguments.recipes)
     recipe = require_layout(composition, arguments.overrides, arguments.recipes)
     need = _describe_need(recipe, composition.origins) if arguments.model else ""

@@ -8,6 +8,7 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.forecast import MemoryForecast, TimeForecast
 from framework.foresight.memory import (
     forecast_memory,
+    host_spare_of_options,
     memory_model,
     spare_bytes,
     spare_of_options,
@@ -53,6 +54,10 @@ class Engine:
     def spare_of_options(self, stages: Candidate, options: StateOptions) -> np.ndarray:
         """The same of each option: `stages` with states in other places."""
         return spare_of_options(self.shape, stages, options, self.settings, self.cluster)
+
+    def host_spare_of_options(self, stages: Candidate, options: StateOptions) -> np.ndarray:
+        """Bytes of the host's memory that are left on the fullest node."""
+        return host_spare_of_options(self.shape, stages, options, self.settings, self.cluster)
 
     def states_of_options(self, stages: Candidate, options: StateOptions) -> StateTable:
         """Bytes of states in each of these places."""

@@ -11,7 +11,7 @@ from framework.foresight.candidate import Candidate
 from framework.foresight.engine import Engine
 from framework.foresight.forecast import Forecast
 from framework.foresight.layouts import OFFLOADED, recipe_of, values_of
-from framework.foresight.rejections import collect_constraints, describe, group_rejections
+from framework.foresight.rejections import SIZES, collect_constraints, describe, group_rejections
 from framework.foresight.search import By, Ranked, Search, SearchResult
 from framework.foresight.settings import Settings
 from framework.foresight.shape import make_shape
@@ -20,6 +20,7 @@ from framework.model.experts import count_experts, find_experts
 from framework.model.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.target import resolve_target
+from framework.recipe.clusters import refuse_crowded_nodes
 from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe
 
@@ -47,6 +48,7 @@ def search(question: Question) -> SearchResult:
     began = process_time()
     refuse_partial(question.recipe, question.pinned)
     recipe = resolved(question.recipe)
+    refuse_crowded_nodes(recipe)
     config, cluster = load_config(recipe.model), question.cluster or Cluster.from_recipe(recipe)
     shape = make_shape(config, recipe)
     num_experts = max((count_experts(experts) for _, experts, _ in find_experts(shape.whole)), default=0)
@@ -93,7 +95,7 @@ def best_of(result: SearchResult) -> Ranked:
     if result.ranked:
         return result.ranked[0]
     reasons = [f"  {count:,}: {each.line}" for each, count in group_rejections(result.rejections)[:8]]
-    near = [each for each in result.rejections if each.kind == "memory"]
+    near = [each for each in result.rejections if each.kind in SIZES]
     hint = "ask for more nodes, or fix less" if near else "fix less, or change the batch"
     raise RecipeError(
         "\n".join(

@@ -12,7 +12,7 @@ class StageMemory:
     held: by kind, such as parameters, gradients, master, optimizer, gathered, activations, logits, workspace; slack: what the
     allocator reserves beside what tensors use. phases: the bytes of each kind at each phase of a step, of which `held` is the
     largest. host: bytes in the host's memory. outside: bytes of the device that are not torch's: the driver's context, NCCL's
-    buffers.
+    buffers. disk: bytes of its file of states.
     """
 
     held: Mapping[str, int]
@@ -20,6 +20,7 @@ class StageMemory:
     phases: Mapping[str, Mapping[str, int]]
     host: int = 0
     outside: int = 0
+    disk: int = 0
 
     @property
     def allocated(self) -> int:
@@ -33,11 +34,39 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
+class NodeForecast:
+    """Bytes that the ranks of the fullest node take together of what they share. offloaded: of the host's memory;
+    copies: of it as a file system, for checkpoint.neighbor_copies; there: all of the host's memory; limit: of that
+    for both; disk: files of states; disk_limit: room for these, None where it is unknown."""
+
+    offloaded: int = 0
+    copies: int = 0
+    there: int = 0
+    limit: int = 0
+    disk: int = 0
+    disk_limit: int | None = None
+
+    @property
+    def spare(self) -> int:
+        """Bytes of the host's memory that are left; negative: so many are missing."""
+        # Linux gives a file system in memory half of it.
+        return min(self.limit - self.offloaded - self.copies, self.there // 2 - self.copies)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a node has all of it."""
+        is_on_disk = self.disk_limit is None or self.disk <= self.disk_limit
+        return is_on_disk and (self.spare >= 0 or not self.offloaded + self.copies)
+
+
+@dataclass(frozen=True)
 class MemoryForecast:
-    """stages: a rank at each place of the pipeline, in order. limit: bytes of a device that ranks may use."""
+    """stages: a rank at each place of the pipeline, in order. limit: bytes of a device that ranks may use. node: what ranks of a
+    node share."""
 
     stages: tuple[StageMemory, ...]
     limit: int
+    node: NodeForecast = NodeForecast()
 
     @property
     def fullest(self) -> StageMemory:
@@ -48,6 +77,11 @@ class MemoryForecast:
     def spare(self) -> int:
         """Bytes that are left on the fullest rank; negative: so many are missing."""
         return self.limit - self.fullest.reserved
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices and nodes have all of it."""
+        return self.spare >= 0 and self.node.fits
 
 
 @dataclass(frozen=True)

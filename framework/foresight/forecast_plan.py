@@ -1,18 +1,21 @@
 """What is foretold of a plan: the forecasts by which a search ranks layouts, of the one that the recipe states."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from framework.foresight.candidate import Candidate
-from framework.foresight.forecast import Forecast, MemoryForecast
+from framework.foresight.forecast import Forecast, MemoryForecast, NodeForecast
 from framework.foresight.memory import describe_estimate, forecast_memory
 from framework.foresight.settings import Settings, chosen_counts, planned_candidate
 from framework.foresight.shape import ModelShape, make_shape
 from framework.foresight.time import TimeModel
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.cluster import Cluster
+from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
-from framework.recipe.clusters import find_cluster
+from framework.recipe.clusters import find_cluster, refuse_crowded_nodes
+from framework.recipe.schema import Cluster as ClusterRecipe
 
 # Below this share of a device the verdict is in doubt.
 LITTLE = 0.05
@@ -39,6 +42,7 @@ class PlanForecast:
 
 def forecast_plan(plan: Plan) -> PlanForecast:
     """On the recipe's cluster."""
+    refuse_crowded_nodes(plan.recipe)
     cluster, cautions = Cluster.from_recipe(plan.recipe), []
     shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
     candidate = planned_candidate(_without_table(plan))
@@ -58,6 +62,7 @@ def forecast_plan(plan: Plan) -> PlanForecast:
     cautions += [doubt for doubt in [describe_estimate(shape, candidate)] if doubt is not None]
     cautions += _doubt_memory(shape, memory)
     described, _ = find_cluster(plan.recipe)
+    cautions += _doubt_nodes(described, memory.node)
     if cluster.device != "cpu" and described.measured.processor is None:
         cautions.append(BY_DATA_SHEETS)
     if cluster.is_assumed:
@@ -76,6 +81,15 @@ def _doubt_memory(shape: ModelShape, memory: MemoryForecast) -> list[str]:
     if shape.mixtures:
         doubts.append("a router that sends some experts more tokens than others needs more")
     return [f"less than {LITTLE:.0%} of the device is to spare: {'; '.join(doubts)}"]
+
+
+def _doubt_nodes(described: ClusterRecipe, node: NodeForecast) -> Iterator[str]:
+    """What the cluster's file does not tell of a node that the layout uses."""
+    if described.host_memory_gb is None and node.offloaded + node.copies:
+        there = show_bytes(node.there)
+        yield f"{described.name} does not say cluster.host_memory_gb: a node is taken to have {there}, as its devices have"
+    if node.disk and node.disk_limit is None:
+        yield f"files of states take {show_bytes(node.disk)} of a node's disks, whose room is unknown (cluster.node_disk_gb)"
 
 
 def _without_table(plan: Plan) -> Plan:

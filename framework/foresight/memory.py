@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from framework.foresight.candidate import Candidate
-from framework.foresight.forecast import MemoryForecast, StageMemory
+from framework.foresight.forecast import MemoryForecast, NodeForecast, StageMemory
 from framework.foresight.memory_activations import ActivationBytes
 from framework.foresight.memory_moments import representative
 from framework.foresight.memory_parts import FRAGMENTATION, PHASES, Part, Pipelines, slack_of
@@ -29,6 +29,7 @@ from framework.foresight.memory_states import StateBytes, StateOptions
 from framework.foresight.settings import Settings
 from framework.foresight.shape import ModelShape
 from framework.plan.cluster import Cluster
+from framework.plan.host_memory import USABLE, ranks_on_nodes, sum_fullest_node
 from framework.plan.policies import Counts
 from framework.recipe.schema import Recipe
 
@@ -52,7 +53,37 @@ def forecast_memory(
     """
     states, activations = memory_model(shape, settings).parts(candidate, chosen)
     stages = tuple(_join(*each) for each in zip(states, activations, strict=True))
-    return MemoryForecast(stages, cluster.memory_bytes)
+    return MemoryForecast(stages, cluster.memory_bytes, _forecast_node(shape, candidate, settings, cluster, stages))
+
+
+def _forecast_node(
+    shape: ModelShape,
+    candidate: Candidate,
+    settings: Settings | Recipe,
+    cluster: Cluster,
+    stages: Sequence[StageMemory],
+) -> NodeForecast:
+    """What the ranks of the fullest node share."""
+    world, here = candidate.world, cluster.ranks_per_node
+    offloaded = sum_fullest_node([each.host for each in stages], world, here)
+    disk = sum_fullest_node([each.disk for each in stages], world, here)
+    limit = int(USABLE * cluster.host_bytes)
+    copies = _copied_bytes(shape, candidate, settings)
+    return NodeForecast(offloaded, copies, cluster.host_bytes, limit, disk, cluster.node_disk_bytes)
+
+
+def _copied_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
+    """What a node holds of steps with checkpoint.neighbor_copies, where its ranks save an even share: as `bytes_of_copies`."""
+    known = Settings.of(settings) if isinstance(settings, Recipe) else settings
+    copies, nodes = known.recipe.checkpoint.neighbor_copies, candidate.nodes
+    return 2 * min(1 + copies, nodes) * checkpoint_bytes(shape, known) // nodes if copies else 0
+
+
+def checkpoint_bytes(shape: ModelShape, settings: Settings) -> int:
+    """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too."""
+    master = (settings.master or settings.compute).itemsize
+    moment = 4 if settings.master is None else master
+    return shape.size.total * (master + len(settings.states) * moment)
 
 
 def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
@@ -82,6 +113,16 @@ def spare_of_options(
     return memory_model(shape, settings).spare(stages, options, cluster.memory_bytes)
 
 
+def host_spare_of_options(
+    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
+) -> np.ndarray:
+    """Bytes of the host's memory that each option leaves on the fullest node, for a search: as `NodeForecast.spare`, but for
+    copies of steps, which depend little on the layout."""
+    offloaded = memory_model(shape, settings).offloaded(stages, options, cluster.ranks_per_node)
+    found: np.ndarray = np.where(offloaded > 0, int(USABLE * cluster.host_bytes) - offloaded, 0)
+    return found
+
+
 def memory_model(shape: ModelShape, settings: Settings | Recipe) -> "MemoryModel":
     """What is known of a model's bytes with these settings: one for both, which remembers."""
     known = Settings.of(settings) if isinstance(settings, Recipe) else settings
@@ -105,7 +146,7 @@ def _join(states: Part, activations: Part) -> StageMemory:
     phases = {name: {**states.phases[index], **activations.phases[index]} for index, name in enumerate(PHASES)}
     slack = slack_of(states.moving[fullest] + activations.moving[fullest])
     host = states.host + activations.host
-    return StageMemory(phases[PHASES[fullest]], slack, phases, host, states.outside)
+    return StageMemory(phases[PHASES[fullest]], slack, phases, host, states.outside, states.disk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +176,13 @@ class MemoryModel:
         totals = table.totals[:, ranks] + np.array([part.totals for part in beside], dtype=np.int64)
         reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
         found: np.ndarray = limit - table.outside - reserved.max(axis=(1, 2))
+        return found
+
+    def offloaded(self, stages: Candidate, options: StateOptions, here: int) -> np.ndarray:
+        """Bytes of the host's memory that each option takes on the fullest node of `here` ranks."""
+        beside = np.array([self.activations.of_rank(stages, rank).host for rank in range(stages.pp)], dtype=np.int64)
+        counts = np.array(ranks_on_nodes(stages.world, stages.pp, here), dtype=np.int64)
+        found: np.ndarray = ((self.states.of_options(stages, options).host + beside) @ counts.T).max(axis=1)
         return found
 
     def _deciding_ranks(self, each: Candidate) -> list[int]:

@@ -26,19 +26,20 @@ FRAGMENTATION = 0.04
 
 class Part(NamedTuple):
     """A part of a rank's bytes. phases: by kind, of each of PHASES; totals: their sums; moving: of those what comes and goes;
-    host: in the host's memory; outside: not torch's."""
+    host: in the host's memory; outside: not torch's; disk: in a file of states."""
 
     phases: tuple[Mapping[str, int], ...]
     totals: tuple[int, ...]
     moving: tuple[int, ...]
     host: int
     outside: int
+    disk: int = 0
 
     @classmethod
-    def of(cls, phases: Sequence[Mapping[str, int]], lasting: int, host: int, outside: int) -> "Part":
+    def of(cls, phases: Sequence[Mapping[str, int]], lasting: int, host: int, outside: int, disk: int = 0) -> "Part":
         """lasting: what is there in all phases."""
         totals = tuple(sum(each.values()) for each in phases)
-        return cls(tuple(phases), totals, tuple(total - lasting for total in totals), host, outside)
+        return cls(tuple(phases), totals, tuple(total - lasting for total in totals), host, outside, disk)
 
 
 def slack_of(moving: int) -> int:

@@ -24,6 +24,7 @@ from framework.plan.memory import (
     KINDS,
     UnitMemory,
     bytes_held,
+    bytes_on_disk,
     bytes_on_host,
     count_gathered,
     measure_unit,
@@ -45,22 +46,25 @@ class StateOptions:
 
 
 class StateTable(NamedTuple):
-    """Bytes of each option. totals, moving: [options, ranks, phases], as of `Part`; outside: not torch's, of any rank.
-    in_backward: [options], on the first rank of the pipeline, with the slack of what comes and goes."""
+    """Bytes of each option. totals, moving: [options, ranks, phases], host: [options, ranks], as of `Part`; outside: not
+    torch's, of any rank. in_backward: [options], on the first rank of the pipeline, with the slack of what comes and goes."""
 
     totals: np.ndarray
     moving: np.ndarray
     outside: int
     in_backward: np.ndarray
+    host: np.ndarray
 
 
 class UnitOfOptions(NamedTuple):
-    """Bytes of one unit by option: for the whole run, and what comes and goes with its full parameters and gradients."""
+    """Bytes of one unit by option: for the whole run, what comes and goes with its full parameters and gradients, and on the
+    host."""
 
     is_layer: bool
     lasting: np.ndarray
     unsharded: np.ndarray
     unreduced: np.ndarray
+    host: np.ndarray
 
 
 def _sum_largest(sizes: Sequence[np.ndarray], most: int) -> np.ndarray:
@@ -97,21 +101,22 @@ class StateBytes:
         names = ("zero", "shard", "offload")
         layouts = [stages.changed(dict(zip(names, each, strict=True))) for each in options.states]
         if self._divides_units and not self._has_small_units(stages, layouts):
-            totals, moving = self._add_up_units(stages, options, layouts)
+            totals, moving, host = self._add_up_units(stages, options, layouts)
         else:
             parts = [self.of_ranks(each) for each in layouts]
             totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
             moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
+            host = np.array([[part.host for part in ranks] for ranks in parts], dtype=np.int64)
         first = moving[:, 0, BACKWARD]
         in_backward = totals[:, 0, BACKWARD] + (FRAGMENTATION * first).astype(np.int64)
-        return StateTable(totals, moving, self.pipelines.outside(stages), in_backward)
+        return StateTable(totals, moving, self.pipelines.outside(stages), in_backward, host)
 
     def _add_up_units(
         self, stages: Candidate, options: StateOptions, layouts: Sequence[Candidate]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(totals, moving [options, ranks, phases])."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(totals, moving [options, ranks, phases], host [options, ranks])."""
         places = self.pipelines.places(stages)
-        memo: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+        memo: dict[Any, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         ranks = []
         for held in places.of_ranks:
             units = [self.pipelines.shape.stage_units(stage, places.degrees) for stage in held]
@@ -119,8 +124,8 @@ class StateBytes:
             if key not in memo:
                 memo[key] = self._phases_of_options(units, options, layouts)
             ranks.append(memo[key])
-        totals, moving = (np.stack(arrays, axis=1) for arrays in zip(*ranks, strict=True))
-        return totals, moving
+        totals, moving, host = (np.stack(arrays, axis=1) for arrays in zip(*ranks, strict=True))
+        return totals, moving, host
 
     @property
     def _divides_units(self) -> bool:
@@ -150,8 +155,8 @@ class StateBytes:
 
     def _phases_of_options(
         self, stages: Sequence[StageUnits], options: StateOptions, layouts: Sequence[Candidate]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(totals, moving [options, phases]) of a rank with such stages, as `_part_of_states` has them of one."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(totals, moving [options, phases], host [options]) of a rank with such stages, as `_part_of_states` has them of one."""
         counts: dict[tuple[int, tuple[str, ...]], int] = {}
         found = {}
         for stage in stages:
@@ -174,7 +179,8 @@ class StateBytes:
         moving = np.stack(
             np.broadcast_arrays(parameters, parameters, parameters + gradients, gradients, 0 * gradients), axis=1
         )
-        return moving + np.asarray(lasting)[:, None], moving
+        host = np.asarray(sum(count * found[key].host for key, count in counts.items()))
+        return moving + np.asarray(lasting)[:, None], moving, host
 
     def _unit_of_options(
         self, unit: RankUnit, order: tuple[str, ...], options: StateOptions, layouts: Sequence[Candidate]
@@ -184,7 +190,10 @@ class StateBytes:
 
         def measure() -> UnitOfOptions:
             units = [self._measure_unit(each, unit, order, self.pipelines.settings.offload(each)) for each in layouts]
-            numbers = [(sum(each.device.values()), each.unsharded, each.unreduced) for each in units]
+            numbers = [
+                (sum(each.device.values()), each.unsharded, each.unreduced, self._host_bytes([(each, 1)]))
+                for each in units
+            ]
             return UnitOfOptions(units[0].is_layer, *np.array(numbers, dtype=np.int64).T)
 
         return self._remember(("unit of options", id(unit), order, degrees, options), measure)
@@ -202,17 +211,17 @@ class StateBytes:
         return parts
 
     def _part_of_states(self, each: Candidate, stages: Sequence[StageUnits]) -> Part:
-        device, gathered, host = self._measure(each, stages)
+        device, gathered, host, disk = self._measure(each, stages)
         lasting = {kind: device[kind] for kind in KINDS if kind != "gathered"}
         parameters, gradients = gathered
         by_phase = (parameters, parameters, parameters + gradients, gradients, 0)
         phases = [{**lasting, "gathered": size} for size in by_phase]
-        return Part.of(phases, sum(lasting.values()), sum(host.values()), self.pipelines.outside(each))
+        return Part.of(phases, sum(lasting.values()), host, self.pipelines.outside(each), disk)
 
     def _measure(
         self, each: Candidate, stages: Sequence[StageUnits]
-    ) -> tuple[dict[str, int], tuple[int, int], dict[str, int]]:
-        """(bytes of the device by kind, gathered parameters and gradients, bytes of the host by kind) of such stages."""
+    ) -> tuple[dict[str, int], tuple[int, int], int, int]:
+        """(bytes of the device by kind, gathered parameters and gradients, bytes of the host, of a file) of such stages."""
         offload, names, moments = (
             self.pipelines.settings.offload(each),
             self.pipelines.settings.states,
@@ -226,10 +235,18 @@ class StateBytes:
                 for stage in stages
                 for unit, count in stage.counted
             ]
-            return total_on_device(units), count_gathered(units), total_on_host(units)
+            return total_on_device(units), count_gathered(units), self._host_bytes(units), 0
         buffers = [buffer for stage in stages for buffer in choose_homes(self._buffers_in_order(each, stage), offload)]
         units = measure_units(buffers, names, moments)
-        return bytes_held(buffers, names, moments), count_gathered(units), bytes_on_host(buffers, names, moments)
+        host = sum(bytes_on_host(buffers, names, moments, self._is_pinned).values())
+        return bytes_held(buffers, names, moments), count_gathered(units), host, bytes_on_disk(buffers, names)
+
+    @property
+    def _is_pinned(self) -> bool:
+        return self.pipelines.settings.device == "cuda"
+
+    def _host_bytes(self, units: Sequence[tuple[UnitMemory, int]]) -> int:
+        return sum(total_on_host(units, self._is_pinned).values())
 
     def _measure_unit(self, each: Candidate, unit: RankUnit, order: tuple[str, ...], offload: Offload) -> UnitMemory:
         zero, states = self._zero_key(each, unit), each.offload - {"activations"}

@@ -68,7 +68,7 @@ def make_page(found: PlanForecast, changes: Sequence[Change] = ()) -> Page:
     return Page(
         title=plan.title,
         verdict=describe_verdict(memory, found.cluster),
-        is_over=memory.spare < 0,
+        is_over=not memory.fits,
         changes=tuple(describe_changes(found, changes)),
         facts=tuple(_list_facts(plan, found)),
         sections=tuple(Section(name, *words[name]) for name in charts),

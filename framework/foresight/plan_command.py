@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from framework.errors import EXIT_DONE
+from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.foresight.forecast_plan import PlanForecast, forecast_plan
 from framework.foresight.page_html import require_pages
 from framework.foresight.page_png import write_pages
 from framework.foresight.plan_text import describe_plan
 from framework.foresight.verdict import Change, find_changes
 from framework.foresight.wanted import Wanted
-from framework.plan.check import check_layout
+from framework.plan.check import check_layout, check_weights
 from framework.plan.page import describe_layouts, describe_ranks, describe_schedule, save_schedule
 from framework.plan.plan import Plan
 from framework.plan.savings import describe_savings
@@ -20,13 +20,14 @@ def plan_command(recipe: Recipe, wanted: Wanted) -> int:
     """Print the screen and what is wanted, and write the files. Raises what the recipe or the model has wrong."""
     require_pages(wanted.html, wanted.png, wanted.overwrite)
     plan = check_layout(recipe)
+    check_weights(plan)
     found = forecast_plan(plan)
     changes = find_changes(found)
     for line in (*describe_plan(found, changes), *_describe_details(plan, wanted)):
         print(line)
     for line in _write(found, changes, wanted):
         print(line)
-    return EXIT_DONE
+    return EXIT_DONE if found.forecast.memory.fits else EXIT_MEMORY
 
 
 def _describe_details(plan: Plan, wanted: Wanted) -> Iterator[str]:

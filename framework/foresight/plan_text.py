@@ -6,7 +6,9 @@ from typing import Any
 
 from framework.foresight.forecast import MemoryForecast, TimeForecast
 from framework.foresight.forecast_plan import PlanForecast
+from framework.foresight.memory import checkpoint_bytes
 from framework.foresight.page_rows import all_kinds, show_seconds
+from framework.foresight.settings import Settings
 from framework.foresight.verdict import Change, describe_changes, describe_verdict
 from framework.plan.memory import show_bytes
 from framework.plan.page import describe_run
@@ -35,6 +37,7 @@ def _describe(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
     yield from describe_run(plan)
     yield ""
     yield _describe_memory(plan, found.forecast.memory)
+    yield _describe_checkpoints(found)
     yield from describe_time(found.forecast.time)
     for caution in found.cautions:
         yield f"caution       {caution}"
@@ -46,11 +49,19 @@ def _describe_memory(plan: Plan, memory: MemoryForecast) -> str:
     """The kinds of bytes of the fullest rank, the largest first."""
     place = memory.stages.index(memory.fullest)
     kinds = all_kinds(memory.fullest.held, memory.fullest)
-    host = f"; on the host {show_bytes(memory.fullest.host)}" if memory.fullest.host else ""
+    host = ""
+    if memory.fullest.host:
+        host = f"; on the host {show_bytes(memory.fullest.host)}, of a node {show_bytes(memory.node.offloaded)}"
     rank = plan.topology.ranks("pp", 0)[place]
     return (
         f"memory        {show_bytes(memory.fullest.reserved)} on rank {rank}: {_largest_first(kinds, show_bytes)}{host}"
     )
+
+
+def _describe_checkpoints(found: PlanForecast) -> str:
+    """What the disk takes: the newest checkpoints, and the next one while it is written."""
+    size, keep = checkpoint_bytes(found.shape, Settings.of(found.plan.recipe)), found.plan.recipe.checkpoint.keep
+    return f"checkpoint    {show_bytes(size)}; on the disk at most {show_bytes((keep + 1) * size)} (checkpoint.keep={keep})"
 
 
 def describe_time(time: TimeForecast) -> Iterator[str]:

@@ -6,13 +6,14 @@ has chosen them, of a real recipe: nothing here knows what is legal.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Literal, Protocol
 
 from framework.foresight.candidate import Candidate
+from framework.foresight.forecast import NodeForecast
 from framework.foresight.layouts import method_of, recipe_of
 from framework.foresight.space import CHOICES, Space
 from framework.plan.memory import show_bytes
@@ -21,7 +22,9 @@ from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Recipe
 
-Kind = Literal["rule", "model", "memory"]
+Kind = Literal["rule", "model", "memory", "node"]
+# Kinds of what some memory or disk has no room for.
+SIZES = ("memory", "node")
 _NUMBERS = re.compile(r"\d+(\.\d+)?|=\[.*?\]|=[a-z_]+")
 
 # The fields of a candidate on which the value of a key depends, in the recipe that `recipe_of` makes of it.
@@ -252,15 +255,38 @@ def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", co
     return Rejection("memory", c, choice, reason, missing=missing, count=count)
 
 
+def too_large_for_node(c: Candidate, node: NodeForecast, count: int = 1) -> Rejection:
+    """Of layouts whose ranks take more of a node's memory or disk than it has; of several the nearest."""
+    reason = "; ".join(describe_shortages(node))
+    return Rejection("node", c, "states", f"does not fit: {reason}", missing=max(1, -node.spare), count=count)
+
+
+def describe_shortages(node: NodeForecast) -> Iterator[str]:
+    """What a node has not, with the key that says what it has; nothing where it fits."""
+    needed = node.offloaded + node.copies
+    if needed and node.spare < 0:
+        what = [f"{show_bytes(node.offloaded)} of what is offloaded"] * (node.offloaded > 0)
+        what += [f"{show_bytes(node.copies)} of copies of steps (checkpoint.neighbor_copies)"] * (node.copies > 0)
+        where = f"{show_bytes(node.limit)} of a node's {show_bytes(node.there)} of host memory (cluster.host_memory_gb)"
+        if node.offloaded + node.copies <= node.limit:
+            where = f"{show_bytes(node.there // 2)} of /dev/shm, half of a node's host memory (cluster.host_memory_gb)"
+        yield f"{show_bytes(-node.spare)} over the {where}, for {' and '.join(what)}"
+    if node.disk_limit is not None and node.disk > node.disk_limit:
+        yield (
+            f"{show_bytes(node.disk - node.disk_limit)} over the {show_bytes(node.disk_limit)} of a node's own disks"
+            f" (cluster.node_disk_gb), for {show_bytes(node.disk)} of files of states"
+        )
+
+
 def group_rejections(rejections: Iterable[Rejection]) -> list[tuple[Rejection, int]]:
     """One of each reason, with the number of layouts, the most frequent first. Reasons that differ in numbers only are one, as
     which the smallest layout's is shown; of those that do not fit the one that comes nearest."""
     counts: Counter[tuple[str, str]] = Counter()
     shown: dict[tuple[str, str], Rejection] = {}
     for each in rejections:
-        group = (each.kind, "" if each.kind == "memory" else _NUMBERS.sub("0", each.reason))
+        group = (each.kind, "" if each.kind in SIZES else _NUMBERS.sub("0", each.reason))
         counts[group] += each.count
-        if group not in shown or (each.kind == "memory" and each.missing < shown[group].missing):
+        if group not in shown or (each.kind in SIZES and each.missing < shown[group].missing):
             shown[group] = each
     ordered = sorted(counts, key=lambda group: (-counts[group], group))
     return [(shown[group], counts[group]) for group in ordered]

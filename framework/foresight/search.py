@@ -26,7 +26,7 @@ from framework.foresight.engine import Engine
 from framework.foresight.forecast import Forecast
 from framework.foresight.memory_bounds import Way
 from framework.foresight.memory_states import StateOptions, States
-from framework.foresight.rejections import Constraints, Rejection, read_field, too_large
+from framework.foresight.rejections import Constraints, Rejection, read_field, too_large, too_large_for_node
 from framework.foresight.space import CHOICES, Space
 
 By = Literal["time", "cost", "memory"]
@@ -256,8 +256,14 @@ class Search:
             nearest = over[np.argmax(spare[over])]
             layout = c.changed(states_as(places.options.states[nearest]))
             self.rejections.append(too_large(layout, -int(spare[nearest]), limit, "states", len(over)))
+        host = self.engine.host_spare_of_options(c, places.options)
+        over = np.flatnonzero((spare >= 0) & (host < 0))
+        if len(over):
+            nearest = over[np.argmax(host[over])]
+            layout = c.changed(states_as(places.options.states[nearest]))
+            self.rejections.append(too_large_for_node(layout, self.engine.memory(layout).node, len(over)))
         bounds = limit - spare[fitting] if self.by == "memory" else bounds
-        keeps = spare[fitting] >= 0
+        keeps = (spare[fitting] >= 0) & (host[fitting] >= 0)
         fitting, bounds = fitting[keeps], bounds[keeps]
         order = np.argsort(bounds, kind="stable")
         if len(order):
@@ -310,7 +316,11 @@ class Search:
             if least > bound:
                 self._push(least, "states", c)
                 return
-        ranked = Ranked(c, Forecast(self.engine.memory(c), self.engine.time(c)), self.price * self.space.world)
+        memory = self.engine.memory(c)
+        if not memory.node.fits:
+            self.rejections.append(too_large_for_node(c, memory.node))
+            return
+        ranked = Ranked(c, Forecast(memory, self.engine.time(c)), self.price * self.space.world)
         self.num_forecast += 1
         entry = (self._key(ranked), ranked)
         insort(self.ranked, entry, key=lambda each: each[0])

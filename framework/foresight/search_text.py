@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from framework.foresight.rejections import Rejection, describe, group_rejections
+from framework.foresight.rejections import SIZES, Rejection, describe, group_rejections
 from framework.foresight.search import By, Ranked, SearchResult
 from framework.recipe.saved import plain
 from framework.recipe.schema import Recipe
@@ -108,14 +108,14 @@ def describe_rejections(result: SearchResult) -> Iterator[str]:
 
 def _describe_others(result: SearchResult) -> Iterator[str]:
     groups = group_rejections(result.rejections)
-    illegal = sum(count for each, count in groups if each.kind != "memory")
-    large = sum(count for each, count in groups if each.kind == "memory")
+    illegal = sum(count for each, count in groups if each.kind not in SIZES)
+    large = sum(count for each, count in groups if each.kind in SIZES)
     yield (
         f"{result.num_forecast:,} forecast; {illegal:,} refused by a rule or the model; {large:,} do not fit;"
         f" {result.num_slower:,} not forecast, as a lower bound of theirs is above the best {len(result.ranked)}"
     )
     for each, count in groups[:SHOWN_REASONS]:
-        nearest = "the nearest: " if each.kind == "memory" else "such as "
+        nearest = "the nearest: " if each.kind in SIZES else "such as "
         yield f"  {count:>11,}  {nearest}{each.line}"
     if len(groups) > SHOWN_REASONS:
         yield f"  and {len(groups) - SHOWN_REASONS} more reasons: --rejections lists all"

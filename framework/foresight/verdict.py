@@ -4,16 +4,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from framework.errors import MeshwrightError
+from framework.errors import MeshwrightError, RecipeError
 from framework.foresight.forecast import Forecast, MemoryForecast
-from framework.foresight.forecast_plan import PlanForecast
-from framework.foresight.layouts import candidate_of
+from framework.foresight.forecast_plan import PlanForecast, forecast_plan
+from framework.foresight.layouts import OFFLOADED, candidate_of
 from framework.foresight.memory import forecast_memory
+from framework.foresight.rejections import describe_shortages
 from framework.foresight.settings import Settings
 from framework.foresight.shape import ModelShape
 from framework.foresight.time import TimeModel
 from framework.plan.cluster import Cluster
 from framework.plan.memory import show_bytes
+from framework.plan.plan import Plan
 from framework.plan.relief import list_changes, set_key
 from framework.recipe.check import check_recipe
 from framework.recipe.derive import derive
@@ -36,20 +38,39 @@ class Change:
     @property
     def overrides(self) -> str:
         """As they are typed."""
-        return " ".join(f"{key}={str(value).lower()}" for key, value in self.settings)
+        return " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in self.settings)
 
 
 def describe_verdict(memory: MemoryForecast, cluster: Cluster) -> str:
     """Such as `fits the 79.6 GiB of h100_ib with 9.1 GiB to spare`."""
     limit = f"{show_bytes(memory.limit)} of {cluster.name}{', which is assumed,' if cluster.is_assumed else ''}"
+    shortages = list(describe_shortages(memory.node))
     if memory.spare < 0:
-        return f"does not fit: {show_bytes(-memory.spare)} over the {limit}"
-    return f"fits the {limit} with {show_bytes(memory.spare)} to spare"
+        shortages = [f"{show_bytes(-memory.spare)} over the {limit}", *shortages]
+    if shortages:
+        return f"does not fit: {'; '.join(shortages)}"
+    node = memory.node
+    return f"fits the {limit} with {show_bytes(memory.spare)} to spare" + (
+        f", and a node's host memory with {show_bytes(node.spare)} of {show_bytes(node.there)}"
+        if node.offloaded + node.copies
+        else ""
+    )
+
+
+def caution_of_fit(plan: Plan) -> str:
+    """Why a plan does not fit its cluster, for commands that go on all the same; empty where it fits."""
+    try:
+        found = forecast_plan(plan)
+    except RecipeError as error:  # nodes of another form than the cluster's
+        return " ".join(str(error).split())
+    if found.forecast.memory.fits:
+        return ""
+    return f"{describe_verdict(found.forecast.memory, found.cluster)}; `meshwright plan` says what would"
 
 
 def find_changes(found: PlanForecast) -> list[Change]:
     """The cheapest by step time; single ones before those that take two. Empty where nothing is missing, or nothing helps."""
-    if found.forecast.memory.spare >= 0:
+    if found.forecast.memory.fits:
         return []
     settings = _list_settings(found)
     fitting: list[Change] = []
@@ -64,7 +85,7 @@ def find_changes(found: PlanForecast) -> list[Change]:
 
 def describe_changes(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
     """A line for each, with what it costs; or what is left where none helps."""
-    if found.forecast.memory.spare >= 0:
+    if found.forecast.memory.fits:
         return
     before = found.forecast.time.step_s
     for each in changes:
@@ -83,7 +104,20 @@ def _list_settings(found: PlanForecast) -> list[Setting]:
     derived = found.plan.derived
     degrees = [derived.tp << power for power in range(1, 4) if derived.dp % (1 << power) == 0]
     tp = [("parallel.tp", degree) for degree in degrees if degree <= found.cluster.ranks_per_node]
-    return list(dict.fromkeys([*list_changes(found.plan), *tp]))
+    return list(dict.fromkeys([*list_changes(found.plan), *tp, *_list_reliefs_of_nodes(found)]))
+
+
+def _list_reliefs_of_nodes(found: PlanForecast) -> list[Setting]:
+    """Settings with which ranks take less of a node that has too little."""
+    if found.forecast.memory.node.fits:
+        return []
+    recipe, given = found.plan.recipe, found.plan.recipe.memory.offload
+    settings: list[Setting] = [(f"memory.offload.{name}", 0.0) for name in OFFLOADED if getattr(given, name)]
+    if given.home == "disk":
+        settings += [("memory.offload.home", "host"), ("memory.offload.disk_path", None)]
+    if recipe.checkpoint.neighbor_copies:
+        settings += [("checkpoint.neighbor_copies", 0), ("checkpoint.neighbor_every_steps", None)]
+    return settings
 
 
 def _try(found: PlanForecast, settings: Sequence[Setting]) -> Change | None:
@@ -106,6 +140,6 @@ def _forecast(recipe: Recipe, shape: ModelShape, cluster: Cluster) -> Forecast |
     if shape.refusal(candidate):
         return None
     memory = forecast_memory(shape, candidate, Settings.of(recipe), cluster)
-    if memory.spare < 0:
+    if not memory.fits:
         return None
     return Forecast(memory, TimeModel(shape, recipe, cluster).forecast(candidate))

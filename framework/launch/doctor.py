@@ -85,6 +85,7 @@ def _store(recipe: Recipe) -> Iterator[Finding]:
 def _layout(recipe: Recipe) -> Iterator[Finding]:
     """The plan's words, and what would lower its memory; what does not fit is the user's to fix, and says how."""
     with loading_libraries():
+        from framework.foresight.verdict import caution_of_fit
         from framework.plan.check import check_layout, check_weights, describe_need
         from framework.plan.relief import CHEAPEST, find_relief, show_bytes
         from framework.plan.savings import find_savings
@@ -96,7 +97,7 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
         what = f"{recipe.model.weights or recipe.model.family} cannot be laid out so"
         yield Finding("layout", what, str(error))
         return
-    yield Finding("layout", describe_need(plan))
+    yield Finding("layout", describe_need(plan), caution_of_fit(plan))
     cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), CHEAPEST)]
     if cheapest:
         yield Finding("memory", f"would be less with {', then '.join(cheapest)}")

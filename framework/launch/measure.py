@@ -20,6 +20,7 @@ from framework.launch.runs import Runs
 from framework.launch.timings import ON_CPU, ON_GPU, Effort
 from framework.recipe.cluster_file import ENDINGS, KEY, read_cluster_file, write_cluster_file
 from framework.recipe.convert import to_recipe
+from framework.recipe.host import count_host_memory
 from framework.recipe.schema import ClusterMeasured, Recipe
 from framework.start import python_words
 
@@ -66,7 +67,8 @@ def measure_command(recipe: Recipe, file: Path, overwrites: bool = False, effort
             print(outcome.message or f"nothing is measured: exit code {outcome.code}")
             return outcome.code
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    group = describe_group(order, found, here, count_memory() // (order.ranks if order.device == "cpu" else 1))
+    memory_bytes = count_memory() // (order.ranks if order.device == "cpu" else 1)
+    group = describe_group(order, found, here, memory_bytes, count_host_memory())
     text = write_text(file.stem, group, order, here, busy)
     try:
         write_cluster_file(file, text)

@@ -24,9 +24,11 @@ UNKNOWN_GPU = {"processors": 1, "tile": [1, 1], "ramp": 0}
 Points = Sequence[Sequence[float]]
 
 
-def describe_group(order: Order, found: Mapping[str, Any], here: ClusterMeasured, memory_bytes: int) -> dict[str, Any]:
-    """The keys of the file but for its name. memory_bytes: of a device. On GPUs what one node cannot measure is that of the
-    shipped file for them, where there is one."""
+def describe_group(
+    order: Order, found: Mapping[str, Any], here: ClusterMeasured, memory_bytes: int, host_bytes: int
+) -> dict[str, Any]:
+    """The keys of the file but for its name. memory_bytes: of a device; host_bytes: of the node's main memory. On GPUs what one
+    node cannot measure is that of the shipped file for them, where there is one."""
     first, peaks = order.dtypes[0], {dtype: find_peak(order, found, here, dtype) for dtype in order.dtypes}
     *_, forward, backward = found["attention"][first][-1]
     shipped = find_shipped(here)
@@ -36,6 +38,7 @@ def describe_group(order: Order, found: Mapping[str, Any], here: ClusterMeasured
         "devices_per_node": order.ranks,
         "threads": order.threads if order.device == "cpu" else 1,
         "memory_gb": memory_bytes / 2**30,
+        "host_memory_gb": host_bytes / 2**30,
         "matmul": known.get("matmul", {})
         | {dtype: describe_matmul(dtype, peaks[dtype], found) for dtype in order.dtypes},
         **{name: known.get(name, value) for name, value in UNKNOWN_GPU.items() if order.device == "cuda"},

@@ -37,6 +37,10 @@ def settle(recipe: Recipe) -> Recipe:
         from framework.model.hub import pin_revision  # half a second, which few recipes need
 
         model = pin_revision(model)
+    if model.config_file is not None:
+        from framework.model.load import inline_config_file
+
+        model = inline_config_file(model)
     return replace(recipe, launch=launch, precision=resolve_precision(recipe.precision, launch), model=model)
 
 

@@ -21,7 +21,7 @@ from framework.recipe.schema import Recipe, Run
 
 # What says what is trained: recipes of these groups, values below these keys. Where data lies, or how a model computes, do not.
 SUBJECT_GROUPS = ("experiment", "model", "data")
-SUBJECT_KEYS = ("model.family", "model.weights", "model.config", "data.sources")
+SUBJECT_KEYS = ("model.family", "model.weights", "model.config_file", "model.config", "data.sources")
 
 
 def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe:

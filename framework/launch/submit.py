@@ -134,9 +134,12 @@ def _check_layouts(recipes: Sequence[Recipe], is_new: bool = True) -> tuple[str,
     """Raise now what the ranks of a job would raise after the queue. Returns the model's type, and a line on memory. is_new: they
     begin with their pretrained weights, if they have any, and not with a checkpoint."""
     with loading_libraries():  # they take seconds, which only what is queued pays
+        from framework.foresight.verdict import caution_of_fit
         from framework.plan.check import check_layouts, check_weights, describe_need
 
     plan = check_layouts(recipes)
+    if caution := caution_of_fit(plan):
+        print(f"caution  {caution}", file=sys.stderr)
     if is_new:
         check_weights(plan)
     return plan.config.model_type, f"plan     {describe_need(plan)}"

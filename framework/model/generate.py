@@ -53,7 +53,9 @@ def load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     """The model and the tokenizer of a Hugging Face folder. ModelError where it does not hold both."""
     disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, config=read_config(folder), trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=read_config(folder / "config.json"), trust_remote_code=False
+        )
         return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{folder} holds no model with a tokenizer that Hugging Face can load: {error}") from error

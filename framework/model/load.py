@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,22 @@ FORWARD_ERRORS = (
 
 
 def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_config) -> PretrainedConfig:
-    """The Hugging Face config of the recipe: the pretrained one where `model.weights` is set, with `model.config` on top.
+    """The Hugging Face config of the recipe: the pretrained one where `model.weights` is set, that of `model.config_file`, or the
+    family's, with `model.config` on top.
 
     locate: the folder of hub weights at a revision; ranks pass `find_folder`, which never asks the hub. No weights are fetched.
     Raises ModelError for an unknown family and for a key that the family's config does not have, with the nearest names.
     """
     if model.weights is not None:
         return _for_training(_load_pretrained_config(model, locate(model.weights, model.revision)))
+    if model.config_file is not None:
+        config = load_config_file(Path(model.config_file).expanduser())
+        _refuse_unknown_keys(config, model)
+        try:
+            config.update(model.config)
+        except REFUSALS as error:
+            raise ModelError(f"model.config is refused by {config.model_type}: {_reason(error)}") from error
+        return _for_training(config)
     if model.family not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model.family, list(CONFIG_MAPPING), n=3)
         raise ModelError(
@@ -84,7 +94,8 @@ def _load_pretrained_config(model: Model, folder: Path) -> PretrainedConfig:
             " folder that holds config.json and the safetensors files"
         )
     try:
-        config = read_config(folder)
+        config = read_config(folder / "config.json")
+        _refuse_other_family(config, model)
         _refuse_unknown_keys(config, model)
         config.update(model.config)
     except (OSError, *REFUSALS) as error:
@@ -92,28 +103,47 @@ def _load_pretrained_config(model: Model, folder: Path) -> PretrainedConfig:
     return config
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    """The config of a folder's config.json, of a class that the installed transformers has, whatever code the folder brings.
+def read_config(file: Path) -> PretrainedConfig:
+    """The config of a config.json, of a class that the installed transformers has, whatever code its folder brings.
 
     Raises ModelError where only code of the folder could read it, and what transformers raises for a file that is none.
     """
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(values, dict) and values.get("auto_map") and values.get("model_type") not in CONFIG_MAPPING:
         raise ModelError(
-            f"{folder} is of the model type {values.get('model_type')}, which only code of its own describes (auto_map in its"
-            " config.json). Meshwright runs no code that comes with weights: take weights of a family that the installed"
+            f"{file.parent} is of the model type {values.get('model_type')}, which only code of its own describes (auto_map in"
+            " its config.json). Meshwright runs no code that comes with weights: take weights of a family that the installed"
             " transformers has, or a transformers version that has this one"
         )
-    return _without_code(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    return _without_code(AutoConfig.from_pretrained(file, trust_remote_code=False))
 
 
 def load_config_file(path: Path) -> PretrainedConfig:
-    """The config in a Hugging Face `config.json`. Raises ModelError for a file that is none."""
+    """The config in a Hugging Face `config.json`, or in a folder's. Raises ModelError for a file that is none."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(f"{path}: there is no such config.json, which transformers writes beside a model")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return _for_training(_without_code(AutoConfig.for_model(values.pop("model_type"), **values)))
+        return _for_training(read_config(file))
     except (OSError, *REFUSALS) as error:
-        raise ModelError(f"{path} is no readable Hugging Face config with a model_type: {error!r}") from error
+        raise ModelError(f"{path} is no readable Hugging Face config with a model_type: {_reason(error)}") from error
+
+
+def inline_config_file(model: Model) -> Model:
+    """The model with what its config_file says as family and config: what a run keeps does not change with the file. Values that
+    the family does not declare and its code does not read are left out."""
+    if model.config_file is None:
+        return model
+    config = load_config(model)
+    known = CONFIG_MAPPING[config.model_type]()
+    values = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name in set(known.to_dict()) | _read_by_model(known)
+    }
+    for name in ("model_type", "transformers_version", "architectures", "dtype", "_name_or_path", "use_cache"):
+        values.pop(name, None)
+    return replace(model, family=config.model_type, config=values | model.config, config_file=None)
 
 
 def _without_code(config: PretrainedConfig) -> PretrainedConfig:
@@ -208,6 +238,15 @@ def _reason(error: Exception) -> str:
     if isinstance(error, StrictDataclassError):
         return re.sub(r"^\w+Error: ", "", str(error).strip().splitlines()[-1].strip())
     return str(error)
+
+
+def _refuse_other_family(config: PretrainedConfig, model: Model) -> None:
+    """Raises ModelError where the recipe's family is stated and is not that of the weights."""
+    if model.family not in (Model().family, config.model_type):
+        raise ModelError(
+            f"model.family={model.family} contradicts model.weights={model.weights}, whose config.json says"
+            f" {config.model_type}: leave the family out, and the recipe of a model (model=...), or give other weights"
+        )
 
 
 def _refuse_unknown_keys(known: PretrainedConfig, model: Model) -> None:

@@ -145,12 +145,14 @@ class Cluster:
     of one rank with all cores. crowd: ranks that links were measured with when they shared the cores, 0: none; turn: part of the
     time that each rank has its cores. softmax_rate: logits in a second whose logarithms of softmax are computed, 0: as fast as
     memory. host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one device, in dollars,
-    0 if unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
+    0 if unknown. host_bytes: main memory of a node that the run may take; node_disk_bytes: room on its own disks, None:
+    unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
 
     name: str
     device: str
     ranks_per_node: int
     memory_bytes: int
+    host_bytes: int
     peak_flops: Mapping[str, float]
     matmul_rate: Mapping[str, float]
     attention_share: float
@@ -161,6 +163,7 @@ class Cluster:
     links: Mapping[Collective, Link]
     matmul_memory_rate: float
     matmul_overhead_s: float
+    node_disk_bytes: int | None = None
     price_per_hour: float = 0.0
     failures_per_device_hour: float = 0.0
     overhead_s: float = 0.0
@@ -190,7 +193,11 @@ class Cluster:
         launch.gres, of CPU ranks a laptop's."""
         described, is_assumed = find_cluster(recipe)
         ranks, launch = ceil(count_ranks(recipe) / count_nodes(recipe)), recipe.launch
-        return cls.from_group(described, is_assumed).for_ranks(ranks, launch.threads_per_rank or launch.cpus_per_rank)
+        whole = cls.from_group(described, is_assumed)
+        if launch.kind == "slurm" and launch.memory_per_rank_gb is not None:
+            asked = int(launch.memory_per_rank_gb * 1e9) * ranks
+            whole = replace(whole, host_bytes=min(whole.host_bytes, asked))
+        return whole.for_ranks(ranks, launch.threads_per_rank or launch.cpus_per_rank)
 
     @classmethod
     def from_group(cls, group: ClusterRecipe, is_assumed: bool = False) -> "Cluster":
@@ -201,6 +208,8 @@ class Cluster:
             device=group.device,
             ranks_per_node=group.devices_per_node,
             memory_bytes=round(group.memory_gb * 2**30),
+            host_bytes=round((group.host_memory_gb or group.devices_per_node * group.memory_gb) * 2**30),
+            node_disk_bytes=None if group.node_disk_gb is None else round(group.node_disk_gb * 2**30),
             peak_flops={dtype: each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
             matmul_rate={dtype: each.share * each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
             matmul_memory_rate=group.memory_gb_per_s * 1e9,

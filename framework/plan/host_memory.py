@@ -2,7 +2,9 @@
 this node has them."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from framework.errors import RecipeError
@@ -19,15 +21,31 @@ USABLE = 0.9
 MEMORY = Path("/dev/shm")
 
 
+@cache
+def ranks_on_nodes(world: int, pp: int, here: int) -> tuple[tuple[int, ...], ...]:
+    """Of each kind of node with `here` ranks the number at each place of the pipeline, whose ranks are neighbours."""
+    size = world // pp
+    nodes = [(first, min(first + here, world)) for first in range(0, world, here)]
+    counts = [
+        tuple(max(0, min(stop, (place + 1) * size) - max(first, place * size)) for place in range(pp))
+        for first, stop in nodes
+    ]
+    return tuple(dict.fromkeys(counts))
+
+
+def sum_fullest_node(of_stage: Sequence[int], world: int, here: int) -> int:
+    """The most that the ranks of one node have together. of_stage: of a rank at each place of the pipeline: ranks that differ in
+    other coordinates have as much."""
+    return max(
+        sum(count * size for count, size in zip(counts, of_stage, strict=True))
+        for counts in ranks_on_nodes(world, len(of_stage), here)
+    )
+
+
 def bytes_of_fullest_node(plan: Plan) -> int:
     """The most that the ranks of one node hold together in the host's memory."""
-    here, world = plan.derived.ranks_per_node, plan.derived.world
-    # Ranks that differ in other coordinates than `pp` hold as much.
     of_stage = [sum(plan.memory(rank).on_host.values()) for rank in plan.topology.ranks("pp", 0)]
-    return max(
-        sum(of_stage[plan.topology.index("pp", rank)] for rank in range(first, min(first + here, world)))
-        for first in range(0, world, here)
-    )
+    return sum_fullest_node(of_stage, plan.derived.world, plan.derived.ranks_per_node)
 
 
 def bytes_saved(plan: Plan, rank: int) -> int:

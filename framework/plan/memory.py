@@ -33,15 +33,17 @@ class RankMemory:
 @dataclass(frozen=True)
 class UnitMemory:
     """Bytes of one unit on a rank. device, host: of its states by kind; casts: on the host, of masters on their way to the
-    device; unsharded, unreduced: what comes and goes with its full parameters and its full gradients. whole: of its parameters
-    in the compute dtype, of all ranks; bucket_bytes: units of up to so many of these travel in one message, in which this one's
-    parameters and gradients take gather_message and reduce_message. gathers_alone: all but its parameters. keeps_parameters:
-    what is unsharded stays for the step. prefetch_units: units that are unsharded ahead."""
+    device; pinning: that torch's cache of pinned memory adds to what a GPU copies to and from; unsharded, unreduced: what comes
+    and goes with its full parameters and its full gradients. whole: of its parameters in the compute dtype, of all ranks;
+    bucket_bytes: units of up to so many of these travel in one message, in which this one's parameters and gradients take
+    gather_message and reduce_message. gathers_alone: all but its parameters. keeps_parameters: what is unsharded stays for the
+    step. prefetch_units: units that are unsharded ahead."""
 
     is_layer: bool
     device: Mapping[str, int]
     host: Mapping[str, int]
     casts: int
+    pinning: int
     unsharded: int
     unreduced: int
     whole: int
@@ -69,6 +71,7 @@ def measure_unit(buffers: Sequence[BufferPlan], states: Sequence[str], moments: 
         _bytes_at(Home.DEVICE, buffers, states, moments),
         _bytes_at(Home.HOST, buffers, states, moments),
         casts,
+        sum(map(_pinning_bytes, buffers)),
         sum(each.unsharded_bytes for each in buffers),
         sum(each.unreduced_bytes for each in buffers),
         unit_bytes(buffers),
@@ -97,10 +100,11 @@ def total_on_device(units: Sequence[tuple[UnitMemory, int]]) -> dict[str, int]:
     return _total([(each.device, count) for each, count in units]) | {"gathered": sum(count_gathered(units))}
 
 
-def total_on_host(units: Sequence[tuple[UnitMemory, int]]) -> dict[str, int]:
-    """What lives in the host's memory, by kind; of gathered the casts alone."""
+def total_on_host(units: Sequence[tuple[UnitMemory, int]], is_pinned: bool) -> dict[str, int]:
+    """Bytes in the host's memory by kind; of gathered the casts alone. is_pinned: a GPU copies to and from them."""
     casts = sum(each.casts * count for each, count in units)
-    return _total([(each.host, count) for each, count in units]) | {"gathered": casts}
+    pinning = sum(each.pinning * count for each, count in units) * is_pinned
+    return _total([(each.host, count) for each, count in units]) | {"gathered": casts, "pinning": pinning}
 
 
 def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> dict[str, int]:
@@ -112,11 +116,11 @@ def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str], moments: Mo
 
 
 def bytes_on_host(
-    buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32"
+    buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype, is_pinned: bool
 ) -> dict[str, int]:
-    """What lives in the host's memory, by kind. gradients: copies for the update; gathered: casts of masters on their way to the
-    device, and the ring of buffers of states that live on a disk."""
-    held = total_on_host(measure_units(buffers, states, moments))
+    """Bytes in the host's memory by kind. gradients: copies for the update; gathered: casts of masters on their way to the
+    device, and the ring of buffers of states that live on a disk; pinning: `_pinning_bytes`, where a GPU copies."""
+    held = total_on_host(measure_units(buffers, states, moments), is_pinned)
     shards = disk_shards(buffers, states)
     return held | {"gathered": held["gathered"] + (ring_bytes(place_chunks(shards)) if shards else 0)}
 
@@ -162,6 +166,18 @@ def _bytes_at(
         for kind, num_bytes in held.items():
             total[kind] += num_bytes
     return total
+
+
+def _pinning_bytes(buffer: BufferPlan) -> int:
+    """Bytes that torch's cache of pinned memory adds to a buffer's blocks on the host: it rounds each up to a power of two.
+    Masters and moments, which the host updates, are not pinned."""
+    homes, dtypes = buffer.lifetimes.homes, buffer.dtypes
+    held = buffer.held_bytes(0, Home.HOST)
+    delivered = buffer.numel_owned * dtypes.gradient.itemsize * buffer.is_trained * (homes.master == Home.HOST)
+    cast = buffer.numel_owned * dtypes.compute.itemsize
+    is_cast = homes.master == Home.HOST and homes.parameters == Home.DEVICE
+    blocks = [held["parameters"], held["gradients"] - delivered, delivered, cast * is_cast]
+    return sum((1 << (size - 1).bit_length()) - size for size in blocks if size)
 
 
 def _low_bit_bytes(buffer: BufferPlan, moments: MomentsDtype) -> int:

@@ -209,7 +209,8 @@ class Plan:
         buffers, states = self.of_rank(rank).buffers, state_names(self.recipe.optim)
         moments = self.recipe.precision.moments
         held = bytes_held(buffers, states, moments) | {"activations": activations}
-        on_host = bytes_on_host(buffers, states, moments) | {"activations": self._offloaded_bytes(schedule, rank)}
+        on_host = bytes_on_host(buffers, states, moments, self.device.type == "cuda")
+        on_host["activations"] = self._offloaded_bytes(schedule, rank)
         return RankMemory(held, peak_live(schedule)[place], on_host, bytes_on_disk(buffers, states))
 
     def _offloaded_bytes(self, schedule: Schedule, rank: int) -> int:

@@ -21,6 +21,7 @@ from framework.recipe.derive import (
     derive,
     find_batch_problems,
     find_node_problems,
+    find_statement_problems,
     find_world_problems,
 )
 from framework.recipe.elastic import find_range_problems
@@ -96,6 +97,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.dp", "launch.spares", *COUNTED), find_range_problems),
         ((*DEGREES, *COUNTED), find_node_problems),
         ((*DEGREES, *EXPERTS, *COUNTED), find_world_problems),
+        (("batch.sequences_per_step", "batch.tokens_per_step"), find_statement_problems),
         ((*DEGREES, *COUNTED, "batch"), find_batch_problems),
         ((*DEGREES, *COUNTED, "zero"), _zero),
         (("parallel.sequence", "parallel.overlap", "memory.gathered_inputs"), _needs_sequence),
@@ -133,6 +135,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("data.bpe_vocab", "model.tokenizer", "model.weights"), _tokenizer),
         (("data.bpe_vocab", "model.config", "model.weights"), _vocabulary),
         (("model.weights", "model.revision"), _revision),
+        (("model.weights", "model.config_file"), _config_file),
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes", "checkpoint.interval", "checkpoint.mtbf_hours"), _checkpoint),
         (("run.root",), find_run_root_problems),
@@ -358,6 +361,15 @@ def _revision(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.revision is not None and recipe.model.weights is None:
         message = "a revision of model.weights, which are not set"
         yield Problem("model.revision", recipe.model.revision, message, "null; or model.weights=owner/name")
+
+
+def _config_file(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if model.weights is not None and model.config_file is not None:
+        message = f"model.weights={model.weights} has a config of its own"
+        yield Problem(
+            "model.config_file", model.config_file, message, "give one; model.config.KEY changes a value of it"
+        )
 
 
 def _validation(recipe: Recipe) -> Iterator[Problem]:

@@ -9,7 +9,9 @@ from math import prod
 
 import yaml
 
+from framework.errors import RecipeError
 from framework.recipe.convert import to_recipe
+from framework.recipe.derive import count_ranks
 from framework.recipe.host import count_cores, count_host_memory
 from framework.recipe.problem import Problem, render_problems, shipped_recipes
 from framework.recipe.schema import Cluster, Launch, Recipe
@@ -46,6 +48,7 @@ def describe_host(alike: Cluster) -> Cluster:
         name=f"{alike.name} of {cores} core{'s' * (cores != 1)}, {memory_gb:.0f} GiB (this machine's)",
         devices_per_node=cores,
         memory_gb=memory_gb / cores,
+        host_memory_gb=memory_gb,
     )
 
 
@@ -67,6 +70,45 @@ def read_shipped(name: str) -> Cluster:
     recipe, problems = to_recipe({"cluster": yaml.load(text, Loader=YamlLoader)}, {})
     assert not problems, render_problems(problems)
     return recipe.cluster
+
+
+def count_devices_of_node(recipe: Recipe) -> int | None:
+    """Devices of a node of the machine that a recipe is planned for; None where ranks compute on CPUs, which may take turns."""
+    cluster, _ = find_cluster(recipe)
+    if cluster.device == "cpu" or (recipe.launch.device == "auto" and recipe.cluster.name is None and is_local(recipe)):
+        return None
+    return cluster.devices_per_node
+
+
+def is_local(recipe: Recipe) -> bool:
+    """Whether all ranks are on one machine."""
+    return recipe.launch.kind == "local"
+
+
+def find_crowded_nodes(recipe: Recipe) -> Iterator[Problem]:
+    """More ranks on a node than it has devices."""
+    here, launch = count_devices_of_node(recipe), recipe.launch
+    if here is None:
+        return
+    name = find_cluster(recipe)[0].name
+    if is_local(recipe) and (ranks := count_ranks(recipe)) > here:
+        message = (
+            f"launch.kind=local is one machine, and a node of {name} has {here} devices (cluster.devices_per_node)"
+        )
+        fix = (
+            f"launch.kind=slurm launch.ranks_per_node={here}; or at most {here} ranks; or cluster=FILE of your machine"
+        )
+        yield Problem("launch.ranks", ranks, message, fix)
+    elif not is_local(recipe) and launch.ranks_per_node > here and count_ranks(recipe) > here:
+        message = f"a node of {name} has {here} devices (cluster.devices_per_node)"
+        fix = f"launch.ranks_per_node={here}, of which more nodes follow; or cluster=FILE of your machine"
+        yield Problem("launch.ranks_per_node", launch.ranks_per_node, message, fix)
+
+
+def refuse_crowded_nodes(recipe: Recipe) -> None:
+    """Raises RecipeError where nothing can be foretold, for a node has fewer devices than ranks."""
+    if problems := list(find_crowded_nodes(recipe)):
+        raise RecipeError(render_problems(problems))
 
 
 def find_cluster_problems(recipe: Recipe) -> Iterator[Problem]:

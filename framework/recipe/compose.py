@@ -8,9 +8,9 @@ mistakes of all of them are one list.
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from framework.errors import RecipeError
+from framework.recipe.alternatives import drop_unchosen_model, let_microbatch_follow, let_statements_win
 from framework.recipe.check import check_recipe
 from framework.recipe.cluster_file import apply_cluster
 from framework.recipe.convert import to_recipe
@@ -19,7 +19,7 @@ from framework.recipe.keys import flatten
 from framework.recipe.layout_file import apply_layout
 from framework.recipe.origins import origin_of
 from framework.recipe.overrides import apply_values, expand_sweep, parse_overrides
-from framework.recipe.problem import COMMAND_LINE, Problem, render_problems
+from framework.recipe.problem import Problem, render_problems
 from framework.recipe.resolve import resolve
 from framework.recipe.saved import load_recipe, read_base, save_recipe
 from framework.recipe.schema import Recipe
@@ -61,37 +61,18 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
     misplaced = [problem for file in command.layouts for problem in apply_layout(tree, file, origins)]
     misplaced += [problem for file in command.clusters for problem in apply_cluster(tree, file, origins)]
     misplaced += apply_values(tree, command.values, origins)
+    if base is None:
+        drop_unchosen_model(tree, origins, folders, [choice.key_or_group for choice in command.choices])
     plain, unresolved = resolve(tree, origins)
-    _let_ranks_follow(plain.get("launch"), origins)
-    ambiguous = _let_steps_count(plain.get("train"), origins)
+    ambiguous = let_statements_win(plain, origins)
     recipe, wrong = to_recipe(plain, origins)
     failed = {problem.key for problem in unresolved}
     # A key is not missing if its interpolation failed, nor if the files could not be read and it may well be in them.
     wrong = [problem for problem in wrong if not (problem.missing and (unread or problem.key in failed))]
     problems = [*command.problems, *unread, *misplaced, *unresolved, *wrong, *ambiguous]
     if not (command.problems or unread):  # a rule that fails while a recipe is left out would blame the wrong key
+        if not problems:
+            recipe = let_microbatch_follow(recipe, origins)
         problems += check_recipe(recipe, origins, broken=[problem.key for problem in problems])
     origins = {key: origin_of(origins, key) for key in flatten(asdict(recipe))}
     return Composition(None if problems else recipe, recipe, problems, origins)
-
-
-def _let_ranks_follow(launch: Any, origins: dict[str, str]) -> None:
-    """`launch.nodes` of the command line counts more than a file's `launch.ranks`: an experiment for one node is then one for
-    two, `experiment=pretrain_gpt2 launch=slurm launch.nodes=2`. What is typed beside it still has to agree."""
-    typed = {key for key in ("launch.nodes", "launch.ranks") if origins.get(key) == COMMAND_LINE}
-    if typed == {"launch.nodes"} and isinstance(launch, dict) and launch.get("kind") == "slurm" and launch.get("nodes"):
-        launch["ranks"] = None
-        origins["launch.ranks"] = "follows from launch.nodes"
-
-
-def _let_steps_count(train: Any, origins: dict[str, str]) -> list[Problem]:
-    """`train.steps` of the command line counts more than a file's `train.epochs`, which would set the steps anew. The problem
-    where both are typed."""
-    if not isinstance(train, dict) or train.get("epochs") is None or origins.get("train.steps") != COMMAND_LINE:
-        return []
-    if origins.get("train.epochs") == COMMAND_LINE:
-        message = f"train.epochs={train['epochs']} sets the number of steps too"
-        return [Problem("train.steps", train.get("steps"), message, "give train.steps or train.epochs", COMMAND_LINE)]
-    train["epochs"] = None
-    origins["train.epochs"] = "follows from train.steps"
-    return []

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast
 
+from framework.recipe.foreign import explain_value
 from framework.recipe.keys import is_union, join, legal_values, named_group, split_optional
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import Problem, show
@@ -81,7 +82,8 @@ class _Conversion:
             try:
                 values[f.name] = _convert(value, kind, limits)
             except _Mistake as mistake:
-                self._report(where, value, mistake.message, mistake.fix or f"{where}=..." * (value == MANDATORY))
+                fix = explain_value(where, value) or mistake.fix or f"{where}=..." * (value == MANDATORY)
+                self._report(where, value, mistake.message, fix)
 
     def _unknown(self, path: str, value: Any) -> None:
         """Reports the leaves of what is unknown: a foreign section has one translation per key."""
@@ -89,7 +91,9 @@ class _Conversion:
             for name in value:
                 self._unknown(join(path, name), value[name])
         else:
-            self._report(path, None if isinstance(value, Mapping) else value, "unknown key", explain_unknown(path).fix)
+            self._report(
+                path, None if isinstance(value, Mapping) else value, "unknown key", explain_unknown(path, value).fix
+            )
 
     def _report(self, key: str, value: Any, message: str, fix: str) -> None:
         self.problems.append(Problem(key, value, message, fix, origin_of(self.origins, key)))

@@ -204,16 +204,23 @@ def find_world_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def find_batch_problems(recipe: Recipe) -> Iterator[Problem]:
     """The batch is stated once, and is whole microbatches on every rank. Reads sound degrees only."""
+    batch, problems = recipe.batch, list(find_statement_problems(recipe))
+    if problems:
+        yield from problems
+    elif batch.sequences_per_step is not None:
+        yield from _undivided(recipe, "batch.sequences_per_step", batch.sequences_per_step, tokens_each=1)
+    elif batch.tokens_per_step is not None:
+        yield from _undivided(recipe, "batch.tokens_per_step", batch.tokens_per_step, tokens_each=batch.context)
+
+
+def find_statement_problems(recipe: Recipe) -> Iterator[Problem]:
+    """The batch of a step is stated once, whatever the layout is."""
     batch = recipe.batch
     if batch.sequences_per_step is not None and batch.tokens_per_step is not None:
         message = f"the batch is stated twice: batch.tokens_per_step={batch.tokens_per_step} as well"
         fix = "keep one: batch.tokens_per_step=null, or batch.sequences_per_step=null"
         yield Problem("batch.sequences_per_step", batch.sequences_per_step, message, fix)
-    elif batch.sequences_per_step is not None:
-        yield from _undivided(recipe, "batch.sequences_per_step", batch.sequences_per_step, tokens_each=1)
-    elif batch.tokens_per_step is not None:
-        yield from _undivided(recipe, "batch.tokens_per_step", batch.tokens_per_step, tokens_each=batch.context)
-    else:
+    elif batch.sequences_per_step is None and batch.tokens_per_step is None:
         fix = "batch.sequences_per_step=32, or batch.tokens_per_step=..."
         yield Problem("batch.sequences_per_step", None, "the batch of one step is not stated", fix)
 

@@ -21,7 +21,7 @@ def find_family_problems(recipe: Recipe) -> Iterator[Problem]:
     """A family that transformers does not have. Silent where weights say what the model is, and where the lists cannot be read:
     building the model then refuses it."""
     family, strings = recipe.model.family, read_strings()
-    if recipe.model.weights is not None or family in strings or not strings >= OLD:
+    if recipe.model.weights or recipe.model.config_file or family in strings or not strings >= OLD:
         return
     near = nearest(family.lower(), list_families(), NEAR)
     fix = (

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from framework.errors import RecipeError
+from framework.recipe.clusters import count_devices_of_node
 from framework.recipe.compose import Composition, compose
+from framework.recipe.derive import count_ranks
 from framework.recipe.files import search_path
 from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.overrides import parse_overrides
@@ -26,12 +28,19 @@ def compose_open(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Compo
 
 
 def compose_for_nodes(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Composition:
-    """What is foretold of nodes that the command line names is foretold of SLURM's: a local launch has none."""
+    """Compose for a forecast: a local launch has one machine, so nodes that the command line names, and ranks that one node has
+    no devices for, are SLURM's. Its ranks per node are the cluster's devices, where nothing says how many."""
     composition = compose(overrides, recipe_dirs)
-    launch, origins = composition.draft.launch, composition.origins
-    if launch.kind == "local" and origins.get("launch.nodes") == COMMAND_LINE != origins.get("launch.kind"):
-        return compose([*overrides, "launch.kind=slurm"], recipe_dirs)
-    return composition
+    draft, origins = composition.draft, composition.origins
+    if draft.launch.kind != "local" or origins.get("launch.kind") == COMMAND_LINE:
+        return composition
+    devices = count_devices_of_node(draft)
+    if origins.get("launch.nodes") != COMMAND_LINE and (devices is None or count_ranks(draft) <= devices):
+        return composition
+    more = ["launch.kind=slurm"]
+    if devices is not None and origins.get("launch.ranks_per_node") != COMMAND_LINE:
+        more.append(f"launch.ranks_per_node={devices}")
+    return compose([*overrides, *more], recipe_dirs)
 
 
 def find_pins(composition: Composition, overrides: Iterable[str], recipe_dirs: Sequence[Path]) -> frozenset[str]:

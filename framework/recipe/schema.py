@@ -66,6 +66,11 @@ class Batch:
 class Model:
     family: str = key("Hugging Face `model_type`, such as llama, gpt2, mixtral", "llama")
     config: dict[str, Any] = key("values of the Hugging Face config; what is not set keeps the family's default", {})
+    config_file: str | None = key(
+        "a config.json that transformers wrote, or its folder, in place of model.family; model.config on top. recipe.yaml keeps"
+        " what it says",
+        None,
+    )
     weights: str | None = key("hub name or folder of pretrained weights; null: train from scratch", None)
     revision: str | None = key(
         "commit, branch or tag of hub weights; null: the newest at launch. recipe.yaml keeps the commit", None
@@ -574,6 +579,15 @@ class Cluster:
         "CPUs: ranks that cluster.links.KIND.crowded was measured with, more than the cores", None, low=2
     )
     memory_gb: float = key("memory of a device, in GB of 2^30 bytes; of CPUs a rank's part", 1.0, low=1e-3)
+    host_memory_gb: float | None = key(
+        "main memory of a node, in GB of 2^30 bytes, which its ranks share for what is offloaded and for copies of steps; null:"
+        " as much as its devices have together",
+        None,
+        low=1e-3,
+    )
+    node_disk_gb: float | None = key(
+        "room on a node's own disks, in GB of 2^30 bytes, for memory.offload.disk_path; null: unknown", None, low=1e-3
+    )
     matmul: dict[str, ClusterMatmul] = key("by dtype: fp8, bf16, fp16, tf32, fp32, fp64", {})
     processors: int = key("of a device: tiles of a matmul that are computed at the same time", 1, low=1)
     tile: tuple[int, int] = key("rows and columns of a matmul that a processor computes at a time", (1, 1), low=1)

@@ -3,8 +3,9 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from framework.recipe.foreign import foreign_names
+from framework.recipe.foreign import explain_name
 from framework.recipe.keys import NAME, list_groups, list_keys
 
 FEW_KEYS = 8  # of a group, which a message can name
@@ -22,12 +23,14 @@ def nearest(name: str, names: Iterable[str], count: int = 1) -> list[str]:
     return difflib.get_close_matches(name, list(names), n=count, cutoff=0.6)
 
 
-def explain_unknown(path: str) -> Explanation:
-    """What to write instead of the unknown key `path` (dotted)."""
+def explain_unknown(path: str, value: Any = None) -> Explanation:
+    """What to write instead of the unknown key `path` (dotted), and of its value where another system's has another name here."""
     structural = _explain_place(path)
     if structural:
         return Explanation(structural, final=True)
-    ways = (_explain_foreign, _explain_group, _explain_sibling, _explain_similar)
+    if found := explain_name(path, value):
+        return Explanation(found, final=False)
+    ways = (_explain_group, _explain_sibling, _explain_similar)
     return Explanation(next(filter(None, (way(path) for way in ways))), final=False)
 
 
@@ -45,18 +48,6 @@ def _explain_place(path: str) -> str:
             return (
                 f"leave out `{parts[i]}:`; a file in the folder {'/'.join(parts[:i])} is placed below that key already"
             )
-    return ""
-
-
-def _explain_foreign(path: str) -> str:
-    """Another system's name, with or without its section."""
-    table = foreign_names()
-    parts = path.lower().replace("-", "_").lstrip("_").split(".")
-    for start in range(len(parts)):
-        name = ".".join(parts[start:])
-        if name in table:
-            system, ours = table[name]
-            return f"{ours} ({system}: {name})" if system and ours in _paths() else ours
     return ""
 
 

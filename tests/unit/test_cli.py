@@ -313,19 +313,19 @@ class TestTrain:
         assert os.environ["OMP_WAIT_POLICY"] == expected
 
     def test_values_for_a_run_that_exists_are_judged_beside_what_it_saved(self, run, rooms, tmp_path):
-        """9 sequences are no batch of config.yaml's microbatches of 8; of the saved ones of 3 they are."""
+        """A warm-up of 400 steps is longer than config.yaml's run, not than the saved one."""
         from framework.recipe.compose import compose, save_recipe
 
-        saved = compose(["optim=lion", "batch.sequences_per_step=6", "batch.sequences_per_microbatch=3"]).require()
+        saved = compose(["optim=lion", "train.steps=1000"]).require()
         (tmp_path / "mine").mkdir()
         save_recipe(saved, tmp_path / "mine" / "recipe.yaml")
         calls = rooms("framework.launch.local", "train")
-        argv = ["train", "run.id=mine", f"run.root={tmp_path}", "batch.sequences_per_step=9"]
+        argv = ["train", "run.id=mine", f"run.root={tmp_path}", "optim.schedule.warmup_steps=400"]
         assert run(*argv)[0] == 0
         assert calls[0][0].optim.name == "lion"
         code, _, err = run(*argv, "optim=sgd")
         assert code == EXIT_USER
-        assert "batch.sequences_per_step" in err
+        assert "optim.schedule.warmup_steps" in err
 
 
 class TestSweep:

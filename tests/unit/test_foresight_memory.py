@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.memory import KINDS
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.check import check_recipe
+from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Batch, Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero
 from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import few_of
@@ -96,10 +96,7 @@ def plans(family: Family, seed: int, count: int) -> Iterator[Plan]:
 
 
 def cluster_of(num_bytes: int) -> Cluster:
-    """Of which memory is all that is asked."""
-    found: Any = Cluster.__new__(Cluster)
-    object.__setattr__(found, "memory_bytes", num_bytes)
-    return found
+    return replace(Cluster.from_group(read_shipped("h100_ib")), memory_bytes=num_bytes)
 
 
 def assert_is_planned(plan: Plan) -> None:

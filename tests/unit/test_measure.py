@@ -73,7 +73,7 @@ def cluster_of(text, tmp_path):
 
 
 def test_a_plan_by_the_file_takes_as_long_as_what_was_measured(tmp_path):
-    group = describe_group(ORDER, FOUND, HERE, 8 << 30)
+    group = describe_group(ORDER, FOUND, HERE, 8 << 30, 64 << 30)
     cluster = cluster_of(write_text("mine", group, ORDER, HERE), tmp_path)
     assert (cluster.ranks_per_node, cluster.threads, cluster.memory_bytes) == (2, 2, 8 << 30)
     for dtype in ORDER.dtypes:
@@ -108,7 +108,7 @@ def test_a_plan_by_the_file_takes_as_long_as_what_was_measured(tmp_path):
 
 def test_what_layouts_have_taken_longer_slows_all_that_was_measured(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text(write_text("mine", describe_group(ORDER, FOUND, HERE, 8 << 30), ORDER, HERE))
+    file.write_text(write_text("mine", describe_group(ORDER, FOUND, HERE, 8 << 30, 64 << 30), ORDER, HERE))
     group = compose(["experiment=quickstart", f"cluster={file}"]).require().cluster
     slower = correct(group, {"computation": 2.0, "memory": 3.0, "links": 4.0, "host": 1.0}, "slower")
     before, after = Cluster.from_group(group), Cluster.from_group(slower)
@@ -131,7 +131,7 @@ def test_what_layouts_have_taken_longer_slows_all_that_was_measured(tmp_path):
 
 def test_what_ranks_that_share_cores_took_says_how_many_they_were(tmp_path):
     file = tmp_path / "mine.yaml"
-    group = describe_group(ORDER, FOUND, HERE, 8 << 30)
+    group = describe_group(ORDER, FOUND, HERE, 8 << 30, 64 << 30)
     file.write_text(write_text("mine", group, ORDER, HERE).replace("crowd: 4\n", ""))
     problems = compose(["experiment=quickstart", f"cluster={file}"]).problems
     assert {each.key for each in problems} == {"cluster.crowd"}
@@ -143,7 +143,9 @@ def test_a_gpus_file_has_its_data_sheets_peak_and_between_nodes_what_is_shipped(
     order = replace(ORDER, device="cuda", ranks=2, crowd=2, threads=8, dtypes=["bf16", "fp32"])
     found = {name: value for name, value in FOUND.items() if "alone" not in name and name != "crowded"}
     found["matmul"] = {dtype: [(*s, 10.0 * s[0]) for s in SHAPES] for dtype in order.dtypes}
-    cluster = cluster_of(write_text("mine", describe_group(order, found, here, 80 << 30), order, here), tmp_path)
+    cluster = cluster_of(
+        write_text("mine", describe_group(order, found, here, 80 << 30, 640 << 30), order, here), tmp_path
+    )
     assert cluster.peak_flops["bf16"] == 989.4e12
     assert cluster.peak_flops["fp8"] == 1978.9e12
     assert cluster.device == "NVIDIA H100 80GB HBM3"
@@ -196,7 +198,7 @@ def test_files_of_others_are_kept_and_names_that_no_choice_could_have_refused(tm
         choose_file("machine", [])
     assert str(choose_file("", [])) == "measured.yaml"
     assert choose_file("", [tmp_path]) == tmp_path / "cluster" / "measured.yaml"
-    text = write_text("mine", describe_group(ORDER, FOUND, HERE, 8 << 30), ORDER, HERE)
+    text = write_text("mine", describe_group(ORDER, FOUND, HERE, 8 << 30, 64 << 30), ORDER, HERE)
     for content, said in ((text, "of another machine"), ("name: x\n", "which doctor has not measured"), ("[", "not")):
         file = tmp_path / "mine.yaml"
         file.write_text(content)

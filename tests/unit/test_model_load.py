@@ -90,7 +90,7 @@ def test_any_config_file_is_read(tmp_path: Path) -> None:
     file.write_text('{"hidden_size": 3}')
     with pytest.raises(ModelError, match="model_type"):
         load_config_file(file)
-    with pytest.raises(ModelError, match="no readable"):
+    with pytest.raises(ModelError, match="there is no such config"):
         load_config_file(tmp_path / "nothing.json")
 
 

@@ -106,7 +106,7 @@ class TestDerive:
 
 class TestBatch:
     def test_stated_twice(self):
-        problem = problems_of("batch.tokens_per_step=8192")["batch.sequences_per_step"]
+        problem = problems_of("batch.tokens_per_step=8192", "batch.sequences_per_step=4")["batch.sequences_per_step"]
         assert "batch.tokens_per_step=8192 as well" in problem.message
         assert problems_of("batch.tokens_per_step=8192", "batch.sequences_per_step=null") == {}
 
@@ -346,8 +346,8 @@ def test_offloads_that_cannot_be_are_refused(overrides, key, says):
         (["~data.sources.stdlib"], "data.sources", "nothing to train on"),
         (["data.sources.stdlib.weight=0"], "data.sources.stdlib.weight", "weight 0"),
         (["data.bpe_vocab=null", "model.config.vocab_size=9"], "model.tokenizer", "no tokenizer"),
-        (["model.tokenizer=gpt2"], "data.bpe_vocab", "has a tokenizer already"),
-        (["model.weights=gpt2"], "data.bpe_vocab", "has a tokenizer already"),
+        (["model.tokenizer=gpt2", "data.bpe_vocab=512"], "data.bpe_vocab", "has a tokenizer already"),
+        (["model.weights=gpt2", "data.bpe_vocab=512"], "data.bpe_vocab", "has a tokenizer already"),
         (["train.validate_every_steps=5", "data.validation=0"], "data.validation", "held out"),
         (["checkpoint.every_minutes=0"], "checkpoint.every_minutes", "without end"),
         (["checkpoint.interval=young_daly"], "checkpoint.interval", "needs checkpoint.mtbf_hours"),
@@ -407,7 +407,8 @@ def test_sound_neighbours_of_contradictions(overrides):
 def test_independent_contradictions_are_all_reported():
     problems = problems_of(
         "precision.compute=fp64", "optim.schedule.warmup_steps=1000", "run.id=a/b", "model.freeze=['[']",
-        "batch.sequences_per_step=7", "optim.clip_norm=0", "model.tokenizer=x",
+        "batch.sequences_per_step=7", "batch.sequences_per_microbatch=2", "optim.clip_norm=0", "model.tokenizer=x",
+        "data.bpe_vocab=512",
     )  # fmt: skip
     assert problems.keys() == {
         "precision.master", "precision.reduce", "optim.schedule.warmup_steps", "run.id", "model.freeze",

@@ -1,8 +1,12 @@
 """From wrong names to right ones: our own misspelt, and what other systems call them."""
 
+import ast
+
 import pytest
 
-from framework.recipe.foreign import foreign_names
+from framework.recipe.compose import compose
+from framework.recipe.convert import to_recipe
+from framework.recipe.foreign import OUR_VALUES, foreign_names, list_systems, names_of, read_table
 from framework.recipe.keys import NAME, list_keys
 from framework.recipe.suggest import explain_unknown
 
@@ -56,7 +60,7 @@ KEYS = [key.path for key in list_keys()]
         ("num_experts_per_tok", "model.config.num_experts_per_tok"),
         ("base_model", "model.weights (axolotl"),
         ("val_set_size", "data.validation (axolotl"),
-        ("sample_packing", "data.pack (axolotl"),
+        ("sample_packing", "data.pack=documents (axolotl"),
         ("flash_attention", "model.attention=flash_attention_2"),
         ("lora_r", "LoRA are not in this version"),
         ("load_in_4bit", "quantized weights is not in this version"),
@@ -78,18 +82,85 @@ def test_foreign_names_are_found_below_any_section_and_as_flags():
         assert explain_unknown(name).fix.startswith("optim.lr"), name
 
 
+ENTRIES = [(system, name, entry) for system in list_systems() for name, entry in names_of(system).items()]
+
+
 def test_the_table_is_sound():
-    for name, (_, ours) in foreign_names().items():
+    for system, name, entry in ENTRIES:
         assert name == name.lower().replace("-", "_")
-        assert name not in KEYS, f"{name} is a key of ours"
-        is_ours = ours in KEYS or ours.startswith("model.config.")
-        assert is_ours or " " in ours, f"{name} leads to {ours}, which is neither a key nor a sentence"
+        # In a file of its own a name of ours may mean something else: checkpoint.interval is a number of steps.
+        assert name not in KEYS or (system, name) == ("torchtitan", "checkpoint.interval"), f"{name} is a key of ours"
+        is_ours = entry.key in KEYS or entry.key.startswith("model.config.")
+        assert is_ours or (not entry.key and " " in entry.note), f"{system}: {name}: neither a key nor a sentence"
+
+
+def test_every_translated_value_is_a_legal_one():
+    """Of each name with values of its own, and of values of our keys: the schema takes what stands for them."""
+    pairs = [(entry.key, ours) for _, _, entry in ENTRIES if entry.key for ours in entry.values.values()]
+    ours_by_key = read_table()[OUR_VALUES]
+    pairs += [
+        (key, ours) for key, values in ours_by_key.items() for theirs, ours in values.items() if theirs != "number"
+    ]
+    assert all(values.get("number", key) in KEYS for key, values in ours_by_key.items())
+    for key, ours in dict.fromkeys((key, repr(ours)) for key, ours in pairs):
+        tree = {key.split(".")[-1]: ast.literal_eval(ours)}
+        for group in reversed(key.split(".")[:-1]):
+            tree = {group: tree}
+        assert to_recipe(tree, {})[1] == [], f"{key}={ours}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("parallelism.data_parallel_replicate_degree", 4, "zero.shard_within"),
+        ("parallelism.data_parallel_shard_degree", -1, "zero.shard_within=null"),
+        ("finetuning_type", "full", "leave it out"),
+        ("finetuning_type", "lora", "adapters such as LoRA"),
+        ("recompute_activations", True, "memory.activation_checkpointing=selective"),
+        ("gradient_checkpointing", True, "memory.activation_checkpointing=full"),
+        ("use_distributed_optimizer", True, "zero.stage=1"),
+        ("moe_token_drop_policy", "probs", "model.expert_drop=weight"),
+        ("tokens.train_steps", 100, "train.steps"),
+        ("tokens.batch_accumulation_per_replica", 4, "accumulation follows"),
+        ("checkpoints.checkpoint_interval", 10, "checkpoint.every_steps"),
+        ("learning_rate_scheduler.min_decay_lr", 1e-5, "optim.schedule.final_ratio: over optim.lr"),
+        ("parallelism.tp_mode", "REDUCE_SCATTER", "parallel.sequence=True"),
+        ("parallelism.recompute_layer", True, "memory.activation_checkpointing=full"),
+        ("reduce_bucket_size", 5e8, "zero.bucket_bytes, in bytes"),
+        ("partition_activations", True, "parallel.sequence divides"),
+        ("distributed_timeout_minutes", 10, "launch.step_deadline_s"),
+    ],
+)
+def test_a_translation_is_right_in_meaning_and_value(name, value, words):
+    fix = explain_unknown(name if name != "reduce_bucket_size" else f"zero_optimization.{name}", value).fix
+    if name == "partition_activations":
+        fix = explain_unknown(f"activation_checkpointing.{name}", value).fix
+    assert words in fix
+    if name.endswith("replicate_degree"):
+        assert "parallel.dp" not in fix
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("checkpoint.interval=500", "checkpoint.every_steps=500"),
+        ("precision.compute=bfloat16", "precision.compute=bf16"),
+        ("memory.activation_checkpointing=true", "memory.activation_checkpointing=full"),
+        ("memory.compile=true", "memory.compile=always"),
+        ("optim.name=adamw_torch", "optim.name=adamw"),
+        ("launch.device=gpu", "launch.device=cuda"),
+    ],
+)
+def test_a_foreign_value_of_our_key_is_told_ours(override, fix):
+    (problem,) = [each for each in compose([override]).problems if each.key == override.partition("=")[0]]
+    assert problem.fix == fix
 
 
 def test_sentences_speak_of_keys_that_exist():
     groups = {path.split(".")[0] for path in KEYS}
-    for name, (_, ours) in foreign_names().items():
-        words = [word.strip("(),:;*").partition("=")[0] for word in ours.split()]
+    for _, name, entry in ENTRIES:
+        sentence = " ".join((entry.note, entry.differs))
+        words = [word.strip("(),:;*").partition("=")[0] for word in sentence.split()]
         for word in words:
             head, _, rest = word.partition(".")
             if head in groups and rest and head != "model":

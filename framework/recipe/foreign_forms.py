@@ -1,0 +1,363 @@
+"""Forms of other systems' files, each with what follows from several of its values: the batch of a step, betas, the schedule, the
+length, shards, the model. See `foreign_files.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from framework.recipe.foreign import names_of
+from framework.recipe.problem import show
+
+ADAMW = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+TRAINER = {**ADAMW, "learning_rate": 5e-5, "num_train_epochs": 3.0, "lr_scheduler_type": "linear", "seed": 42}
+TRAINER |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "warmup_steps": 0}
+AXOLOTL = {**ADAMW, "num_epochs": 1.0, "lr_scheduler": "cosine", "micro_batch_size": 1, "warmup_steps": 0}
+AXOLOTL |= {"gradient_accumulation_steps": 1}
+LLAMA_FACTORY = {**TRAINER, "cutoff_len": 2048}
+TORCHTITAN = {
+    "lr": 8e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "steps": 10000,
+    "max_norm": 1.0,
+}
+TORCHTITAN |= {"lr_scheduler.warmup_steps": 200, "decay_type": "linear", "min_lr_factor": 0.0, "local_batch_size": 8}
+TORCHTITAN |= {
+    "training.steps": 10000,
+    "max_norm": 1.0,
+    "seq_len": 2048,
+    "data_parallel_shard_degree": -1,
+    "mixed_precision_param": "bfloat16",
+}
+# Models that torchtitan and we ship: (name, flavor) -> our recipe.
+SHIPPED = {
+    ("llama3", "8B"): "llama3_1_8b",
+    ("llama3", "70B"): "llama3_1_70b",
+    ("qwen3", "0.6B"): "qwen3_0_6b",
+    ("qwen3", "8B"): "qwen3_8b",
+    ("qwen3", "32B"): "qwen3_32b",
+    ("qwen3", "30B-A3B"): "qwen3_30b_a3b",
+    ("deepseek_v3", "671B"): "deepseek_v3",
+}
+
+
+@dataclass
+class Reading:
+    """A file while it is read. values: what is left of it, by dotted names; settings: ours; groups: recipes that it chooses;
+    absent: lines on what has no counterpart; differs: lines on what has, and means something else."""
+
+    values: dict[str, Any]
+    ranks: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value of a name, with any section before it, which is then done with."""
+        found = next((each for each in self.values if each == name or each.endswith(f".{name}")), None)
+        value = default if found is None else self.values.pop(found)
+        return default if value is None else value
+
+    def set_batch(self, each: int, accumulation: int, dp: int) -> None:
+        """Sequences of a microbatch, and of a step."""
+        self.settings["batch.sequences_per_microbatch"] = each
+        self.settings["batch.sequences_per_step"] = each * accumulation * dp
+
+    def set_betas(self, first: str, second: str) -> None:
+        """Both betas in one list."""
+        self.settings["optim.betas"] = [self.take(first, 0.9), self.take(second, 0.999)]
+
+    def set_schedule(self, name: str, warmup: int, final_ratio: float, decay_steps: int | None = None) -> None:
+        """The shape of the learning rate."""
+        self.groups["optim/schedule"] = name
+        self.settings |= {"optim.schedule.warmup_steps": warmup, "optim.schedule.final_ratio": final_ratio}
+        if decay_steps is not None:
+            self.settings["optim.schedule.decay_steps"] = decay_steps
+
+    def set_path(self, path: Any) -> None:
+        """Where the text is."""
+        self.groups["data"] = "files"
+        self.settings["data.sources.files.path"] = path
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of file. name: for messages; systems: whose names it has, its own first; marks: names one of which it has, of
+    sections where it has those; defaults: of its system, where a file leaves them out; settle: adds what follows from several."""
+
+    name: str
+    systems: tuple[str, ...]
+    marks: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    settle: Callable[[Reading], None]
+    has_sections: bool = False
+
+
+# --- what follows from several values
+
+
+def _settle_trainer(reading: Reading) -> None:
+    """Hugging Face's TrainingArguments, and what builds on them."""
+    steps, epochs = reading.take("max_steps", -1), reading.take("num_train_epochs")
+    _set_length(reading, steps, epochs)
+    each, accumulation = reading.take("per_device_train_batch_size"), reading.take("gradient_accumulation_steps", 1)
+    _set_batch_of_ranks(reading, each, accumulation)
+    _set_trainer_schedule(reading, reading.take("lr_scheduler_type"))
+    reading.set_betas("adam_beta1", "adam_beta2")
+    _set_shards_by_name(reading)
+
+
+def _settle_axolotl(reading: Reading) -> None:
+    _set_length(reading, reading.take("max_steps", -1), reading.take("num_epochs"))
+    _set_batch_of_ranks(reading, reading.take("micro_batch_size"), reading.take("gradient_accumulation_steps", 1))
+    _set_trainer_schedule(reading, reading.take("lr_scheduler"))
+    reading.set_betas("adam_beta1", "adam_beta2")
+    _set_shards_by_name(reading)
+    sources = reading.take("pretraining_dataset") or reading.take("datasets", [])
+    for each in sources if isinstance(sources, list) else [{"path": sources}]:
+        source = {"path": each} if isinstance(each, str) else each
+        if "data.sources.files.path" in reading.settings:
+            reading.absent.append(f"dataset {source.get('path')}: a further source: data.sources.NAME.path")
+            continue
+        reading.set_path(source.get("path"))
+        if "field" in source or "text_column" in source:
+            reading.settings["data.sources.files.field"] = source.get("field") or source.get("text_column")
+        if (kind := str(source.get("type", "completion"))) not in ("completion", "pretrain"):
+            words = (
+                "chat formats are not in this version: it trains on plain text, data.sources.NAME.field of each record"
+            )
+            reading.absent.append(f"datasets.type: {kind}: {words}")
+    _refuse_counts(reading, "val_set_size")
+
+
+def _settle_llama_factory(reading: Reading) -> None:
+    _settle_trainer(reading)
+    name = reading.take("dataset")
+    if name is not None:
+        reading.groups["data"] = "files"
+        reading.absent.append(
+            f"dataset: {show(name)}: a name of dataset_info.json there; give its file: data.sources.files.path"
+        )
+    _refuse_counts(reading, "val_size")
+
+
+def _settle_torchtitan(reading: Reading) -> None:
+    take = reading.take
+    degrees = {
+        "tp": take("tensor_parallel_degree", 1),
+        "pp": take("pipeline_parallel_degree", 1),
+        "cp": take("context_parallel_degree", 1),
+    }
+    reading.settings |= {f"parallel.{name}": degree for name, degree in degrees.items()}
+    inner, shard, replicas = (
+        degrees["tp"] * degrees["pp"],
+        take("data_parallel_shard_degree"),
+        take("data_parallel_replicate_degree", 1),
+    )
+    if shard > 0:  # the file says how many ranks there are
+        reading.ranks = inner * degrees["cp"] * shard * replicas
+        reading.settings["launch.ranks"] = reading.ranks
+        reading.settings["zero.shard_within"] = shard * degrees["cp"] if replicas > 1 else None
+    elif replicas > 1:
+        reading.settings["zero.shard_within"] = max(1, reading.ranks // (inner * replicas))
+    reading.settings["zero.stage"] = 3 if shard != 1 or degrees["cp"] > 1 else 0
+    dp = max(1, reading.ranks // (inner * degrees["cp"]))
+    local, whole = take("local_batch_size"), take("training.global_batch_size", -1)
+    reading.settings["batch.sequences_per_microbatch"] = (
+        take("pipeline_parallel_microbatch_size", 1) if degrees["pp"] > 1 else local
+    )
+    reading.settings["batch.sequences_per_step"] = whole if whole > 0 else local * dp
+    if whole <= 0 and shard <= 0:
+        reading.differs.append(_say_ranks("local_batch_size", reading))
+    steps, warmup = take("steps"), take("warmup_steps")
+    reading.settings["train.steps"] = steps
+    _set_torchtitan_schedule(reading, steps, warmup)
+    reading.set_betas("beta1", "beta2")
+    name, flavor = take("model.name"), take("model.flavor")
+    if (name, flavor) in SHIPPED:
+        reading.groups["model"] = SHIPPED[name, flavor]
+    else:
+        reading.absent.append(
+            f"model {name} {flavor}: no recipe of this name: model=..., or model.family and model.config"
+        )
+    if "dataset_path" in {each.rpartition(".")[2] for each in reading.values} or take("dataset") is not None:
+        reading.set_path(take("dataset_path", "???"))
+
+
+def _set_torchtitan_schedule(reading: Reading, steps: int, warmup: int) -> None:
+    kind, ratio, final = reading.take("decay_type"), reading.take("decay_ratio"), reading.take("min_lr_factor")
+    name, decay = {"linear": "linear", "cosine": "cosine"}.get(kind), None
+    if ratio is not None and ratio < 1:
+        name, decay = "wsd", round(ratio * steps)
+        if kind != "linear":
+            reading.differs.append(f"decay_type: {kind} with decay_ratio: {ratio}: wsd decays linearly")
+    if name is None:
+        reading.absent.append(f"decay_type: {kind}: optim.schedule.name is constant, linear, cosine or wsd")
+        name = "linear"
+    reading.set_schedule(name, warmup, final, decay)
+
+
+def _settle_nanotron(reading: Reading) -> None:
+    take = reading.take
+    dp, tp, pp = take("parallelism.dp", 1), take("parallelism.tp", 1), take("parallelism.pp", 1)
+    cp = take("context_parallel_size", 1)
+    reading.ranks = dp * tp * pp * cp
+    reading.settings |= {"parallel.tp": tp, "parallel.pp": pp, "parallel.cp": cp, "launch.ranks": reading.ranks}
+    reading.set_batch(take("tokens.micro_batch_size", 1), take("batch_accumulation_per_replica", 1), dp)
+    steps, lr, warmup = (
+        take("tokens.train_steps", 1000),
+        take("learning_rate_scheduler.learning_rate", 3e-4),
+        take("lr_warmup_steps", 0),
+    )
+    reading.settings |= {"train.steps": steps, "optim.lr": lr}
+    shape, final = take("lr_decay_style", "linear"), take("min_decay_lr", 0.0) / lr
+    decay, start = take("lr_decay_steps"), take("lr_decay_starting_step")
+    if start is not None and start > warmup:
+        reading.set_schedule("wsd", warmup, final, decay or steps - start)
+        if shape != "linear":
+            reading.differs.append(f"lr_decay_style: {shape} from step {start} on: wsd decays linearly")
+    elif shape in ("linear", "cosine"):
+        reading.set_schedule(shape, warmup, final)
+        if decay is not None and warmup + decay != steps:
+            reading.differs.append(f"lr_decay_steps: {decay}: the decay ends with train.steps={steps}")
+    else:
+        reading.absent.append(f"lr_decay_style: {shape}: optim.schedule.name is constant, linear, cosine or wsd")
+    reading.set_betas("adam_beta1", "adam_beta2")
+    _set_nanotron_model(reading)
+    stages = take("data_stages", [])
+    datasets = [(stage.get("data") or {}).get("dataset") or {} for stage in stages]
+    if datasets:
+        reading.set_path(datasets[0].get("hf_dataset_or_datasets", "???"))
+        if "text_column_name" in datasets[0]:
+            reading.settings["data.sources.files.field"] = datasets[0]["text_column_name"]
+    for stage in stages[1:]:
+        reading.absent.append(f"data_stages: {stage.get('name')}: the blend of sources is one for the whole run")
+
+
+def _set_nanotron_model(reading: Reading) -> None:
+    """The values of model_config are those of Hugging Face's Llama."""
+    prefix, own = (
+        "model.model_config.",
+        ("is_llama_config", "is_qwen2_config", "rope_interleaved", "use_cache", "pretraining_tp"),
+    )
+    reading.settings["model.family"] = "llama"
+    for name in [each for each in reading.values if each.startswith(prefix)]:
+        value, key = reading.values.pop(name), name.removeprefix(prefix)
+        if key == "rope_theta":
+            reading.settings["model.config.rope_parameters.rope_theta"] = float(value)
+            reading.settings["model.config.rope_parameters.rope_type"] = "default"
+        elif key not in own and not key.startswith("rope_") and value is not None and not key.startswith("_"):
+            reading.settings[f"model.config.{key}"] = value
+
+
+def _set_length(reading: Reading, steps: int, epochs: float | None) -> None:
+    """Steps of the run, or epochs; and the warm-up, which others state as a share of it."""
+    ratio, warmup = reading.take("warmup_ratio", 0.0), reading.take("warmup_steps", 0)
+    if steps > 0:
+        reading.settings["train.steps"] = steps
+        warmup = warmup or round(ratio * steps)
+    else:
+        reading.settings["train.epochs"] = epochs
+        if ratio and not warmup:
+            words = "optim.schedule.warmup_steps, in steps: how many the epochs have is known once the data is prepared"
+            reading.absent.append(f"warmup_ratio: {ratio}: {words}")
+    reading.settings["optim.schedule.warmup_steps"] = int(warmup)
+
+
+def _set_batch_of_ranks(reading: Reading, each: int, accumulation: int) -> None:
+    inner = [
+        reading.values.get(name) or 1
+        for name in ("sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size")
+    ]
+    reading.set_batch(each, accumulation, max(1, reading.ranks // prod(inner)))
+    reading.differs.append(_say_ranks("gradient_accumulation_steps", reading))
+
+
+def _say_ranks(name: str, reading: Reading) -> str:
+    return (
+        f"{name}: the file does not say how many ranks there are, and a batch grows with them there: batch.sequences_per_step is"
+        f" that of {reading.ranks} data-parallel rank{'s' * (reading.ranks != 1)}; for N ranks: check --from FILE launch.ranks=N"
+    )
+
+
+def _set_trainer_schedule(reading: Reading, name: str) -> None:
+    """Hugging Face's schedules decay to 0, unless they are of a least rate."""
+    ours = names_of("HF Trainer")["lr_scheduler_type"].values.get(str(name).lower())
+    more = {
+        each.rpartition(".")[2]: reading.take(each)
+        for each in list(reading.values)
+        if each.startswith("lr_scheduler_kwargs.")
+    }
+    final = more.get("min_lr_rate") or more.get("min_lr", 0.0) / (reading.values.get("learning_rate") or 1.0)
+    if ours is None:
+        reading.absent.append(f"schedule: {name}: optim.schedule.name is constant, linear, cosine or wsd")
+        return
+    warmup = reading.settings["optim.schedule.warmup_steps"]
+    if name == "constant" and warmup:
+        reading.differs.append(
+            "lr_scheduler: constant has no warm-up there, and ours has: optim.schedule.warmup_steps=0"
+        )
+        warmup = 0
+    reading.set_schedule(ours, warmup, final if ours != "constant" else 0.0, more.get("num_decay_steps"))
+
+
+def _set_shards_by_name(reading: Reading) -> None:
+    """ZeRO's stage, which a file of DeepSpeed's, or a word of FSDP's, has in its name."""
+    for name in [
+        each
+        for each in reading.values
+        if each == "deepspeed" or each == "fsdp" or each.startswith(("deepspeed.", "fsdp."))
+    ]:
+        value = reading.values.pop(name)
+        if value in (None, "", [], False):
+            continue
+        text = " ".join(value) if isinstance(value, list) else str(value)
+        stages = {
+            "zero3": 3,
+            "zero2": 2,
+            "zero1": 1,
+            "z3": 3,
+            "z2": 2,
+            "full_shard": 3,
+            "shard_grad_op": 2,
+            "hybrid_shard": 3,
+            "no_shard": 0,
+        }
+        stage = (
+            value
+            if name.endswith("zero_optimization.stage")
+            else next((stages[word] for word in stages if word in text), None)
+        )
+        if stage is not None:
+            reading.settings.setdefault("zero.stage", stage)
+            if "hybrid_shard" in text:
+                reading.settings["zero.shard_within"] = "node"
+        else:
+            reading.absent.append(f"{name}: {show(value)}: zero.stage, as zero_optimization.stage of that file says")
+
+
+def _refuse_counts(reading: Reading, name: str) -> None:
+    """A share of the data that is held out may be a number of records elsewhere."""
+    held = reading.take(name, 0.0)
+    if held > 0.5:
+        reading.absent.append(f"{name}: {held}: data.validation is a share of documents from 0 to 0.5")
+    else:
+        reading.settings["data.validation"] = float(held)
+
+
+HF = ("HF Trainer", "DeepSpeed", "others")
+SECTIONS = ("training", "parallelism", "job")
+OWN = ("finetuning_type", "cutoff_len", "dataset_dir", "template")
+TRAINER_NAMES = ("per_device_train_batch_size", "output_dir", "num_train_epochs", "max_steps", "learning_rate")
+FORMS = (
+    Form("nanotron", ("nanotron",), ("tokens", "data_stages"), {}, _settle_nanotron, has_sections=True),
+    Form("torchtitan", ("torchtitan", "others"), SECTIONS, TORCHTITAN, _settle_torchtitan, has_sections=True),
+    Form("axolotl", ("axolotl", *HF), ("base_model",), AXOLOTL, _settle_axolotl),
+    Form("LLaMA-Factory", ("LLaMA-Factory", *HF), OWN, LLAMA_FACTORY, _settle_llama_factory),
+    Form("HF TrainingArguments", HF, TRAINER_NAMES, TRAINER, _settle_trainer),
+)
