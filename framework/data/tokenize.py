@@ -215,13 +215,11 @@ def _find_join(left: Window, right: Window, start: int) -> tuple[int, int]:
 
 
 def cut_at_spaces(text: str) -> Iterator[str]:
-    """Parts of at most WINDOW_CHARS of a text, cut in front of a space between words: a byte-level BPE counts the same words."""
+    """Parts of at most WINDOW_CHARS of a text, cut in front of a word and its space: a byte-level BPE counts the same words."""
     start = 0
     while len(text) - start > WINDOW_CHARS:
         stop = start + WINDOW_CHARS
-        while (space := text.rfind(" ", start + 1, stop)) > 0 and (
-            text[space - 1].isspace() or text[space + 1].isspace()
-        ):
+        while (space := text.rfind(" ", start + 1, stop)) > 0 and text[space + 1].isspace():
             stop = space
         stop = space if space > 0 else start + WINDOW_CHARS
         yield text[start:stop]

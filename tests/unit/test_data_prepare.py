@@ -29,6 +29,7 @@ from framework.data.prepared import (
     Prepared,
     _describe_source,
     _key,
+    _key_files,
     compute_entropy,
     find_prepared,
     locate,
@@ -203,6 +204,16 @@ def test_a_store_outlives_its_source(tmp_path: Path) -> None:
     assert find_prepared(recipe).fingerprint == build(recipe).fingerprint == fingerprint
     with pytest.raises(DataError, match="no such file"):
         find_prepared(replace(recipe, data=replace(recipe.data, bpe_vocab=301)))
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a.jsonl", "a.json", "a.jsonl.gz", "a.parquet", "a.csv", "a.jsonlines", "a.json.1"]
+)
+def test_a_store_of_an_earlier_version_serves_unless_the_file_was_read_as_text_then(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    (file,) = list_files("s", Source(str(tmp_path / name)))
+    earlier = _key([[[file.name, file.num_bytes, file.mtime_ns]]])
+    assert (_key_files([(file,)]) == earlier) == (name not in ("a.csv", "a.jsonlines", "a.json.1"))
 
 
 def test_the_text_of_the_bpe_names_its_store_unless_it_is_the_default(tmp_path: Path) -> None:
