@@ -71,12 +71,16 @@ def settle_device(launch: Launch, world: int, count_gpus: Callable[[], int]) -> 
 
 
 def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
-    """The recipe whose model.config has the special tokens of the tokenizer that made the data, whatever the family's are."""
-    from framework.data.tokenize import load_tokenizer
+    """The recipe whose model.config has the special tokens of the tokenizer that made the data, whatever the family's are. Raises
+    DataError where the model has fewer entries than the tokenizer."""
+    from framework.data.prepared import check_vocabulary
+    from framework.data.tokenize import load_tokenizer, read_info
     from framework.model.load import load_config
     from framework.model.special_tokens import find_token_ids
 
     model, config = recipe.model, load_config(recipe.model)
+    if (info := read_info(tokenizer_folder)) is not None:
+        check_vocabulary(recipe, info.vocab_size, config.get_text_config().vocab_size)
     ids = find_token_ids(config, load_tokenizer(str(tokenizer_folder)), model.weights is not None)
     known = config.to_dict()  # that of a model of several parts, such as Gemma 3, leaves the ids to its parts
     ids = {name: value for name, value in ids.items() if name in known}

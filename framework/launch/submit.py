@@ -19,7 +19,7 @@ from framework.launch.elastic import NodeCount, describe_counts, legal_counts, p
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.local import (
     claim,
-    keep_tokenizer,
+    keep_files,
     refuse_begun,
     refuse_leftovers,
     summarize,
@@ -237,7 +237,7 @@ def _say_counts(recipe: Recipe, counts: Sequence[NodeCount], place: TextIO) -> N
 
 def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path, counts: Sequence[int]) -> None:
     """All that the job reads. counts: so many nodes the run may start on."""
-    keep_tokenizer(run, lease, tokenizer)
+    keep_files(run, lease, tokenizer, recipe.model)
     with explain_errors(run.path):
         with lease.replacing(run.code) as made:
             copy_code(made)
