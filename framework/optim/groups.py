@@ -41,9 +41,11 @@ class GroupAssignment:
 def group_trained(
     shapes: Mapping[str, tuple[int, ...]], freeze: Sequence[str], optim: Optim, marked: Collection[str] = ()
 ) -> list[GroupAssignment]:
-    """One assignment per parameter that no pattern of `model.freeze` takes. shapes: global, of the *whole* model, by name. marked:
-    names of parameters that the model marks with `_no_weight_decay`. RecipeError for a pattern that takes nothing, and for
-    patterns that leave nothing."""
+    """One assignment per parameter that no pattern of `model.freeze` takes. shapes: global, of the *whole* model, by name.
+
+    marked: names of parameters that the model marks with `_no_weight_decay`. RecipeError for a pattern that takes nothing, and
+    for patterns that leave nothing.
+    """
     for pattern in freeze:
         if not any(re.search(pattern, name) for name in shapes):
             near = difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.3)
