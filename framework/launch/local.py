@@ -22,7 +22,7 @@ from framework.launch.goodput import find_age_s
 from framework.launch.places import explain_errors, refuse_unreachable
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
-from framework.launch.settle import settle, settle_tokens
+from framework.launch.settle import keep_pretrained, settle, settle_tokens
 from framework.launch.snapshot import describe_software
 from framework.lease import Lease
 from framework.mesh.placement import place
@@ -32,7 +32,7 @@ from framework.recipe.derive import derive
 from framework.recipe.describe import caution_of_export, describe_blend
 from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
-from framework.recipe.schema import Model, Recipe
+from framework.recipe.schema import Recipe
 from framework.track.goodput_log import note_gone, note_launch
 
 
@@ -118,7 +118,8 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     run = runs.create(recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
-        keep_files(run, lease, prepared.tokenizer, recipe.model)
+        keep_tokenizer(run, lease, prepared.tokenizer)
+        keep_pretrained(run, lease, recipe.model)
         with explain_errors(run.path), lease.replacing(run.recipe) as made:
             save_recipe(recipe, made)
         run.note_launch(overrides, {}, lease, **describe_software())
@@ -144,7 +145,8 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
     with run.lock(decide) as lease:
         part = decide()
         if part.tokenizer is not None:
-            keep_files(run, lease, part.tokenizer, part.recipe.model)
+            keep_tokenizer(run, lease, part.tokenizer)
+            keep_pretrained(run, lease, part.recipe.model)
         if not part.is_saved:
             with explain_errors(run.path), lease.replacing(run.recipe) as made:
                 save_recipe(part.recipe, made)
@@ -175,18 +177,10 @@ def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
     return NextPart(recipe, changes, step, tokenizer, is_saved=not changes and recipe == chosen)
 
 
-def keep_files(run: RunDirectory, lease: Lease, tokenizer: Path, model: Model) -> None:
-    """Copy the tokenizer and the small files of the pretrained weights to the run, in the place of those of a recipe which never
-    trained."""
+def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:
+    """The run's own copy of the tokenizer, in the place of that of a recipe which never trained."""
     with explain_errors(run.path), lease.replacing(run.tokenizer) as made:
         shutil.copytree(tokenizer, made)
-    if model.weights is None:
-        return
-    from framework.model.carried import keep_files as copy_files
-    from framework.model.hub import find_folder
-
-    with explain_errors(run.path), lease.replacing(run.pretrained) as made:
-        copy_files(find_folder(model.weights, model.revision), made)
 
 
 def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:

@@ -14,13 +14,16 @@ from functools import partial
 from pathlib import Path
 
 from framework.errors import RecipeError
+from framework.launch.directory import RunDirectory
+from framework.launch.places import explain_errors
+from framework.lease import Lease
 from framework.plan.target import resolve_precision, target_device
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.memory_rules import find_offload_to_device
 from framework.recipe.problem import COMMAND_LINE, render_problems
-from framework.recipe.schema import Launch, Recipe
+from framework.recipe.schema import Launch, Model, Recipe
 
 
 def settle(recipe: Recipe) -> Recipe:
@@ -89,6 +92,17 @@ def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
         if model.config[name] != ids[name]:
             print(f"note     model.config.{name}={ids[name]}, the tokenizer's; the recipe has {model.config[name]}")
     return replace(recipe, model=replace(model, config={**model.config, **ids}))
+
+
+def keep_pretrained(run: RunDirectory, lease: Lease, model: Model) -> None:
+    """Copy the small files of the pretrained weights to the run, whose exports are of them: the folder may be gone by then."""
+    if model.weights is None:
+        return
+    from framework.model.carried import keep_files
+    from framework.model.hub import find_folder
+
+    with explain_errors(run.path), lease.replacing(run.pretrained) as made:
+        keep_files(find_folder(model.weights, model.revision), made)
 
 
 def _require_compiler(launch: Launch) -> None:

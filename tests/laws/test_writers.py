@@ -75,7 +75,7 @@ KNOWN = {
     "launch/export_places.py ExportObjects._put": EPOCH,
     "launch/export_places.py ExportObjects.remove_after": EPOCH,
     "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
-    "launch/local.py keep_files": IN_WORKPLACE,
+    "launch/local.py keep_tokenizer": IN_WORKPLACE,
     "launch/measure.py measure_command": TEMPORARY,
     "launch/measure_order.py Order.save": TEMPORARY,
     "launch/measure_rank.py _measure": TEMPORARY,
