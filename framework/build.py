@@ -44,7 +44,7 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = No
     """
     own = plan.lay_out(mesh.rank, mesh.axes, mesh.device)
     disk, masters = open_disk(plan.recipe, own.stages, mesh.rank, run_id)
-    values = build_buffers(plan.config)
+    values = build_buffers(plan.config, plan.whole.dtype)
     materialized = [(stage, materialize(plan, values, stage, mesh.device, resumes, masters)) for stage in own.stages]
     for stage in own.stages:
         set_buffers(stage.model.model, values, mesh.device)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from transformers import PretrainedConfig
 
-from framework.data.prepared import FoundStores
-from framework.errors import DataError, RecipeError
+from framework.data.prepared import FoundStores, check_vocabulary
+from framework.errors import RecipeError
 from framework.model.packing import keeps_documents_apart
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
@@ -14,12 +14,7 @@ from framework.recipe.schema import Recipe
 def check_data_fits(recipe: Recipe, found: FoundStores, config: PretrainedConfig) -> None:
     """Every token has an embedding, every position one, and packed documents are understood by the model. Raises DataError or
     RecipeError."""
-    vocabulary = config.get_text_config().vocab_size
-    if vocabulary < found.vocab_size:
-        raise DataError(
-            f"model.config.vocab_size={vocabulary} is smaller than the tokenizer's {found.vocab_size} entries"
-            f" ({found.tokenizer}): set model.config.vocab_size to at least {found.vocab_size}, or use a smaller tokenizer"
-        )
+    check_vocabulary(recipe, found.vocab_size, config.get_text_config().vocab_size)
     problems = list(find_sequence_problems(recipe, config))
     if problems:
         raise RecipeError(render_problems(problems))

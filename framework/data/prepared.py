@@ -276,14 +276,23 @@ def _explain_errors() -> Iterator[None]:
         ) from error
 
 
-def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:
-    """DataError where the recipe states a model vocabulary that the tokenizer exceeds."""
-    stated = recipe.model.config.get("vocab_size")
-    if stated is not None and stated < vocab_size:
+def check_vocabulary(recipe: Recipe, vocab_size: int, of_model: int | None = None) -> None:
+    """DataError where the tokenizer has more entries than the model. of_model: its vocabulary; None: as the recipe states it."""
+    model = recipe.model
+    stated = model.config.get("vocab_size") if of_model is None else of_model
+    if stated is None or stated >= vocab_size:
+        return
+    says = f"smaller than the tokenizer's vocabulary of {vocab_size}: ids from {stated} on would have no embedding."
+    if model.weights is None:
         raise DataError(
-            f"model.config.vocab_size={stated} is smaller than the tokenizer's vocabulary of {vocab_size}: ids from {stated} "
-            f"on would have no embedding. Set model.config.vocab_size to {vocab_size} or more, or choose a smaller tokenizer"
+            f"model.config.vocab_size={stated} is {says} Set model.config.vocab_size to {vocab_size} or more, or choose a smaller"
+            " tokenizer"
         )
+    raise DataError(
+        f"the vocabulary of model.weights={model.weights}, {stated} entries, is {says} Use the weights' own tokenizer"
+        " (model.tokenizer=null), or give the weights more rows once: load them with transformers,"
+        f" model.resize_token_embeddings({vocab_size}), model.save_pretrained(DIR), and set model.weights=DIR"
+    )
 
 
 def compute_entropy(counts: np.ndarray) -> float | None:

@@ -5,6 +5,7 @@ runs/quickstart-001/
     run.json        the run's id and birth, which no other run at this path has, and each launch: when, where, with which
                     overrides, what they changed
     tokenizer/      the one that made the tokens; an export gets a copy
+    pretrained/     of model.weights: the config, and small files that an export gets
     lock            held by the launching process, in a job by rank 0; its text names the holder
     lock.ranks      held by every rank, so that a launch notices ranks which outlived their launcher
     lease           the epoch of the run, which every start raises, and who took it: framework/lease.py
@@ -104,6 +105,10 @@ class RunDirectory:
     @property
     def tokenizer(self) -> Path:
         return self.path / "tokenizer"
+
+    @property
+    def pretrained(self) -> Path:
+        return self.path / "pretrained"
 
     @property
     def log(self) -> Path:

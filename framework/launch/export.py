@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, step_of
 from framework.checkpoint.entry import Entry
@@ -18,9 +18,10 @@ from framework.launch.directory import RunDirectory
 from framework.mesh.layout import Layout
 from framework.model.added_bias import prepare_mixtures
 from framework.model.buffers import build_buffers, set_buffers
+from framework.model.carried import CONFIG, list_processors, read_generation
 from framework.model.load import build_meta, load_config
 from framework.model.materialize import persistent_buffers, set_parameter
-from framework.model.special_tokens import find_token_ids, set_token_ids
+from framework.model.special_tokens import add_end, find_end, find_token_ids, set_token_ids
 from framework.model.units import Unit, find_units, tied_names
 from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe
@@ -41,7 +42,8 @@ def export_command(run: Path, to: Path, best: bool = False, name: Path | None = 
     model, reader = _plan_model(directory, settings, _choose_checkpoint(directory, best, step))
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
-    write_weights(to, model, _read_units(reader, model, units), dtype, _tokenizer_files(directory))
+    beside = [*_tokenizer_files(directory), *list_processors(directory.pretrained)]
+    write_weights(to, model, _read_units(reader, model, units), dtype, beside)
     print(f"exported step {reader.manifest.step:,} of {run} to {name or to}")
     if caution := caution_of_export(settings):
         print(f"note: {caution}")
@@ -59,7 +61,7 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     units, ties = find_units(model), tied_names(model)
     prepare_mixtures(settings, model, units)  # the run's own model chooses experts with the bias that was added
     # Rotary tables and masks are in no checkpoint.
-    set_buffers(model, build_buffers(load_config(settings)), torch.device("cpu"))
+    set_buffers(model, build_buffers(_load_config(directory, settings)), torch.device("cpu"))
     for unit in units:
         for name, weight in _read(reader, "weight/", unit.parameters).items():
             set_parameter(model, ties[name], Parameter(weight, requires_grad=False))
@@ -91,11 +93,32 @@ def _tokenizer_files(directory: RunDirectory) -> list[Path]:
 def _plan_model(directory: RunDirectory, settings: Model, checkpoint: Place) -> tuple[PreTrainedModel, Reader]:
     """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens, and its checkpoint. settings: the
     recipe's."""
-    model = build_meta(load_config(settings), settings.attention)
+    model = build_meta(_load_config(directory, settings), settings.attention)
     # Runs of older versions have the family's ids in their recipes, not the tokenizer's.
     tokenizer = load_tokenizer(str(directory.tokenizer))
     set_token_ids(model, find_token_ids(model.config, tokenizer, settings.weights is not None))
+    if settings.weights is not None:
+        _carry_generation(model, directory.pretrained, tokenizer, settings.tokenizer is None)
     return model, Reader(checkpoint)
+
+
+def _carry_generation(
+    model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, has_own_tokenizer: bool
+) -> None:
+    """Give the model the generation config of its pretrained weights. The token that closes documents of the data ends a text,
+    too; those of another tokenizer do not."""
+    generation = read_generation(model, folder)
+    if generation is not None:
+        choose = add_end if has_own_tokenizer else find_end
+        generation.eos_token_id = choose(generation.eos_token_id, tokenizer)
+        model.generation_config = generation
+
+
+def _load_config(directory: RunDirectory, settings: Model) -> PretrainedConfig:
+    """The run's config, from its own copy of that of the pretrained weights. Runs of older versions have none."""
+    if not (directory.pretrained / CONFIG).is_file():
+        return load_config(settings)
+    return load_config(settings, lambda weights, revision: directory.pretrained)
 
 
 def find_best(run: RunDirectory, newest: Place) -> Place:

@@ -23,7 +23,7 @@ from framework.launch.launchers import is_of_launcher
 from framework.launch.places import explain_errors, refuse_unreachable
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
-from framework.launch.settle import settle, settle_tokens
+from framework.launch.settle import keep_pretrained, settle, settle_tokens
 from framework.launch.snapshot import describe_software
 from framework.lease import Lease
 from framework.mesh.placement import place
@@ -118,6 +118,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
         keep_tokenizer(run, lease, prepared.tokenizer)
+        keep_pretrained(run, lease, recipe.model)
         with explain_errors(run.path), lease.replacing(run.recipe) as made:
             save_recipe(recipe, made)
         run.note_launch(overrides, {}, lease, **describe_software())
@@ -144,6 +145,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
         part = decide()
         if part.tokenizer is not None:
             keep_tokenizer(run, lease, part.tokenizer)
+            keep_pretrained(run, lease, part.recipe.model)
         if not part.is_saved:
             with explain_errors(run.path), lease.replacing(run.recipe) as made:
                 save_recipe(part.recipe, made)

@@ -14,13 +14,16 @@ from functools import partial
 from pathlib import Path
 
 from framework.errors import RecipeError
+from framework.launch.directory import RunDirectory
+from framework.launch.places import explain_errors
+from framework.lease import Lease
 from framework.plan.target import resolve_precision, target_device
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.memory_rules import find_offload_to_device
 from framework.recipe.problem import COMMAND_LINE, render_problems
-from framework.recipe.schema import Launch, Recipe
+from framework.recipe.schema import Launch, Model, Recipe
 
 
 def settle(recipe: Recipe) -> Recipe:
@@ -75,12 +78,16 @@ def settle_device(launch: Launch, world: int, count_gpus: Callable[[], int]) -> 
 
 
 def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
-    """The recipe whose model.config has the special tokens of the tokenizer that made the data, whatever the family's are."""
-    from framework.data.tokenize import load_tokenizer
+    """The recipe whose model.config has the special tokens of the tokenizer that made the data, whatever the family's are. Raises
+    DataError where the model has fewer entries than the tokenizer."""
+    from framework.data.prepared import check_vocabulary
+    from framework.data.tokenize import load_tokenizer, read_info
     from framework.model.load import load_config
     from framework.model.special_tokens import find_token_ids
 
     model, config = recipe.model, load_config(recipe.model)
+    if (info := read_info(tokenizer_folder)) is not None:
+        check_vocabulary(recipe, info.vocab_size, config.get_text_config().vocab_size)
     ids = find_token_ids(config, load_tokenizer(str(tokenizer_folder)), model.weights is not None)
     known = config.to_dict()  # that of a model of several parts, such as Gemma 3, leaves the ids to its parts
     ids = {name: value for name, value in ids.items() if name in known}
@@ -89,6 +96,17 @@ def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
         if model.config[name] != ids[name]:
             print(f"note     model.config.{name}={ids[name]}, the tokenizer's; the recipe has {model.config[name]}")
     return replace(recipe, model=replace(model, config={**model.config, **ids}))
+
+
+def keep_pretrained(run: RunDirectory, lease: Lease, model: Model) -> None:
+    """Copy the small files of the pretrained weights to the run, whose exports are of them: the folder may be gone by then."""
+    if model.weights is None:
+        return
+    from framework.model.carried import keep_files
+    from framework.model.hub import find_folder
+
+    with explain_errors(run.path), lease.replacing(run.pretrained) as made:
+        keep_files(find_folder(model.weights, model.revision), made)
 
 
 def _require_compiler(launch: Launch) -> None:

@@ -27,7 +27,7 @@ from framework.launch.local import (
 from framework.launch.places import explain_errors, refuse_unreachable, write_private
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
-from framework.launch.settle import settle, settle_tokens
+from framework.launch.settle import keep_pretrained, settle, settle_tokens
 from framework.launch.slurm import (
     WAITING_OR_RUNNING,
     Script,
@@ -241,6 +241,7 @@ def _say_counts(recipe: Recipe, counts: Sequence[NodeCount], place: TextIO) -> N
 def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path, counts: Sequence[int]) -> None:
     """All that the job reads. counts: so many nodes the run may start on."""
     keep_tokenizer(run, lease, tokenizer)
+    keep_pretrained(run, lease, recipe.model)
     with explain_errors(run.path):
         with lease.replacing(run.code) as made:
             copy_code(made)

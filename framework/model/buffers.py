@@ -28,14 +28,14 @@ FILLED = frozenset(f"aten::{name}" for name in ("zeros", "ones", "full", "rand",
 MOST_EMPTY, MOST_FILLED = 1 << 20, 1 << 27
 
 
-def build_buffers(config: PretrainedConfig) -> dict[str, Tensor]:
-    """Buffers of the whole model of `config` by all their names, on the CPU: bitwise those of `from_config` in fp32.
+def build_buffers(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Buffers of the whole model of `config` by all their names, on the CPU: bitwise those of `from_config` in `dtype`.
 
     Raises ModelError for a buffer to which nobody writes.
     """
     with torch.random.fork_rng(devices=[]), _parameters_on_meta(), MarkUnwritten():
         torch.default_generator.manual_seed(0)  # a random buffer is equal on all ranks
-        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     unwritten = [name for name, buffer in buffers.items() if _is_unwritten(buffer)]
     if unwritten:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from framework.errors import ModelError
 from framework.lease import sync
 from framework.mesh.box import Box
+from framework.model.carried import GENERATION
 from framework.model.conversions import Assembly, assemble, dropped_on_save, kept_dtype, match_keys, to_checkpoint
 from framework.model.safetensors_files import FilePosition, LazyFiles, plan_files
 
@@ -81,6 +83,18 @@ def _match(model_meta: PreTrainedModel, files: LazyFiles, names: Iterable[str]) 
     if differences.any:
         raise ModelError(f"{files.folder} does not hold the weights of this model\n{differences.explain(model_meta)}")
     return _Match(assemblies, stored, needed)
+
+
+def refuse_unwritable_configs(model: PreTrainedModel) -> None:
+    """Raises ModelError where an export would fail over the model's config, as transformers refuses some to be saved."""
+    with TemporaryDirectory() as folder:
+        try:
+            _write_configs(Path(folder), model, torch.float32)
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise ModelError(
+                f"transformers does not save the config of this {model.config.model_type} model, so no export would succeed:"
+                f" {error}. Correct the values of model.config, or config.json in model.weights"
+            ) from error
 
 
 def write_weights(
@@ -148,7 +162,9 @@ class Differences:
         rows = {s[0] for name, s, own in self.shapes if name in _vocabulary_entries(model) and s[1:] == own[1:]}
         if rows:
             lines.append(
-                f"The vocabularies differ: set model.config.vocab_size={rows.pop()}, with the folder's tokenizer"
+                f"The vocabularies differ: set model.config.vocab_size={rows.pop()}, which the weights have, or remove it. A"
+                " tokenizer with more entries needs other weights: resize_token_embeddings of transformers' model, then"
+                " save_pretrained"
             )
         else:
             lines.append(
@@ -241,7 +257,10 @@ def _write_places(places: Mapping[str, FilePosition], tensors: Mapping[str, Tens
 
 
 def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Write config.json and generation_config.json, with the key-value cache that training has switched off."""
+    """Write config.json and generation_config.json, with the key-value cache that training has switched off.
+
+    Values of a generation config are those of the pretrained folder, which transformers writes again although it warns of them.
+    """
     config, generation = deepcopy(model.config), deepcopy(model.generation_config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -250,7 +269,7 @@ def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> 
             switched_off.use_cache = True
     config.save_pretrained(folder)
     if model.can_generate():
-        generation.save_pretrained(folder)
+        generation.to_json_file(folder / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
 
 
 def _publish(partial: Path, folder: Path) -> None:

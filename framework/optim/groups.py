@@ -1,13 +1,14 @@
 """Which learning rate and which decay each parameter gets: a pure function from names and shapes.
 
 The first pattern of `optim.groups` that is found in a name wins; what no pattern takes is in the group "default". Where
-a group does not state its decay it is `optim.weight_decay`, and 0 for norms and biases: decay pulls towards zero, which
-is not where a scale of one or an offset belongs. Embeddings do decay.
+a group does not state its decay it is `optim.weight_decay`, and 0 for norms, biases, A_log and D of state-space layers, and
+what the model marks: decay pulls towards zero, which is not where a scale of one, an offset or the logarithm of a rate
+belongs. Embeddings do decay.
 """
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from framework.errors import RecipeError
@@ -17,6 +18,8 @@ DEFAULT_GROUP = "default"
 
 # The module that owns the parameter is a norm by name: input_layernorm, q_norm, norm, norm1, norm_f, ln_1, ln_f.
 _NORM = re.compile(r"norm(_f|\d*)$|^ln(_|\d|$)", re.IGNORECASE)
+# Rates and skip connections of state-space layers, of any shape: Mamba marks them, transformers has dropped most marks.
+_STATE_SPACE = ("A_log", "D")
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -35,9 +38,14 @@ class GroupAssignment:
         return f"{self.group} x{self.lr_ratio:g} decay {self.weight_decay:g}"
 
 
-def group_trained(shapes: Mapping[str, tuple[int, ...]], freeze: Sequence[str], optim: Optim) -> list[GroupAssignment]:
+def group_trained(
+    shapes: Mapping[str, tuple[int, ...]], freeze: Sequence[str], optim: Optim, marked: Collection[str] = ()
+) -> list[GroupAssignment]:
     """One assignment per parameter that no pattern of `model.freeze` takes. shapes: global, of the *whole* model, by name.
-    RecipeError for a pattern that takes nothing, and for patterns that leave nothing."""
+
+    marked: names of parameters that the model marks with `_no_weight_decay`. RecipeError for a pattern that takes nothing, and
+    for patterns that leave nothing.
+    """
     for pattern in freeze:
         if not any(re.search(pattern, name) for name in shapes):
             near = difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.3)
@@ -47,10 +55,12 @@ def group_trained(shapes: Mapping[str, tuple[int, ...]], freeze: Sequence[str], 
     frozen = {name for name in shapes if any(re.search(pattern, name) for pattern in freeze)}
     if len(frozen) == len(shapes):
         raise RecipeError("model.freeze leaves no parameter to train: take a pattern out")
-    return group_parameters(((name, shape, name not in frozen) for name, shape in shapes.items()), optim)
+    return group_parameters(((name, shape, name not in frozen) for name, shape in shapes.items()), optim, marked)
 
 
-def group_parameters(parameters: Iterable[tuple[str, tuple[int, ...], bool]], optim: Optim) -> list[GroupAssignment]:
+def group_parameters(
+    parameters: Iterable[tuple[str, tuple[int, ...], bool]], optim: Optim, marked: Collection[str] = ()
+) -> list[GroupAssignment]:
     """One assignment per trained parameter, in the order given; the frozen ones get none.
 
     parameters: (name, global shape, requires_grad) of the *whole* model, not of one rank, so that every rank agrees.
@@ -67,16 +77,17 @@ def group_parameters(parameters: Iterable[tuple[str, tuple[int, ...], bool]], op
         group = optim.groups.get(group_of.get(name, ""))
         weight_decay = group.weight_decay if group is not None else None
         if weight_decay is None:
-            weight_decay = 0.0 if is_norm_or_bias(name, shape) else optim.weight_decay
+            weight_decay = 0.0 if name in marked or is_no_weight(name, shape) else optim.weight_decay
         lr_ratio = group.lr_ratio if group is not None else 1.0
         assignments.append(GroupAssignment(name, group_of.get(name, DEFAULT_GROUP), lr_ratio, weight_decay))
     return assignments
 
 
-def is_norm_or_bias(name: str, shape: tuple[int, ...]) -> bool:
-    """Scales and offsets: under two dims, or named so (biases of stacked experts [E, I], norms per head [H, D])."""
+def is_no_weight(name: str, shape: tuple[int, ...]) -> bool:
+    """Scales, offsets and rates: under two dims, or named so (biases of stacked experts [E, I], norms per head [H, D], Mamba's
+    A_log [I, S])."""
     *path, own_name = name.split(".")
-    if len(shape) < 2 or own_name == "bias" or own_name.endswith("_bias"):
+    if len(shape) < 2 or own_name == "bias" or own_name.endswith("_bias") or own_name in _STATE_SPACE:
         return True
     return bool(path) and _NORM.search(path[-1]) is not None
 

@@ -8,12 +8,13 @@ from transformers import PretrainedConfig
 
 from framework.data.fit import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
+from framework.model.carried import read_generation
 from framework.model.hub import find_weights
 from framework.model.load import load_config, refuse_unaligned_experts
 from framework.model.materialize import refuse_uninitialised
 from framework.model.mixed_dtypes import refuse_mixed_dtypes
 from framework.model.mixtures import ADDED_BIAS
-from framework.model.weights import refuse_other_weights
+from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.parallel.tensor import refuse_unordered_layers
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
@@ -44,6 +45,7 @@ def check_layout(recipe: Recipe, origins: Mapping[str, str] | None = None) -> Pl
         raise RecipeError(f"{render_problems(problems)}\n\n{error}") from error
     if problems:
         raise RecipeError(render_problems(problems))
+    refuse_unwritable_configs(plan.whole)
     return plan
 
 
@@ -55,6 +57,7 @@ def check_weights(plan: Plan) -> None:
         # A bias that was added to routers begins with zeros: no folder has it.
         names = [name for name in plan.whole.state_dict() if not name.endswith(f".{ADDED_BIAS}")]
         refuse_other_weights(folder, plan.whole, names)
+        read_generation(plan.whole, folder)
 
 
 def check_layouts(recipes: Sequence[Recipe]) -> Plan:

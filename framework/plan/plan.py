@@ -510,5 +510,7 @@ def unconnected(topology: Topology, rank: int) -> dict[str, Communicator]:
 
 def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> list[GroupAssignment]:
     """Decided on the whole model, so that every rank agrees."""
-    shapes = {name: tuple(whole.get_parameter(name).shape) for unit in units for name in unit.parameters}
-    return group_trained(shapes, recipe.model.freeze, recipe.optim)
+    parameters = {name: whole.get_parameter(name) for unit in units for name in unit.parameters}
+    marked = {name for name, each in parameters.items() if getattr(each, "_no_weight_decay", False)}
+    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+    return group_trained(shapes, recipe.model.freeze, recipe.optim, marked)

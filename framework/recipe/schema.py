@@ -338,7 +338,7 @@ class LearningRateSchedule:
 class ParameterGroup:
     pattern: str = key("regular expression searched in parameter names; the first group that matches wins")
     lr_ratio: float = key("learning rate over optim.lr", 1.0, low=0.0)
-    weight_decay: float | None = key("null: optim.weight_decay, 0 for norms and biases", None, low=0.0)
+    weight_decay: float | None = key("null: optim.weight_decay, 0 for norms, biases, A_log, D", None, low=0.0)
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,9 @@ class Optim:
     betas: tuple[float, float] = key("moments of adamw and lion", (0.9, 0.95), low=0.0, high=1.0)
     eps: float = key("adamw's epsilon", 1.0e-8, low=0.0)
     momentum: float = key("sgd's momentum", 0.9, low=0.0, high=1.0)
-    weight_decay: float = key("decoupled decay; not for norms and biases (sgd: added to the gradient)", 0.1, low=0.0)
+    weight_decay: float = key(
+        "decoupled decay; not for norms, biases, A_log, D (sgd: added to the gradient)", 0.1, low=0.0
+    )
     clip_norm: float | None = key("largest norm of the global gradient; null: no clipping", 1.0, low=0.0)
     groups: dict[str, ParameterGroup] = key("named parameter groups by pattern", {})
     schedule: LearningRateSchedule = group(LearningRateSchedule)

@@ -62,7 +62,7 @@ def counting_meta_builds() -> Iterator[list[str]]:
 
     def from_config(config: Any, **kwargs: Any) -> Any:
         model = whole(config, **kwargs)
-        if next(model.parameters()).is_meta:
+        if all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):  # not one of buffers alone
             built.append(config.model_type)
         return model
 

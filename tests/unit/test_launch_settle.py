@@ -172,12 +172,14 @@ def test_the_launcher_writes_down_the_newest_commit_and_has_asked_for_it(cache):
     assert cache  # not reachable here: the commit is the newest that is known
 
 
-@pytest.mark.parametrize("index", [None, {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}])
+@pytest.mark.parametrize("index", [None, {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}])
 def test_a_commit_of_which_files_are_missing_here_is_fetched_again(cache, index):
     folder = find_folder("owner/name", COMMIT)
+    weights = folder / "model.safetensors"
     if index is None:
-        (folder / "model.safetensors").unlink()
+        weights.unlink()
     else:
+        weights.rename(folder / "model-1.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     pin_revision(Model(weights="owner/name", revision=COMMIT))
     assert cache

@@ -7,7 +7,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework.errors import RecipeError
-from framework.optim.groups import group_parameters, is_norm_or_bias
+from framework.model.load import build_meta, load_config
+from framework.model.shrink import shrink
+from framework.model.units import find_units
+from framework.optim.groups import group_parameters, is_no_weight
+from framework.plan.plan import group_parameters_of
+from framework.recipe.compose import compose
 from framework.recipe.schema import Optim, ParameterGroup
 
 LLAMA = [
@@ -82,11 +87,43 @@ def test_a_group_of_frozen_parameters_only_is_no_error_and_assigns_nothing():
         ("roberta_prelayernorm.embeddings.word_embeddings.weight", (97, 64), False),
         ("transformer.h.0.ln_1.weight", (64,), True),
         ("transformer.h.0.ln_1.weight", (2, 64), True),
+        ("model.layers.0.mamba.A_log", (4, 8, 16), True),
+        ("backbone.layers.0.mixer.D", (4, 8), True),
+        ("model.layers.0.self_attn.D.weight", (4, 8), False),
         ("weight", (4, 4), False),
     ],
 )
 def test_norms_and_biases_are_told_by_name_also_when_they_have_two_dims(name, shape, expected):
-    assert is_norm_or_bias(name, shape) is expected
+    assert is_no_weight(name, shape) is expected
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "jamba", "zamba", "kimi_linear"])
+def test_rates_of_state_space_layers_do_not_decay(model_type):
+    """A_log has two to four dims there, zamba's D has two."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shrink(AutoConfig.for_model(model_type)))
+    shapes = [(name, tuple(parameter.shape), True) for name, parameter in model.named_parameters()]
+    decays = {a.parameter: a.weight_decay for a in group_parameters(shapes, Optim(weight_decay=0.1))}
+    rates = [name for name, _, _ in shapes if name.rpartition(".")[2] in ("A_log", "D")]
+    assert rates
+    assert not any(decays[name] for name in rates)
+
+
+def test_what_the_model_marks_does_not_decay():
+    """Unless a group states its decay."""
+    recipe = compose(["model=tiny_llama", "launch.ranks=1", "batch.sequences_per_step=8", "batch.context=16"]).require()
+    whole = build_meta(load_config(recipe.model))
+    name = "model.layers.0.mlp.up_proj.weight"
+    whole.get_parameter(name)._no_weight_decay = True
+    units = tuple(find_units(whole))
+    assert [
+        a.parameter
+        for a in group_parameters_of(recipe, whole, units)
+        if not a.weight_decay and "norm" not in a.parameter
+    ] == [name]
+    stated = replace(recipe.optim, groups={"up": ParameterGroup("up_proj", weight_decay=0.2)})
+    decays = {a.parameter: a.weight_decay for a in group_parameters_of(replace(recipe, optim=stated), whole, units)}
+    assert decays[name] == 0.2
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe", "gpt_oss", "phi3", "gpt_neox", "cohere"])
