@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people: `meshwright inspect CHECKPOINT`."""
+"""Contents of a checkpoint or a token store, for people: `meshwright inspect PATH`."""
 
 from collections import Counter
 from math import prod
@@ -11,16 +11,19 @@ from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.index import MANIFEST, EntryRecord, Manifest, read_manifest
 from framework.checkpoint.load import verify_files
 from framework.checkpoint.place import Place, checkpoints_of
+from framework.data.checksums import inspect_store
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
 
 LONGEST = 64  # characters of a value that are shown
 
 
 def inspect_command(path: Place) -> int:
-    """Print the checkpoint at `path` and verify every byte of it; for a run directory, its newest checkpoint.
+    """Print the checkpoint or the token store at `path` and verify every byte of it; for a run directory, its newest checkpoint.
 
     Returns 0, or 86 when something is damaged. Raises CheckpointError when there is nothing to look at.
     """
+    if isinstance(path, Path) and (path / "store.json").exists():
+        return inspect_store(path)
     path = find_checkpoint(path)
     manifest = read_manifest(path)
     print("\n".join(describe(path, manifest)))

@@ -50,7 +50,8 @@ from framework.checkpoint.place import (
 )
 from framework.checkpoint.storage import read
 from framework.errors import LeaseLost, RunError, RunInUse
-from framework.launch.places import explain_errors, write_private
+from framework.files import PRIVATE, write_file
+from framework.launch.places import explain_errors
 from framework.launch.remote import RemoteRun, locate
 from framework.lease import Holder, Lease, read_lease, take
 from framework.recipe.schema import Run
@@ -392,9 +393,9 @@ def place_checkpoints(run: RunDirectory, root: str | None) -> None:
         if link.is_symlink():
             link.unlink()
         if place is None and remote is not None:
-            write_private(pointer, f"{remote.url / CHECKPOINTS}\n")
+            write_file(pointer, f"{remote.url / CHECKPOINTS}\n".encode(), PRIVATE)
         elif isinstance(place, ObjectPath):
-            write_private(pointer, f"{place / run.id}\n")
+            write_file(pointer, f"{place / run.id}\n".encode(), PRIVATE)
         elif place is not None:
             target = place.expanduser().absolute() / run.id
             target.mkdir(parents=True, exist_ok=True)
@@ -453,4 +454,4 @@ def _now() -> str:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_private(path, json.dumps(value, indent=2) + "\n")
+    write_file(path, (json.dumps(value, indent=2) + "\n").encode(), PRIVATE)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError, RunError
+from framework.files import sync_tree
 from framework.imports import loading_libraries
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
@@ -179,6 +180,7 @@ def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:
     """The run's own copy of the tokenizer, in the place of that of a recipe which never trained."""
     with explain_errors(run.path), lease.replacing(run.tokenizer) as made:
         shutil.copytree(tokenizer, made)
+        sync_tree(made)
 
 
 def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
+from framework.files import PRIVATE, write_file
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.elastic import NodeCount, describe_counts, legal_counts, plan_counts
@@ -24,7 +25,7 @@ from framework.launch.local import (
     refuse_leftovers,
     summarize,
 )
-from framework.launch.places import explain_errors, refuse_unreachable, write_private
+from framework.launch.places import explain_errors, refuse_unreachable
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
 from framework.launch.settle import settle, settle_tokens
@@ -114,7 +115,7 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     with explain_errors(sweep.path):
         sweep.script.parent.mkdir(exist_ok=True)
         script = render(first, sweep.path.absolute(), Path.cwd(), len(recipes), legal[0])
-        write_private(sweep.script, script.text)
+        write_file(sweep.script, script.text.encode(), PRIVATE)
     for index, (run, recipe) in enumerate(zip(runs, recipes, strict=True)):
         wandb = replace(recipe.track.wandb, group=recipe.track.wandb.group or sweep.id)
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
@@ -243,7 +244,8 @@ def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path, cou
             copy_code(made)
         run.script.parent.mkdir(exist_ok=True)
         with lease.replacing(run.script) as made:
-            write_private(made, render(recipe, run.path.absolute(), Path.cwd(), counts=counts).text)
+            script = render(recipe, run.path.absolute(), Path.cwd(), counts=counts)
+            write_file(made, script.text.encode(), PRIVATE)
         with lease.replacing(run.recipe) as made:
             save_recipe(recipe, made)
 

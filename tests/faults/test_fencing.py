@@ -265,8 +265,9 @@ def find_operation(tmp_path, name):
         look(freeze.count, f"{source} {target}")
         return plain(source, target, **named)
 
+    lease = begin(tmp_path)
     with patch.object(os, "rename", rename), freeze.watching():
-        stale_life_alone(begin(tmp_path))
+        stale_life_alone(lease)
     return numbers[0]
 
 

@@ -35,9 +35,10 @@ from framework.data.prepared import (
 )
 from framework.data.shard import ShardJob, hash_document, tokenize_shards
 from framework.data.source import MIN_SHARD_BYTES, list_files, plan_shards
-from framework.data.store import ShardReport, Split, write_atomically
+from framework.data.store import ShardReport, Split
 from framework.data.tokenize import decode_start, load_encoder, load_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, EXIT_USER, DataError, ModelError
+from framework.files import write_atomically
 from framework.recipe.schema import Data, Model, Recipe, Source
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
@@ -450,8 +451,9 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_file_that_does_not_fit_does_not_appear(tmp_path: Path) -> None:
-    (tmp_path / "a.unfinished").symlink_to("/dev/full")
+def test_a_file_that_does_not_fit_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(os, "open", lambda path, flags, mode: full)
     with pytest.raises(OSError, match=r"No space left.*/a'") as caught, write_atomically(tmp_path / "a") as file:
         file.write(b"text")
     assert caught.value.errno == errno.ENOSPC
