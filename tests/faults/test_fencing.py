@@ -262,7 +262,7 @@ def find_operation(tmp_path, name):
     plain = os.rename
 
     def rename(source, target, **named):
-        look(freeze.count, f"{source} {target}")
+        look(freeze.count - 1, f"{source} {target}")
         return plain(source, target, **named)
 
     lease = begin(tmp_path)
