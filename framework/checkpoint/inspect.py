@@ -15,6 +15,7 @@ from framework.data.checksums import inspect_store
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
 
 LONGEST = 64  # characters of a value that are shown
+MOST_SHOWN = 8  # values of a group, such as the recipe's
 
 
 def inspect_command(path: Place) -> int:
@@ -72,6 +73,8 @@ def _shorten(value: Any) -> str:
     """A value of the state; what is long, such as the norms of the last steps, by the numbers of its entries."""
     if len(text := str(value)) <= LONGEST:
         return text
+    if isinstance(value, dict) and len(value) > MOST_SHOWN:
+        return f"{len(value)} values"
     if isinstance(value, dict):
         return ", ".join(f"{name}: {_shorten(each)}" for name, each in value.items())
     return f"{len(value)} entries" if isinstance(value, list) else f"{text[:LONGEST]} ..."

@@ -21,7 +21,7 @@ from framework.data.checksums import COUNTS_FILE, open_checked, verify_small_fil
 from framework.data.join import is_tokenized
 from framework.data.source import SourceFile, list_files
 from framework.data.store import SPLITS, TOKENS_VERSION, Split, StoreMeta, TokenStream
-from framework.data.tokenize import read_info
+from framework.data.tokenize import INFO_FILE, read_info
 from framework.errors import DataError, StorageError
 from framework.recipe.schema import Data, Recipe, Source
 
@@ -206,7 +206,7 @@ def find_prepared(recipe: Recipe, places: Places | None = None) -> FoundStores:
         if info is None or known != {(info.hash, info.vocab_size, info.eos_id)}:
             raise DataError(
                 f"the stores {', '.join(str(source.folder) for source in sources)} do not share one tokenizer that is still "
-                f"there. Delete them and run `meshwright prepare` again"
+                f"there ({tokenizer / INFO_FILE}). Delete them and run `meshwright prepare` again"
             )
         counts = [np.fromfile(source.folder / COUNTS_FILE, dtype=np.int64) for source in sources]
     check_vocabulary(recipe, first.vocab_size)

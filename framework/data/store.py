@@ -293,7 +293,7 @@ def map_file(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
 def damaged(path: Path, expected_bytes: int, num_bytes: int | None) -> DamagedStore:
     """The error for a file of a store that is not what the store says. num_bytes: None where it is missing."""
     found = "missing" if num_bytes is None else f"{num_bytes} bytes"
-    return DamagedStore(explain_damage(f"{path}: {found}, but its store says {expected_bytes} bytes"))
+    return DamagedStore(explain_damage(f"{path}: {found}, but store.json says {expected_bytes} bytes"))
 
 
 def explain_damage(found: str) -> str:

@@ -140,7 +140,9 @@ def read_info(folder: Path) -> TokenizerInfo | None:
         found = hash_file(folder / name) if (folder / name).is_file() else None
         if found != expected:
             raise DamagedStore(
-                _explain_damage(folder / name, "is missing" if found is None else "is not as it was written")
+                _explain_damage(
+                    folder / name, "is missing" if found is None else f"is not as {INFO_FILE} beside it says"
+                )
             )
     if not info.files and _hash_tokenizer(folder, info.eos_id) != info.hash:
         raise DamagedStore(_explain_damage(folder / "tokenizer.json", "is not as it was written"))

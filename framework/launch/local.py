@@ -4,22 +4,22 @@ check -> data -> run directory, lock, recipe.yaml -> ranks -> what to type next
 """
 
 import os
-import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError, RunError
-from framework.files import sync_tree
 from framework.imports import loading_libraries
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, place_checkpoints
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
+from framework.launch.identity import describe_identity, keep_tokenizer
 from framework.launch.places import explain_errors, refuse_unreachable
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
@@ -122,7 +122,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
         keep_tokenizer(run, lease, prepared.tokenizer)
         with explain_errors(run.path), lease.replacing(run.recipe) as made:
             save_recipe(recipe, made)
-        run.note_launch(overrides, {}, lease, **describe_software())
+        run.note_launch(overrides, {}, lease, **describe_identity(run, recipe), **describe_software())
         return _launch(run, lease, recipe, from_step=0)
 
 
@@ -149,7 +149,8 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
         if not part.is_saved:
             with explain_errors(run.path), lease.replacing(run.recipe) as made:
                 save_recipe(part.recipe, made)
-        run.note_launch(overrides, {each.key: each.now for each in part.changes}, lease, **describe_software())
+        changed = {each.key: each.now for each in part.changes}
+        run.note_launch(overrides, changed, lease, **_describe(run, part), **describe_software())
         return _launch(run, lease, part.recipe, from_step=part.step)
 
 
@@ -176,11 +177,10 @@ def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
     return NextPart(recipe, changes, step, tokenizer, is_saved=not changes and recipe == chosen)
 
 
-def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:
-    """The run's own copy of the tokenizer, in the place of that of a recipe which never trained."""
-    with explain_errors(run.path), lease.replacing(run.tokenizer) as made:
-        shutil.copytree(tokenizer, made)
-        sync_tree(made)
+def _describe(run: RunDirectory, part: NextPart) -> dict[str, Any]:
+    """What run.json records of the recipe; the tokenizer stays what it was when the run was begun."""
+    identity = describe_identity(run, part.recipe)
+    return identity if part.tokenizer is not None else {"recipe": identity["recipe"]}
 
 
 def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:

@@ -18,9 +18,9 @@ from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.elastic import NodeCount, describe_counts, legal_counts, plan_counts
 from framework.launch.epochs import settle_length, settle_steps
+from framework.launch.identity import describe_identity, keep_tokenizer
 from framework.launch.local import (
     claim,
-    keep_tokenizer,
     refuse_begun,
     refuse_leftovers,
     summarize,
@@ -40,7 +40,7 @@ from framework.launch.slurm import (
 )
 from framework.launch.snapshot import copy_code, describe_software
 from framework.lease import Lease
-from framework.recipe.compose import save_recipe
+from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
 
@@ -125,7 +125,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
         job = submit_script(sweep.script)
         sweep.note_launch([], {}, lease, jobs=[job], runs=[run.id for run in runs], **describe_software())
     for index, run in enumerate(runs):
-        run.note_launch(combinations[index], {}, jobs=[f"{job}_{index}"], **describe_software())
+        identity = describe_identity(run, load_recipe(run.recipe))
+        run.note_launch(combinations[index], {}, **identity, jobs=[f"{job}_{index}"], **describe_software())
         print(f"run      {run.path}: {shlex.join(combinations[index])}")
     print(_next_steps(sweep, [job], [f"runs     {len(runs)}, at once {first.launch.at_once or len(runs)}"]))
     return EXIT_DONE
@@ -254,7 +255,9 @@ def _queue(run: RunDirectory, lease: Lease, recipe: Recipe, overrides: list[str]
     jobs: list[str] = []
     for _ in range(recipe.launch.chain):
         jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
-    run.note_launch(overrides, {change.key: change.now for change in changes}, lease, jobs=jobs, **describe_software())
+    identity = describe_identity(run, recipe)
+    changed = {change.key: change.now for change in changes}
+    run.note_launch(overrides, changed, lease, **identity, jobs=jobs, **describe_software())
     print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, recipe)}"]))
     return EXIT_DONE
 
