@@ -98,7 +98,9 @@ def _commands() -> tuple[Command, ...]:
         Command("doctor", "what is installed and within reach, and how to fix what is not", _doctor, _add_doctor, True),
         Command("generate", "let a trained model continue a text", _generate, _add_generate, False),
         Command("export", "a run's model as a folder that from_pretrained loads", _export, _add_export, False),
-        Command("inspect", "what a checkpoint holds", _inspect, _add_inspect, False),
+        Command(
+            "inspect", "what a checkpoint or a token store holds, every byte verified", _inspect, _add_inspect, False
+        ),
     )
 
 
@@ -483,7 +485,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", metavar="CHECKPOINT", help="a checkpoint's folder or URL, or a run's id or folder: its newest"
+        "path", metavar="PATH", help="a checkpoint's folder or URL, a run's id or folder: its newest, or a token store"
     )
 
 

@@ -69,6 +69,10 @@ class DataError(MeshwrightError):
     """A source, a record or a token store cannot be used."""
 
 
+class DamagedStore(DataError):
+    """A file of a token store, or of its tokenizer, is not what was written there."""
+
+
 class CheckpointError(MeshwrightError):
     """A checkpoint is missing, damaged, or of another run."""
 

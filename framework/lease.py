@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from framework.errors import LeaseLost
+from framework.files import create_file, sync
 
 LEASE_FILE = "lease"
 WORKPLACE = ".epoch-"
@@ -90,7 +91,7 @@ class Lease:
     @contextmanager
     def replacing(self, path: Path, folder: Path | None = None) -> Iterator[Path]:
         """Make a file or a folder anew at the path that this yields; on exit it takes the place of `path`, which must be on the
-        file system of `folder`. Raises LeaseLost; then `path` is as it was."""
+        file system of `folder`, and the new name is durable. Raises LeaseLost; then `path` is as it was."""
         made = self.workplace(folder) / path.name
         discard(made)
         try:
@@ -98,6 +99,7 @@ class Lease:
             if made.is_dir() and path.is_dir():
                 self.remove(path, folder)
             self.publish(made, path)
+            sync(path.parent)
         except BaseException as error:
             discard(made)
             if isinstance(error, FileNotFoundError):
@@ -107,9 +109,9 @@ class Lease:
             self.tidy(folder)
 
     def write(self, path: Path, content: bytes) -> None:
-        """Write a file whole, or leave what was there."""
+        """Write a file whole and durably, or leave what was there."""
         with self.replacing(path) as made:
-            made.write_bytes(content)
+            create_file(made, content)
 
     def publish(self, made: Path, path: Path) -> None:
         """Rename what was made in a workplace. Raises LeaseLost where the workplace was taken away."""
@@ -208,15 +210,6 @@ def discard(path: Path) -> None:
             path.unlink()
 
 
-def sync(path: Path) -> None:
-    """Make the bytes of a file, or the names in a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _claim(run: Path, above: int) -> Lease:
     """The workplaces of an epoch above all that were taken, which nobody else takes: mkdir makes a folder once."""
     while True:
@@ -237,10 +230,7 @@ def _epochs_of(folder: Path) -> list[int]:
 
 def _write_lease(lease: Lease, text: str) -> None:
     made = lease.run / f"{WORKPLACE}{lease.epoch}" / LEASE_FILE
-    with open(made, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    create_file(made, text.encode())
     made.replace(lease.run / LEASE_FILE)
     sync(lease.run)
 

@@ -22,6 +22,7 @@ import errno
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,13 @@ class Retention:
 @dataclass(frozen=True)
 class FoundCheckpoints:
     """The checkpoints that a run finds when it starts. newest: the newest whole one, None for a run that has never saved.
-    damaged: the newer ones, with what is wrong with each."""
+    damaged: the newer ones, with what is wrong with each. lost: what is said of one that was committed after the newest and is
+    gone, None where none is."""
 
     newest: Place | None
     damaged: dict[Place, DamagedCheckpoint]
     manifest: Manifest | None = None
+    lost: str | None = None
 
 
 def folder_of(root: Place) -> Folder:
@@ -137,6 +140,8 @@ def newest_checkpoint(root: Place) -> Place | None:
     found = find_newest(root)
     for damage in found.damaged.values():
         report(f"passing over a damaged checkpoint: {damage}")
+    if found.lost is not None:
+        report(found.lost)
     return found.newest
 
 
@@ -151,7 +156,7 @@ def find_newest(root: Place, known: Mapping[Place, DamagedCheckpoint] | None = N
         try:
             if known and path in known:
                 raise known[path]
-            return FoundCheckpoints(path, damaged, open_checkpoint(path))
+            return FoundCheckpoints(path, damaged, open_checkpoint(path), _find_lost(root, path, damaged))
         except DamagedCheckpoint as damage:
             damaged[path] = damage
     refusal = _refuse_to_start_over(root, damaged)
@@ -179,7 +184,7 @@ def find_damage(path: Place) -> DamagedCheckpoint | None:
 def note_of(root: Place) -> Path | None:
     """The file beside a run's checkpoints that says which step was committed last, `checkpoints.json`; None for those of no run.
 
-    It is written after the commit and read only when no checkpoint is whole, so one that lags, or is missing, harms nobody.
+    It is written after the commit and read to find that a checkpoint is gone, so one that lags, or is missing, harms nobody.
     """
     return folder_of(root).note
 
@@ -238,6 +243,8 @@ def set_aside_newer(found: FoundCheckpoints, lease: Lease) -> None:
     for path, damage in found.damaged.items():
         with reported(f"damaged checkpoint cannot be set aside ({damage})"):
             report(f"damaged checkpoint set aside as {set_aside(path, lease)}: {damage}")
+    if found.lost is not None:
+        report(found.lost)
     if found.newest is not None and found.damaged:
         report(f"going on from step {step_of(found.newest)}")
 
@@ -283,6 +290,26 @@ def _noted(root: Place) -> str | None:
     step = re.fullmatch(r'\{"committed_step": (\d+)\}', text)
     # A note that a crash has emptied still says that something was committed.
     return f"step-{int(step[1]):08d}" if step else "step-?"
+
+
+def _find_lost(root: Place, newest: Place, damaged: Mapping[Place, DamagedCheckpoint]) -> str | None:
+    """The words on the checkpoint that was committed last, where it is gone and newer than the newest whole one. Retention leaves
+    the newest, a rewind and damage leave it under another name."""
+    folder, last = folder_of(root), None
+    with suppress(StorageError):  # a note that cannot be read is none
+        last = noted_step(root)
+    left = [*(path.name for path in (*damaged, *folder.list_retired())), *folder.list_damaged()]
+    if (
+        last is None
+        or last <= step_of(newest)
+        or any(int(name.split("-")[1].partition(".")[0]) == last for name in left)
+    ):
+        return None
+    return (
+        f"the checkpoint of step {last:,} was committed, as {folder.note} says, and is gone. The newest that is left is of step"
+        f" {step_of(newest):,}: {last - step_of(newest):,} steps are lost, and a resume trains them again. If it was moved away"
+        " by mistake, put it back first"
+    )
 
 
 def _refuse_to_start_over(root: Place, damaged: Mapping[Place, DamagedCheckpoint]) -> CheckpointError | None:

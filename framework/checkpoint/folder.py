@@ -23,7 +23,8 @@ from framework.checkpoint.index import MANIFEST
 from framework.checkpoint.place import Place
 from framework.checkpoint.storage import read, retry
 from framework.errors import CheckpointError, LeaseLost, MeshwrightError
-from framework.lease import Lease, discard, sync
+from framework.files import create_file, sync
+from framework.lease import Lease, discard
 
 Fault = Callable[[str], None]
 
@@ -183,10 +184,7 @@ class LocalFolder(Folder):
         return DirectFile(path)
 
     def write(self, path: Place, data: bytes) -> None:
-        with open(_local(path), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        create_file(_local(path), data)
 
     def commit(self, lease: Lease, unfinished: Place, step: int, manifest: str, fault: Fault) -> Path:
         made, final = _local(unfinished), committed_name(self._root, step)
@@ -248,7 +246,6 @@ class LocalFolder(Folder):
         with lease.replacing(folder / MANIFEST, self._root) as made:
             self.write(made, manifest.encode())
             fault("amending")
-        sync(folder)
         fault("amended")
 
     def commands_to_start_over(self) -> str:
@@ -278,11 +275,7 @@ def committed_name(root: Path, step: int) -> Path:
 
 def write_note(lease: Lease, note: Path, step: int) -> None:
     """Say beside the checkpoints which step was committed last; durable on return."""
-    with lease.replacing(note, note.parent) as made, open(made, "w") as file:
-        json.dump({"committed_step": step}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync(note.parent)
+    lease.write(note, json.dumps({"committed_step": step}).encode())
 
 
 def no_room(root: Place, bytes_needed: int) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people: `meshwright inspect CHECKPOINT`."""
+"""Contents of a checkpoint or a token store, for people: `meshwright inspect PATH`."""
 
 from collections import Counter
 from math import prod
@@ -11,16 +11,20 @@ from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.index import MANIFEST, EntryRecord, Manifest, read_manifest
 from framework.checkpoint.load import verify_files
 from framework.checkpoint.place import Place, checkpoints_of
+from framework.data.checksums import inspect_store
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
 
 LONGEST = 64  # characters of a value that are shown
+MOST_SHOWN = 8  # values of a group, such as the recipe's
 
 
 def inspect_command(path: Place) -> int:
-    """Print the checkpoint at `path` and verify every byte of it; for a run directory, its newest checkpoint.
+    """Print the checkpoint or the token store at `path` and verify every byte of it; for a run directory, its newest checkpoint.
 
     Returns 0, or 86 when something is damaged. Raises CheckpointError when there is nothing to look at.
     """
+    if isinstance(path, Path) and (path / "store.json").exists():
+        return inspect_store(path)
     path = find_checkpoint(path)
     manifest = read_manifest(path)
     print("\n".join(describe(path, manifest)))
@@ -69,6 +73,8 @@ def _shorten(value: Any) -> str:
     """A value of the state; what is long, such as the norms of the last steps, by the numbers of its entries."""
     if len(text := str(value)) <= LONGEST:
         return text
+    if isinstance(value, dict) and len(value) > MOST_SHOWN:
+        return f"{len(value)} values"
     if isinstance(value, dict):
         return ", ".join(f"{name}: {_shorten(each)}" for name, each in value.items())
     return f"{len(value)} entries" if isinstance(value, list) else f"{text[:LONGEST]} ..."

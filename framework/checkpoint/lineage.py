@@ -9,7 +9,6 @@ and before it trains: lineage.json in the run's folder. A record that is missing
 """
 
 import json
-import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from framework.checkpoint.commit import list_checkpoints, noted_step, step_of
 from framework.checkpoint.node_memory import HeldName
 from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.storage import read, retry, storage_error
-from framework.lease import Lease, sync
+from framework.lease import Lease
 
 RECORD = "lineage.json"
 # Generations of which nothing newer has come: more starts than that in a row without a step are no lineage that matters.
@@ -79,7 +78,7 @@ def begin_generation(lease: Lease, step: int) -> str:
     lineage = read_lineage(lease.run).begin(step, name, newest_listed(checkpoints), noted_step(checkpoints) or 0)
     path = lease.run / RECORD
     try:
-        retry(lambda: _write(lease, path, lineage), "write", path)
+        retry(lambda: lease.write(path, json.dumps(asdict(lineage)).encode()), "write", path)
     except OSError as error:
         raise storage_error(error, "write", path) from error
     return name
@@ -97,11 +96,3 @@ def was_rewound(lineage: Lineage, checkpoints: Place) -> bool:
     # One that was noted since then is of the newest generation; what was noted before, may have been damaged and set aside by it.
     had = noted if noted != lineage.noted_step else lineage.saved_step
     return newest_listed(checkpoints) < had
-
-
-def _write(lease: Lease, path: Path, lineage: Lineage) -> None:
-    with lease.replacing(path) as made, open(made, "w") as file:
-        json.dump(asdict(lineage), file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync(path.parent)

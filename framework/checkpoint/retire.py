@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from framework.checkpoint.commit import explain, find_damage, folder_of, list_checkpoints, step_of
-from framework.checkpoint.folder import REWOUND, Fault, no_fault, report, reported
+from framework.checkpoint.folder import REWOUND, Fault, no_fault, report, reported, write_note
 from framework.checkpoint.index import replace_state
 from framework.checkpoint.place import Place
 from framework.checkpoint.storage import retry
@@ -40,6 +40,9 @@ def retire_newer(root: Place, lease: Lease, last_step: int, fault: Fault = no_fa
     for path in (path for path in list_checkpoints(root) if step_of(path) > last_step):
         retired.append(_explained(root, partial(folder.rename, lease, path, REWOUND)))
         fault("retired")
+    left = list_checkpoints(root)
+    if folder.note is not None and left:  # what went back on purpose is not lost
+        _explained(root, partial(write_note, lease, folder.note, step_of(left[0])))
     return retired
 
 

@@ -1,6 +1,6 @@
 """Joining: the shards of a tokenized source become one file of tokens and one of document ends for each split.
 
-    shards.json -> for each shard, in order: write it at its place -> fsync -> remove it -> store.json
+    shards.json -> for each shard, in order: write it at its place -> fsync -> remove it -> checksums -> store.json
 
 Killed or out of disk at any moment, it goes on when called again, to the same bytes: shards.json alone decides on every place,
 so writing a shard twice does no harm, and a shard is removed only once its bytes are on the disk. So a shard that is there is
@@ -12,7 +12,6 @@ older code may be reading them. Who has no such run removes them by hand. Where 
 once shards.json is there (until then it alone knows the shards), and joining then removes each shard.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,29 +23,31 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
+from framework.data.checksums import COUNTS_FILE, hash_blocks, write_checksums
 from framework.data.source import BAR_DELAY_S
 from framework.data.store import (
+    ENDS_DTYPE,
     SPLITS,
     STORE_VERSION,
     Split,
     SplitReport,
     StoreMeta,
+    TokenStream,
     damaged,
-    name_errors,
+    explain_damage,
+    name_damage,
     open_stream,
     open_without_links,
+    read_json,
     shard_path,
     sum_splits,
-    write_atomically,
-    write_json,
 )
-from framework.errors import DataError
-from framework.lease import sync
+from framework.errors import DamagedStore, DataError
+from framework.files import name_errors, sync, write_atomically, write_json
 
 # Shards that are removed after one fsync: few syncs for many small shards, little more disk for large ones.
 BATCH_BYTES = 64 << 20
 COPY_BYTES = 8 << 20
-ENDS_DTYPE = np.dtype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,15 @@ class JoinPlan:
     @classmethod
     def read(cls, folder: Path) -> "JoinPlan | None":
         """The plan of a store that is to be joined, one of version 1 included; None where not all is tokenized."""
-        if (value := _read_json(folder / "shards.json")) is not None:
-            return cls(StoreMeta.from_json(value["meta"]), value["files"], _read_shards(value["shards"]))
-        if (value := _read_json(folder / "meta.json")) is None:
+        if (value := read_json(path := folder / "shards.json")) is not None:
+            with name_damage(path):
+                return cls(StoreMeta.from_json(value["meta"]), value["files"], _read_shards(value["shards"]))
+        if (value := read_json(path := folder / "meta.json")) is None:
             return None
-        files, shards = value.pop("files"), _read_shards(value.pop("shards"))
-        value |= {"version": STORE_VERSION, "num_files": len(files), "splits": sum_splits(shards)}
-        return cls(StoreMeta(**value), files, shards)
+        with name_damage(path):
+            files, shards = value.pop("files"), _read_shards(value.pop("shards"))
+            value |= {"version": STORE_VERSION, "num_files": len(files), "splits": sum_splits(shards)}
+            return cls(StoreMeta(**value), files, shards)
 
 
 def is_tokenized(folder: Path) -> bool:
@@ -97,9 +100,37 @@ def join_store(folder: Path, progress: bool = False) -> None:
         for split in SPLITS:
             _join_split(folder, plan, split, keeps_shards, bar)
     counts = open_stream(folder, plan.meta, "validation").count_ids(plan.meta.vocab_size)
-    with write_atomically(folder / "validation.counts") as file:
+    with write_atomically(folder / COUNTS_FILE) as file:
         file.write(counts.tobytes())
+    add_checksums(folder, plan.meta)
     plan.meta.write(folder)
+
+
+def add_checksums(folder: Path, meta: StoreMeta) -> None:
+    """Write the checksums of the blocks of a joined store, once it is verified against those of its shards. DataError where it is
+    not what its shards were. Without shards.json nothing says what it was: then the checksums are of what is there."""
+    plan, hashes = JoinPlan.read(folder), list[int]()
+    for split in SPLITS:
+        stream = open_stream(folder, meta, split)
+        for part in () if plan is None else _place_parts(plan, split):
+            _verify_part(folder, split, part, stream)
+        hashes += [*hash_blocks(stream.tokens), *hash_blocks(stream.ends)]
+    write_checksums(folder, meta, hashes)
+
+
+def _verify_part(folder: Path, split: Split, part: "Part", stream: TokenStream) -> None:
+    tokens = stream.tokens[part.start_token : part.start_token + part.report.num_tokens]
+    ends = stream.ends[part.start_document : part.start_document + part.report.num_documents] - part.start_token
+    digest = xxhash.xxh3_128(tokens.data)
+    digest.update(ends.data)
+    if digest.hexdigest() != part.report.checksum:
+        first, stop = (index * part.dtype.itemsize for index in (part.start_token, part.start_token + len(tokens)))
+        raise DamagedStore(
+            explain_damage(
+                f"{folder / split}.tokens: bytes {first:,} to {stop:,}, or their ends in {split}.ends, are not as they were"
+                " written"
+            )
+        )
 
 
 def count_missing_bytes(folder: Path, plan: JoinPlan) -> int:
@@ -217,14 +248,6 @@ class PartWriter:
                 f"{tokens_path}, {ends_path.name}: their checksum is not the one they were written with: the disk has changed "
                 f"them. Delete the folder {self.folder} and run `meshwright prepare` again."
             )
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value: dict[str, Any] = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return value
 
 
 def _read_shards(shards: Sequence[Mapping[str, Any]]) -> list[dict[str, SplitReport]]:

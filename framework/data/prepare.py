@@ -22,7 +22,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from framework.data.join import JoinPlan, count_missing_bytes, is_tokenized, join_store
+from framework.data.checksums import has_checksums, verify_small_files
+from framework.data.join import JoinPlan, add_checksums, count_missing_bytes, is_tokenized, join_store
 from framework.data.prepared import Place, Places, Prepared, check_vocabulary, find_prepared, locate, open_found
 from framework.data.records import read_records
 from framework.data.shard import LARGEST_SHARE, ShardJob, check_bad_records, hash_document, tokenize_shards
@@ -45,11 +46,10 @@ from framework.data.store import (
     open_without_links,
     shard_path,
     sum_splits,
-    write_atomically,
-    write_json,
 )
 from framework.data.tokenize import TokenizerInfo, cut_at_spaces, load_tokenizer, read_info, save_tokenizer, train_bpe
-from framework.errors import EXIT_DONE, DataError
+from framework.errors import EXIT_DONE, DamagedStore, DataError
+from framework.files import write_atomically, write_json
 from framework.recipe.host import count_cores
 from framework.recipe.schema import Recipe
 
@@ -71,9 +71,9 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
     _make_root(root)
     try:
         with ExitStack() as stack:
-            for folder in sorted(place.folder for place in places.stores if StoreMeta.read(place.folder) is None):
+            for folder in sorted(place.folder for place in places.stores if not _is_whole(place.folder)):
                 stack.enter_context(_lock(folder, progress))
-            absent = [place for place in places.stores if StoreMeta.read(place.folder) is None]
+            absent = [place for place in places.stores if not _is_whole(place.folder, mends=True)]
             untokenized = [place for place in absent if not is_tokenized(place.folder)]
             if untokenized:
                 _build(recipe, places, untokenized, workers or count_cores(), progress)
@@ -92,10 +92,37 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
     return open_found(find_prepared(recipe, places))
 
 
+def _is_whole(folder: Path, mends: bool = False) -> bool:
+    """Whether a store is complete, by its small files. One of which such a file is damaged is joined again, which makes it anew
+    from shards.json and verifies the rest. mends: take what is damaged out of the way. DamagedStore where there is no
+    shards.json."""
+    try:
+        meta = StoreMeta.read(folder)
+        if meta is not None:
+            verify_small_files(folder, meta)
+        return meta is not None
+    except DamagedStore as damage:
+        if JoinPlan.read(folder) is None:
+            raise
+        if mends:
+            print(f"made again from shards.json, as it was damaged: {damage}", file=sys.stderr)
+            (folder / "store.json").unlink(missing_ok=True)
+        return False
+
+
+def _add_checksums(prepared: Prepared) -> None:
+    """For the stores that an earlier Meshwright has made."""
+    for source in prepared.sources:
+        if not has_checksums(source.folder):
+            add_checksums(source.folder, source.meta)
+            print(f"{source.folder}: verified, and given checksums", file=sys.stderr)
+
+
 def prepare_command(recipe: Recipe, workers: int | None = None) -> int:
     """`meshwright prepare`: prepares, prints what there is, returns the exit code."""
     start_s, start_cpu_s = time.perf_counter(), _count_cpu_s()
     prepared = prepare(recipe, workers)
+    _add_checksums(prepared)
     wall_s, cpu_s = time.perf_counter() - start_s, _count_cpu_s() - start_cpu_s
     print(describe(prepared))
     print(f"{wall_s:.1f} s, {cpu_s:.1f} s of CPU: {cpu_s / wall_s:.1f} of {count_cores()} cores")
@@ -130,6 +157,11 @@ def summarize_data(prepared: Prepared, validation: float) -> str:
         share = held_out / (held_out + train)
         tokens = f"{train:,} tokens to train on, {held_out:,} held out ({share:.1%})"
         lines.append(f"tokens   {source.name}: {source.weight / weight:.0%} of the samples, {tokens}")
+        if not has_checksums(source.folder):
+            lines.append(
+                f"note     {source.name}: its store has no checksums, so bits that rot on the disk are not noticed; `meshwright"
+                " prepare` with the same recipe adds them"
+            )
         if validation > 0 and (share < validation / UNEVEN or share > max(UNEVEN * validation, LARGEST_SHARE)):
             lines.append(
                 f"note     {source.name}: a hash of its text decides whether a document is held out, and with few or very long"

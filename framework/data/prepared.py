@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from framework.data.checksums import COUNTS_FILE, open_checked, verify_small_files
 from framework.data.join import is_tokenized
 from framework.data.kinds import strip_compression
 from framework.data.source import SourceFile, SourceMissing, list_files
-from framework.data.store import SPLITS, TOKENS_VERSION, Split, StoreMeta, TokenStream, open_stream
+from framework.data.store import SPLITS, TOKENS_VERSION, Split, StoreMeta, TokenStream
+from framework.data.tokenize import INFO_FILE, read_info
 from framework.errors import DataError, StorageError
 from framework.recipe.schema import Data, Recipe, Source
 
@@ -191,7 +193,7 @@ def _find_only(recipe: Recipe, stem: str, missing: DataError | None) -> Path:
 
 
 def find_prepared(recipe: Recipe, places: Places | None = None) -> FoundStores:
-    """Finds and checks what `prepare` has built, without opening tokens. Looks at every source file's name, size and time,
+    """Find and check what `prepare` has built, without opening tokens. Looks at every source file's name, size and time,
     unless `places` are those of an earlier look.
 
     DataError, naming the command, where a store is not there; StorageError where the file system fails.
@@ -199,6 +201,9 @@ def find_prepared(recipe: Recipe, places: Places | None = None) -> FoundStores:
     root = Path(recipe.data.root)
     with _explain_errors():
         metas = [(place, StoreMeta.read(place.folder)) for place in (places or locate(recipe)).stores]
+        for place, meta in metas:
+            if meta is not None:
+                verify_small_files(place.folder, meta)
         absent = [place for place, meta in metas if meta is None]
         if absent:
             names = ", ".join(f"data.sources.{place.name} (expected in {place.folder})" for place in absent)
@@ -208,12 +213,14 @@ def find_prepared(recipe: Recipe, places: Places | None = None) -> FoundStores:
         sources = tuple(_check_source(place, meta, recipe) for place, meta in metas if meta is not None)
         first = sources[0].meta
         tokenizer = root / first.tokenizer_folder
-        if len({source.meta.tokenizer_hash for source in sources}) > 1 or not (tokenizer / "info.json").exists():
+        info = read_info(tokenizer)
+        known = {(each.meta.tokenizer_hash, each.meta.vocab_size, each.meta.eos_id) for each in sources}
+        if info is None or known != {(info.hash, info.vocab_size, info.eos_id)}:
             raise DataError(
                 f"the stores {', '.join(str(source.folder) for source in sources)} do not share one tokenizer that is still "
-                f"there. Delete them and run `meshwright prepare` again"
+                f"there ({tokenizer / INFO_FILE}). Delete them and run `meshwright prepare` again"
             )
-        counts = [np.fromfile(source.folder / "validation.counts", dtype=np.int64) for source in sources]
+        counts = [np.fromfile(source.folder / COUNTS_FILE, dtype=np.int64) for source in sources]
     check_vocabulary(recipe, first.vocab_size)
     if recipe.data.validation > 0 and not any(source.meta.splits["validation"].num_tokens for source in sources):
         raise DataError(
@@ -247,14 +254,14 @@ def _check_source(place: Place, meta: StoreMeta, recipe: Recipe) -> FoundSource:
 
 
 def open_found(found: FoundStores) -> Prepared:
-    """Maps the tokens into memory: per source at most four files are opened, and nothing else is looked at.
+    """Maps the tokens into memory: per source at most five files are opened, and nothing else is looked at.
 
     DataError where a file is missing or has the wrong size, StorageError where it cannot be opened (EMFILE, EIO, ESTALE).
     """
     with _explain_errors():
         sources = tuple(
             PreparedSource(
-                **vars(source), streams={split: open_stream(source.folder, source.meta, split) for split in SPLITS}
+                **vars(source), streams={split: open_checked(source.folder, source.meta, split) for split in SPLITS}
             )
             for source in found.sources
         )

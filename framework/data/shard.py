@@ -32,10 +32,10 @@ from framework.data.store import (
     SplitWriter,
     choose_dtype,
     shard_path,
-    unfinished_path,
 )
 from framework.data.tokenize import Encode, TokenizerInfo, load_encoder
 from framework.errors import DataError
+from framework.files import unfinished_path
 
 # Descriptors in the parent: both ends of a worker's life (`multiprocessing` keeps two pipes), and what else is open.
 DESCRIPTORS_PER_WORKER = 2

@@ -8,6 +8,7 @@
         left_out.json                     files beside the source's files that were not read, with the reasons
         quarantine.jsonl                  the bad records: file, row, reason
         shards.json                       the source's files and each shard's sizes and checksums; only `prepare` reads it
+        checksums                         of all these: checksums.py
         store.json                        what the store holds; its presence says that the store is complete
 
 Until they are joined (`join.py`) there are the shards, each made by one worker at one time:
@@ -15,7 +16,7 @@ Until they are joined (`join.py`) there are the shards, each made by one worker 
         00000.train.tokens  .ends         as above, ends from the start of this file; 00000.validation.tokens  .ends
         00000.json                        what shard 0 holds; its presence says that the shard is complete
 
-A complete store is at most four files to open, whatever its size: a rank has a descriptor and a memory map for each.
+A complete store is at most five files to open, whatever its size: a rank has a memory map of each.
 All but the joined files appear under their names by an atomic rename after fsync, so a process killed at any moment leaves
 nothing that could be taken for complete. No file holds a time, a host name or a worker count: equal input gives equal bytes.
 """
@@ -23,8 +24,8 @@ nothing that could be taken for complete. No file holds a time, a host name or a
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -32,7 +33,8 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import xxhash
 
-from framework.errors import DataError
+from framework.errors import DamagedStore, DataError
+from framework.files import write_atomically, write_json
 
 # Raise it when equal text gives other tokens, splits or shards: all stores are then prepared anew, under other names.
 TOKENS_VERSION = 1
@@ -44,6 +46,7 @@ COUNTED_AT_ONCE = 1 << 20
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
+ENDS_DTYPE = np.dtype(np.int64)
 
 
 def choose_dtype(vocab_size: int) -> np.dtype:
@@ -52,19 +55,12 @@ def choose_dtype(vocab_size: int) -> np.dtype:
 
 
 @contextmanager
-def name_errors(path: Path) -> Iterator[None]:
-    """Has an OSError of writing or syncing, which knows descriptors only, say the file's name."""
+def name_damage(path: Path) -> Iterator[None]:
+    """DamagedStore with the file's name where its content is not what was written there."""
     try:
         yield
-    except OSError as error:
-        if error.filename is None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-
-
-def unfinished_path(path: Path) -> Path:
-    """The name under which a file is written before it appears under `path`."""
-    return path.with_name(path.name + ".unfinished")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedStore(explain_damage(f"{path}: cannot be understood ({type(error).__name__}: {error})")) from error
 
 
 def open_without_links(path: Path, flags: int) -> int:
@@ -80,31 +76,16 @@ def open_without_links(path: Path, flags: int) -> int:
         raise
 
 
-@contextmanager
-def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under `path` when the block ends well, and not at all otherwise.
-
-    An OSError (full disk, quota) leaves with the path in it and takes the unfinished file away.
-    """
-    unfinished = unfinished_path(path)
-    try:
-        with name_errors(path):
-            with suppress(FileNotFoundError):
-                unfinished.unlink()
-            with open(open_without_links(unfinished, os.O_WRONLY | os.O_EXCL), "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
-
-
-def write_json(path: Path, value: Any) -> None:
-    with write_atomically(path) as file:
-        file.write(json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The values of a JSON file; None where there is none. DamagedStore where it was cut or changed."""
+    with name_damage(path):
+        try:
+            value: dict[str, Any] = json.loads(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not isinstance(value, dict):
+            raise ValueError("no object")
+        return value
 
 
 @dataclass(frozen=True)
@@ -139,13 +120,13 @@ class ShardReport:
     @classmethod
     def read(cls, path: Path) -> "ShardReport | None":
         """The report of a shard, or None where the shard is not finished."""
-        try:
-            value = json.loads(path.read_text())
-        except FileNotFoundError:
+        value = read_json(path)
+        if value is None:
             return None
-        value["splits"] = {split: SplitReport(**report) for split, report in value["splits"].items()}
-        value["bad_records"] = tuple(BadRecord(**record) for record in value["bad_records"])
-        return cls(**value)
+        with name_damage(path):
+            value["splits"] = {split: SplitReport(**report) for split, report in value["splits"].items()}
+            value["bad_records"] = tuple(BadRecord(**record) for record in value["bad_records"])
+            return cls(**value)
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))
@@ -188,33 +169,51 @@ class SplitWriter:
         return SplitReport(len(self._ends), self._ends[-1], self._hash.hexdigest())
 
 
+def verify_nothing(start: int, stop: int) -> None:
+    """Verify elements of a store that has no checksums."""
+
+
 class TokenStream:
     """One split of one store as a single sequence of tokens.
 
     tokens: [n] uint16 or uint32, a view of the file's memory map; ends: [documents] int64, ascending, the last is n.
+    verify_tokens, verify_ends: raise DataError where elements [start, stop) are not what was written (checksums.py).
     """
 
     def __init__(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        self._tokens = tokens
-        self._ends = ends
+        self.tokens, self.ends = tokens, ends
         self.num_tokens = len(tokens)
         self.num_documents = len(ends)
+        self.verify_tokens: Callable[[int, int], None] = verify_nothing
+        self.verify_ends: Callable[[int, int], None] = verify_nothing
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as stored: a view."""
-        return self._tokens[start:stop]
+        if start < stop:
+            self.verify_tokens(start, stop)
+        return self.tokens[start:stop]
 
     def ends_within(self, start: int, stop: int) -> np.ndarray:
         """The document ends e with start < e <= stop, relative to `start`: int64, ascending."""
-        first, last = np.searchsorted(self._ends, (start, stop), side="right")
-        return self._ends[first:last] - start
+        first, last = (int(each) for each in np.searchsorted(self.ends, (start, stop), side="right"))
+        # Their neighbours as well: then no damaged end elsewhere can have misled the search.
+        low, high = max(0, first - 1), min(last + 1, self.num_documents)
+        self.verify_ends(low, high)
+        if not _lies_between(self.ends, first, start) or not _lies_between(self.ends, last, stop):
+            self.verify_ends(0, self.num_documents)
+        return self.ends[first:last] - start
 
     def count_ids(self, vocab_size: int) -> np.ndarray:
         """Count the occurrences of each id in the stream: int64 [vocab_size]."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for start in range(0, self.num_tokens, COUNTED_AT_ONCE):
-            counts += np.bincount(self._tokens[start : start + COUNTED_AT_ONCE], minlength=vocab_size)
+            counts += np.bincount(self.read(start, min(start + COUNTED_AT_ONCE, self.num_tokens)), minlength=vocab_size)
         return counts
+
+
+def _lies_between(ends: np.ndarray, index: int, value: int) -> bool:
+    """Whether `index` is where `value` belongs among ascending ends: behind all that are not above it."""
+    return (index == 0 or ends[index - 1] <= value) and (index == len(ends) or value < ends[index])
 
 
 @dataclass(frozen=True)
@@ -258,16 +257,16 @@ class StoreMeta:
     @classmethod
     def read(cls, folder: Path) -> "StoreMeta | None":
         """The meta of a complete store, or None where there is none. DataError where a later version wrote it."""
-        try:
-            value = json.loads((folder / "store.json").read_text())
-        except (FileNotFoundError, NotADirectoryError):
+        value = read_json(folder / "store.json")
+        if value is None:
             return None
-        if value["version"] != STORE_VERSION:
+        if value.get("version", STORE_VERSION) != STORE_VERSION:
             raise DataError(
                 f"{folder}: a store of version {value['version']}, and this Meshwright reads version {STORE_VERSION}. Use the"
                 f" one that wrote it, or set another data.root"
             )
-        return cls.from_json(value)
+        with name_damage(folder / "store.json"):
+            return cls.from_json(value)
 
 
 def sum_splits(shards: Sequence[Mapping[str, SplitReport]]) -> dict[str, SplitSize]:
@@ -288,11 +287,12 @@ def fingerprint_shards(shards: Sequence[Mapping[str, SplitReport]], tokenizer_ha
 def open_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
     """Maps a split into memory: two files. DataError where one is missing or of the wrong size."""
     size = meta.splits[split]
-    tokens = _map(folder / f"{split}.tokens", np.dtype(meta.dtype), size.num_tokens)
-    return TokenStream(tokens, _map(folder / f"{split}.ends", np.dtype(np.int64), size.num_documents))
+    tokens = map_file(folder / f"{split}.tokens", np.dtype(meta.dtype), size.num_tokens)
+    return TokenStream(tokens, map_file(folder / f"{split}.ends", ENDS_DTYPE, size.num_documents))
 
 
-def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
+def map_file(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
+    """A file of so many elements, mapped into memory. DataError where it is missing or of another size."""
     if length == 0:
         return np.empty(0, dtype)
     try:
@@ -305,10 +305,16 @@ def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     raise damaged(path, length * dtype.itemsize, num_bytes)
 
 
-def damaged(path: Path, expected_bytes: int, num_bytes: int | None) -> DataError:
+def damaged(path: Path, expected_bytes: int, num_bytes: int | None) -> DamagedStore:
     """The error for a file of a store that is not what the store says. num_bytes: None where it is missing."""
     found = "missing" if num_bytes is None else f"{num_bytes} bytes"
-    return DataError(
-        f"{path}: {found}, but its store says {expected_bytes} bytes: the store is damaged, or not all nodes see the same "
-        f"files under data.root. If it is damaged, delete the folder {path.parent} and run `meshwright prepare` again."
+    return DamagedStore(explain_damage(f"{path}: {found}, but store.json says {expected_bytes} bytes"))
+
+
+def explain_damage(found: str) -> str:
+    """The message for damage in a store, and the way out."""
+    return (
+        f"{found}. The store is damaged, or not all nodes see the same files under data.root. `meshwright inspect` of the folder"
+        " verifies all of it. To mend it, delete the folder and run `meshwright prepare` again: equal text gives equal bytes,"
+        " and a run that has trained on it goes on"
     )

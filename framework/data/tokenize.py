@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from framework.data.store import write_json
-from framework.errors import DataError
+from framework.errors import DamagedStore, DataError
+from framework.files import sync, sync_tree, write_json
 
 END_OF_TEXT = "<|endoftext|>"
+INFO_FILE = "info.json"
 
 # Has what normalisers, pre-tokenizers and post-processors treat specially.
 PROBE = "  Is it\tthe same?\n\n\tdef f(x): return x**2  # Äpfel, 猫, 🦊, e\u0301, 12345  "
@@ -40,11 +41,13 @@ Encode = Callable[[str], np.ndarray]
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """vocab_size: one more than the largest id. hash: equal for tokenizers that encode alike."""
+    """vocab_size: one more than the largest id. hash: equal for tokenizers that encode alike. files: xxh3 of each of the kept
+    folder's other files; none where an earlier Meshwright kept it."""
 
     hash: str
     vocab_size: int
     eos_id: int
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tokenizer") -> Any:
@@ -113,10 +116,13 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerInfo:
             hash=_hash_tokenizer(unfinished, tokenizer.eos_token_id),
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
             eos_id=tokenizer.eos_token_id,
+            files={path.name: hash_file(path) for path in sorted(unfinished.iterdir())},
         )
         _check_encoder(tokenizer, unfinished)
-        write_json(unfinished / "info.json", asdict(info))
+        write_json(unfinished / INFO_FILE, asdict(info))
+        sync_tree(unfinished)
         os.replace(unfinished, folder)
+        sync(folder.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return info
@@ -132,11 +138,38 @@ def _save_pretrained(tokenizer: Any, folder: Path) -> None:
 
 
 def read_info(folder: Path) -> TokenizerInfo | None:
-    """The info of a kept tokenizer, or None where there is none."""
+    """The info of a kept tokenizer, or None where there is none. DamagedStore where it cannot be read, or where another file is
+    not what was kept."""
+    path = folder / INFO_FILE
     try:
-        return TokenizerInfo(**json.loads((folder / "info.json").read_text()))
+        info = TokenizerInfo(**json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
+    except (ValueError, TypeError) as error:
+        raise DamagedStore(_explain_damage(path, f"cannot be understood ({error})")) from error
+    for name, expected in info.files.items():
+        found = hash_file(folder / name) if (folder / name).is_file() else None
+        if found != expected:
+            raise DamagedStore(
+                _explain_damage(
+                    folder / name, "is missing" if found is None else f"is not as {INFO_FILE} beside it says"
+                )
+            )
+    if not info.files and _hash_tokenizer(folder, info.eos_id) != info.hash:
+        raise DamagedStore(_explain_damage(folder / "tokenizer.json", "is not as it was written"))
+    return info
+
+
+def hash_file(path: Path) -> str:
+    """xxh3 of a small file."""
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())
+
+
+def _explain_damage(path: Path, what: str) -> str:
+    return (
+        f"{path} {what}: text would become other tokens. Copy the folder {path.parent.name} anew: a run has it from data.root,"
+        " and data.root can have it back from RUN/tokenizer. Else delete it with the stores and run `meshwright prepare`"
+    )
 
 
 def load_encoder(folder: Path) -> Encode:
@@ -248,8 +281,8 @@ def _hash_tokenizer(folder: Path, eos_id: int) -> str:
     """A hash of tokenizer.json, which says how to encode, or of all files where there is none."""
     files = [folder / "tokenizer.json"]
     if not files[0].exists():
-        files = sorted(path for path in folder.iterdir() if path.is_file())
+        files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != INFO_FILE)
     digest = xxhash.xxh3_128(str(eos_id).encode())
     for file in files:
-        digest.update(file.read_bytes())
+        digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()

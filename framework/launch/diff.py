@@ -8,7 +8,7 @@ from typing import Any
 
 from framework.errors import EXIT_DONE
 from framework.launch.directory import RunDirectory
-from framework.recipe.compose import load_recipe
+from framework.launch.identity import load_own_recipe
 from framework.recipe.environment import HIDDEN, is_private
 from framework.recipe.keys import flatten
 from framework.recipe.problem import show
@@ -48,7 +48,7 @@ def find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Ite
 
 
 def _read_recipe(run: RunDirectory) -> dict[str, Any]:
-    values = flatten(plain(asdict(load_recipe(run.recipe))))
+    values = flatten(plain(asdict(load_own_recipe(run))))
     return {key: HIDDEN if is_private(key, value) else value for key, value in values.items() if key not in OWN_KEYS}
 
 
@@ -79,8 +79,12 @@ def _compare_curves(first: RunDirectory, second: RunDirectory) -> Iterator[tuple
         yield f"{step:,}", *_numbers(*(curve[step]["loss"] for curve in curves))
     for step in spread(validated, CURVE_ROWS // 2):
         yield f"{step:,} validation", *_numbers(*(curve[step]["validation_loss"] for curve in curves))
-    paces = [sorted(record["tokens_per_s"] for record in curve.values())[len(curve) // 2] for curve in curves]
-    yield "tokens/s, median", *(f"{pace:,.0f}" for pace in paces), f"x {paces[1] / paces[0]:.2f}"
+    known = [
+        [each["tokens_per_s"] for each in curve.values() if not math.isnan(each["tokens_per_s"])] for curve in curves
+    ]
+    if all(known):
+        paces = [sorted(each)[len(each) // 2] for each in known]
+        yield "tokens/s, median", *(f"{pace:,.0f}" for pace in paces), f"x {paces[1] / paces[0]:.2f}"
 
 
 def _read_curve(run: RunDirectory) -> dict[int, dict[str, Any]]:

@@ -27,14 +27,13 @@ Where run.root is a URL this is the working folder of the run, and remote.py say
 """
 
 import fcntl
-import json
 import os
 import re
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -52,7 +51,9 @@ from framework.checkpoint.place import (
 )
 from framework.checkpoint.storage import read
 from framework.errors import LeaseLost, RunError, RunInUse
-from framework.launch.places import explain_errors, write_private
+from framework.files import PRIVATE, write_file
+from framework.launch.places import explain_errors
+from framework.launch.record import begin_anew, first_record, now, read_record, write_record
 from framework.launch.remote import RemoteRun, locate
 from framework.lease import Holder, Lease, read_lease, take
 from framework.recipe.schema import Run
@@ -77,7 +78,7 @@ Judge = Callable[[Holder, Holder], Verdict]
 
 def describe_self(job: str = "", restart: int = 0, step: int = 0) -> Holder:
     """This process as the holder of a lease."""
-    return Holder(socket.gethostname(), os.getpid(), _now(), job, restart, step)
+    return Holder(socket.gethostname(), os.getpid(), now(), job, restart, step)
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class RunDirectory:
                 if any(run.path.iterdir()) and not run.record.exists():
                     raise RunError(f"{run.path} is not empty and not a run: choose another run.id or run.root")
             if not run.record.exists():
-                _write_json(run.record, {"id": run.id, "created": _now(), "birth": _draw_birth(), "launches": []})
+                write_record(run.record, first_record(run.id))
             if url is not None:
                 RemoteRun.make(run.path, url / run.id)
         return run
@@ -309,20 +310,34 @@ class RunDirectory:
                 lease.remove(path)
 
     def read_record(self) -> dict[str, Any]:
-        """The content of run.json."""
+        """The content of run.json. RunError where it was cut or changed."""
         with explain_errors(self.path):
-            return json.loads(self.record.read_text())
+            return read_record(self.record)
+
+    def find_record(self) -> dict[str, Any]:
+        """The content of run.json; nothing where it is gone or damaged, for those who can do without."""
+        with explain_errors(self.path), suppress(FileNotFoundError, RunError):
+            return read_record(self.record)
+        return {}
 
     def note_launch(
-        self, overrides: list[str], changes: dict[str, Any], lease: Lease | None = None, **more: Any
+        self,
+        overrides: list[str],
+        changes: dict[str, Any],
+        lease: Lease | None = None,
+        recipe: Mapping[str, Any] | None = None,
+        tokenizer: str | None = None,
+        **more: Any,
     ) -> None:
         """Add a launch to run.json: the overrides, the keys that they changed, and `more` of it, such as the job's id.
-        lease: None for a run of a sweep, whose job may have begun: ranks do not write this file."""
-        record = self.read_record()
-        launch = {"time": _now(), "host": socket.gethostname(), "overrides": overrides, "changes": changes, **more}
+        lease: None for a run of a sweep, whose job may have begun: ranks do not write this file. recipe, tokenizer: of the run
+        (identity.py), None where they stay."""
+        record = self.find_record() or begin_anew(self.record)
+        launch = {"time": now(), "host": socket.gethostname(), "overrides": overrides, "changes": changes, **more}
         record["launches"].append(launch)
+        record |= {name: value for name, value in (("recipe", recipe), ("tokenizer", tokenizer)) if value is not None}
         with explain_errors(self.path), lease.replacing(self.record) if lease else nullcontext(self.record) as made:
-            _write_json(made, record)
+            write_record(made, record)
 
     def _try_lock(self, stack: ExitStack) -> TextIO | None:
         """The file `lock`, locked; None while another process has it."""
@@ -402,9 +417,9 @@ def place_checkpoints(run: RunDirectory, root: str | None) -> None:
         if link.is_symlink():
             link.unlink()
         if place is None and remote is not None:
-            write_private(pointer, f"{remote.url / CHECKPOINTS}\n")
+            write_file(pointer, f"{remote.url / CHECKPOINTS}\n".encode(), PRIVATE)
         elif isinstance(place, ObjectPath):
-            write_private(pointer, f"{place / run.id}\n")
+            write_file(pointer, f"{place / run.id}\n".encode(), PRIVATE)
         elif place is not None:
             target = place.expanduser().absolute() / run.id
             target.mkdir(parents=True, exist_ok=True)
@@ -451,16 +466,3 @@ def _is_at(file: TextIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _draw_birth() -> str:
-    """A name of a new run that none before it has had, and that sorts behind theirs: nanoseconds of the clock, and chance."""
-    return f"{time.time_ns():016x}-{os.urandom(4).hex()}"
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %z")
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_private(path, json.dumps(value, indent=2) + "\n")

@@ -15,6 +15,7 @@ from framework.checkpoint.place import Place
 from framework.data.tokenize import load_tokenizer
 from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
+from framework.launch.identity import verify_identity
 from framework.mesh.layout import Layout
 from framework.model.added_bias import prepare_mixtures
 from framework.model.buffers import build_buffers, set_buffers
@@ -38,8 +39,8 @@ def export_command(run: Path, to: Path, best: bool = False, name: Path | None = 
     content already, CheckpointError when the checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
-    settings = load_recipe(directory.recipe).model
-    model, reader = _plan_model(directory, settings, _choose_checkpoint(directory, best, step))
+    settings, reader = _read_settings(directory, _choose_checkpoint(directory, best, step))
+    model = _plan_model(directory, settings)
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
     beside = [*_tokenizer_files(directory), *list_processors(directory.pretrained)]
@@ -56,8 +57,8 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     Raises what `export_command` raises.
     """
     directory = RunDirectory.open(run)
-    settings = load_recipe(directory.recipe).model
-    model, reader = _plan_model(directory, settings, _choose_checkpoint(directory))
+    settings, reader = _read_settings(directory, _choose_checkpoint(directory))
+    model = _plan_model(directory, settings)
     units, ties = find_units(model), tied_names(model)
     prepare_mixtures(settings, model, units)  # the run's own model chooses experts with the bias that was added
     # Rotary tables and masks are in no checkpoint.
@@ -90,16 +91,22 @@ def _tokenizer_files(directory: RunDirectory) -> list[Path]:
     return [path for path in sorted(directory.tokenizer.iterdir()) if path.name != "info.json"]
 
 
-def _plan_model(directory: RunDirectory, settings: Model, checkpoint: Place) -> tuple[PreTrainedModel, Reader]:
-    """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens, and its checkpoint. settings: the
-    recipe's."""
+def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Model, Reader]:
+    """The recipe's keys of the model, and the checkpoint, which says whether they and the tokenizer are still its own."""
+    recipe, reader = load_recipe(directory.recipe), Reader(checkpoint)
+    verify_identity(directory, recipe, reader.manifest.state)
+    return recipe.model, reader
+
+
+def _plan_model(directory: RunDirectory, settings: Model) -> PreTrainedModel:
+    """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens. settings: the recipe's."""
     model = build_meta(_load_config(directory, settings), settings.attention)
     # Runs of older versions have the family's ids in their recipes, not the tokenizer's.
     tokenizer = load_tokenizer(str(directory.tokenizer))
     set_token_ids(model, find_token_ids(model.config, tokenizer, settings.weights is not None))
     if settings.weights is not None:
         _carry_generation(model, directory.pretrained, tokenizer, settings.tokenizer is None)
-    return model, Reader(checkpoint)
+    return model
 
 
 def _carry_generation(

@@ -4,12 +4,12 @@ check -> data -> run directory, lock, recipe.yaml -> ranks -> what to type next
 """
 
 import os
-import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError, RunError
@@ -19,6 +19,7 @@ from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory, place_checkpoints
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
+from framework.launch.identity import describe_identity, keep_tokenizer
 from framework.launch.launchers import is_of_launcher
 from framework.launch.places import explain_errors, refuse_unreachable
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
@@ -121,7 +122,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
         keep_pretrained(run, lease, recipe.model)
         with explain_errors(run.path), lease.replacing(run.recipe) as made:
             save_recipe(recipe, made)
-        run.note_launch(overrides, {}, lease, **describe_software())
+        run.note_launch(overrides, {}, lease, **describe_identity(run, recipe), **describe_software())
         return _launch(run, lease, recipe, from_step=0)
 
 
@@ -149,7 +150,8 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
         if not part.is_saved:
             with explain_errors(run.path), lease.replacing(run.recipe) as made:
                 save_recipe(part.recipe, made)
-        run.note_launch(overrides, {each.key: each.now for each in part.changes}, lease, **describe_software())
+        changed = {each.key: each.now for each in part.changes}
+        run.note_launch(overrides, changed, lease, **_describe(run, part), **describe_software())
         return _launch(run, lease, part.recipe, from_step=part.step)
 
 
@@ -176,10 +178,10 @@ def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
     return NextPart(recipe, changes, step, tokenizer, is_saved=not changes and recipe == chosen)
 
 
-def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:
-    """The run's own copy of the tokenizer, in the place of that of a recipe which never trained."""
-    with explain_errors(run.path), lease.replacing(run.tokenizer) as made:
-        shutil.copytree(tokenizer, made)
+def _describe(run: RunDirectory, part: NextPart) -> dict[str, Any]:
+    """What run.json records of the recipe; the tokenizer stays what it was when the run was begun."""
+    identity = describe_identity(run, part.recipe)
+    return identity if part.tokenizer is not None else {"recipe": identity["recipe"]}
 
 
 def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:

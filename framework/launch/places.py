@@ -1,7 +1,6 @@
 """The places that a recipe names for a run: whether they can be written to, and what the file system says against it in words."""
 
 import errno
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,12 +60,3 @@ def explain_errors(path: Path, key: str | None = None) -> Iterator[None]:
         if error.errno in LASTING or error.errno in NO_LOCKS:
             raise RunError(f"cannot write at {place} ({error.strerror}): set {key} to a folder of yours") from error
         raise storage_error(error, "use", Path(place)) from error
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that is whole or not there, and that only the user reads: it may have values of launch.environment."""
-    partial = path.with_suffix(".tmp")
-    partial.unlink(missing_ok=True)  # of a process that was killed; a file keeps the mode that it was made with
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    os.replace(partial, path)

@@ -47,6 +47,7 @@ from urllib.parse import quote
 from framework.checkpoint.place import CHECKPOINTS, POINTER, ObjectPath, open_place
 from framework.checkpoint.storage import error_text, read, retry, storage_error
 from framework.errors import CheckpointError, LeaseLost, MeshwrightError, RunError
+from framework.files import PRIVATE, write_file
 from framework.lease import LEASE_FILE, Holder, Lease, take
 from framework.recipe.place_rules import RUN_ROOT
 from framework.train.faults import SAVE_FILE, STOP_FILE
@@ -464,9 +465,6 @@ def _say(message: str) -> None:
 def _write(path: Path, data: bytes, time_ns: int | None = None) -> None:
     """A file that is whole or not there, and that only the user reads: a recipe may have values of launch.environment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
+    write_file(path, data, PRIVATE)
     if time_ns is not None:
-        os.utime(made, ns=(time_ns, time_ns))
-    os.replace(made, path)
+        os.utime(path, ns=(time_ns, time_ns))

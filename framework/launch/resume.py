@@ -5,15 +5,14 @@ does not touch the training run itself (layouts, places, rhythms), or what only 
 """
 
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
-from framework.checkpoint.place import KEY
 from framework.errors import RunError
 from framework.foresight.auto import require_layout
 from framework.launch.directory import RunDirectory
+from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change, read_recorded, refuse_edits, values_of
 from framework.launch.runs import Runs
 from framework.launch.settle import keep_settled
 from framework.recipe.compose import compose, load_recipe
@@ -30,28 +29,6 @@ SHOWN_RUNS = 10
 # Where the run lies, which its folder says.
 OWN_KEYS = ("run.root", "run.work", "run.id", "run.name")
 
-# Patterns of the keys that a resume may change, each with the reason why the run stays the same run.
-MAY_CHANGE = (
-    ("train.steps", "more steps; a schedule that ends with the run stretches with it"),
-    ("train.epochs", "the same, in passes over the text"),
-    ("train.validat*", "looks at the weights, does not change them"),
-    ("train.sample", "reads the finished weights"),
-    ("train.on_spike", "how spikes are met from here on"),
-    ("train.max_rewinds", "the same"),
-    ("train.divergence_check_steps", "looks at the weights, does not change them"),
-    ("batch.sequences_per_microbatch", "sums in another grouping"),
-    ("parallel.*", "every layout is the same training run"),
-    ("pipeline.*", "every cut and every schedule is the same training run"),
-    ("zero.*", "every layout is the same training run"),
-    ("memory.*", "the same values in other memory"),
-    ("launch.*", "where it runs"),
-    ("cluster.*", "what is foretold of it"),
-    ("checkpoint.*", "how often it saves; not checkpoint.root: that is noted in the run's folder"),
-    ("track.*", "who watches"),
-    ("data.root", "where the token stores lie; their fingerprints say what is in them"),
-    ("run.*", "the directory, which names itself"),
-)
-
 
 @dataclass(frozen=True)
 class Change:
@@ -63,7 +40,7 @@ class Change:
 
     @property
     def is_allowed(self) -> bool:
-        return self.key != KEY and any(fnmatch(self.key, pattern) for pattern, _ in MAY_CHANGE)
+        return may_change(self.key)
 
 
 def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> tuple[Recipe, list[Change]]:
@@ -81,9 +58,15 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     )  # by a choice of recipes, parallel=auto, which the beginning has followed
     if is_open:
         composed = with_layout_of(composed, saved)
+    recorded = read_recorded(run)["recipe"]
+    edits = find_edits(recorded, values_of(saved))
+    restored = edits.keys() - find_edits(recorded, values_of(resumed)).keys()
+    if not run.has_trained:  # what is typed takes the place of all that was recorded
+        restored |= {change.key for change in find_changes(saved, resumed)}
+    refuse_edits(run, {key: values for key, values in edits.items() if key not in restored})
     changes = find_changes(saved, resumed)
-    refused = {change.key: change for change in changes if not change.is_allowed}
-    others = [change for change in find_changes(saved, composed) if not change.is_allowed]
+    refused = {change.key: change for change in changes if not change.is_allowed and change.key not in restored}
+    others = [each for each in find_changes(saved, composed) if not each.is_allowed and each.key not in restored]
     refused |= {change.key: change for change in others if change.key not in refused}
     if refused and run.has_trained:
         raise RunError(explain_refusal(run, list(refused.values()), saved.launch.kind))
@@ -119,6 +102,12 @@ def saved_step(run: RunDirectory) -> int:
 
 def refuse_missing(run: Run) -> NoReturn:
     """Raises RunError for a command line that can only mean a resume and names a run that is not there, or has not begun."""
+    folder = Runs.of(run).folder / str(run.id)
+    if (folder / "run.json").is_file():
+        raise RunError(
+            f"{folder}/recipe.yaml is gone, so the run cannot go on: put it back, from a copy or by hand; run.json has its values"
+            " under `recipe`"
+        )
     there = Runs.of(run).list_ids()
     near = nearest(str(run.id), there)
     shown = ", ".join(there[-SHOWN_RUNS:]) + (f" and {len(there) - SHOWN_RUNS} more" if len(there) > SHOWN_RUNS else "")
@@ -130,11 +119,10 @@ def refuse_missing(run: Run) -> NoReturn:
 
 
 def find_changes(saved: Recipe, other: Recipe) -> list[Change]:
-    """All keys whose values differ, `(not set)` where one of the two has no such key."""
+    """All keys whose values differ, ABSENT where one of the two has no such key."""
     was, now = flatten(asdict(saved)), flatten(asdict(other))
-    absent = "(not set)"
     keys = [*was, *(key for key in now if key not in was)]
-    pairs = [(key, was.get(key, absent), now.get(key, absent)) for key in keys]
+    pairs = [(key, was.get(key, ABSENT), now.get(key, ABSENT)) for key in keys]
     return [Change(key, _shown(key, one), _shown(key, other)) for key, one, other in pairs if one != other]
 
 

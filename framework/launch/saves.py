@@ -194,7 +194,7 @@ class Saves:
     def _enter(self) -> None:
         """On rank 0."""
         run = RunDirectory(self.lease.run)
-        created = run.read_record()["created"] if run.record.exists() else "no launch"
+        created = run.find_record().get("created", "no launch")
         try:
             folder_of(self.root).enter(self.lease, f"{run.id} of {created}")
         except OSError as error:
@@ -203,7 +203,7 @@ class Saves:
     def _read_birth(self) -> str:
         """On rank 0."""
         run = RunDirectory(self.lease.run)
-        return str(run.read_record().get("birth", NO_BIRTH)) if run.record.exists() else NO_BIRTH
+        return str(run.find_record().get("birth", NO_BIRTH))
 
     def _begin_generation(self, step: int) -> None:
         self.keeper.generation = tell(partial(begin_generation, self.lease, step), self.mesh.axis("world"))

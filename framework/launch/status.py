@@ -3,6 +3,7 @@
 Works for local runs, after the job is gone, and on machines without SLURM.
 """
 
+import math
 import re
 import shlex
 import statistics
@@ -16,13 +17,13 @@ from typing import Any
 
 from framework.errors import EXIT_DONE, MeshwrightError, RunError
 from framework.launch.directory import RunDirectory
+from framework.launch.identity import load_own_recipe
 from framework.launch.overview import describe_runs, list_runs
 from framework.launch.remote import RemoteRun
 from framework.launch.request import find_jobs, is_running
 from framework.launch.resume import resume_command, saved_step
 from framework.launch.runs import Runs
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState
-from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe
 from framework.track.console import format_duration
 from framework.track.goodput_log import read_account
@@ -83,7 +84,7 @@ def _describe_member(run: RunDirectory) -> str:
 
 def describe_run(run: RunDirectory) -> str:
     """The lines of one run, those that have nothing to say left out."""
-    recipe, launch = load_recipe(run.recipe), _last_launch(run)
+    recipe, launch = load_own_recipe(run), _last_launch(run)
     jobs = find_jobs(run)
     history = read_history(run, launch.get("jobs", []))
     step, trouble = 0, ""
@@ -189,7 +190,8 @@ def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> s
     if not records:
         return f"none of {total:,} yet"
     last = records[-1]
-    pace_s = statistics.median(record["step_s"] for record in records[-RECENT_STEPS:])
+    paces = [record["step_s"] for record in records[-RECENT_STEPS:] if not math.isnan(record["step_s"])]
+    pace_s = statistics.median(paces) if paces else 0.0
     left = total - last["step"]
     eta = f", {format_duration(pace_s * left)} of training left" if left else ""
     age = "" if now_s is None else _describe_age(now_s - last["unix_s"], pace_s * recipe.track.every_steps)

@@ -13,18 +13,19 @@ from typing import TextIO
 
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
+from framework.files import PRIVATE, write_file
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.elastic import NodeCount, describe_counts, legal_counts, plan_counts
 from framework.launch.epochs import settle_length, settle_steps
+from framework.launch.identity import describe_identity, keep_tokenizer
 from framework.launch.local import (
     claim,
-    keep_tokenizer,
     refuse_begun,
     refuse_leftovers,
     summarize,
 )
-from framework.launch.places import explain_errors, refuse_unreachable, write_private
+from framework.launch.places import explain_errors, refuse_unreachable
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.runs import Runs
 from framework.launch.settle import keep_pretrained, settle, settle_tokens
@@ -39,7 +40,7 @@ from framework.launch.slurm import (
 )
 from framework.launch.snapshot import copy_code, describe_software
 from framework.lease import Lease
-from framework.recipe.compose import save_recipe
+from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
 
@@ -114,7 +115,7 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
     with explain_errors(sweep.path):
         sweep.script.parent.mkdir(exist_ok=True)
         script = render(first, sweep.path.absolute(), Path.cwd(), len(recipes), legal[0])
-        write_private(sweep.script, script.text)
+        write_file(sweep.script, script.text.encode(), PRIVATE)
     for index, (run, recipe) in enumerate(zip(runs, recipes, strict=True)):
         wandb = replace(recipe.track.wandb, group=recipe.track.wandb.group or sweep.id)
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
@@ -124,7 +125,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], d
         job = submit_script(sweep.script)
         sweep.note_launch([], {}, lease, jobs=[job], runs=[run.id for run in runs], **describe_software())
     for index, run in enumerate(runs):
-        run.note_launch(combinations[index], {}, jobs=[f"{job}_{index}"], **describe_software())
+        identity = describe_identity(run, load_recipe(run.recipe))
+        run.note_launch(combinations[index], {}, **identity, jobs=[f"{job}_{index}"], **describe_software())
         print(f"run      {run.path}: {shlex.join(combinations[index])}")
     print(_next_steps(sweep, [job], [f"runs     {len(runs)}, at once {first.launch.at_once or len(runs)}"]))
     return EXIT_DONE
@@ -247,7 +249,8 @@ def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path, cou
             copy_code(made)
         run.script.parent.mkdir(exist_ok=True)
         with lease.replacing(run.script) as made:
-            write_private(made, render(recipe, run.path.absolute(), Path.cwd(), counts=counts).text)
+            script = render(recipe, run.path.absolute(), Path.cwd(), counts=counts)
+            write_file(made, script.text.encode(), PRIVATE)
         with lease.replacing(run.recipe) as made:
             save_recipe(recipe, made)
 
@@ -259,7 +262,9 @@ def _queue(run: RunDirectory, lease: Lease, recipe: Recipe, overrides: list[str]
         for _ in range(recipe.launch.chain):
             jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
             print(jobs[-1], file=ids, flush=True)
-    run.note_launch(overrides, {change.key: change.now for change in changes}, lease, jobs=jobs, **describe_software())
+    identity = describe_identity(run, recipe)
+    changed = {change.key: change.now for change in changes}
+    run.note_launch(overrides, changed, lease, **identity, jobs=jobs, **describe_software())
     print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, recipe)}"]))
     return EXIT_DONE
 

@@ -33,8 +33,10 @@ from framework.errors import (
     MeshwrightError,
     TopologyError,
 )
+from framework.launch.directory import RunDirectory
 from framework.launch.fault_door import FaultDoor
 from framework.launch.goodput import open_goodput
+from framework.launch.identity import settle_identity
 from framework.launch.probe import probe
 from framework.launch.saves import Saves
 from framework.lease import Lease
@@ -166,6 +168,9 @@ def _train(
             f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
             " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
+    settle = partial(settle_identity, RunDirectory(run_dir), lease, recipe, state.to_json(), prepared.tokenizer)
+    identity = tell(settle, mesh.axis("world"))
+    state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
     prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
     sources = tuple(source.name for source in prepared.sources)
     info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy, sources, prompt)
@@ -175,7 +180,7 @@ def _train(
         print(
             "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
         )
-    observers = open_observers(recipe, run_dir, info, lease) if mesh.rank == 0 else Observers()
+    observers = open_observers(recipe, run_dir, info, lease, state.spikes.seen) if mesh.rank == 0 else Observers()
     samples = LedgerOfRank(recipe.track.sample_ledger, mesh, run_dir)
     samples.begin(state.samples)
     hearers = [samples.note] if door is None else [door.hear_batch, samples.note]

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from framework.errors import ModelError
-from framework.lease import sync
+from framework.files import sync
 from framework.mesh.box import Box
 from framework.model.carried import GENERATION
 from framework.model.conversions import Assembly, assemble, dropped_on_save, kept_dtype, match_keys, to_checkpoint

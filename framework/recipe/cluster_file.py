@@ -3,8 +3,6 @@
 Such a file has the keys of the group `cluster`, like those in `recipes/cluster/`, and stands in the place of the whole group.
 """
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
+from framework.files import write_file
 from framework.recipe.origins import remove_origin, trace_file
 from framework.recipe.problem import COMMAND_LINE, Problem, label_of, yaml_problem
 from framework.recipe.yaml_file import YamlLoader
@@ -57,12 +56,4 @@ def read_cluster_file(file: Path) -> tuple[dict[str, Any], list[Problem]]:
 def write_cluster_file(file: Path, text: str) -> None:
     """Writes the file whole or not at all; its folder is made where it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as written:
-            written.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_file(file, text.encode(), 0o644)

@@ -1,8 +1,6 @@
 """Recipes on disk: the resolved recipe of a run, which every rank, requeue and resume reads."""
 
-import os
 import re
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
 
 from framework.errors import RecipeError
+from framework.files import PRIVATE, write_file
 from framework.recipe.convert import to_recipe
 from framework.recipe.origins import trace_file
 from framework.recipe.problem import Problem, label_of, render_problems, yaml_problem
@@ -31,17 +30,7 @@ def load_recipe(path: Path) -> Recipe:
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Writes the recipe as YAML such that `load_recipe` gives an equal one. The file is whole or not there, and the user's own:
     whoever is to read it is let in with `chmod`."""
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # with mode 0600
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(to_yaml(recipe))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_file(Path(path), to_yaml(recipe).encode(), PRIVATE)
 
 
 def to_yaml(recipe: Recipe) -> str:

@@ -4,19 +4,24 @@ Strict JSON. JSON has no NaN and no infinity, and a diverged loss must stay visi
 (`null`): they are the strings "NaN", "Infinity" and "-Infinity", as in the Protocol Buffers JSON mapping; Python's
 `float()` reads them back. `unix_s` is the wall clock when the step was reported.
 
-Each line is flushed to the operating system, so a killed process loses nothing; only a failing machine may lose the last
-lines. On a resume at step k the records beyond k, of steps whose weights are lost, are dropped: one record per step remains.
+Each line is given to the operating system at once, so a killed process loses nothing; only a failing machine may lose the last
+lines, and one whose disk is full those that waited for room. On a resume at step k the records beyond k, of steps whose weights
+are lost, are dropped: one record per step remains. What is missing up to k is said, and filled in as far as the checkpoint
+knows: loss and gradient norm of the last 130 steps.
 """
 
+import errno
 import json
 import math
 import os
+import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from framework.lease import Lease
 from framework.track.report import RunInfo, StepReport
@@ -24,6 +29,8 @@ from framework.track.report import RunInfo, StepReport
 METRICS_FILE = "metrics.jsonl"
 # Tokens of each expert by layer, of each report: {"step": 20, "expert_loads": {"layers.1": [31, 40, ...], ...}}.
 LOADS_FILE = "expert_loads.jsonl"
+# Lines that a full disk keeps out, of perhaps 100,000 steps.
+MOST_WAITING_BYTES = 64 << 20
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -31,7 +38,10 @@ class Jsonl:
     """Appends a record of each report to a file of the run. Rank 0 only: one writer per file.
 
     file, record_of: the file's name, and what it has of a report; `unix_s` is added. lease: of the run. A start replaces the file
-    before it adds to it, so the descriptor of a former start is of a file that nobody reads any more.
+    before it adds to it, so the descriptor of a former start is of a file that nobody reads any more. known: [step, loss,
+    gradient norm] of the last steps, as a checkpoint has them: of these, lost lines are filled in. every_steps: of reports.
+
+    What cannot be written (full disk) waits in memory, to the byte, and is written before the next record.
     """
 
     def __init__(
@@ -41,37 +51,106 @@ class Jsonl:
         file: str = METRICS_FILE,
         record_of: Callable[[StepReport], dict[str, Any]] | None = None,
         lease: Lease | None = None,
+        known: Sequence[Sequence[float]] | None = None,
+        every_steps: int = 1,
     ):
         self._path, self._lease = run_dir / file, lease or Lease(run_dir)
         self._now, self._record_of = now, record_of or metrics_of
-        self._file: TextIO | None = None
-        self._is_torn = False
+        self._known, self._every_steps = known, every_steps
+        self._file: BinaryIO | None = None
+        self._waiting = bytearray()
 
     def open(self, run: RunInfo) -> None:
-        truncate(self._path, run.start_step, self._lease)
-        self._file = self._path.open("a", encoding="utf-8")
+        if self._known is None:
+            truncate(self._path, run.start_step, self._lease)
+        else:
+            known = {int(step): (loss, norm) for step, loss, norm in self._known}
+            restore_records(self._path, run, known, self._every_steps, self._lease, self._now())
+        self._file = self._path.open("ab", buffering=0)
 
     def report(self, report: StepReport) -> None:
-        assert self._file is not None, "report before open"
-        line = json.dumps(encode({**self._record_of(report), "unix_s": self._now()}), allow_nan=False)
-        # A write that failed half-way (full disk) must not spoil the record that follows it.
-        separator, self._is_torn = ("\n" if self._is_torn else ""), True
-        self._file.write(f"{separator}{line}\n")
-        self._file.flush()
-        self._is_torn = False
+        line = json.dumps(encode({**self._record_of(report), "unix_s": self._now()}), allow_nan=False).encode() + b"\n"
+        if len(self._waiting) + len(line) > MOST_WAITING_BYTES:
+            raise OSError(errno.ENOSPC, "no room for so many lines in memory; this one is lost", str(self._path))
+        self._waiting += line
+        self._write()
 
     def rewind(self, step: int) -> None:
         """As a resume at that step."""
         assert self._file is not None, "rewind before open"
+        self._write()
         truncate(self._path, step, self._lease)
-        former, self._file = self._file, self._path.open("a", encoding="utf-8")
+        former, self._file = self._file, self._path.open("ab", buffering=0)
         former.close()
-        self._is_torn = False
 
     def close(self, exit_code: int) -> None:
         if self._file is not None:
+            self._write()
             os.fsync(self._file.fileno())
             self._file.close()
+
+    def _write(self) -> None:
+        assert self._file is not None, "report before open"
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            kept = f"{error.strerror}; {self._waiting.count(10):,} lines wait in memory for room"
+            raise OSError(error.errno, kept, str(self._path)) from error
+
+
+def restore_records(
+    path: Path,
+    run: RunInfo,
+    known: Mapping[int, tuple[float, float]],
+    every_steps: int,
+    lease: Lease,
+    unix_s: float,
+) -> None:
+    """`truncate` to the step that a run goes on from; what is missing up to there is said, and filled in from the (loss, gradient
+    norm) of `known` steps, with the mark `filled`."""
+    truncate(path, run.start_step, lease)
+    records = {record["step"]: record for record in read_records(path)}
+    missing = find_missing(list(records), run.start_step, every_steps)
+    if not missing:
+        return
+    filled = [step for step in missing if step in known]
+    records |= {step: _fill(run, step, *known[step], unix_s) for step in filled}
+    lines = (json.dumps(encode(records[step]), allow_nan=False) + "\n" for step in sorted(records))
+    lease.write(path, "".join(lines).encode())
+    print(
+        f"{path} lacks {len(missing):,} lines of steps {missing[0]:,} to {missing[-1]:,}, which a crash, a full disk or damage"
+        f" has lost: loss and gradient norm of {len(filled):,} are filled in from the checkpoint. No weight depends on them",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def find_missing(steps: Sequence[int], last_step: int, every_steps: int) -> list[int]:
+    """The steps up to `last_step` that were to be reported and have no record. Where reports came less often than now, as a gap
+    like most others shows, nothing is missing."""
+    bounds = [0, *steps, last_step + 1]
+    usual = Counter(later - step for step, later in pairwise([0, *steps])).most_common(1)
+    longest = max(every_steps, usual[0][0] if usual else 1)
+    gaps = [(step, later) for step, later in pairwise(bounds) if later - step > longest]
+    return [step for first, stop in gaps for step in range(first + 1, stop) if step % every_steps == 0]
+
+
+def _fill(run: RunInfo, step: int, loss: float, gradient_norm: float, unix_s: float) -> dict[str, Any]:
+    """A record of a step of which no more is known; other numbers are NaN."""
+    required: dict[str, Any] = {
+        each.name: math.nan
+        for each in fields(StepReport)
+        if each.default is MISSING and each.default_factory is MISSING
+    }
+    known: dict[str, Any] = {
+        "step": step,
+        "loss": loss,
+        "gradient_norm": gradient_norm,
+        "tokens": step * run.tokens_per_step,
+    }
+    report = StepReport(**{**required, **known, "tokens_per_s_per_rank": (), "mfu": None})
+    return {**metrics_of(report), "unix_s": unix_s, "filled": True}
 
 
 def metrics_of(report: StepReport) -> dict[str, Any]:
@@ -103,10 +182,11 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 def truncate(path: Path, last_step: int, lease: Lease) -> None:
     """Drop the records of steps beyond `last_step` and lines that a crash tore; atomic, nothing is lost if interrupted."""
-    records = read_records(path) if path.exists() else ()
+    records, newest = read_records(path) if path.exists() else (), 0
     with lease.replacing(path) as made, made.open("w", encoding="utf-8") as kept:
         for record in records:
-            if record["step"] <= last_step:
+            if newest < record["step"] <= last_step:  # one record a step, whatever was written twice
+                newest = record["step"]
                 kept.write(json.dumps(encode(record), allow_nan=False) + "\n")
         kept.flush()
         os.fsync(kept.fileno())

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ class Observers:
         self._observers, self._lease = list(observers), lease
         self._shout = shout
         self._failures: Counter[str] = Counter()
+        self._last: dict[str, str] = {}
 
     def open(self, run: RunInfo) -> None:
         self._observers = [each for each in self._observers if self.contain(_name(each), partial(each.open, run))]
@@ -58,7 +59,7 @@ class Observers:
                 self.contain(_name(each), partial(each.close, exit_code))
         for name, count in self._failures.items():
             if count > 1:
-                self._shout(f"{name} failed {count} times in this run")
+                self._shout(f"{name} failed {count} times in this run, at last with {self._last[name]}")
 
     def contain(self, name: str, call: Callable[[], None]) -> bool:
         """Whether the call came to its end; what it raises is shouted under the name, but for LeaseLost, which passes."""
@@ -68,6 +69,7 @@ class Observers:
             raise
         except Exception as error:  # whatever an observer does, training goes on: this is the one place for it
             self._failures[name] += 1
+            self._last[name] = f"{type(error).__name__}: {error}"
             if self._failures[name] == 1:
                 self._shout(f"{name} failed, training goes on: {type(error).__name__}: {error}")
             return False
@@ -78,12 +80,15 @@ def _name(observer: Observer) -> str:
     return type(observer).__name__.lower()
 
 
-def open_observers(recipe: Recipe, run_dir: Path, run: RunInfo, lease: Lease | None = None) -> Observers:
+def open_observers(
+    recipe: Recipe, run_dir: Path, run: RunInfo, lease: Lease | None = None, known: Sequence[Sequence[float]] = ()
+) -> Observers:
     """The observers that the recipe asks for, opened. For rank 0; other ranks use `Observers()`. lease: of the run, None where
-    nobody launches it."""
+    nobody launches it. known: [step, loss, gradient norm] of the last steps."""
     console, lease = Console(), lease or Lease(run_dir)
+    metrics = Jsonl(run_dir, lease=lease, known=known, every_steps=recipe.track.every_steps)
     # Closed in reverse order: the table stands between the report's files and the console's last word.
-    observers: list[Observer] = [console, GoodputTable(run_dir, console.say), Jsonl(run_dir, lease=lease)]
+    observers: list[Observer] = [console, GoodputTable(run_dir, console.say), metrics]
     if run.has_experts:
         observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of, lease=lease))
     if recipe.track.wandb.mode != "disabled":

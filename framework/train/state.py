@@ -43,6 +43,8 @@ class RunState:
     spikes: SpikeState = field(default_factory=SpikeState)
     rewinds: int = 0
     skipped_samples: list[list[int]] = field(default_factory=list)
+    recipe: dict[str, Any] = field(default_factory=dict)  # with the tokenizer's hash: launch/identity.py
+    tokenizer: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

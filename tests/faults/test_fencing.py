@@ -262,11 +262,12 @@ def find_operation(tmp_path, name):
     plain = os.rename
 
     def rename(source, target, **named):
-        look(freeze.count, f"{source} {target}")
+        look(freeze.count - 1, f"{source} {target}")
         return plain(source, target, **named)
 
+    lease = begin(tmp_path)
     with patch.object(os, "rename", rename), freeze.watching():
-        stale_life_alone(begin(tmp_path))
+        stale_life_alone(lease)
     return numbers[0]
 
 

@@ -15,7 +15,7 @@ Law = Callable[["Source"], Iterator[Breach]]
 
 # Lowest first; rooms of one floor do not know each other.
 FLOORS = (
-    ("errors", "imports", "start"),
+    ("errors", "files", "imports", "start"),
     ("lease",),
     ("recipe",),
     ("mesh",),

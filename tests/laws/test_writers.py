@@ -13,6 +13,7 @@ import framework
 PACKAGE = Path(framework.__file__).parent
 ROOMS = ("checkpoint", "track", "train", "launch", "lease.py")
 WRITES = {
+    "create_file", "write_file", "write_json", "write_atomically",
     "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
     "savefig", "mkstemp", "mkdtemp", "symlink_to", "remove_all", "pipe_file", "rm", "rm_file",
 }  # fmt: skip
@@ -37,7 +38,6 @@ KNOWN = {
     "checkpoint/folder.py LocalFolder.prepare": IN_WORKPLACE,
     "checkpoint/folder.py LocalFolder.remove": IN_WORKPLACE,
     "checkpoint/folder.py LocalFolder.write": IN_WORKPLACE,
-    "checkpoint/folder.py write_note": IN_WORKPLACE,
     "checkpoint/object_folder.py ObjectFolder.begin": EPOCH,
     "checkpoint/object_folder.py ObjectFolder.discard": EPOCH,
     "checkpoint/object_folder.py ObjectFolder.enter": EPOCH,
@@ -53,7 +53,7 @@ KNOWN = {
     "checkpoint/place.py find_probe_error": OUTSIDE,
     "checkpoint/held.py HeldSteps._load": MEMORY,
     "checkpoint/held.py _keep_head": MEMORY,
-    "checkpoint/lineage.py _write": IN_WORKPLACE,
+    "checkpoint/neighbors.py CopyKeeper._collect": MEMORY,
     "checkpoint/neighbors.py CopyKeeper._commit": MEMORY,
     "checkpoint/neighbors.py CopyKeeper._forget": MEMORY,
     "checkpoint/neighbors.py _write_head": MEMORY,
@@ -62,7 +62,9 @@ KNOWN = {
     "checkpoint/node_memory.py _remove": MEMORY,
     "checkpoint/node_memory.py NodeMemory.make": MEMORY,
     "checkpoint/node_memory.py make_file": MEMORY,
+    "checkpoint/save.py Saver._commit.write": IN_WORKPLACE,
     "launch/directory.py RunDirectory.create": OUTSIDE,
+    "launch/record.py write_record": "called for a file of a workplace, or for a run that is just made",
     "launch/directory.py RunDirectory._lock_at_once": LOCK,
     "launch/directory.py RunDirectory.attend": LOCK,
     "launch/directory.py RunDirectory._try_lock": LOCK,
@@ -70,12 +72,11 @@ KNOWN = {
     "launch/directory.py place_checkpoints": OUTSIDE,
     "launch/places.py refuse_unwritable": OUTSIDE,
     "launch/directory.py _claim_next": OUTSIDE,
-    "launch/places.py write_private": "called for files of a workplace, or for a run that is just made",
     "launch/export_places.py ExportFolder.making": CHECKED,
     "launch/export_places.py ExportObjects._put": EPOCH,
     "launch/export_places.py ExportObjects.remove_after": EPOCH,
     "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
-    "launch/local.py keep_tokenizer": IN_WORKPLACE,
+    "launch/identity.py keep_tokenizer": IN_WORKPLACE,
     "launch/measure.py measure_command": TEMPORARY,
     "launch/measure_order.py Order.save": TEMPORARY,
     "launch/measure_rank.py _measure": TEMPORARY,

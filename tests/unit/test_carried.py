@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from framework.cli import main
-from framework.data.tokenize import train_bpe
+from framework.data.tokenize import save_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, DataError, ModelError
 from framework.launch.export import load_model
 from framework.launch.settle import settle_tokens
@@ -115,8 +116,8 @@ def test_a_config_that_transformers_does_not_save_is_refused_before_the_run(fold
 def test_a_tokenizer_with_more_entries_than_the_weights_says_one_fix(folder: Path, tmp_path: Path) -> None:
     """Before the run is made; whoever sets model.config.vocab_size instead is told the same."""
     tokenizer = tmp_path / "tokenizer"
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tokenizer)
-    write(tokenizer / "info.json", {"hash": "", "vocab_size": 333, "eos_id": 0})
+    info = save_tokenizer(AutoTokenizer.from_pretrained(folder), tokenizer)
+    write(tokenizer / "info.json", asdict(replace(info, vocab_size=333)))
     with pytest.raises(DataError, match=r"320 entries, is smaller .* 333: .*model\.tokenizer=null.*embeddings\(333\)"):
         settle_tokens(compose_run(folder), tokenizer)
     with pytest.raises(ModelError, match=r"model\.config\.vocab_size=320.*or remove it.*\n?.*resize_token_embeddings"):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from framework.checkpoint import commit, storage
-from framework.checkpoint.commit import explain, find_newest, list_checkpoints, newest_checkpoint, note_of
+from framework.checkpoint.commit import explain, find_newest, list_checkpoints, newest_checkpoint, note_of, step_of
 from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.retire import amend, retire_newer
@@ -394,3 +395,46 @@ def test_going_back_may_be_cut_anywhere(root, point):
         assert (newest.name, state) == ("step-00000002", {"step": 2})
     else:
         assert state == ({"step": 1, "new": True} if point == "amended" else {"step": 1})
+
+
+LOST = r"checkpoint of step {last} was committed, as .*checkpoints.json says, and is gone.*of step {left}: {lost} steps are lost"
+
+
+def test_a_newest_checkpoint_that_is_gone_is_said_with_the_steps_that_are_lost(root, tmp_path, capfd):
+    for step in (1, 3, 8):
+        save(root, step)
+    shutil.rmtree(root / "step-00000008")
+    capfd.readouterr()
+    says = LOST.format(last=8, left=3, lost=5)
+    assert re.search(says, find_newest(root).lost)
+    assert newest_checkpoint(root).name == "step-00000003"
+    assert re.search(says, capfd.readouterr().err)
+    assert load(root) == 3
+    assert re.search(says, capfd.readouterr().err)
+    save(root, 9)
+    assert find_newest(root).lost is None
+
+
+@pytest.mark.parametrize("gone", ["retained", "older", "damaged", "set aside", "rewound", "rewound twice", "no note"])
+def test_a_checkpoint_that_went_on_purpose_or_under_another_name_is_not_called_lost(root, gone):
+    lease = Lease(root.parent)
+    for step in (1, 2, 3):
+        save(root, step, keep=2 if gone == "retained" else 9)
+    if gone == "older":
+        shutil.rmtree(root / "step-00000002")
+    elif gone in ("damaged", "set aside"):
+        (root / "step-00000003" / "rank-00000.bin").write_bytes(b"")
+        if gone == "set aside":
+            load(root)
+    elif gone == "no note":
+        shutil.rmtree(root / "step-00000003")
+        note_of(root).unlink()
+    elif gone.startswith("rewound"):
+        retire_newer(root, lease, 2)
+        if gone == "rewound twice":
+            retire_newer(root, lease, 1)
+            retire_newer(root, lease, 1)
+    found = find_newest(root)
+    assert found.lost is None
+    expected = {"retained": 3, "older": 3, "rewound twice": 1}.get(gone, 2)
+    assert step_of(found.newest) == expected

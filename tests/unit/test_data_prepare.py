@@ -37,9 +37,10 @@ from framework.data.prepared import (
 )
 from framework.data.shard import ShardJob, hash_document, tokenize_shards
 from framework.data.source import MIN_SHARD_BYTES, list_files, plan_shards
-from framework.data.store import ShardReport, Split, write_atomically
+from framework.data.store import ShardReport, Split
 from framework.data.tokenize import decode_start, load_encoder, load_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, EXIT_USER, DataError, ModelError
+from framework.files import write_atomically
 from framework.recipe.schema import Data, Model, Recipe, Source
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]

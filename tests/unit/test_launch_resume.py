@@ -1,17 +1,21 @@
 """What a resume may change, and how a change that makes another run is refused."""
 
+import re
 from functools import partial
 
 import pytest
 
-from framework.errors import RunError
+from framework.checkpoint.save import save_checkpoint
+from framework.errors import EXIT_USER, RunError
 from framework.launch import local, submit
 from framework.launch.directory import RunDirectory, describe_self
+from framework.launch.identity import describe_identity, find_edits, fixed, values_of
 from framework.launch.resume import MAY_CHANGE, Change, resume_recipe
 from framework.launch.settle import settle
 from framework.lease import take
-from framework.recipe.compose import compose, save_recipe
+from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.keys import list_keys
+from tests.unit.test_checkpoint import ALONE
 
 
 @pytest.fixture
@@ -123,3 +127,85 @@ def test_a_run_that_has_not_trained_takes_the_corrected_recipe(run, overrides):
     (run.path / "checkpoints.json").touch()  # its checkpoints may be gone; it has trained
     with pytest.raises(RunError, match="begun with another recipe"):
         resume(run, *overrides)
+
+
+@pytest.fixture
+def recorded(run):
+    """The same run, whose launch has recorded its recipe."""
+    run.note_launch([], {}, **describe_identity(run, load_recipe(run.recipe)))
+    return run
+
+
+def edit(run, key, value):
+    """Edit a line of recipe.yaml by hand."""
+    text = run.recipe.read_text()
+    edited = re.sub(rf"(?m)^( *{key}:) .*$", rf"\1 {value}", text, count=1)
+    assert edited != text
+    run.recipe.write_text(edited)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "value"), [("lr", "optim.lr", 0.5), ("steps", "train.steps", 77), ("keep", "checkpoint.keep", 9)]
+)
+def test_a_recipe_that_was_edited_is_refused_by_the_key_and_the_true_value(recorded, key, name, value):
+    true = dict(values_of(load_recipe(recorded.recipe)))[name]
+    edit(recorded, key, value)
+    with pytest.raises(
+        RunError, match=rf"recipe.yaml was edited.*\n  {name}: it has {value}, .*with {true}\n"
+    ) as caught:
+        resume(recorded)
+    assert caught.value.exit_code == EXIT_USER
+    recipe, changes = resume(recorded, f"{name}={true}")
+    assert dict(values_of(recipe))[name] == true
+    assert [change.key for change in changes] == [name], "so recipe.yaml is written anew"
+
+
+def test_a_value_that_is_added_or_taken_away_is_an_edit_and_a_key_of_a_later_version_is_none():
+    recipe = compose(["experiment=quickstart", "run.id=x"]).require()
+    now = values_of(recipe)
+    assert find_edits({}, now) == {}
+    assert find_edits(now, now) == {}
+    later = {key: value for key, value in now.items() if key not in ("optim.betas", "train.on_spike")}
+    assert find_edits(later, now) == {}
+    assert find_edits(now, now | {"model.config.rope_theta": 5.0}) == {"model.config.rope_theta": (5.0, "(not set)")}
+    assert find_edits(fixed(now), now) == {}, "what a checkpoint records"
+    assert find_edits(now | {"model.config.gone": 1}, now) == {"model.config.gone": ("(not set)", 1)}
+
+
+def test_a_checkpoint_knows_the_recipe_where_the_record_is_lost(run):
+    true = fixed(values_of(load_recipe(run.recipe)))
+    save_checkpoint(run.checkpoints, 3, [], {"step": 3, "recipe": true, "tokenizer": ""}, ALONE, 2)
+    run.record.write_text("{")
+    edit(run, "lr", 0.5)
+    edit(run, "steps", 77)
+    with pytest.raises(RunError, match=r"optim.lr: it has 0.5, the run has trained with 0.003") as caught:
+        resume(run)
+    assert "train.steps" not in str(caught.value)
+
+
+def test_a_run_that_never_trained_may_be_given_another_value_than_the_edited_one(recorded):
+    (recorded.path / "metrics.jsonl").unlink()
+    edit(recorded, "lr", 0.5)
+    with pytest.raises(RunError, match=r"optim.lr"):
+        resume(recorded)
+    assert resume(recorded, "optim.lr=0.2")[0].optim.lr == 0.2
+
+
+@pytest.mark.parametrize("harm", ["halve", "empty", "list", "flip", "delete"])
+def test_a_damaged_record_is_refused_by_readers_and_made_anew_by_a_launch(recorded, harm, capsys):
+    text = recorded.record.read_text()
+    harmed = {
+        "halve": text[: len(text) // 2],
+        "empty": "",
+        "list": "[]",
+        "flip": text.replace("optim.lr", "optim.ls", 1),
+    }
+    recorded.record.unlink() if harm == "delete" else recorded.record.write_text(harmed[harm])
+    if harm != "delete":
+        with pytest.raises(RunError, match=r"run.json was cut or changed") as caught:
+            recorded.read_record()
+        assert caught.value.exit_code == EXIT_USER
+    assert recorded.find_record() == {}
+    recorded.note_launch(["a"], {})
+    assert "run.json was gone or damaged, and is made anew" in capsys.readouterr().err
+    assert [launch["overrides"] for launch in recorded.read_record()["launches"]] == [["a"]]

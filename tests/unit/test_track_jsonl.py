@@ -1,5 +1,6 @@
 """metrics.jsonl: strict JSON per step, flushed at once, cut back to the checkpoint on a resume."""
 
+import errno
 import json
 import math
 from dataclasses import replace
@@ -7,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from framework.lease import Lease
-from framework.track.jsonl import METRICS_FILE, Jsonl, read_records, truncate
+from framework.track.jsonl import METRICS_FILE, Jsonl, decode, read_records, truncate
 from framework.track.report import RunInfo, StepReport, load_run_info, save_run_info
 from framework.track.wandb import NewRecords
 
@@ -90,30 +91,89 @@ def test_a_line_torn_by_a_crash_is_left_out_and_the_next_record_is_whole(tmp_pat
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
 
 
-def test_a_write_that_failed_half_way_does_not_spoil_the_record_after_it(tmp_path):
+class FullDisk:
+    """A file whose disk has room for so many bytes, in the place of a run's metrics."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(bytes(data[: self.room]))
+        self.room -= written
+        return written
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_lines_that_a_full_disk_keeps_out_are_written_once_there_is_room(tmp_path):
+    jsonl = Jsonl(tmp_path, now=lambda: 1.0)
+    jsonl.open(RUN)
+    disk = jsonl._file = FullDisk(jsonl._file, 20)
+    for step in range(1, 147):
+        with pytest.raises(OSError, match=rf"No space left on device; {step} lines wait in memory"):
+            jsonl.report(report(step))
+    disk.room = 1 << 20
+    jsonl.report(report(147))
+    jsonl.close(0)
+    assert steps_in(tmp_path / METRICS_FILE) == list(range(1, 148))
+    assert all(decode(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines())
+
+
+def test_a_disk_that_stays_full_says_so_at_the_end(tmp_path):
     jsonl = Jsonl(tmp_path)
     jsonl.open(RUN)
-    write_whole = jsonl._file.write
-
-    def full_disk(text):
-        write_whole(text[:20])
-        raise OSError(28, "No space left on device")
-
-    jsonl._file = _Writer(jsonl._file, full_disk)
-    with pytest.raises(OSError, match="No space"):
+    jsonl._file = FullDisk(jsonl._file, 0)
+    with pytest.raises(OSError, match="1 lines wait"):
         jsonl.report(report(1))
-    jsonl._file = jsonl._file.file
-    jsonl.report(report(2))
-    jsonl.report(report(3))
-    assert steps_in(tmp_path / "metrics.jsonl") == [2, 3]
+    with pytest.raises(OSError, match="1 lines wait"):
+        jsonl.close(0)
 
 
-class _Writer:
-    def __init__(self, file, write):
-        self.file, self.write = file, write
+def known(first, last):
+    return [[step, 10.0 + step, 0.5] for step in range(first, last + 1)]
 
-    def flush(self):
-        self.file.flush()
+
+@pytest.mark.parametrize("lost", [(7, 8), (1, 2), (3, 4, 5), tuple(range(1, 9))])
+def test_a_resume_says_which_lines_are_missing_and_fills_what_the_checkpoint_knows(tmp_path, capsys, lost):
+    write(tmp_path, [step for step in range(1, 11) if step not in lost])
+    jsonl = Jsonl(tmp_path, known=known(2, 8))
+    jsonl.open(replace(RUN, start_step=8, tokens_per_step=64))
+    jsonl.report(report(9))
+    jsonl.close(0)
+    records = {record["step"]: record for record in read_records(tmp_path / METRICS_FILE)}
+    assert list(records) == [step for step in range(1, 10) if step not in lost or step > 1]
+    assert f"lacks {len(lost)} lines of steps {lost[0]} to {lost[-1]}" in capsys.readouterr().err
+    for step in (each for each in lost if each > 1):
+        assert (records[step]["loss"], records[step]["gradient_norm"], records[step]["tokens"]) == (
+            10.0 + step,
+            0.5,
+            64 * step,
+        )
+        assert records[step]["filled"]
+        assert math.isnan(records[step]["step_s"])
+        assert records[step].keys() - {"filled"} == records[9].keys()
+
+
+@pytest.mark.parametrize(("steps", "every"), [(range(10, 61, 10), 1), (range(1, 61), 10), ([*range(1, 51), 60], 10)])
+def test_a_rhythm_of_reports_that_changed_leaves_no_gap(tmp_path, capsys, steps, every):
+    write(tmp_path, steps)
+    before = (tmp_path / METRICS_FILE).read_bytes()
+    jsonl = Jsonl(tmp_path, known=known(1, 60), every_steps=every)
+    jsonl.open(replace(RUN, start_step=60))
+    jsonl.close(0)
+    assert (tmp_path / METRICS_FILE).read_bytes() == before
+    assert capsys.readouterr().err == ""
+
+
+def test_a_step_that_was_written_twice_is_there_once(tmp_path):
+    write(tmp_path, [1, 2])
+    path = tmp_path / METRICS_FILE
+    path.write_text(path.read_text() * 2)
+    write(tmp_path, [3], start_step=2)
+    assert steps_in(path) == [1, 2, 3]
 
 
 def test_run_info_comes_back_as_it_was_saved(tmp_path):
