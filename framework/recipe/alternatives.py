@@ -140,7 +140,8 @@ def _delete(tree: DictConfig, key: str) -> None:
 def _default_model(folders: Sequence[Path]) -> Path | None:
     """The file of the model that config.yaml's defaults choose."""
     config = find_file("config", folders)
-    defaults = OmegaConf.load(config).get("defaults", []) if config is not None else []
+    tree = OmegaConf.load(config) if config is not None else None
+    defaults = tree.get("defaults", []) if isinstance(tree, DictConfig) else []
     names = [entry["model"] for entry in defaults if isinstance(entry, DictConfig) and "model" in entry]
     return find_file(f"model/{names[0]}", folders) if names and names[0] else None
 

@@ -10,13 +10,31 @@ from typing import Any
 from framework.recipe.foreign import names_of
 from framework.recipe.problem import show
 
-ADAMW = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
-TRAINER = {**ADAMW, "learning_rate": 5e-5, "num_train_epochs": 3.0, "lr_scheduler_type": "linear", "seed": 42}
+ADAMW: dict[str, Any] = {
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+}
+TRAINER: dict[str, Any] = {
+    **ADAMW,
+    "learning_rate": 5e-5,
+    "num_train_epochs": 3.0,
+    "lr_scheduler_type": "linear",
+    "seed": 42,
+}
 TRAINER |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "warmup_steps": 0}
-AXOLOTL = {**ADAMW, "num_epochs": 1.0, "lr_scheduler": "cosine", "micro_batch_size": 1, "warmup_steps": 0}
+AXOLOTL: dict[str, Any] = {
+    **ADAMW,
+    "num_epochs": 1.0,
+    "lr_scheduler": "cosine",
+    "micro_batch_size": 1,
+    "warmup_steps": 0,
+}
 AXOLOTL |= {"gradient_accumulation_steps": 1}
 LLAMA_FACTORY = {**TRAINER, "cutoff_len": 2048}
-TORCHTITAN = {
+TORCHTITAN: dict[str, Any] = {
     "lr": 8e-4,
     "beta1": 0.9,
     "beta2": 0.95,

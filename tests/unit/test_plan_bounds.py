@@ -130,6 +130,12 @@ def test_ranks_without_nodes_are_not_one_node() -> None:
     assert check_layout(smaller).derived.nodes == 16
 
 
+def test_a_forecast_needs_no_text() -> None:
+    composition = compose_for_nodes(["experiment=llama3_1_8b_128k", "cluster=h100_ib"], [])
+    assert composition.require().data.sources["files"].path == "not-given"
+    assert compose(["experiment=llama3_1_8b_128k"]).problems, "training does"
+
+
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
