@@ -85,7 +85,10 @@ def drop_unchosen_model(
 ) -> None:
     """Removes what config.yaml's own model says, where the user says by other keys what the model is. chosen: groups of which the
     command line chooses a recipe."""
-    stated = [key for key in MODEL_STATED if OmegaConf.select(tree, key, throw_on_missing=False) is not None]
+    # Unresolved: a reference to what is not there is reported later, with all others.
+    written = OmegaConf.to_container(tree, resolve=False)
+    model = written.get("model") if isinstance(written, dict) else None
+    stated = [key for key in MODEL_STATED if isinstance(model, dict) and model.get(key.partition(".")[2]) is not None]
     if not stated or "model" in chosen or (file := _default_model(folders)) is None:
         return
     label = label_of(file)
