@@ -5,53 +5,51 @@ length, shards, the model. See `foreign_files.py`.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from framework.errors import RecipeError
 from framework.recipe.foreign import names_of
 from framework.recipe.problem import show
 
-ADAMW: dict[str, Any] = {
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-}
-TRAINER: dict[str, Any] = {
-    **ADAMW,
-    "learning_rate": 5e-5,
-    "num_train_epochs": 3.0,
-    "lr_scheduler_type": "linear",
-    "seed": 42,
-}
-TRAINER |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "warmup_steps": 0}
-AXOLOTL: dict[str, Any] = {
-    **ADAMW,
-    "num_epochs": 1.0,
-    "lr_scheduler": "cosine",
-    "micro_batch_size": 1,
-    "warmup_steps": 0,
-}
-AXOLOTL |= {"gradient_accumulation_steps": 1}
-LLAMA_FACTORY = {**TRAINER, "cutoff_len": 2048}
-TORCHTITAN: dict[str, Any] = {
-    "lr": 8e-4,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "steps": 10000,
-    "max_norm": 1.0,
-}
-TORCHTITAN |= {"lr_scheduler.warmup_steps": 200, "decay_type": "linear", "min_lr_factor": 0.0, "local_batch_size": 8}
-TORCHTITAN |= {
-    "training.steps": 10000,
-    "max_norm": 1.0,
-    "seq_len": 2048,
-    "data_parallel_shard_degree": -1,
-    "mixed_precision_param": "bfloat16",
-}
+ADAMW: Mapping[str, Any] = MappingProxyType(
+    {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+)
+# Of a batch and a warm-up that nobody states.
+ONE: Mapping[str, Any] = MappingProxyType({"gradient_accumulation_steps": 1, "warmup_steps": 0})
+TRAINER: Mapping[str, Any] = MappingProxyType(
+    {
+        **ADAMW,
+        **ONE,
+        "learning_rate": 5e-5,
+        "num_train_epochs": 3.0,
+        "lr_scheduler_type": "linear",
+        "seed": 42,
+        "per_device_train_batch_size": 8,
+    }
+)
+AXOLOTL: Mapping[str, Any] = MappingProxyType(
+    {**ADAMW, **ONE, "num_epochs": 1.0, "lr_scheduler": "cosine", "micro_batch_size": 1}
+)
+LLAMA_FACTORY: Mapping[str, Any] = MappingProxyType({**TRAINER, "cutoff_len": 2048})
+TORCHTITAN: Mapping[str, Any] = MappingProxyType(
+    {
+        "optimizer.lr": 8e-4,
+        "optimizer.eps": 1e-8,
+        "optimizer.weight_decay": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "lr_scheduler.warmup_steps": 200,
+        "decay_type": "linear",
+        "min_lr_factor": 0.0,
+        "local_batch_size": 8,
+        "training.steps": 10000,
+        "max_norm": 1.0,
+        "seq_len": 2048,
+        "data_parallel_shard_degree": -1,
+        "mixed_precision_param": "bfloat16",
+    }
+)
 # Models that torchtitan and we ship: (name, flavor) -> our recipe.
 SHIPPED = {
     ("llama3", "8B"): "llama3_1_8b",
