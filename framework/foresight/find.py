@@ -19,6 +19,7 @@ from framework.foresight.space import Space
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import load_config
 from framework.plan.cluster import Cluster
+from framework.plan.memory import show_bytes
 from framework.plan.target import resolve_target
 from framework.recipe.clusters import refuse_crowded_nodes
 from framework.recipe.layout_keys import value_of
@@ -121,6 +122,8 @@ def choose_layout(recipe: Recipe, pinned: frozenset[str]) -> tuple[Recipe, str]:
         f" {time.step_s:.3g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank,"
         f" {memory.fullest.reserved / 2**30:.1f} GiB with {memory.spare / 2**30:.1f} to spare"
     )
+    if memory.node.offloaded:
+        line += f", {show_bytes(memory.node.offloaded)} of a node's {show_bytes(memory.node.there)} of host memory"
     return recipe_of(chosen.candidate, recipe, pinned), line
 
 

@@ -200,6 +200,7 @@ def _ranked_json(each: Ranked, values: dict[str, Any]) -> dict[str, Any]:
         "mfu": time.mfu,
         "bytes": each.bytes,
         "spare_bytes": memory.spare,
+        "host_bytes_of_node": memory.node.offloaded + memory.node.copies,
         "cost_per_10e9_tokens": each.cost_per_token * 1e9 if each.price else None,
         "held_up_by": find_bottleneck(each),
     }

@@ -46,7 +46,7 @@ def describe_verdict(memory: MemoryForecast, cluster: Cluster) -> str:
     limit = f"{show_bytes(memory.limit)} of {cluster.name}{', which is assumed,' if cluster.is_assumed else ''}"
     shortages = list(describe_shortages(memory.node))
     if memory.spare < 0:
-        shortages = [f"{show_bytes(-memory.spare)} over the {limit}", *shortages]
+        shortages = [f"{show_bytes(-memory.spare)} over the {limit.rstrip(',')}", *shortages]
     if shortages:
         return f"does not fit: {'; '.join(shortages)}"
     node = memory.node

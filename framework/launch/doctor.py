@@ -97,7 +97,8 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
         what = f"{recipe.model.weights or recipe.model.family} cannot be laid out so"
         yield Finding("layout", what, str(error))
         return
-    yield Finding("layout", describe_need(plan), caution_of_fit(plan))
+    # Of a machine that nobody has named the verdict is a guess.
+    yield Finding("layout", describe_need(plan), caution_of_fit(plan), is_needed=recipe.cluster.name is not None)
     cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), CHEAPEST)]
     if cheapest:
         yield Finding("memory", f"would be less with {', then '.join(cheapest)}")

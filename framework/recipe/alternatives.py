@@ -85,7 +85,10 @@ def drop_unchosen_model(
 ) -> None:
     """Removes what config.yaml's own model says, where the user says by other keys what the model is. chosen: groups of which the
     command line chooses a recipe."""
-    stated = [key for key in MODEL_STATED if OmegaConf.select(tree, key, throw_on_missing=False) is not None]
+    # Unresolved: a reference to what is not there is reported later, with all others.
+    written = OmegaConf.to_container(tree, resolve=False)
+    model = written.get("model") if isinstance(written, dict) else None
+    stated = [key for key in MODEL_STATED if isinstance(model, dict) and model.get(key.partition(".")[2]) is not None]
     if not stated or "model" in chosen or (file := _default_model(folders)) is None:
         return
     label = label_of(file)
@@ -140,7 +143,8 @@ def _delete(tree: DictConfig, key: str) -> None:
 def _default_model(folders: Sequence[Path]) -> Path | None:
     """The file of the model that config.yaml's defaults choose."""
     config = find_file("config", folders)
-    defaults = OmegaConf.load(config).get("defaults", []) if config is not None else []
+    tree = OmegaConf.load(config) if config is not None else None
+    defaults = tree.get("defaults", []) if isinstance(tree, DictConfig) else []
     names = [entry["model"] for entry in defaults if isinstance(entry, DictConfig) and "model" in entry]
     return find_file(f"model/{names[0]}", folders) if names and names[0] else None
 

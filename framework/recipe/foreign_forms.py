@@ -5,34 +5,51 @@ length, shards, the model. See `foreign_files.py`.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
+from framework.errors import RecipeError
 from framework.recipe.foreign import names_of
 from framework.recipe.problem import show
 
-ADAMW = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
-TRAINER = {**ADAMW, "learning_rate": 5e-5, "num_train_epochs": 3.0, "lr_scheduler_type": "linear", "seed": 42}
-TRAINER |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "warmup_steps": 0}
-AXOLOTL = {**ADAMW, "num_epochs": 1.0, "lr_scheduler": "cosine", "micro_batch_size": 1, "warmup_steps": 0}
-AXOLOTL |= {"gradient_accumulation_steps": 1}
-LLAMA_FACTORY = {**TRAINER, "cutoff_len": 2048}
-TORCHTITAN = {
-    "lr": 8e-4,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "steps": 10000,
-    "max_norm": 1.0,
-}
-TORCHTITAN |= {"lr_scheduler.warmup_steps": 200, "decay_type": "linear", "min_lr_factor": 0.0, "local_batch_size": 8}
-TORCHTITAN |= {
-    "training.steps": 10000,
-    "max_norm": 1.0,
-    "seq_len": 2048,
-    "data_parallel_shard_degree": -1,
-    "mixed_precision_param": "bfloat16",
-}
+ADAMW: Mapping[str, Any] = MappingProxyType(
+    {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+)
+# Of a batch and a warm-up that nobody states.
+ONE: Mapping[str, Any] = MappingProxyType({"gradient_accumulation_steps": 1, "warmup_steps": 0})
+TRAINER: Mapping[str, Any] = MappingProxyType(
+    {
+        **ADAMW,
+        **ONE,
+        "learning_rate": 5e-5,
+        "num_train_epochs": 3.0,
+        "lr_scheduler_type": "linear",
+        "seed": 42,
+        "per_device_train_batch_size": 8,
+    }
+)
+AXOLOTL: Mapping[str, Any] = MappingProxyType(
+    {**ADAMW, **ONE, "num_epochs": 1.0, "lr_scheduler": "cosine", "micro_batch_size": 1}
+)
+LLAMA_FACTORY: Mapping[str, Any] = MappingProxyType({**TRAINER, "cutoff_len": 2048})
+TORCHTITAN: Mapping[str, Any] = MappingProxyType(
+    {
+        "optimizer.lr": 8e-4,
+        "optimizer.eps": 1e-8,
+        "optimizer.weight_decay": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "lr_scheduler.warmup_steps": 200,
+        "decay_type": "linear",
+        "min_lr_factor": 0.0,
+        "local_batch_size": 8,
+        "training.steps": 10000,
+        "max_norm": 1.0,
+        "seq_len": 2048,
+        "data_parallel_shard_degree": -1,
+        "mixed_precision_param": "bfloat16",
+    }
+)
 # Models that torchtitan and we ship: (name, flavor) -> our recipe.
 SHIPPED = {
     ("llama3", "8B"): "llama3_1_8b",
@@ -63,6 +80,13 @@ class Reading:
         value = default if found is None else self.values.pop(found)
         return default if value is None else value
 
+    def number(self, name: str, default: float = 0) -> Any:
+        """The same, which must be a number. RecipeError where it is none."""
+        value = self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RecipeError(f"--from: {name}={show(value)} is no number: write one in the file")
+        return value
+
     def set_batch(self, each: int, accumulation: int, dp: int) -> None:
         """Sequences of a microbatch, and of a step."""
         self.settings["batch.sequences_per_microbatch"] = each
@@ -70,7 +94,7 @@ class Reading:
 
     def set_betas(self, first: str, second: str) -> None:
         """Both betas in one list."""
-        self.settings["optim.betas"] = [self.take(first, 0.9), self.take(second, 0.999)]
+        self.settings["optim.betas"] = [self.number(first, 0.9), self.number(second, 0.999)]
 
     def set_schedule(self, name: str, warmup: int, final_ratio: float, decay_steps: int | None = None) -> None:
         """The shape of the learning rate."""
@@ -103,9 +127,9 @@ class Form:
 
 def _settle_trainer(reading: Reading) -> None:
     """Hugging Face's TrainingArguments, and what builds on them."""
-    steps, epochs = reading.take("max_steps", -1), reading.take("num_train_epochs")
+    steps, epochs = reading.number("max_steps", -1), reading.number("num_train_epochs")
     _set_length(reading, steps, epochs)
-    each, accumulation = reading.take("per_device_train_batch_size"), reading.take("gradient_accumulation_steps", 1)
+    each, accumulation = reading.number("per_device_train_batch_size"), reading.number("gradient_accumulation_steps", 1)
     _set_batch_of_ranks(reading, each, accumulation)
     _set_trainer_schedule(reading, reading.take("lr_scheduler_type"))
     reading.set_betas("adam_beta1", "adam_beta2")
@@ -113,14 +137,14 @@ def _settle_trainer(reading: Reading) -> None:
 
 
 def _settle_axolotl(reading: Reading) -> None:
-    _set_length(reading, reading.take("max_steps", -1), reading.take("num_epochs"))
-    _set_batch_of_ranks(reading, reading.take("micro_batch_size"), reading.take("gradient_accumulation_steps", 1))
+    _set_length(reading, reading.number("max_steps", -1), reading.number("num_epochs"))
+    _set_batch_of_ranks(reading, reading.number("micro_batch_size"), reading.number("gradient_accumulation_steps", 1))
     _set_trainer_schedule(reading, reading.take("lr_scheduler"))
     reading.set_betas("adam_beta1", "adam_beta2")
     _set_shards_by_name(reading)
     sources = reading.take("pretraining_dataset") or reading.take("datasets", [])
     for each in sources if isinstance(sources, list) else [{"path": sources}]:
-        source = {"path": each} if isinstance(each, str) else each
+        source = each if isinstance(each, dict) else {"path": each}
         if "data.sources.files.path" in reading.settings:
             reading.absent.append(f"dataset {source.get('path')}: a further source: data.sources.NAME.path")
             continue
@@ -147,17 +171,17 @@ def _settle_llama_factory(reading: Reading) -> None:
 
 
 def _settle_torchtitan(reading: Reading) -> None:
-    take = reading.take
+    take, number = reading.take, reading.number
     degrees = {
-        "tp": take("tensor_parallel_degree", 1),
-        "pp": take("pipeline_parallel_degree", 1),
-        "cp": take("context_parallel_degree", 1),
+        "tp": number("tensor_parallel_degree", 1) or 1,
+        "pp": number("pipeline_parallel_degree", 1) or 1,
+        "cp": number("context_parallel_degree", 1) or 1,
     }
     reading.settings |= {f"parallel.{name}": degree for name, degree in degrees.items()}
     inner, shard, replicas = (
         degrees["tp"] * degrees["pp"],
-        take("data_parallel_shard_degree"),
-        take("data_parallel_replicate_degree", 1),
+        number("data_parallel_shard_degree"),
+        number("data_parallel_replicate_degree", 1) or 1,
     )
     if shard > 0:  # the file says how many ranks there are
         reading.ranks = inner * degrees["cp"] * shard * replicas
@@ -167,18 +191,18 @@ def _settle_torchtitan(reading: Reading) -> None:
         reading.settings["zero.shard_within"] = max(1, reading.ranks // (inner * replicas))
     reading.settings["zero.stage"] = 3 if shard != 1 or degrees["cp"] > 1 else 0
     dp = max(1, reading.ranks // (inner * degrees["cp"]))
-    local, whole = take("local_batch_size"), take("training.global_batch_size", -1)
+    local, whole = number("local_batch_size"), number("training.global_batch_size", -1)
     reading.settings["batch.sequences_per_microbatch"] = (
-        take("pipeline_parallel_microbatch_size", 1) if degrees["pp"] > 1 else local
+        number("pipeline_parallel_microbatch_size", 1) if degrees["pp"] > 1 else local
     )
     reading.settings["batch.sequences_per_step"] = whole if whole > 0 else local * dp
     if whole <= 0 and shard <= 0:
         reading.differs.append(_say_ranks("local_batch_size", reading))
-    steps, warmup = take("steps"), take("warmup_steps")
+    steps, warmup = number("steps"), number("warmup_steps")
     reading.settings["train.steps"] = steps
     _set_torchtitan_schedule(reading, steps, warmup)
     reading.set_betas("beta1", "beta2")
-    name, flavor = take("model.name"), take("model.flavor")
+    name, flavor = str(take("model.name")), str(take("model.flavor"))
     if (name, flavor) in SHIPPED:
         reading.groups["model"] = SHIPPED[name, flavor]
     else:
@@ -190,9 +214,9 @@ def _settle_torchtitan(reading: Reading) -> None:
 
 
 def _set_torchtitan_schedule(reading: Reading, steps: int, warmup: int) -> None:
-    kind, ratio, final = reading.take("decay_type"), reading.take("decay_ratio"), reading.take("min_lr_factor")
+    kind, ratio, final = reading.take("decay_type"), reading.number("decay_ratio", 1.0), reading.number("min_lr_factor")
     name, decay = {"linear": "linear", "cosine": "cosine"}.get(kind), None
-    if ratio is not None and ratio < 1:
+    if ratio < 1:
         name, decay = "wsd", round(ratio * steps)
         if kind != "linear":
             reading.differs.append(f"decay_type: {kind} with decay_ratio: {ratio}: wsd decays linearly")
@@ -203,33 +227,34 @@ def _set_torchtitan_schedule(reading: Reading, steps: int, warmup: int) -> None:
 
 
 def _settle_nanotron(reading: Reading) -> None:
-    take = reading.take
-    dp, tp, pp = take("parallelism.dp", 1), take("parallelism.tp", 1), take("parallelism.pp", 1)
-    cp = take("context_parallel_size", 1)
+    take, number = reading.take, reading.number
+    dp, tp, pp = number("parallelism.dp", 1), number("parallelism.tp", 1), number("parallelism.pp", 1)
+    cp = number("context_parallel_size", 1)
     reading.ranks = dp * tp * pp * cp
     reading.settings |= {"parallel.tp": tp, "parallel.pp": pp, "parallel.cp": cp, "launch.ranks": reading.ranks}
-    reading.set_batch(take("tokens.micro_batch_size", 1), take("batch_accumulation_per_replica", 1), dp)
+    reading.set_batch(number("tokens.micro_batch_size", 1), number("batch_accumulation_per_replica", 1), dp)
     steps, lr, warmup = (
-        take("tokens.train_steps", 1000),
-        take("learning_rate_scheduler.learning_rate", 3e-4),
-        take("lr_warmup_steps", 0),
+        number("tokens.train_steps", 1000),
+        number("learning_rate_scheduler.learning_rate", 3e-4),
+        number("lr_warmup_steps", 0),
     )
     reading.settings |= {"train.steps": steps, "optim.lr": lr}
-    shape, final = take("lr_decay_style", "linear"), take("min_decay_lr", 0.0) / lr
-    decay, start = take("lr_decay_steps"), take("lr_decay_starting_step")
-    if start is not None and start > warmup:
+    shape, final = take("lr_decay_style", "linear"), number("min_decay_lr", 0.0) / (lr or 1.0)
+    decay, start = number("lr_decay_steps"), number("lr_decay_starting_step")
+    if start > warmup:
         reading.set_schedule("wsd", warmup, final, decay or steps - start)
         if shape != "linear":
             reading.differs.append(f"lr_decay_style: {shape} from step {start} on: wsd decays linearly")
     elif shape in ("linear", "cosine"):
         reading.set_schedule(shape, warmup, final)
-        if decay is not None and warmup + decay != steps:
+        if decay and warmup + decay != steps:
             reading.differs.append(f"lr_decay_steps: {decay}: the decay ends with train.steps={steps}")
     else:
         reading.absent.append(f"lr_decay_style: {shape}: optim.schedule.name is constant, linear, cosine or wsd")
     reading.set_betas("adam_beta1", "adam_beta2")
     _set_nanotron_model(reading)
     stages = take("data_stages", [])
+    stages = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
     datasets = [(stage.get("data") or {}).get("dataset") or {} for stage in stages]
     if datasets:
         reading.set_path(datasets[0].get("hf_dataset_or_datasets", "???"))
@@ -257,7 +282,7 @@ def _set_nanotron_model(reading: Reading) -> None:
 
 def _set_length(reading: Reading, steps: int, epochs: float | None) -> None:
     """Steps of the run, or epochs; and the warm-up, which others state as a share of it."""
-    ratio, warmup = reading.take("warmup_ratio", 0.0), reading.take("warmup_steps", 0)
+    ratio, warmup = reading.number("warmup_ratio", 0.0), reading.number("warmup_steps", 0)
     if steps > 0:
         reading.settings["train.steps"] = steps
         warmup = warmup or round(ratio * steps)
@@ -289,11 +314,12 @@ def _set_trainer_schedule(reading: Reading, name: str) -> None:
     """Hugging Face's schedules decay to 0, unless they are of a least rate."""
     ours = names_of("HF Trainer")["lr_scheduler_type"].values.get(str(name).lower())
     more = {
-        each.rpartition(".")[2]: reading.take(each)
+        each.rpartition(".")[2]: reading.number(each)
         for each in list(reading.values)
         if each.startswith("lr_scheduler_kwargs.")
     }
-    final = more.get("min_lr_rate") or more.get("min_lr", 0.0) / (reading.values.get("learning_rate") or 1.0)
+    lr = reading.settings["optim.lr"] = reading.number("learning_rate", 5e-5)
+    final = more.get("min_lr_rate") or more.get("min_lr", 0.0) / (lr or 1.0)
     if ours is None:
         reading.absent.append(f"schedule: {name}: optim.schedule.name is constant, linear, cosine or wsd")
         return
@@ -343,7 +369,7 @@ def _set_shards_by_name(reading: Reading) -> None:
 
 def _refuse_counts(reading: Reading, name: str) -> None:
     """A share of the data that is held out may be a number of records elsewhere."""
-    held = reading.take(name, 0.0)
+    held = reading.number(name, 0.0)
     if held > 0.5:
         reading.absent.append(f"{name}: {held}: data.validation is a share of documents from 0 to 0.5")
     else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from framework.errors import RecipeError
 from framework.recipe.clusters import count_devices_of_node
 from framework.recipe.compose import Composition, compose
+from framework.recipe.convert import MANDATORY
 from framework.recipe.derive import count_ranks
 from framework.recipe.files import search_path
 from framework.recipe.layout_keys import LAYOUT_KEYS
@@ -29,8 +30,12 @@ def compose_open(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Compo
 
 def compose_for_nodes(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Composition:
     """Compose for a forecast: a local launch has one machine, so nodes that the command line names, and ranks that one node has
-    no devices for, are SLURM's. Its ranks per node are the cluster's devices, where nothing says how many."""
+    no devices for, are SLURM's. Its ranks per node are the cluster's devices, where nothing says how many. Whatever must be given
+    (where the text lies, say) and is not is text that no forecast reads."""
     composition = compose(overrides, recipe_dirs)
+    if composition.problems and all(problem.value == MANDATORY for problem in composition.problems):
+        overrides = [*overrides, *(f"{problem.key}=not-given" for problem in composition.problems)]
+        composition = compose(overrides, recipe_dirs)
     draft, origins = composition.draft, composition.origins
     if draft.launch.kind != "local" or origins.get("launch.kind") == COMMAND_LINE:
         return composition

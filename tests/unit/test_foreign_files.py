@@ -1,6 +1,8 @@
 """Files of other systems, written as their users write them, become recipes that compose, with nothing left out in silence."""
 
 import json
+import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,28 @@ def test_what_is_no_such_file_is_refused(name: str, text: str | None, tmp_path: 
         (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match="--from"):
         read_file(tmp_path / name, 1)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("odd", ["text", None, 0, [], {}])
+def test_values_of_another_kind_are_the_users_mistakes(name: str, odd: Any, tmp_path: Path) -> None:
+    """Each value of a file in turn, as nobody's system writes it."""
+    load = {".toml": tomllib.loads, ".json": json.loads}.get(Path(name).suffix, yaml.safe_load)
+    keys = [
+        (section, key)
+        for section, values in load(FILES[name]).items()
+        for key in (values if isinstance(values, dict) else [None])
+    ]
+    for section, key in keys:
+        tree = load(FILES[name])
+        if key is None:
+            tree[section] = odd
+        else:
+            tree[section][key] = odd
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        with suppress(RecipeError):
+            read_file(file, 8)
 
 
 def test_a_recipe_that_cannot_be_run_is_printed_with_what_is_wrong(

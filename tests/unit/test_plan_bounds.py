@@ -121,6 +121,12 @@ def test_a_search_ranks_what_fits_a_node_alone() -> None:
     assert bound.num_layouts == bound.num_rejected + bound.num_forecast
 
 
+def test_the_line_of_a_chosen_layout_says_what_a_node_holds() -> None:
+    composition = compose_open([*WORDS, *AWAY], ())
+    _, line = choose_layout(composition.require(), find_pins(composition, [*WORDS, *AWAY], ()))
+    assert line.endswith("of a node's 2,048.0 GiB of host memory")
+
+
 def test_ranks_without_nodes_are_not_one_node() -> None:
     composition = compose_for_nodes([*WORDS, "launch.ranks=64"], [])
     launch = composition.require().launch
@@ -128,6 +134,12 @@ def test_ranks_without_nodes_are_not_one_node() -> None:
     assert check_layout(composition.require()).derived.nodes == 8
     smaller = compose_for_nodes([*WORDS, "launch.ranks=64", "cluster.devices_per_node=4"], []).require()
     assert check_layout(smaller).derived.nodes == 16
+
+
+def test_a_forecast_needs_no_text() -> None:
+    composition = compose_for_nodes(["experiment=llama3_1_8b_128k", "cluster=h100_ib"], [])
+    assert composition.require().data.sources["files"].path == "not-given"
+    assert compose(["experiment=llama3_1_8b_128k"]).problems, "training does"
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,14 @@ def test_a_folder_of_weights_is_the_model(config_file: Path) -> None:
     assert load_config(model).rope_parameters["rope_theta"] == 77.0
 
 
+def test_a_reference_to_nothing_is_reported_and_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    for text in ("model: {weights: '${oc.env:ABSENT_HERE}'}", "model: 5", "batch: 5\nlaunch: []"):
+        file.write_text(f"# @package _global_\n{text}\n")
+        assert compose(["experiment=mine"], [tmp_path]).problems, text
+
+
 def test_a_family_that_contradicts_the_weights_is_refused_with_both(config_file: Path) -> None:
     model = compose([f"model.weights={config_file.parent}", "model.family=gpt2", *FILES]).require().model
     with pytest.raises(ModelError, match=r"model.family=gpt2 contradicts model.weights=.* says llama"):
