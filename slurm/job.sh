@@ -200,7 +200,8 @@ start_ranks() {
   # started again with another one.
   MASTER_PORT=$((20000 + RANDOM % 12000))
   while (exec 3<> "/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((20000 + RANDOM % 12000)); done
-  export MASTER_PORT
+  MESHWRIGHT_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')    # with which ranks seal what they send one another
+  export MASTER_PORT MESHWRIGHT_SECRET
 {% if assignments %}
   # launch.environment is for the ranks alone: the words on these lines are of the script's variables, as they are meant.
   # shellcheck disable=SC2097,SC2098

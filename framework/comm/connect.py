@@ -41,6 +41,8 @@ TOKEN_AXES = ("ep", "ep_inner", "ep_outer")
 MET, GIVEN_UP = "met ", "given up "
 # Explanations that the last rank to be compared reads from the store.
 DIFFERENCES_SHOWN = 8
+# The variable in which a launcher gives each rank the secret of this start.
+SECRET = "MESHWRIGHT_SECRET"
 # Variables with which SLURM says that it binds GPUs to tasks, so that each rank sees its own as the first and only one.
 BOUND_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 
@@ -179,7 +181,7 @@ def connect_beside(mesh: Mesh, name: str) -> Communicator:
     with _gloo_connects_lazily(is_lazy):
         group = persist(create, dist.PrefixStore(name, mesh.store), world.size, world.timeout, connect_s)
     _set_pg_timeout(world.timeout, group)
-    return Communicator(world.axis, group, timeout=world.timeout)
+    return Communicator(world.axis, group, timeout=world.timeout, secret=world.secret)
 
 
 def open_store_beside() -> tuple[dist.Store, str]:
@@ -197,6 +199,11 @@ def open_store_beside() -> tuple[dist.Store, str]:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, None, False, timedelta(days=1), wait_for_workers=False)
     return dist.PrefixStore("watch", store), f"the launcher on {address}" if is_agents else f"rank 0 on {address}"
+
+
+def read_secret() -> bytes:
+    """The secret of this start of the run, which its launcher has given to each rank; empty without a launcher of ours."""
+    return os.environ.get(SECRET, "").encode()
 
 
 def launched_place() -> tuple[int, int]:
@@ -318,6 +325,7 @@ def join_axes(
             timeout=timeout,
             waits=waits,
             pair=pairs.get(group_of[name]),
+            secret=read_secret(),
         )
         for name, axis in axes.items()
     }
