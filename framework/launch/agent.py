@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from framework import errors
-from framework.comm.connect import SECRET
+from framework.comm.connect import INTERFACES, LOOPBACK, SECRET
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED
 from framework.train.faults import STOPPING, say_from_handler
 
@@ -42,10 +42,7 @@ LOST_PEER = (
     "ConnectionFailed",
 )
 
-LOOPBACK = "127.0.0.1"
-# gloo and NCCL would listen on the interface that the machine's name has, or on all.
-_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-NETWORK = {"GLOO_SOCKET_IFNAME": _INTERFACE, "NCCL_SOCKET_IFNAME": _INTERFACE}
+HOST = "127.0.0.1"
 
 # The agent kills what has not ended 30 s after the first failure; what dies of itself is noticed within a second.
 LATE_S = 15
@@ -71,15 +68,13 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     that the operating system chooses. Torch's own listen on all interfaces, and its c10d rendezvous reads pickles there."""
 
     def __init__(self) -> None:
-        listener = socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
-        super().__init__(LOOPBACK, listener.getsockname()[1], rank=0, world_size=1, run_id="ranks", timeout=600)
+        listener = socket.create_server((HOST, 0), backlog=socket.SOMAXCONN)
+        super().__init__(HOST, listener.getsockname()[1], rank=0, world_size=1, run_id="ranks", timeout=600)
         handed_over = listener.detach()
-        self._server = TCPStore(
-            LOOPBACK, self.master_port, None, True, self.timeout, False, master_listen_fd=handed_over
-        )
+        self._server = TCPStore(HOST, self.master_port, None, True, self.timeout, False, master_listen_fd=handed_over)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._server, self.rank, self.world_size, RendezvousStoreInfo(LOOPBACK, self.master_port))
+        return RendezvousInfo(self._server, self.rank, self.world_size, RendezvousStoreInfo(HOST, self.master_port))
 
 
 class Forwarding:
@@ -169,7 +164,7 @@ def run_ranks(
     Returns when all have ended; when one fails, the agent ends the others. `log` gets one error file per failed rank.
     """
     rendezvous = LoopbackRendezvous()
-    own = {SECRET: secrets.token_hex(16)} | {name: value for name, value in NETWORK.items() if name not in os.environ}
+    own = {SECRET: secrets.token_hex(16)} | {name: LOOPBACK for name in INTERFACES if name not in os.environ}
     spec = WorkerSpec(
         role="rank",
         local_world_size=num_ranks,
@@ -177,7 +172,7 @@ def run_ranks(
         entrypoint=sys.executable,
         args=arguments,
         max_restarts=0,
-        local_addr=LOOPBACK,
+        local_addr=HOST,
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log)))
     stopped = StoppedRanks(agent)
