@@ -248,7 +248,8 @@ need() { # need NAME...: what launch.environment refers to
 need {{ references | join(" ") }}
 {% endif %}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
+PYTHONPATH=$(tr -s : <<< "$run/code:${PYTHONPATH:-}")    # an empty word in it would be the folder in which the job stands
+export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=${PYTHONPATH%:}
 MESHWRIGHT_QUEUED="$(seconds_of SubmitTime) $(seconds_of StartTime)"    # for goodput: how long the job waited
 export MESHWRIGHT_QUEUED
 # `python -m` looks into its folder first, which may be a clone of this package: the run's code is RUN/code. By its other name
