@@ -200,7 +200,8 @@ start_ranks() {
   # started again with another one.
   MASTER_PORT=$((20000 + RANDOM % 12000))
   while (exec 3<> "/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((20000 + RANDOM % 12000)); done
-  export MASTER_PORT
+  MESHWRIGHT_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')    # with which ranks seal what they send one another
+  export MASTER_PORT MESHWRIGHT_SECRET
 {% if assignments %}
   # launch.environment is for the ranks alone: the words on these lines are of the script's variables, as they are meant.
   # shellcheck disable=SC2097,SC2098
@@ -247,7 +248,8 @@ need() { # need NAME...: what launch.environment refers to
 need {{ references | join(" ") }}
 {% endif %}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
+PYTHONPATH=$(tr -s : <<< "$run/code:${PYTHONPATH:-}")    # an empty word in it would be the folder in which the job stands
+export MASTER_ADDR MESHWRIGHT_OUTCOME=$outcome PYTHONPATH=${PYTHONPATH%:}
 MESHWRIGHT_QUEUED="$(seconds_of SubmitTime) $(seconds_of StartTime)"    # for goodput: how long the job waited
 export MESHWRIGHT_QUEUED
 # `python -m` looks into its folder first, which may be a clone of this package: the run's code is RUN/code. By its other name

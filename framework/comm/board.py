@@ -15,17 +15,20 @@ import torch.distributed as dist
 # Private: torch has no public name for what its flight recorder knows.
 from torch._C import _distributed_c10d
 
+from framework.comm.sealed import seal_text, unseal_text
+
 
 class Board:
-    """The board of the ranks 0 .. world-1, for one thread of each."""
+    """The board of the ranks 0 .. world-1, for one thread of each. secret: of the run's start. All texts are sealed with it, and
+    one that is not is not there: whoever reaches the store could else end all ranks with an alarm."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
+    def __init__(self, store: dist.Store, rank: int, world: int, secret: bytes = b"") -> None:
+        self._store, self._rank, self._world, self._secret = store, rank, world, secret
         self._known: set[str] = set()  # keys that were there once: they stay, and need not be asked for
 
     def write(self, text: str) -> None:
         """Replace this rank's line."""
-        self._store.set(f"line {self._rank}", text)
+        self._store.set(f"line {self._rank}", self._seal(text))
 
     def read(self, ranks: Sequence[int]) -> list[str | None]:
         """The lines of ranks; None of one that has written none."""
@@ -33,7 +36,7 @@ class Board:
 
     def sound_alarm(self, text: str) -> None:
         """Sound an alarm, unless another rank has."""
-        self._store.compare_set("alarm", "", text)
+        self._store.compare_set("alarm", "", self._seal(text))
 
     def find_alarm(self) -> str | None:
         """The alarm that was sounded first."""
@@ -41,7 +44,7 @@ class Board:
 
     def answer(self, text: str) -> None:
         """This rank's answer to the alarm, once."""
-        self._store.set(f"answer {self._rank}", text)
+        self._store.set(f"answer {self._rank}", self._seal(text))
         self._store.add("answers", 1)
 
     def is_answered(self) -> bool:
@@ -58,7 +61,7 @@ class Board:
 
     def conclude(self, text: str) -> None:
         """Write the verdict."""
-        self._store.set("verdict", text)
+        self._store.set("verdict", self._seal(text))
 
     def find_verdict(self) -> str | None:
         """What `conclude` wrote."""
@@ -73,7 +76,10 @@ class Board:
             self._known.update(key for key in missing if self._store.check([key]))
         there = [key for key in keys if key in self._known]
         values = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
-        return [values[key].decode() if key in values else None for key in keys]
+        return [unseal_text(values[key], self._secret) if key in values else None for key in keys]
+
+    def _seal(self, text: str) -> str:
+        return seal_text(text, self._secret)
 
 
 def dump_flight_records() -> dict[str, bytes]:

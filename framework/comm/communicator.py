@@ -91,7 +91,7 @@ class Communicator:
     group: a torch process group over the axis's ranks, in their order. scatter_group: a second one for reduce-scatters, where
     operations of one group queue behind each other (NCCL). check_s: debug mode, see `agreement`. staged: the groups carry
     tensors of the CPU only, and those of a GPU go through host memory. timeout: of a message's wait. waits: where waits over this
-    and other axes are noted, None: in one of its own.
+    and other axes are noted, None: in one of its own. secret: of the run's start, for what is sealed.
     """
 
     def __init__(
@@ -104,12 +104,14 @@ class Communicator:
         staged: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         waits: Waits | None = None,
+        secret: bytes = b"",
     ):
         self.axis, self.check_s, self.staged, self.timeout = axis, check_s, staged, timeout
         # Attributes and not properties: a step of 8 layers on 2 ranks of `tp` asks some 1,200 times for a size or a rank.
         self.name, self.size, self.rank, self.ranks = axis.name, axis.size, axis.rank, axis.ranks
         self.traffic = Traffic()
         self.waits = waits or Waits()
+        self.secret = secret
         self.names_ranges = False  # while a profiler records
         self._group, self._scatter_group = group, scatter_group
         # Idle only: an operation under way holds its buffer itself, so two at once never receive into one memory.

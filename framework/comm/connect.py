@@ -9,6 +9,8 @@ start     NCCL, group by group, in one order on all ranks
 import json
 import os
 import platform
+import secrets
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +42,11 @@ TOKEN_AXES = ("ep", "ep_inner", "ep_outer")
 MET, GIVEN_UP = "met ", "given up "
 # Explanations that the last rank to be compared reads from the store.
 DIFFERENCES_SHOWN = 8
+# The variable in which a launcher gives each rank the secret of this start.
+SECRET = "MESHWRIGHT_SECRET"
+# Where ranks of one machine meet: nobody else reaches them there. gloo and NCCL would listen where the name of the machine leads.
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Variables with which SLURM says that it binds GPUs to tasks, so that each rank sees its own as the first and only one.
 BOUND_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 
@@ -150,10 +157,15 @@ def connect(
         timeout, backends = timedelta(seconds=timeout_s), choose_backends(device.type, check_s is not None, backend)
         # First, because a process that runs out of descriptors while it connects leaves the others waiting.
         allow_descriptors(count_sockets(topology, rank, backends.is_lazy))
+        secret = read_secret()
+        if rendezvous is not None and rendezvous.startswith("file://"):  # on one machine, among ranks of one user
+            os.environ |= {name: LOOPBACK for name in INTERFACES if name not in os.environ}
         store = _open_store(rendezvous or "env://", rank, topology.world, timeout)
+        if isinstance(store, dist.FileStore):
+            secret = _share_secret(store, rank)
         if fingerprint is not None:
             compare_fingerprints(dist.PrefixStore("fingerprint", store), fingerprint, rank, topology.world, timeout)
-        axes = join_axes(topology, rank, backends, store, timeout, check_s)
+        axes = join_axes(topology, rank, backends, store, timeout, check_s, secret)
         if "nccl" in backends.world:
             _start_nccl(axes.values(), device)
     return Mesh(topology, rank, device, axes, store)
@@ -178,7 +190,7 @@ def connect_beside(mesh: Mesh, name: str) -> Communicator:
     with _gloo_connects_lazily(is_lazy):
         group = persist(create, dist.PrefixStore(name, mesh.store), world.size, world.timeout, connect_s)
     _set_pg_timeout(world.timeout, group)
-    return Communicator(world.axis, group, timeout=world.timeout)
+    return Communicator(world.axis, group, timeout=world.timeout, secret=world.secret)
 
 
 def open_store_beside() -> tuple[dist.Store, str]:
@@ -196,6 +208,11 @@ def open_store_beside() -> tuple[dist.Store, str]:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, None, False, timedelta(days=1), wait_for_workers=False)
     return dist.PrefixStore("watch", store), f"the launcher on {address}" if is_agents else f"rank 0 on {address}"
+
+
+def read_secret() -> bytes:
+    """The secret of this start of the run, which its launcher has given to each rank; empty without a launcher of ours."""
+    return os.environ.get(SECRET, "").encode()
 
 
 def launched_place() -> tuple[int, int]:
@@ -231,6 +248,13 @@ def _open_store(url: str, rank: int, world: int, timeout: timedelta) -> dist.Sto
         ) from error
 
 
+def _share_secret(store: dist.FileStore, rank: int) -> bytes:
+    """A secret of rank 0's making. Who may read the file knows it."""
+    if rank == 0:
+        store.set("secret", secrets.token_hex(16))
+    return store.get("secret")
+
+
 def compare_fingerprints(store: dist.Store, mine: Mapping[str, str], rank: int, world: int, timeout: timedelta) -> None:
     """Return when every rank's fingerprint is seen to be rank 0's. Collective. Else RanksDiffer, the same on all ranks.
 
@@ -264,6 +288,7 @@ def join_axes(
     store: dist.Store,
     timeout: timedelta,
     check_s: float | None = None,
+    secret: bytes = b"",
 ) -> dict[str, Communicator]:
     """This rank's communicators by axis, with a process group for each distinct set of more than one rank. Collective.
 
@@ -313,6 +338,7 @@ def join_axes(
             staged=backends.is_staged,
             timeout=timeout,
             waits=waits,
+            secret=secret,
         )
         for name, axis in axes.items()
     }

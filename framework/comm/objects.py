@@ -8,7 +8,6 @@ would send n answers to each of n ranks; here n answers go to one rank, or one a
 The axis must carry tensors of the CPU, as `world` does on every backend.
 """
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from framework.comm.agreement import check_agreement
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
+from framework.comm.sealed import seal, unseal
 from framework.errors import EXIT_USER, MeshwrightError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ OBJECTS_TAG = 4
 def tell(work: Callable[[], T], axis: Communicator) -> T:
     """The result of `work`, which the axis's rank 0 alone does; all ranks get it, or its MeshwrightError. Collective.
 
-    A broadcast: the result must be picklable. Bytes: its pickle, sent by rank 0 to each of the others.
+    A broadcast: the result must be picklable. Bytes: the sealed pickle, sent by rank 0 to each of the others.
     """
     return tell_from(0, work, axis)
 
@@ -45,12 +45,7 @@ def tell_from(source: int, work: Callable[[], T], axis: Communicator) -> T:
         except MeshwrightError as error:
             outcome = error
     if axis.size > 1:
-        check_agreement(axis, "tell", "", None)
-        # torch pickles once more; what is counted here is the same bytes.
-        told, num_bytes = [outcome], len(pickle.dumps(outcome)) if axis.rank == source else 0
-        with axis.waiting(axis.record("tell", num_bytes)):
-            dist.broadcast_object_list(told, group=axis.group, group_src=source)
-        outcome = told[0]
+        outcome = _broadcast(outcome, source, axis)
     if isinstance(outcome, MeshwrightError):
         raise outcome
     return outcome  # type: ignore[return-value]  # what `work` has returned on the source
@@ -87,7 +82,7 @@ def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
     if axis.size == 1:
         return [obj]
     check_agreement(axis, "gather_to_first", "", None)
-    mine = _to_bytes(obj)
+    mine = seal(obj, axis.secret)
     # Sizes first: rank 0 receives into memory of exactly each object's size, of which one may be thousands of times another.
     size = torch.tensor([len(mine)])
     sizes = [torch.zeros_like(size) for _ in range(axis.size)] if axis.rank == 0 else None
@@ -101,7 +96,7 @@ def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
         arriving = [axis.receive(place, rank, OBJECTS_TAG) for rank, place in enumerate(places, 1)]
         for work in arriving:
             work.wait()
-    return [obj, *(pickle.loads(place.numpy().data) for place in places)]
+    return [obj, *(unseal(place, axis.secret) for place in places)]
 
 
 def gather_numbers_to_first(numbers: Sequence[float], axis: Communicator) -> list[list[float]]:
@@ -132,7 +127,7 @@ def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
         nonlocal items
         items = work()
         assert len(items) == axis.size, (len(items), axis.size)
-        return [_to_bytes(item) for item in items[1:]]
+        return [seal(item, axis.secret) for item in items[1:]]
 
     # The outcome before the items: a rank that waits for an item would not hear of an error in making it. What is pickled does
     # not travel here, `_share_first_error` tells None.
@@ -146,7 +141,7 @@ def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
             dist.scatter(size, None, group=axis.group, group_src=0)
             mine = torch.empty(int(size), dtype=torch.uint8)
             axis.receive(mine, 0, OBJECTS_TAG).wait()
-        return pickle.loads(mine.numpy().data)
+        return unseal(mine, axis.secret)
     with axis.waiting(axis.record("deal", sum(each.nbytes + size.nbytes for each in packed))):
         dist.scatter(size, [size, *(torch.tensor([len(each)]) for each in packed)], group=axis.group, group_src=0)
         leaving = [axis.send(each, rank, OBJECTS_TAG) for rank, each in enumerate(packed, 1)]
@@ -167,9 +162,17 @@ def _share_first_error(work: Callable[[], T], axis: Communicator) -> T | None:
     return result
 
 
-def _to_bytes(obj: Any) -> Tensor:
-    # A bytearray, because torch warns of tensors over memory that cannot be written to.
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+def _broadcast(obj: Any, source: int, axis: Communicator) -> Any:
+    """The object of the rank at index `source`, on all ranks."""
+    check_agreement(axis, "tell", "", None)
+    sealed = seal(obj, axis.secret) if axis.rank == source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(sealed)])
+    with axis.waiting(axis.record("tell", len(sealed))):
+        dist.broadcast(size, group=axis.group, group_src=source)
+        if axis.rank != source:
+            sealed = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(sealed, group=axis.group, group_src=source)
+    return obj if axis.rank == source else unseal(sealed, axis.secret)
 
 
 def _raise(error: MeshwrightError | None) -> None:

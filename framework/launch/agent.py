@@ -7,7 +7,9 @@ them, and forget their exit codes.
 
 import logging
 import os
+import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -17,14 +19,16 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from framework import errors
+from framework.comm.connect import INTERFACES, LOOPBACK, SECRET
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED
 from framework.train.faults import STOPPING, say_from_handler
 
@@ -37,6 +41,8 @@ LOST_PEER = (
     "DistStoreError",
     "ConnectionFailed",
 )
+
+HOST = "127.0.0.1"
 
 # The agent kills what has not ended 30 s after the first failure; what dies of itself is noticed within a second.
 LATE_S = 15
@@ -55,6 +61,20 @@ class Outcome:
 
     code: int
     message: str = ""
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """The only agent's rendezvous, and the store in which its ranks meet: in this process, on a port of the loopback interface
+    that the operating system chooses. Torch's own listen on all interfaces, and its c10d rendezvous reads pickles there."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server((HOST, 0), backlog=socket.SOMAXCONN)
+        super().__init__(HOST, listener.getsockname()[1], rank=0, world_size=1, run_id="ranks", timeout=600)
+        handed_over = listener.detach()
+        self._server = TCPStore(HOST, self.master_port, None, True, self.timeout, False, master_listen_fd=handed_over)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._server, self.rank, self.world_size, RendezvousStoreInfo(HOST, self.master_port))
 
 
 class Forwarding:
@@ -143,11 +163,8 @@ def run_ranks(
 
     Returns when all have ended; when one fails, the agent ends the others. `log` gets one error file per failed rank.
     """
-    # A c10d rendezvous on port 0 lets the operating system choose the port: none can be taken in between. The address is
-    # given because looking up this machine's name may be slow or wrong.
-    rendezvous = get_rendezvous_handler(
-        RendezvousParameters("c10d", "localhost:0", "ranks", min_nodes=1, max_nodes=1, local_addr="localhost")
-    )
+    rendezvous = LoopbackRendezvous()
+    own = {SECRET: secrets.token_hex(16)} | {name: LOOPBACK for name in INTERFACES if name not in os.environ}
     spec = WorkerSpec(
         role="rank",
         local_world_size=num_ranks,
@@ -155,11 +172,11 @@ def run_ranks(
         entrypoint=sys.executable,
         args=arguments,
         max_restarts=0,
-        local_addr="localhost",
+        local_addr=HOST,
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log)))
     stopped = StoppedRanks(agent)
-    with _quiet_agent(), _variables_set(variables), Forwarding(agent) as forwarding, stopped:
+    with _quiet_agent(), _variables_set({**own, **variables}), Forwarding(agent) as forwarding, stopped:
         try:
             result = agent.run()
         except KeyboardInterrupt:

@@ -22,6 +22,7 @@ from typing import Any
 
 from framework.comm.board import Board, dump_flight_records
 from framework.comm.communicator import Operation
+from framework.comm.connect import read_secret
 from framework.errors import ConnectionFailed, HungError, LeaseLost
 from framework.recipe.deadlines import Deadlines
 from framework.train.hang import (
@@ -142,7 +143,7 @@ class Watch:
         # Where there is none, `connect` says it.
         with suppress(RuntimeError, ConnectionFailed):
             store, self._host = self._open_store()
-            board, read_s = Board(store, self._rank, self._world), -1.0
+            board, read_s = Board(store, self._rank, self._world, read_secret()), -1.0
             while not self._is_silent.is_set():
                 board.write(self._line().to_json())
                 alarm = board.find_alarm()

@@ -95,6 +95,38 @@ def stop_rank_0(folder: Path) -> int:
     reduce_watched(folder, {0: _stop_oneself})
 
 
+def add_until_asked(folder: Path) -> int:
+    """Steps under the watch, with tensors and objects whose values are compared; all ranks stop at one step."""
+    import torch
+
+    from framework.comm.collectives import all_reduce, gather_objects
+    from framework.comm.connect import connect, launched_place, open_store_beside
+    from framework.comm.objects import tell
+    from framework.mesh.topology import Topology
+    from framework.recipe.deadlines import Deadlines
+    from framework.train.phases import Phase
+    from framework.train.progress import Progress
+    from framework.train.watch import Watch
+
+    progress, (rank, world) = Progress(), launched_place()
+    deadlines = Deadlines(step=60.0, first_steps=60.0, start=60.0, save=60.0, validate=60.0)
+    place = f"dp{rank}"
+    with Watch(progress, deadlines, (rank, world), place, open_store_beside, end_hung, folder), StopRequest() as stop:
+        mesh = connect(Topology(dp=world), torch.device("cpu"))
+        for step in count(1):
+            progress.phases.begin(Phase.STEP, step)
+            x = torch.full((2**17,), float(step))
+            all_reduce(x, mesh.axis("world"), label="ones")
+            assert bool((x == world * step).all()), step
+            assert gather_objects((rank, step), mesh.axis("world")) == [(each, step) for each in range(world)]
+            if step == 1:
+                get_ready(folder)
+            if tell(lambda: stop.requested, mesh.axis("world")):
+                break
+        mesh.close()
+    return EXIT_RESUME
+
+
 def reduce_watched(folder, hangs) -> None:
     """Steps under the watch, of which one may take 2 s; after some, ranks do what `hangs` says."""
     import torch

@@ -95,6 +95,7 @@ KNOWN = {
     "launch/snapshot.py copy_code": IN_WORKPLACE,
     "launch/submit.py submit_sweep": "the folder of a sweep, which no rank writes into",
     "launch/submit.py check_machine": OUTSIDE,
+    "launch/submit.py _queue": "RUN/slurm/jobs, under the lock, for the script's chain alone",
     "launch/submit.py _write": "makes RUN/slurm, under the lock and the lease",
     "launch/task.py leave_out": CHECKED,
     "launch/task.py claim_outcome": "checked, and the file is of this restart alone",

@@ -24,6 +24,7 @@ from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
+from tests.faults.test_ports import listeners
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankFailure, RankPool
@@ -40,6 +41,14 @@ def sum_over_shard_and_world(rank: int, world: int, rendezvous: str, delay_s: fl
         sums.append(x.item())
     mesh.close()
     return sums[0], sums[1]
+
+
+def look_at_ports(rank: int, world: int, rendezvous: str) -> tuple[set[str], bytes]:
+    """Body: where this rank listens, and the secret of all."""
+    mesh = connect(Topology(dp=world), CPU, rendezvous, rank)
+    found = {address for _, address, _ in listeners([os.getpid()])}, mesh.axis("world").secret
+    mesh.close()
+    return found
 
 
 def connect_after_failures(rank: int, world: int, rendezvous: str, num_failures: int) -> tuple[float, int]:
@@ -69,6 +78,13 @@ def wait_for_nobody(rank: int, world: int, rendezvous: str) -> None:
 
 def test_a_late_rank_is_waited_for(pool: RankPool) -> None:
     assert pool.run(4, sum_over_shard_and_world, 0.5) == [(1.0, 6.0), (1.0, 6.0), (5.0, 6.0), (5.0, 6.0)]
+
+
+def test_ranks_that_meet_in_a_file_listen_to_one_another_alone_and_share_a_secret(pool: RankPool) -> None:
+    found = pool.run(2, look_at_ports)
+    assert [addresses for addresses, _ in found] == [{"127.0.0.1"}] * 2
+    assert found[0][1] == found[1][1]
+    assert len(found[0][1]) == 32
 
 
 def test_a_connection_that_fails_is_made_anew_on_all_ranks(pool: RankPool) -> None:

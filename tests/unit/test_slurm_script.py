@@ -4,6 +4,7 @@ The script itself is run, with small programs in the place of SLURM's: srun star
 starts what comes after it, and python writes down how it was called.
 """
 
+import os
 import shlex
 import subprocess
 import sys
@@ -161,6 +162,18 @@ def test_ranks_import_the_code_of_the_run_and_not_a_clone_around_them(tmp_path, 
     done = run_script(text if is_whole else text.replace(line, ""), tmp_path, clone)
     assert ("code" in done.stdout.splitlines()) == is_whole, done
     assert ("clone" in done.stdout.splitlines()) != is_whole
+
+
+@pytest.mark.parametrize(("had", "has"), [(None, ""), ("", ""), (":", ""), ("/a:", ":/a"), (":/a::/b:", ":/a:/b")])
+def test_a_colon_too_many_does_not_put_the_working_folder_on_the_path(had, has):
+    text = render(ONE_STEP, Path("/runs/x"), Path("/here")).text
+    lines = text[text.index("PYTHONPATH=$(tr") : text.index("MESHWRIGHT_QUEUED=")]
+    words = ["bash", "-ec", f'run=/runs/x; outcome=o\n{lines}\nprintf %s "$PYTHONPATH"']
+    environment = {"PATH": os.environ["PATH"]} | ({} if had is None else {"PYTHONPATH": had})
+    assert (
+        subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+        == f"/runs/x/code{has}"
+    )
 
 
 # (container, what starts ranks, elements of an array, are nodes a range). Of what may stand in a script each is shown once.
