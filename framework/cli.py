@@ -134,12 +134,12 @@ def _submit(arguments: argparse.Namespace) -> int:
         with loading_libraries():
             from framework.launch.submit import submit_sweep
 
-        return submit_sweep(recipes, combinations, arguments.dry_run)
+        return submit_sweep(recipes, combinations, dry_run=arguments.dry_run)
     recipe = _compose_run(arguments)
     with loading_libraries():
         from framework.launch.submit import submit
 
-    return submit(recipe, arguments.overrides, arguments.recipes, arguments.dry_run)
+    return submit(recipe, arguments.overrides, arguments.recipes, dry_run=arguments.dry_run)
 
 
 def _add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
@@ -212,7 +212,7 @@ def _inject(arguments: argparse.Namespace) -> int:
         raise RunError(
             "inject RUN FAULT: say which fault, such as kill rank=1 step=30; `meshwright inject --list` explains them"
         )
-    return inject_command(_find_running(arguments.run), arguments.words, arguments.here)
+    return inject_command(_find_running(arguments.run), words=arguments.words, here=arguments.here)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -246,7 +246,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
     from framework.launch.measure import choose_file, measure_command
 
-    return measure_command(recipe, choose_file(typed, arguments.recipes), arguments.overwrite)
+    return measure_command(recipe, choose_file(typed, arguments.recipes), overwrites=arguments.overwrite)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -356,7 +356,7 @@ def _verify_random(arguments: argparse.Namespace) -> int:
 
     names = ("steps", "device", "overrides", "recipes")
     words = {name: getattr(arguments, name) for name in names}
-    return verify_random(Campaign(arguments.random, arguments.seed or 0, **words))
+    return verify_random(Campaign(arguments.random, seed=arguments.seed or 0, **words))
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -420,7 +420,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
     from framework.data.prepare import prepare_command
 
-    return prepare_command(recipe, arguments.workers)
+    return prepare_command(recipe, workers=arguments.workers)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -440,7 +440,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.launch.generate import generate_command
 
-    return generate_command(folder, arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.seed)
+    names = ("prompt", "max_new_tokens", "temperature", "seed")
+    return generate_command(folder, **{name: getattr(arguments, name) for name in names})
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -456,7 +457,7 @@ def _export(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.launch.export import export_command
 
-    return export_command(run, arguments.to, arguments.best, arguments.step)
+    return export_command(run, to=arguments.to, best=arguments.best, step=arguments.step)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -79,7 +79,7 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
     return open_found(find_prepared(recipe, places))
 
 
-def prepare_command(recipe: Recipe, workers: int | None = None) -> int:
+def prepare_command(recipe: Recipe, *, workers: int | None = None) -> int:
     """`meshwright prepare`: prepares, prints what there is, returns the exit code."""
     start_s, start_cpu_s = time.perf_counter(), _count_cpu_s()
     prepared = prepare(recipe, workers)

@@ -27,7 +27,9 @@ from framework.recipe.describe import caution_of_export
 from framework.recipe.schema import Model
 
 
-def export_command(run: Path, to: Path, best: bool = False, name: Path | None = None, step: int | None = None) -> int:
+def export_command(
+    run: Path, to: Path, *, best: bool = False, step: int | None = None, name: Path | None = None
+) -> int:
     """Write the newest checkpoint of `run`, or the best, or that of a step, to the folder `to`, with its tokenizer. Needs memory
     for one unit.
 
@@ -37,7 +39,7 @@ def export_command(run: Path, to: Path, best: bool = False, name: Path | None = 
     """
     directory = RunDirectory.open(run)
     settings = load_recipe(directory.recipe).model
-    model, reader = _plan_model(directory, settings, _choose_checkpoint(directory, best, step))
+    model, reader = _plan_model(directory, settings, _choose_checkpoint(directory, best=best, step=step))
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
     write_weights(to, model, _read_units(reader, model, units), dtype, _tokenizer_files(directory))
@@ -69,7 +71,7 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     return model, reader.manifest.step
 
 
-def _choose_checkpoint(directory: RunDirectory, best: bool = False, step: int | None = None) -> Place:
+def _choose_checkpoint(directory: RunDirectory, *, best: bool = False, step: int | None = None) -> Place:
     """The newest whole checkpoint, the best, or that of a step."""
     root = directory.checkpoints
     if step is not None:

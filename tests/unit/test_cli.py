@@ -40,8 +40,8 @@ def rooms(monkeypatch):
     calls = []
 
     def install(module: str, name: str, code: int = 0, error: BaseException | None = None):
-        def room(*arguments):
-            calls.append(arguments)
+        def room(*arguments, **named):
+            calls.append((*arguments, named) if named else arguments)
             if error is not None:
                 raise error
             return code
@@ -206,7 +206,7 @@ class TestArguments:
                 "plan_command",
                 (Wanted(layouts=True, schedule=True, options=True, png=Path("a.png")),),
             ),
-            (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", (3,)),
+            (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3},)),
             (["verify"], "framework.verify.command", "verify", (Options(),)),
             (
                 ["verify", "--fp64", "--steps", "5"],
@@ -233,12 +233,15 @@ class TestArguments:
     def test_commands_on_runs_pass_their_arguments_on(self, run, rooms, tmp_path):
         generated = rooms("framework.launch.generate", "generate_command")
         run("generate", str(tmp_path), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "9", "--seed", "3")
-        assert generated.pop() == (tmp_path, "def", 9, 0.0, 3)
+        named = {"prompt": "def", "max_new_tokens": 9, "temperature": 0.0, "seed": 3}
+        assert generated.pop() == (tmp_path, named)
         exported = rooms("framework.launch.export", "export_command")
-        run("export", "some-run", "--to", str(tmp_path))
-        assert [str(part) for part in exported.pop()] == ["runs/some-run", str(tmp_path), "False", "None"]
-        run("export", "some-run", "--to", str(tmp_path), "--step", "7")
-        assert exported.pop()[2:] == (False, 7)
+        for words, named in ((), {}), (("--step", "7"), {"step": 7}), (("--best",), {"best": True}):
+            run("export", "some-run", "--to", str(tmp_path), *words)
+            assert exported.pop() == (Path("runs/some-run"), {"to": tmp_path, "best": False, "step": None} | named)
+        code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
+        assert (code, exported) == (EXIT_USER, [])
+        assert "--best: not allowed with argument --step" in err
         inspected = rooms("framework.checkpoint.inspect", "inspect_command")
         run("inspect", str(tmp_path))
         assert inspected.pop() == (tmp_path,)
