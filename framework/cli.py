@@ -5,6 +5,8 @@ inside these functions, so that `check` and `--help` answer at once, without tor
 """
 
 import argparse
+import codecs
+import locale
 import os
 import re
 import sys
@@ -14,9 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
-from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError, RunError
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MeshwrightError, RecipeError, RunError
 from framework.imports import loading_libraries
+from framework.output import find_loss, keep_streams
 from framework.recipe.schema import Recipe
+
+# Commands that do more than print: where what they print is lost, they have not failed.
+WORKS = frozenset({"train", "prepare", "submit", "save", "stop", "inject", "export"})
 
 
 @dataclass(frozen=True)
@@ -31,18 +37,43 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. The exit code is one of errors.py's, or 130 after Ctrl-C; a fault of ours keeps its traceback."""
+    """Run one command, of this process's arguments or of `argv`. The exit code is one of errors.py's, or 130 after Ctrl-C; a
+    fault of ours keeps its traceback."""
+    if argv is None:
+        _speak_utf8()
+        keep_streams()
+    words = list(sys.argv[1:] if argv is None else argv)
+    code = _run(words)
+    loss = find_loss()
+    if code != EXIT_DONE or loss is None or WORKS.intersection(words[:1]):
+        return code
+    print(f"meshwright: stdout cannot be written ({loss.strerror}): what this command prints is lost", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _speak_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode, where the locale is of another encoding: files that libraries and other
+    machines wrote are UTF-8. What a terminal cannot show is escaped."""
+    if sys.flags.utf8_mode or codecs.lookup(locale.getpreferredencoding(False)).name == "utf-8":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    if sys.stdout is not None:
+        os.environ.setdefault("PYTHONIOENCODING", sys.stdout.encoding)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _run(words: list[str]) -> int:
+    os.environ.setdefault("PYTHON_COLORS", "0")  # of tracebacks: control characters are shown, whoever wrote them
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        return _dispatch(words)
+    except SystemExit as end:  # argparse's, after --help
+        return int(end.code or EXIT_DONE)
     except MeshwrightError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("meshwright: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `meshwright check --keys | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from framework import errors
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED
-from framework.train.faults import STOPPING, say_from_handler
+from framework.train.faults import STOPPING, heard_signals, say_from_handler
 
 # How a rank fails when another one has gone: gloo's sockets, NCCL's and c10d's messages, and ours.
 LOST_PEER = (
@@ -70,8 +70,7 @@ class Forwarding:
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Forwarding":
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        self._former = {number: signal.signal(number, self._forward) for number in numbers}
+        self._former = {number: signal.signal(number, self._forward) for number in heard_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -83,14 +83,14 @@ def resume(run_id, *overrides):
     return main(["train", f"run.id={run_id}", *overrides])
 
 
-def interrupt_after(run_id, steps):
-    """Ctrl-C once the run has reported so many steps."""
+def interrupt_after(run_id, steps, number=signal.SIGINT):
+    """Ctrl-C, or another signal, once the run has reported so many steps."""
 
     def send():
         metrics = Path("runs", run_id, "metrics.jsonl").absolute()
         while not metrics.exists() or metrics.read_text().count("\n") < steps:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
 
@@ -393,6 +393,19 @@ def test_a_run_saves_and_stops_as_it_is_asked_from_outside(ranks, capfd):
     assert f"saved    step {saved[0]:,}\n" in out
     assert f"stopped  step {saved[1]:,}\nresume   meshwright train run.id={run_id}" in out
     assert not list(run.path.glob("request-*"))
+
+
+def test_a_run_goes_on_where_nobody_reads_it_and_its_code_is_its_own():
+    unread = (
+        "import os, sys\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)\nos.dup2(write, 2)\n"
+        "sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__\n"
+        "from framework.output import keep_streams\nkeep_streams()"
+    )
+    assert in_child(unread, "run.id=unread", "train.steps=3", "data.root=unread-tokens") == EXIT_DONE
+    assert list(losses("unread")) == [1, 2, 3]
+    stops = f"{unread}\nimport os, signal, threading\nfrom tests.faults.test_launch_train import interrupt_after\n"
+    assert in_child(f"{stops}interrupt_after('hung-up', 2, signal.SIGHUP)", "run.id=hung-up") == EXIT_RESUME
+    assert newest("hung-up").manifest.step >= 2
 
 
 @pytest.mark.grid

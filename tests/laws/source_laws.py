@@ -15,7 +15,7 @@ Law = Callable[["Source"], Iterator[Breach]]
 
 # Lowest first; rooms of one floor do not know each other.
 FLOORS = (
-    ("errors", "imports"),
+    ("errors", "imports", "output"),
     ("lease",),
     ("recipe",),
     ("mesh",),
