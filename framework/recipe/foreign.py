@@ -240,6 +240,7 @@ _MEGATRON = MappingProxyType(
         "attention_backend": "model.attention",
         "distributed_timeout_minutes": "there is no such key",
         "wandb_project": "track.wandb.project",
+        "wandb_entity": "track.wandb.entity",
         "wandb_exp_name": "run.id",
     }
 )

@@ -33,6 +33,7 @@ def describe_run(
         total_steps=recipe.train.steps,
         start_step=start_step,
         tokens_per_step=plan.derived.tokens_per_step,
+        accumulation=plan.derived.accumulation,
         world=plan.derived.world,
         degrees=plan.derived.degrees,
         device=device,
