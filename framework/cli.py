@@ -11,9 +11,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MeshwrightError, RecipeError, RunError
@@ -23,6 +25,20 @@ from framework.recipe.schema import Recipe
 
 # Commands that do more than print: where what they print is lost, they have not failed.
 WORKS = frozenset({"train", "prepare", "submit", "save", "stop", "inject", "export"})
+
+
+# Words that are no commands, and who does what they ask for.
+ELSEWHERE = MappingProxyType(
+    {
+        "goodput": "`meshwright status RUN` prints it, RUN/goodput.png draws it.",
+        "report": "`meshwright status RUN` says how a run stands; RUN/report.txt is its report.",
+        "resume": "`meshwright train run.id=RUN` goes on with a run.",
+        "sweep": "`meshwright train -m` and `meshwright submit -m` train every combination of values.",
+        "list": "`meshwright status` lists the runs, `meshwright check --help-recipe` the recipes.",
+        "measure": "`meshwright doctor --measure` measures this machine.",
+        "cancel": "`meshwright stop RUN` has a run save and end.",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ def _run(words: list[str]) -> int:
     except SystemExit as end:  # argparse's, after --help
         return int(end.code or EXIT_DONE)
     except MeshwrightError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        print("\n".join([f"meshwright: {error}", *filter(None, getattr(error, "__notes__", []))]), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("meshwright: interrupted", file=sys.stderr)
@@ -88,7 +104,23 @@ def _dispatch(argv: list[str]) -> int:
     command = next((command for command in commands if command.name == name), None)
     if command is None:
         raise RecipeError(_explain_command(name, [command.name for command in commands]))
-    return command.run(_parse(command, argv[1:]))
+    arguments = _parse(command, argv[1:])
+    try:
+        return command.run(arguments)
+    except MeshwrightError as error:
+        if command.composes:
+            error.add_note("\n".join(_locate(str(error), arguments)))
+        raise
+
+
+def _locate(text: str, arguments: argparse.Namespace) -> list[str]:
+    """Where files set the keys that an error names: what judges a layout knows values alone."""
+    from framework.recipe.compose import compose
+    from framework.recipe.origins import locate_named
+
+    with suppress(MeshwrightError):
+        return list(locate_named(text, compose(arguments.overrides, arguments.recipes).origins))
+    return []
 
 
 def _commands() -> tuple[Command, ...]:
@@ -543,14 +575,6 @@ _OVERRIDES = """OVERRIDE:  experiment=quickstart  model=gpt2   choose recipes
 --help-recipe lists them all; `meshwright check --keys WORD` explains keys."""
 
 
-class _HelpRecipe(argparse.Action):
-    """Prints what all commands that take a recipe have in common."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(_explain_overrides())
-        parser.exit()
-
-
 class _Parser(argparse.ArgumentParser):
     """argparse, but a mistake is an error as any other: explained, with our exit code."""
 
@@ -569,7 +593,7 @@ def _parse(command: Command, argv: Sequence[str]) -> argparse.Namespace:
     )
     if command.composes:
         parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=argparse.SUPPRESS)  # the epilog's
-        parser.add_argument("--help-recipe", action=_HelpRecipe, nargs=0, help="list all recipes and keys, and exit")
+        parser.add_argument("--help-recipe", action="store_true", help="list all recipes and keys, and exit")
         parser.add_argument(
             "--recipes",
             action="append",
@@ -580,10 +604,13 @@ def _parse(command: Command, argv: Sequence[str]) -> argparse.Namespace:
         )
     command.add_options(parser)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if command.composes and arguments.help_recipe:
+        print(_explain_overrides(arguments.recipes))
+        parser.exit()
     if unknown and not command.composes:
         parser.error(f"there is no option {' '.join(unknown)}")
     if unknown:
-        raise RecipeError(_explain_flags(_join_values(argv, unknown), parser.format_help()))
+        raise RecipeError(_explain_flags(_join_values(argv, unknown), parser.format_help(), arguments.recipes))
     return arguments
 
 
@@ -618,7 +645,7 @@ def _describe_version() -> str:
     return ", ".join([f"meshwright {own}{commit}", f"Python {platform.python_version()}", *others])
 
 
-def _explain_overrides() -> str:
+def _explain_overrides(recipe_dirs: Sequence[Path]) -> str:
     from framework.recipe.describe import describe_group_keys, describe_groups
     from framework.recipe.files import search_path
 
@@ -628,13 +655,13 @@ def _explain_overrides() -> str:
   +key=value        add a value;  ++key=value  set or add it;  ~key  leave it out
 
 groups and their recipes:
-{describe_groups(search_path())}
+{describe_groups(search_path(recipe_dirs))}
 
 keys (`meshwright check --keys [WORD]` explains them):
 {describe_group_keys()}"""
 
 
-def _explain_flags(flags: Iterable[str], help_text: str) -> str:
+def _explain_flags(flags: Iterable[str], help_text: str, recipe_dirs: Sequence[Path]) -> str:
     from framework.recipe.files import search_path
     from framework.recipe.overrides import explain_flag
     from framework.recipe.problem import render_problems
@@ -643,7 +670,7 @@ def _explain_flags(flags: Iterable[str], help_text: str) -> str:
     options = re.findall(r"--([a-z-]+)", help_text)
     guesses = {flag: nearest(flag.partition("=")[0].lstrip("-"), options) for flag in flags}
     mistyped = [f"there is no option {flag}; did you mean --{guess[0]}?" for flag, guess in guesses.items() if guess]
-    keys = [explain_flag(flag, search_path()) for flag, guess in guesses.items() if not guess]
+    keys = [explain_flag(flag, search_path(recipe_dirs)) for flag, guess in guesses.items() if not guess]
     return "\n".join([*mistyped, *([render_problems(keys)] if keys else [])])
 
 
@@ -664,9 +691,9 @@ def _explain_command(name: str, commands: Sequence[str]) -> str:
     if "=" in name:
         return f"the command comes first: meshwright train {name} (commands: {', '.join(commands)})"
     guess = nearest(name, commands)
-    return (
-        f"there is no command {name}; " + (f"did you mean {guess[0]}? " if guess else "") + f"({', '.join(commands)})"
-    )
+    meant = f"did you mean {guess[0]}? " if guess else ""
+    meant = f"{ELSEWHERE[name]} " if name in ELSEWHERE else meant
+    return f"there is no command {name}; {meant}({', '.join(commands)})"
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def test_run_info_has_what_trackers_get_and_commands_that_can_be_typed():
     recipe = replace(recipe, batch=replace(recipe.batch, sequences_per_step=8))
     mesh = connect(Topology(), torch.device("cpu"))
     plan = make_plan(recipe, config)
-    info = describe_run(plan, mesh, "x", 0, None, (), "once upon")
+    info = describe_run(plan, mesh, replace(recipe.run, id="x"), 0, None, (), "once upon")
     assert info.config == describe_public(plan.recipe)
     assert info.commands["resume"] == """meshwright train run.id=x 'run.root="my '"'"'runs'"'"'"'"""
     # Not RUN/export: train.sample leaves one there, and an export replaces nothing.
