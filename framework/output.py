@@ -61,7 +61,7 @@ class Output(io.TextIOWrapper):
     def __init__(self, number: int, former: io.TextIOWrapper | None) -> None:
         self.descriptor = Descriptor(number)
         super().__init__(
-            io.BufferedWriter(self.descriptor),
+            io.BufferedWriter(self.descriptor),  # type: ignore[type-var]  # its `write` takes fewer types
             encoding=former.encoding if former else "utf-8",
             errors="backslashreplace",
             line_buffering=former is not None and former.line_buffering,
