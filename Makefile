@@ -69,7 +69,7 @@ test-slurm: develop
 test-grid: develop
 	$(PYTEST) $(SPREAD) -m grid --ignore tests/slurm $(if $(PART),--grid-part $(PART))
 
-# Thirty things that a new user does, with what must be seen; ARGS=--all: also those that train.
+# Each option of each command, typed as a new user does, with what must be seen; ARGS=--all: also those that train or take long.
 try: install
 	$(BIN)/python scripts/try_as_user.py $(ARGS)
 

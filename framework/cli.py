@@ -5,22 +5,44 @@ inside these functions, so that `check` and `--help` answer at once, without tor
 """
 
 import argparse
+import codecs
+import locale
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
-from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, MeshwrightError, RecipeError, RunError
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MeshwrightError, RecipeError, RunError
 from framework.imports import loading_libraries
+from framework.output import find_loss, keep_streams
 from framework.recipe.schema import Recipe
 from framework.start import guard_imports
 
 # Commands that start ranks or write files, and of several processes each would.
 RUN_ONCE = frozenset(("train", "prepare", "submit", "export", "verify"))
+
+# Commands that do more than print: where what they print is lost, they have not failed.
+WORKS = frozenset({"train", "prepare", "submit", "save", "stop", "inject", "export"})
+
+
+# Words that are no commands, and who does what they ask for.
+ELSEWHERE = MappingProxyType(
+    {
+        "goodput": "`meshwright status RUN` prints it, RUN/goodput.png draws it.",
+        "report": "`meshwright status RUN` says how a run stands; RUN/report.txt is its report.",
+        "resume": "`meshwright train run.id=RUN` goes on with a run.",
+        "sweep": "`meshwright train -m` and `meshwright submit -m` train every combination of values.",
+        "list": "`meshwright status` lists the runs, `meshwright check --help-recipe` the recipes.",
+        "measure": "`meshwright doctor --measure` measures this machine.",
+        "cancel": "`meshwright stop RUN` has a run save and end.",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -35,20 +57,44 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. The exit code is one of errors.py's, or 130 after Ctrl-C; a fault of ours keeps its traceback."""
+    """Run one command, of this process's arguments or of `argv`. The exit code is one of errors.py's, or 130 after Ctrl-C; a
+    fault of ours keeps its traceback."""
     if argv is None:
+        _speak_utf8()
         guard_imports()
+        keep_streams()
+    words = list(sys.argv[1:] if argv is None else argv)
+    code = _run(words)
+    loss = find_loss()
+    if code != EXIT_DONE or loss is None or WORKS.intersection(words[:1]):
+        return code
+    print(f"meshwright: stdout cannot be written ({loss.strerror}): what this command prints is lost", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _speak_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode, where the locale is of another encoding: files that libraries and other
+    machines wrote are UTF-8. What a terminal cannot show is escaped."""
+    if sys.flags.utf8_mode or codecs.lookup(locale.getpreferredencoding(False)).name == "utf-8":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    if sys.stdout is not None:
+        os.environ.setdefault("PYTHONIOENCODING", sys.stdout.encoding)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _run(words: list[str]) -> int:
+    os.environ.setdefault("PYTHON_COLORS", "0")  # of tracebacks: control characters are shown, whoever wrote them
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        return _dispatch(words)
+    except SystemExit as end:  # argparse's, after --help
+        return int(end.code or EXIT_DONE)
     except MeshwrightError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        print("\n".join([f"meshwright: {error}", *filter(None, getattr(error, "__notes__", []))]), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("meshwright: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `meshwright check --keys | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -68,7 +114,22 @@ def _dispatch(argv: list[str]) -> int:
         from framework.launch.launchers import refuse_launcher
 
         refuse_launcher(os.environ, name, is_terminal=sys.stdin is not None and sys.stdin.isatty())
-    return command.run(arguments)
+    try:
+        return command.run(arguments)
+    except MeshwrightError as error:
+        if command.composes:
+            error.add_note("\n".join(_locate(str(error), arguments)))
+        raise
+
+
+def _locate(text: str, arguments: argparse.Namespace) -> list[str]:
+    """Where files set the keys that an error names: what judges a layout knows values alone."""
+    from framework.recipe.compose import compose
+    from framework.recipe.origins import locate_named
+
+    with suppress(MeshwrightError):
+        return list(locate_named(text, compose(arguments.overrides, arguments.recipes).origins))
+    return []
 
 
 def _commands() -> tuple[Command, ...]:
@@ -147,12 +208,12 @@ def _submit(arguments: argparse.Namespace) -> int:
         with loading_libraries():
             from framework.launch.submit import submit_sweep
 
-        return submit_sweep(recipes, combinations, arguments.dry_run)
+        return submit_sweep(recipes, combinations, dry_run=arguments.dry_run)
     recipe = _compose_run(arguments)
     with loading_libraries():
         from framework.launch.submit import submit
 
-    return submit(recipe, arguments.overrides, arguments.recipes, arguments.dry_run)
+    return submit(recipe, arguments.overrides, arguments.recipes, dry_run=arguments.dry_run)
 
 
 def _add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
@@ -225,7 +286,7 @@ def _inject(arguments: argparse.Namespace) -> int:
         raise RunError(
             "inject RUN FAULT: say which fault, such as kill rank=1 step=30; `meshwright inject --list` explains them"
         )
-    return inject_command(_find_running(arguments.run), arguments.words, arguments.here)
+    return inject_command(_find_running(arguments.run), words=arguments.words, here=arguments.here)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -259,7 +320,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
     from framework.launch.measure import choose_file, measure_command
 
-    return measure_command(recipe, choose_file(typed, arguments.recipes), arguments.overwrite)
+    return measure_command(recipe, choose_file(typed, arguments.recipes), overwrites=arguments.overwrite)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -380,7 +441,7 @@ def _verify_random(arguments: argparse.Namespace) -> int:
 
     names = ("steps", "device", "overrides", "recipes")
     words = {name: getattr(arguments, name) for name in names}
-    return verify_random(Campaign(arguments.random, arguments.seed or 0, **words))
+    return verify_random(Campaign(arguments.random, seed=arguments.seed or 0, **words))
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -444,7 +505,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
     from framework.data.prepare import prepare_command
 
-    return prepare_command(recipe, arguments.workers)
+    return prepare_command(recipe, workers=arguments.workers)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -464,7 +525,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.launch.generate import generate_command
 
-    return generate_command(folder, arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.seed)
+    names = ("prompt", "max_new_tokens", "temperature", "seed")
+    return generate_command(folder, **{name: getattr(arguments, name) for name in names})
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -480,7 +542,7 @@ def _export(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.launch.export import export_command
 
-    return export_command(run, arguments.to, arguments.best, arguments.step)
+    return export_command(run, to=arguments.to, best=arguments.best, step=arguments.step)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -535,14 +597,6 @@ _OVERRIDES = """OVERRIDE:  experiment=quickstart  model=gpt2   choose recipes
 --help-recipe lists them all; `meshwright check --keys WORD` explains keys."""
 
 
-class _HelpRecipe(argparse.Action):
-    """Prints what all commands that take a recipe have in common."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(_explain_overrides())
-        parser.exit()
-
-
 class _Parser(argparse.ArgumentParser):
     """argparse, but a mistake is an error as any other: explained, with our exit code."""
 
@@ -561,7 +615,7 @@ def _parse(command: Command, argv: Sequence[str]) -> argparse.Namespace:
     )
     if command.composes:
         parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=argparse.SUPPRESS)  # the epilog's
-        parser.add_argument("--help-recipe", action=_HelpRecipe, nargs=0, help="list all recipes and keys, and exit")
+        parser.add_argument("--help-recipe", action="store_true", help="list all recipes and keys, and exit")
         parser.add_argument(
             "--recipes",
             action="append",
@@ -572,10 +626,13 @@ def _parse(command: Command, argv: Sequence[str]) -> argparse.Namespace:
         )
     command.add_options(parser)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if command.composes and arguments.help_recipe:
+        print(_explain_overrides(arguments.recipes))
+        parser.exit()
     if unknown and not command.composes:
         parser.error(f"there is no option {' '.join(unknown)}")
     if unknown:
-        raise RecipeError(_explain_flags(_join_values(argv, unknown), parser.format_help()))
+        raise RecipeError(_explain_flags(_join_values(argv, unknown), parser.format_help(), arguments.recipes))
     return arguments
 
 
@@ -610,7 +667,7 @@ def _describe_version() -> str:
     return ", ".join([f"meshwright {own}{commit}", f"Python {platform.python_version()}", *others])
 
 
-def _explain_overrides() -> str:
+def _explain_overrides(recipe_dirs: Sequence[Path]) -> str:
     from framework.recipe.describe import describe_group_keys, describe_groups
     from framework.recipe.files import search_path
 
@@ -620,13 +677,13 @@ def _explain_overrides() -> str:
   +key=value        add a value;  ++key=value  set or add it;  ~key  leave it out
 
 groups and their recipes:
-{describe_groups(search_path())}
+{describe_groups(search_path(recipe_dirs))}
 
 keys (`meshwright check --keys [WORD]` explains them):
 {describe_group_keys()}"""
 
 
-def _explain_flags(flags: Iterable[str], help_text: str) -> str:
+def _explain_flags(flags: Iterable[str], help_text: str, recipe_dirs: Sequence[Path]) -> str:
     from framework.recipe.files import search_path
     from framework.recipe.overrides import explain_flag
     from framework.recipe.problem import render_problems
@@ -635,7 +692,7 @@ def _explain_flags(flags: Iterable[str], help_text: str) -> str:
     options = re.findall(r"--([a-z-]+)", help_text)
     guesses = {flag: nearest(flag.partition("=")[0].lstrip("-"), options) for flag in flags}
     mistyped = [f"there is no option {flag}; did you mean --{guess[0]}?" for flag, guess in guesses.items() if guess]
-    keys = [explain_flag(flag, search_path()) for flag, guess in guesses.items() if not guess]
+    keys = [explain_flag(flag, search_path(recipe_dirs)) for flag, guess in guesses.items() if not guess]
     return "\n".join([*mistyped, *([render_problems(keys)] if keys else [])])
 
 
@@ -656,9 +713,9 @@ def _explain_command(name: str, commands: Sequence[str]) -> str:
     if "=" in name:
         return f"the command comes first: meshwright train {name} (commands: {', '.join(commands)})"
     guess = nearest(name, commands)
-    return (
-        f"there is no command {name}; " + (f"did you mean {guess[0]}? " if guess else "") + f"({', '.join(commands)})"
-    )
+    meant = f"did you mean {guess[0]}? " if guess else ""
+    meant = f"{ELSEWHERE[name]} " if name in ELSEWHERE else meant
+    return f"there is no command {name}; {meant}({', '.join(commands)})"
 
 
 if __name__ == "__main__":

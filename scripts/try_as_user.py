@@ -1,4 +1,4 @@
-"""Thirty things that a new user does, each as a command that is typed, with what must be seen and the exit code.
+"""What a new user does: commands as they are typed, what must be seen, and the exit code. Each option of each command is in one.
 
     python scripts/try_as_user.py            # those that need no training: a minute, CI runs them
     python scripts/try_as_user.py --all      # and those that train: three minutes more
@@ -28,7 +28,8 @@ SHOWN_LINES = 14
 class Action:
     """What is typed behind `meshwright`; the exit code; patterns that the output must have, in any order.
 
-    leaves_no_run: no file appears in runs/. lines: the most that it may print. interrupted: Ctrl-C behind its third step.
+    trains: it trains or takes long, and is left to --all. leaves_no_run: no file appears in runs/. lines: the most that it may
+    print. interrupted: Ctrl-C behind its third step.
     """
 
     typed: str
@@ -52,6 +53,8 @@ def done(typed: str, *seen: str, trains: bool = False, lines: int | None = None)
 QUICK = "experiment=quickstart"
 SMALL = f"{QUICK} train.steps=20 train.validate_every_steps=10 checkpoint.every_steps=10 optim.schedule.warmup_steps=5"
 LONG = f"{SMALL} train.steps=2000"
+TEXTS = "data=files data.sources.files.path=texts"
+FILES = "--html page.html --png page.png --overwrite"
 ACTIONS = (
     refused("train", "nothing says what to train", "experiment=quickstart", "pretrain_llama3_2_1b"),
     done("--version", r"meshwright \d+\.\d+", "torch", "transformers"),
@@ -80,9 +83,40 @@ ACTIONS = (
     done("plan model=llama3_2_1b parallel.pp=4 launch.ranks=4 pipeline.schedule=zbv --ranks", "bytes of a rank", "zbv"),
     done("check --keys clip", "optim.clip_norm"),
     done(f"check {QUICK} data.sources.files.path=texts", "stdlib 50%, files 50%"),
+    done("check --recipes own experiment=mine", "steps: 77"),
+    done("check --recipes own --help-recipe", "mine", "llama3_2_1b"),
+    done(f"check --sources {QUICK}", r"warmup_steps = 20 +recipes/experiment/quickstart.yaml:\d+"),
+    done(f"plan {QUICK} parallel.pp=2 --ranks --layouts --schedule --options {FILES} --schedule-to s.csv",
+         "bytes of a rank", "all schedules", "memory", "the schedule to s.csv", "wrote page.html", "wrote page.png", trains=True),
+    refused(f"plan {QUICK} --html own/experiment/mine.yaml", "mine.yaml"),
+    done(f"search {QUICK} --by memory --best 2 --rejections --free zero --keep memory --write best.yaml {FILES}",
+         "by memory", "wrote best.yaml", "wrote page.html", "wrote page.png", trains=True),
+    done(f"search {QUICK} --json --best 1", r'^\{"'),
+    done(f"search {QUICK} launch=slurm launch.ranks_per_node=2 --nodes 1,2", "numbers of nodes", trains=True),
+    refused(f"search {QUICK} --tried nowhere", "nowhere"),
+    done(f"prepare {TEXTS} data.bpe_vocab=300 data.validation=0 train.validate_every_steps=null --workers 1",
+         "tokens", r"of \d+ cores"),
+    done(f"submit -m --dry-run {QUICK} launch=slurm launch.nodes=1 launch.ranks_per_node=2 train.seed=1,2", "--array=0-1"),
+    done("inject --list", "kill"),
+    refused("verify --strict --ranks 3 --model-config c.json experiment=quickstart", "--model-config, --ranks would change it"),
+    refused(f"verify {QUICK} --device cuda", "torch sees no GPU here"),
+    refused("status --nosuch", "no option --nosuch"),
+    refused("goodput first", "meshwright status RUN"),
+    done(f"verify {QUICK} --dtype fp64 --steps 2 --ranks 2", "fp64", "equal: this layout", trains=True),
+    done(f"verify --strict {QUICK} train.steps=1 --steps 1", "equal: this layout", trains=True),
+    done("verify --random 1 --seed 3 --steps 1", "equal: 1 draws of seed 3", trains=True),
+    done(f"search {QUICK} --try 1 --try-steps 3", "trying", trains=True),
+    done("doctor --measure measured.yaml --overwrite", "measured.yaml", trains=True),
+    done(f"train -m {SMALL} run.name=both train.seed=1,2", r"\[2/2\]", trains=True),
     done(f"verify {QUICK} zero.stage=3", "equal: this layout trains as one process does", trains=True),
     done(f"train {SMALL} run.id=first", "validation loss", "meshwright generate", trains=True),
-    done("generate first --prompt 'def f('", "def f", trains=True),
+    done("generate first --prompt 'def f(' --max-new-tokens 5 --temperature 0 --seed 3", "def f", trains=True, lines=8),
+    done("inspect first", "every hash fits", trains=True),
+    refused("save first", "does not run", trains=True),
+    refused("stop first", "does not run", trains=True),
+    refused("export first --best --to best", "kept no best checkpoint", trains=True),
+    done("export first --step 10 --to ten", "exported step 10 of runs/first to ten", trains=True),
+    refused("export first --step 7 --to seven", "those of steps: 20, 10", trains=True),
     Action(f"train {LONG} run.id=second", EXIT_RESUME, ("saved at step", "train run.id=second"), True, interrupted=True),
     done("status second", "not running", r"saved +step", "meshwright train run.id=second", trains=True),
     done("diff first second", "train.steps", "loss", trains=True),
@@ -100,6 +134,10 @@ def make_place(place: Path) -> None:
     (place / "texts").mkdir()
     for number in range(4):
         (place / "texts" / f"{number}.txt").write_text(f"text {number} " * 200)
+    (place / "own" / "experiment").mkdir(parents=True)
+    (place / "own" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\n# A recipe of mine\ndefaults: [quickstart]\ntrain: {steps: 77}\n"
+    )
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )

@@ -255,6 +255,8 @@ export MESHWRIGHT_QUEUED
 # `python -m` looks into its folder first, which may be a clone of this package: the run's code is RUN/code. By its other name
 # apptainer lets it in with --cleanenv as well.
 export PYTHONSAFEPATH=1 APPTAINERENV_PYTHONSAFEPATH=1
+# Files are UTF-8, whatever the locale of the node.
+export PYTHONUTF8=1 APPTAINERENV_PYTHONUTF8=1
 
 # --- life
 mkdir -p "$run/slurm"

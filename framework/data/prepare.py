@@ -118,7 +118,7 @@ def _add_checksums(prepared: Prepared) -> None:
             print(f"{source.folder}: verified, and given checksums", file=sys.stderr)
 
 
-def prepare_command(recipe: Recipe, workers: int | None = None) -> int:
+def prepare_command(recipe: Recipe, *, workers: int | None = None) -> int:
     """`meshwright prepare`: prepares, prints what there is, returns the exit code."""
     start_s, start_cpu_s = time.perf_counter(), _count_cpu_s()
     prepared = prepare(recipe, workers)

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -92,7 +93,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, so that nothing is ever unknown
-        show_progress=progress,
+        # Elsewhere the library prints plain lines past Python's streams, and panics where nobody reads them.
+        show_progress=progress and sys.stdout.isatty(),
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)

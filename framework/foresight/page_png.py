@@ -55,8 +55,8 @@ def mark_png(drawn: bytes) -> bytes:
 
 def combine(page: Page) -> dict[str, Any]:
     """The charts as one specification, with what the page says in words above them."""
-    facts = [f"{name} {value}" for name, value in page.facts]
-    lines = ["   ".join(facts[first : first + 5]) for first in range(0, len(facts), 5)]
+    facts = [f"{name}: {value}" for name, value in page.facts]  # pictures draw several spaces as one
+    lines = [" | ".join(facts[first : first + 5]) for first in range(0, len(facts), 5)]
     titles = {section.id: section.title for section in page.sections}
     charts = [
         {key: value for key, value in spec.items() if key not in ("$schema", "config", "params", "padding")}

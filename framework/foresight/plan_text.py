@@ -71,6 +71,8 @@ def describe_time(time: TimeForecast) -> Iterator[str]:
         return f"{seconds / time.step_s:.1%}"
 
     yield f"step time     {show_seconds(time.step_s)}: {_largest_first(_join_small(time.parts), show)}"
+    if time.parts.get("bubble"):
+        yield "              of the rank that takes longest; its bubble is in seconds, that of the pipeline by FLOPs of all ranks"
     if any(time.hidden.values()):
         yield f"hidden        {_largest_first(time.hidden, show_seconds)} of communication behind computation"
     speed = f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_and_rank:,.0f} of a rank, MFU {time.mfu:.1%}"

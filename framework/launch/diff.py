@@ -9,7 +9,7 @@ from typing import Any
 from framework.errors import EXIT_DONE
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import load_own_recipe
-from framework.recipe.environment import HIDDEN, is_private
+from framework.recipe.environment import HIDDEN, hide_in, is_private
 from framework.recipe.keys import flatten
 from framework.recipe.problem import show
 from framework.recipe.saved import plain
@@ -49,7 +49,11 @@ def find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Ite
 
 def _read_recipe(run: RunDirectory) -> dict[str, Any]:
     values = flatten(plain(asdict(load_own_recipe(run))))
-    return {key: HIDDEN if is_private(key, value) else value for key, value in values.items() if key not in OWN_KEYS}
+    return {
+        key: HIDDEN if is_private(key, value) else hide_in(value)
+        for key, value in values.items()
+        if key not in OWN_KEYS
+    }
 
 
 def _read_code(run: RunDirectory) -> dict[str, Any]:

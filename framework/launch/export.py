@@ -30,7 +30,9 @@ from framework.recipe.describe import caution_of_export
 from framework.recipe.schema import Model
 
 
-def export_command(run: Path, to: Path, best: bool = False, name: Path | None = None, step: int | None = None) -> int:
+def export_command(
+    run: Path, to: Path, *, best: bool = False, step: int | None = None, name: Path | None = None
+) -> int:
     """Write the newest checkpoint of `run`, or the best, or that of a step, to the folder `to`, with its tokenizer. Needs memory
     for one unit.
 
@@ -39,7 +41,7 @@ def export_command(run: Path, to: Path, best: bool = False, name: Path | None = 
     content already, CheckpointError when the checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
-    settings, reader = _read_settings(directory, _choose_checkpoint(directory, best, step))
+    settings, reader = _read_settings(directory, _choose_checkpoint(directory, best=best, step=step))
     model = _plan_model(directory, settings)
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
@@ -73,7 +75,7 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     return model, reader.manifest.step
 
 
-def _choose_checkpoint(directory: RunDirectory, best: bool = False, step: int | None = None) -> Place:
+def _choose_checkpoint(directory: RunDirectory, *, best: bool = False, step: int | None = None) -> Place:
     """The newest whole checkpoint, the best, or that of a step."""
     root = directory.checkpoints
     if step is not None:

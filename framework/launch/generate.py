@@ -16,7 +16,7 @@ EXPORT_FOLDER = "export"
 
 
 def generate_command(
-    run_or_folder: Path, prompt: str, max_new_tokens: int = 100, temperature: float = 0.8, seed: int = 0
+    run_or_folder: Path, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.8, seed: int = 0
 ) -> int:
     """Print `prompt` and a continuation by the newest checkpoint of a run, or by a Hugging Face folder."""
     model: Any

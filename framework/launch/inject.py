@@ -68,11 +68,11 @@ def list_command(path: Path | None) -> int:
     return EXIT_DONE
 
 
-def inject_command(path: Path, words: Sequence[str], is_here: bool = False) -> int:
-    """Have the run suffer a fault. Raises RunError where it cannot. is_here: signal processes of this machine, no others."""
+def inject_command(path: Path, words: Sequence[str], *, here: bool = False) -> int:
+    """Have the run suffer a fault. Raises RunError where it cannot. here: signal processes of this machine, no others."""
     run = RunDirectory.open(path)
     recipe, fault = load_recipe(run.recipe), parse_fault(words, SAVE_POINTS)
-    if is_here:
+    if here:
         return _signal_here(run, fault)
     _check(run, recipe, fault)
     is_at_a_place = fault.step is not None or fault.phase is not None or fault.point is not None

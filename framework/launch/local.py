@@ -62,6 +62,7 @@ def check_model(recipe: Recipe, is_new: bool = True) -> str:
     """Lay every rank out before anything is written, and return the model's type. Raises what ranks would raise. is_new: the run
     begins with its pretrained weights, if it has any, and not with a checkpoint."""
     with loading_libraries():
+        from framework.parallel.fp8_layers import require_torchao
         from framework.plan.check import check_layout, check_weights
         from framework.plan.host_memory import check_host_memory
 
@@ -70,6 +71,8 @@ def check_model(recipe: Recipe, is_new: bool = True) -> str:
         check_weights(plan)
     if recipe.launch.kind == "local":  # of this machine: a cluster's nodes look for themselves
         check_host_memory(plan)
+        if recipe.precision.compute == "fp8":
+            require_torchao()
         if recipe.memory.offload.disk_path is not None:
             refuse_folder(Path(recipe.memory.offload.disk_path))
     return plan.config.model_type

@@ -46,7 +46,7 @@ def choose_file(typed: str, recipe_dirs: Sequence[Path]) -> Path:
     return file
 
 
-def measure_command(recipe: Recipe, file: Path, overwrites: bool = False, effort: Effort | None = None) -> int:
+def measure_command(recipe: Recipe, file: Path, *, overwrites: bool = False, effort: Effort | None = None) -> int:
     """Measure this machine and write its file; the exit code. Nothing is written where ranks fail or are interrupted.
 
     overwrites: also a file of another machine. effort: how much is measured, None: what suits the device. RecipeError where the

@@ -25,6 +25,7 @@ from framework.launch.fingerprint import take_fingerprint
 from framework.launch.phases import START_UP, PhaseBar
 from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, describe_start, is_task, judge
 from framework.lease import Lease, read_lease
+from framework.output import keep_streams
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
 from framework.recipe.elastic import at_nodes
@@ -118,6 +119,7 @@ def let_threads_sleep() -> None:
 def run_process(work: Callable[[], int]) -> NoReturn:
     """The life of a rank's process: `work`, to its exit code. Ends without Python's teardown, which can wait forever for a
     peer that is gone."""
+    keep_streams()
     faulthandler.enable()
     _end_with_parent()
     code = work()

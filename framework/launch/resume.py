@@ -75,7 +75,7 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
             composed = require_layout(compose(overrides, recipe_dirs), overrides, recipe_dirs)
             composed = keep_settled(saved, composed)
         resumed, changes = composed, find_changes(saved, composed)
-    resumed = replace(resumed, run=replace(resumed.run, work=run.keys.work))
+    resumed = replace(resumed, run=name_run(run.path, resumed.run))
     return resumed, [change for change in changes if change.key not in OWN_KEYS]
 
 
@@ -84,6 +84,14 @@ def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base
     # parallel.layout=auto that is typed chooses anew, for the ranks that the run goes on with.
     recipe = composition.require() if base is None else require_layout(composition, overrides, dirs)
     return keep_settled(saved, recipe, composition.origins)
+
+
+def name_run(path: Path, saved: Run) -> Run:
+    """`run.*` of the run in a folder, which may be a copy of the one that the recipe was saved in: its id is the folder's name.
+    run.root stays as it is written where it is the folder's."""
+    keys = RunDirectory(path).keys
+    is_own = Path(saved.root).absolute() == Path(keys.root).absolute()
+    return replace(saved, id=keys.id, root=saved.root if is_own else keys.root, work=keys.work)
 
 
 def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:

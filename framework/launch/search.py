@@ -83,14 +83,15 @@ def ask(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Asked:
         if value is not None and value < least:
             raise RecipeError(f"--{name.replace('_best', '').replace('_', '-')} {value}: at least {least}")
     if arguments.write is not None:
-        _refuse_file(arguments.write, arguments.overwrite)
+        _refuse_file(arguments.write, overwrite=arguments.overwrite)
     if arguments.html is not None or arguments.png is not None:
         from framework.foresight.page_html import require_pages
 
-        require_pages(arguments.html, arguments.png, arguments.overwrite)
+        require_pages(html=arguments.html, png=arguments.png, overwrite=arguments.overwrite)
     overrides = [*arguments.overrides, *more]
     composition = compose_open(overrides, arguments.recipes)
-    pinned = change_pins(find_pins(composition, overrides, arguments.recipes), arguments.free, arguments.keep)
+    pinned = find_pins(composition, overrides, arguments.recipes)
+    pinned = change_pins(pinned, free=arguments.free, keep=arguments.keep)
     return Asked(composition.require(), pinned, overrides, arguments.recipes, arguments)
 
 
@@ -101,7 +102,9 @@ def find(asked: Asked, cluster: Any = None) -> Any:
 
     options = asked.options
     meshes = options.try_best or 0
-    result = search(Question(asked.recipe, asked.pinned, options.by, max(options.best, meshes), cluster, meshes=meshes))
+    best = max(options.best, meshes)
+    question = Question(asked.recipe, asked.pinned, by=options.by, best=best, cluster=cluster, meshes=meshes)
+    result = search(question)
     best_of(result)
     return result
 
@@ -115,7 +118,7 @@ def show(asked: Asked, result: Any, cluster: Any = None, more: Mapping[str, Any]
     name = cluster.name if cluster else cluster_name(asked.recipe)
     if options.json:
         values = [values_for(each, asked.recipe, asked.pinned) for each in result.ranked]
-        print(json.dumps({**to_json(result, name, asked.pinned, values, options.rejections), **more}))
+        print(json.dumps({**to_json(result, name, asked.pinned, values, is_full=options.rejections), **more}))
     else:
         print_table(asked, result, name)
     if options.write is not None:
@@ -130,7 +133,7 @@ def print_table(asked: Asked, result: Any, name: str) -> None:
     """The best as a table, and what became of the others."""
     from framework.foresight.search_text import describe_rejections, describe_search
 
-    print("\n".join(describe_search(result, name, asked.pinned, asked.options.best)))
+    print("\n".join(describe_search(result, name, asked.pinned, shown=asked.options.best)))
     if asked.options.rejections:
         print("\n".join(["", *describe_rejections(result)]))
 
@@ -141,12 +144,12 @@ def _write_page(asked: Asked, cluster: Any) -> None:
     from framework.foresight.page_png import write_pages
 
     options = asked.options
-    page = make_search_page(*explore(Question(asked.recipe, asked.pinned, options.by, cluster=cluster)))
-    for path in write_pages(page, options.html, options.png):
+    page = make_search_page(*explore(Question(asked.recipe, asked.pinned, by=options.by, cluster=cluster)))
+    for path in write_pages(page, html=options.html, png=options.png):
         print(f"wrote {path}", file=sys.stderr if options.json else sys.stdout)
 
 
-def _refuse_file(file: Path, overwrite: bool) -> None:
+def _refuse_file(file: Path, *, overwrite: bool) -> None:
     """Raises RecipeError where a layout cannot be written, or something else would be lost: before anything is searched."""
     if not file.parent.is_dir():
         raise RecipeError(f"--write {file}: there is no folder {file.parent}, make it first")

@@ -24,11 +24,11 @@ def compare_nodes(arguments: argparse.Namespace) -> int:
             rows.append(NodesRow(nodes, reason=" ".join(str(error).split())))
             continue
         rows.append(NodesRow(nodes, found[nodes][1].ranked[0]))
-    rows = order_nodes(rows, arguments.by)
+    rows = order_nodes(rows, by=arguments.by)
     if rows[0].best is None:
         raise RecipeError("\n".join(f"{each.nodes} nodes: {each.reason}" for each in rows))
     if not arguments.json:
-        print("\n".join([*describe_nodes(rows, arguments.by), ""]))
+        print("\n".join([*describe_nodes(rows, by=arguments.by), ""]))
     show(*found[rows[0].nodes], more={"nodes": [each.to_json() for each in rows]})
     if arguments.write is not None and not arguments.json:
         print(f"it is of launch.nodes={rows[0].nodes}")

@@ -113,7 +113,8 @@ def render(
             program=program,
         )
     )
-    return Script(text, f"{srun} {program}")
+    begin = text.index(f"{srun} \\\n")
+    return Script(text, text[begin : text.index(" &\n", begin)])
 
 
 def find_script_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:

@@ -45,7 +45,7 @@ from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
 
 
-def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_run: bool) -> int:
+def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], *, dry_run: bool) -> int:
     """Queue `recipe` as a new run, or go on with the run that `recipe.run.id` names; returns the exit code.
 
     dry_run: print the script and change nothing. Raises RecipeError and RunError for all that can be known beforehand.
@@ -73,7 +73,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], dry_ru
         return _queue(run, lease, recipe, overrides, [])
 
 
-def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], dry_run: bool) -> int:
+def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *, dry_run: bool) -> int:
     """Queue runs as one job array; `combinations`: the overrides of each. They share a wandb group and all of `launch`.
 
     The sweep gets a folder, `runs/NAME-sweep-001`, each run its own beside it, `runs/NAME-sweep-001-0` and so on.

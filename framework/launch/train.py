@@ -38,6 +38,7 @@ from framework.launch.fault_door import FaultDoor
 from framework.launch.goodput import open_goodput
 from framework.launch.identity import settle_identity
 from framework.launch.probe import probe
+from framework.launch.resume import name_run
 from framework.launch.saves import Saves
 from framework.lease import Lease
 from framework.mesh.topology import Topology
@@ -173,7 +174,9 @@ def _train(
     state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
     prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
     sources = tuple(source.name for source in prepared.sources)
-    info = describe_run(plan, mesh, state.run_id, state.step, prepared.unigram_entropy, sources, prompt)
+    info = describe_run(
+        plan, mesh, name_run(run_dir, recipe.run), state.step, prepared.unigram_entropy, sources, prompt
+    )
     saver = saves.open(state.step)
     phases.begin(Phase.STEP, state.step)
     if mesh.rank == 0 and mesh.device.type == "cuda" and emulates_fp8(recipe.precision, mesh.device):

@@ -39,7 +39,7 @@ def try_layouts(asked: Asked) -> int:
         if not options.json:
             print_table(asked, result, _cluster_name(asked))
         folder = RunDirectory.create(Runs.of(asked.recipe.run).folder, None, f"{asked.recipe.run.name}-tried").path
-        chosen = choose_tried(result, options.try_best)
+        chosen = choose_tried(result, wanted=options.try_best)
         overrides = [
             *_without_layout(asked.overrides),
             *_short_run(asked, folder),
@@ -84,7 +84,7 @@ def _write_layouts(asked: Asked, folder: Path, chosen: Sequence[Any]) -> str:
 
 def read_tried(asked: Asked) -> int:
     """Correct by what an array has measured, and rank again."""
-    return _rank_again(asked, asked.options.tried)
+    return _rank_again(asked, folder=asked.options.tried)
 
 
 @contextmanager

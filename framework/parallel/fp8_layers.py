@@ -37,7 +37,6 @@ def gather_in_fp8(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     model stays. Raises ModelError where the recipe asks for fp8 and the model cannot have it."""
     if plan.recipe.precision.compute != "fp8":
         return layouts
-    require_torchao()
     found = find_fp8_linears(model, plan)
     wide = kept_in_fp32(model, plan.compute_dtype)
     kept = [name for name in found if f"{name}.weight" in wide]
@@ -90,6 +89,7 @@ def make_matmul(module: nn.Module, is_transposed: bool, fp8: set[nn.Module], pla
     """The matmuls of a linear module: in fp8 if it is one of those."""
     if module not in fp8:
         return Matmul(module, is_transposed)
+    require_torchao()
     from framework.model.fp8 import Fp8Matmul
 
     return Fp8Matmul(module, is_transposed, plan.recipe.precision.fp8_scaling)

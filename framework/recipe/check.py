@@ -40,6 +40,8 @@ from framework.recipe.origins import origin_of
 from framework.recipe.place_rules import find_checkpoint_root_problems, find_run_root_problems
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Optim, Pipeline, Recipe, Zero
+from framework.recipe.text_rules import find_text_problems
+from framework.recipe.track_rules import find_wandb_problems
 
 __all__ = ["Problem", "check_recipe", "render_problems"]
 
@@ -145,6 +147,8 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         ((*COUNTED, *DEGREES, "track.profile_steps", "track.profile_ranks"), _profile),
         (("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles"), _best),
         (("run",), _run),
+        (("track.wandb",), find_wandb_problems),
+        ((), find_text_problems),
         *launch_rules(),
         (("launch",), find_deadline_problems),
         (("cluster",), find_cluster_problems),

@@ -33,6 +33,15 @@ _ASSIGNMENT = re.compile(
 _SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(?![A-Z])|(^|_)(API|ACCESS|PRIVATE)?KEYS?(_ID)?$|(^|_)PASS$|_(PWD|PAT)$"
 )
+# Tokens by their prefixes (Hugging Face, OpenAI and others, GitHub, GitLab, AWS, Slack, Google), headers of HTTP, JSON web
+# tokens, private keys.
+_LITERAL = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{16,}|sk-(?=[\w-]*\d)[\w-]{16,}|gh[opsur]_[A-Za-z0-9]{16,}"
+    r"|github_pat_\w{20,}|glpat-[\w-]{16,}|(?:AKIA|ASIA)[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]*)?)"
+    r"|(?<=Bearer )(?=\S*\d)[\w.~+/=-]{8,}|(?<=Authorization: Bearer )[^\s'\"$]+|(?<=Authorization: Basic )[^\s'\"$]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*"
+)
 _PLACE_NAME = re.compile(r"_(FILE|PATH|DIR)$")  # of a file that holds a secret, such as HF_TOKEN_PATH
 _FLAGS = ("", "0", "1", "true", "false", "yes", "no", "on", "off")
 HIDDEN = "***"
@@ -84,13 +93,18 @@ def is_secret(name: str, value: object) -> bool:
         return False
     is_named = _SECRET_NAME.search(name.upper()) and not _PLACE_NAME.search(name.upper())
     is_given = value.lower() not in _FLAGS and not names_in(value)
-    return bool((is_named and is_given) or _PASSWORD.search(_REFERENCE.sub("", value)))
+    return bool((is_named and is_given) or _PASSWORD.search(_REFERENCE.sub("", value)) or looks_secret(value))
+
+
+def looks_secret(text: str) -> bool:
+    """Has the text a token or a key in it, whatever it is called?"""
+    return _LITERAL.search(text) is not None
 
 
 def secret_in(line: str) -> str | None:
     """The name of what a line of shell gives away, such as `export HF_TOKEN=hf_...`; not of what it reads from somewhere."""
     given = (name for _, name, value in _ASSIGNMENT.findall(line) if is_secret(name, value.strip("'\"")))
-    return next(given, "PASSWORD" if _PASSWORD.search(line) else None)
+    return next(given, "PASSWORD" if _PASSWORD.search(line) else "TOKEN" if looks_secret(line) else None)
 
 
 def is_private(key: str, value: object) -> bool:
@@ -102,8 +116,9 @@ def is_private(key: str, value: object) -> bool:
 
 
 def hide_secrets(text: str) -> str:
-    """The text without the passwords of URLs in it, and without the values that it gives to what is named like a secret."""
-    without = _PASSWORD.sub(rf"\1{HIDDEN}", text)
+    """The text without the passwords of URLs in it, without tokens, and without the values that it gives to what is named like a
+    secret."""
+    without = _LITERAL.sub(HIDDEN, _PASSWORD.sub(rf"\1{HIDDEN}", text))
     return _ASSIGNMENT.sub(lambda found: _hide_value(*found.groups()) or found[0], without)
 
 
@@ -119,17 +134,17 @@ def hide_override(text: str) -> str:
 
 def describe_public(recipe: Recipe) -> dict[str, Any]:
     """The recipe as trackers get it: of launch.environment the names, of launch.set_up how many lines, no URL's password."""
-    tree = _hide_in(asdict(recipe))
+    tree = hide_in(asdict(recipe))
     launch = recipe.launch
     tree["launch"] |= {"environment": sorted(launch.environment), "set_up": f"{len(launch.set_up)} lines"}
     return tree
 
 
-def _hide_in(value: Any) -> Any:
+def hide_in(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _hide_in(element) for name, element in value.items()}
+        return {name: hide_in(element) for name, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_hide_in(element) for element in value]
+        return [hide_in(element) for element in value]
     return hide_secrets(value) if isinstance(value, str) else value
 
 

@@ -30,6 +30,11 @@ def explain_hydra(error: Exception, choices: Sequence[Override], folders: Sequen
         return yaml_problem(error, next(label_of(file) for file in files if file.read_bytes() == error.object))
     if isinstance(error, yaml.YAMLError):
         return yaml_problem(error, "recipes")
+    unpackaged = next(filter(_lacks_package, chosen), None)
+    if unpackaged and not isinstance(error.__cause__, GrammarParseError):
+        message = "Hydra takes its keys and its defaults for those of a group `experiment`"
+        fix = "an experiment's file begins with the line `# @package _global_`"
+        return Problem("experiment", unpackaged.stem, message, fix, f"{label_of(unpackaged)}:1")
     if isinstance(error, RecursionError):
         message = "a defaults list leads back to its own file"
         fix = "a recipe that extends another one needs a name of its own"
@@ -76,6 +81,11 @@ def _chosen_files(choices: Sequence[Override], folders: Sequence[Path]) -> Itera
         for option in value if isinstance(value, list) else [value]:
             if file := find_file(f"{choice.key_or_group}/{option}", folders):
                 yield file
+
+
+def _lacks_package(file: Path) -> bool:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return file.parent.name == "experiment" and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE)
 
 
 def _find_line(pattern: str, files: Sequence[Path]) -> str:

@@ -4,6 +4,7 @@ Hydra says which files it merged, in which order and at which place of the tree,
 read once more, for the positions of their keys. Later files win, as in the merge itself.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ def origin_of(origins: Mapping[str, str], key: str) -> str:
     parts = key.split(".")
     above = (origins.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
     return below or next((label for label in above if label), DEFAULT)
+
+
+def locate_named(text: str, origins: Mapping[str, str]) -> Iterator[str]:
+    """Where a file sets the keys that a message names with their values, unless it says so."""
+    for key in dict.fromkeys(re.findall(r"\b([a-z_]+(?:\.\w+)+)(?==| is not)", text)):
+        place = origins.get(key, DEFAULT)
+        if ":" in place and place not in text:
+            yield f"  {key} is set in {place}"
 
 
 def find_file(config_path: str, folders: Sequence[Path]) -> Path | None:

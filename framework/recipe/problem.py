@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from framework.output import show_controls
 from framework.recipe.environment import HIDDEN, hide_override, hide_secrets, is_private
 
 COMMAND_LINE = "command line"
@@ -44,7 +45,7 @@ def render_problems(problems: Sequence[Problem]) -> str:
     for problem, head in zip(ordered, heads, strict=True):
         lines += ["", f"  {head:{column}}   {problem.origin}".rstrip()]
         lines += _explanation(problem, width)
-    return "\n".join(lines)
+    return show_controls(hide_secrets("\n".join(lines)))
 
 
 def shipped_recipes() -> Path:

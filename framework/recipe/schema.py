@@ -403,6 +403,7 @@ class Checkpoint:
 class Wandb:
     mode: Literal["auto", "online", "offline", "disabled"] = key("auto: online with a key, else offline", "auto")
     project: str = key("wandb project", "meshwright")
+    entity: str | None = key("wandb user or team; null: the key's own", None)
     group: str | None = key("wandb group", None)
     tags: list[str] = key("wandb tags", [])
 

@@ -82,7 +82,7 @@ def summarize_goodput(account: Account, price: float | None, is_gpu: bool) -> st
 
 def name_of(part: Part) -> str:
     """As people read it."""
-    return "start-up" if part is Part.START_UP else part.replace("_", " ")
+    return {Part.START_UP: "start-up", Part.COMPILE: "warm-up"}.get(part, part.replace("_", " "))
 
 
 def draw_goodput(account: Account, title: str) -> bytes:

@@ -58,8 +58,8 @@ class RunInfo:
     """What is run. JSON-able; kept as `run_info.json` beside the metrics so that a report can be written afterwards.
 
     config: the recipe as plain dicts, without what nobody else may see (`recipe/environment.py`). start_step: steps done
-    before this process took over (0: a fresh run). degrees: {axis: size}. flops_per_token, peak_flops (of one device),
-    unigram_entropy (nats per token): None if unknown.
+    before this process took over (0: a fresh run). accumulation: microbatches of a rank in a step. degrees: {axis: size}.
+    flops_per_token, peak_flops (of one device), unigram_entropy (nats per token): None if unknown.
     sources: names of the data's sources. has_experts: whether the model has mixtures of experts. commands: {what: command line},
     what a user may want to type next.
     """
@@ -69,6 +69,7 @@ class RunInfo:
     total_steps: int
     start_step: int = 0
     tokens_per_step: int = 0
+    accumulation: int = 1
     world: int = 1
     degrees: dict[str, int] = field(default_factory=dict)
     device: str = "cpu"

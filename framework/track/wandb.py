@@ -267,10 +267,11 @@ def _start(info: RunInfo, run_dir: Path, name: str) -> Any:
         "id": name,
         "name": name,
         "project": wanted["project"],
+        "entity": wanted.get("entity"),
         "group": wanted["group"],
         "tags": wanted["tags"],
         "dir": str(run_dir),
-        "config": {**info.config, "world": info.world, "device": info.device, "num_parameters": info.num_parameters},
+        "config": {**info.config, **describe_derived(info)},
         "allow_val_change": True,  # a resume may state more steps
         "resume": "allow",
         "settings": wandb.Settings(
@@ -297,6 +298,13 @@ def _start(info: RunInfo, run_dir: Path, name: str) -> Any:
     run.define_metric("*", step_metric="step")
     _say(f"wandb: {why}{run.url or f'offline; upload with: {write_sync(run_dir)}'}")
     return run
+
+
+def describe_derived(info: RunInfo) -> dict[str, Any]:
+    """What follows from the recipe, beside it: runs are grouped and filtered by it."""
+    sizes = {"world": info.world, "accumulation": info.accumulation, "tokens_per_step": info.tokens_per_step}
+    own = {"world": info.world, "device": info.device, "num_parameters": info.num_parameters}
+    return {**own, "derived": {**info.degrees, **sizes}}
 
 
 def _has_key(wandb: Any) -> bool:

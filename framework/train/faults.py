@@ -21,8 +21,9 @@ from framework.errors import HungError, LeaseLost
 from framework.lease import Lease
 from framework.train.progress import Progress, Save
 
-# SIGINT: Ctrl-C. SIGTERM: schedulers, launchers and preemption. SIGUSR1: a job's time limit is near.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# SIGINT: Ctrl-C. SIGTERM: schedulers, launchers and preemption. SIGUSR1: a job's time limit is near. SIGHUP: the terminal
+# has gone.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 # Asked to stop, a step is given so long from then on, or three times the longest of the last ones, before it is taken for hung.
 PATIENCE_S, PATIENCE_STEPS = 8.0, 3.0
@@ -58,7 +59,7 @@ class StopRequest:
         self._heard, self._written = os.pipe()
         os.set_blocking(self._written, False)
         self._former_wakeup = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
-        self._former = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        self._former = {number: signal.signal(number, self._on_signal) for number in heard_signals()}
         return self
 
     def __exit__(
@@ -90,6 +91,13 @@ class StopRequest:
             # No unwinding: it could wait for other ranks. A save that is cut here leaves the former checkpoints intact.
             say_from_handler("stopped at once; the run resumes from its newest checkpoint")
             os._exit(128 + signal.SIGINT)
+
+
+def heard_signals() -> Iterator[signal.Signals]:
+    """The stop signals, without SIGHUP where `nohup` has had it ignored: the run is to outlive its terminal."""
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            yield number
 
 
 def end_process(error: HungError) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, step_of
@@ -84,14 +85,14 @@ def resume(run_id, *overrides):
     return main(["train", f"run.id={run_id}", *overrides])
 
 
-def interrupt_after(run_id, steps):
-    """Ctrl-C once the run has reported so many steps."""
+def interrupt_after(run_id, steps, number=signal.SIGINT):
+    """Ctrl-C, or another signal, once the run has reported so many steps."""
 
     def send():
         metrics = Path("runs", run_id, "metrics.jsonl").absolute()
         while not metrics.exists() or metrics.read_text().count("\n") < steps:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
 
@@ -396,6 +397,19 @@ def test_a_run_saves_and_stops_as_it_is_asked_from_outside(ranks, capfd):
     assert not list(run.path.glob("request-*"))
 
 
+def test_a_run_goes_on_where_nobody_reads_it_and_its_code_is_its_own():
+    unread = (
+        "import os, sys\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)\nos.dup2(write, 2)\n"
+        "sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__\n"
+        "from framework.output import keep_streams\nkeep_streams()"
+    )
+    assert in_child(unread, "run.id=unread", "train.steps=3", "data.root=unread-tokens") == EXIT_DONE
+    assert list(losses("unread")) == [1, 2, 3]
+    stops = f"{unread}\nimport os, signal, threading\nfrom tests.faults.test_launch_train import interrupt_after\n"
+    assert in_child(f"{stops}interrupt_after('hung-up', 2, signal.SIGHUP)", "run.id=hung-up") == EXIT_RESUME
+    assert newest("hung-up").manifest.step >= 2
+
+
 @pytest.mark.grid
 def test_the_best_checkpoint_is_saved_at_once_and_kept(tmp_path, capfd):
     """A rate at which the model soon forgets what it has not seen for long."""
@@ -611,21 +625,39 @@ def test_export_is_what_from_pretrained_loads(tmp_path, capsys):
     assert load_recipe(Path("runs/whole/recipe.yaml")).model.config["eos_token_id"] == tokenizer.eos_token_id
 
 
+def test_the_checkpoint_of_each_step_is_exported_by_its_number(tmp_path, capsys):
+    kept = list_checkpoints(Path("runs/whole/checkpoints"))
+    assert len(kept) > 1
+    for checkpoint in kept:
+        step, to = step_of(checkpoint), tmp_path / checkpoint.name
+        assert main(["export", "whole", "--step", str(step), "--to", str(to)]) == EXIT_DONE
+        assert capsys.readouterr().out.startswith(f"exported step {step} of runs/whole to {to}\n")
+        saved, exported = Reader(checkpoint), load_file(to / "model.safetensors")
+        assert torch.equal(
+            exported["model.norm.weight"], _read(saved, "weight/", ["model.norm.weight"])["model.norm.weight"]
+        )
+    steps = ", ".join(str(step_of(each)) for each in kept)
+    assert main(["export", "whole", "--step", "83", "--to", str(tmp_path / "none")]) == EXIT_USER
+    assert f"has no checkpoint of step 83; it has those of steps: {steps}\n" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.grid
 def test_exports_while_training_are_what_the_command_writes_byte_for_byte(tmp_path, capfd):
-    keys = ("run.id=exported", "train.steps=4", "checkpoint.every_steps=2", "checkpoint.export_every_steps=4")
+    keys = ("run.id=exported", "train.steps=4", "checkpoint.every_steps=2", "checkpoint.export_every_steps=2")
     assert train(*keys) == EXIT_DONE
     said = capfd.readouterr().err
     run = RunDirectory(Path("runs/exported"))
     assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [4, 2]
-    assert [path.name for path in run.exports.iterdir()] == ["step-00000004"]
+    assert (run.exports / "step-00000004").is_dir()
     assert "exported step 4 to" in said
-    made, plain = run.exports / "step-00000004", tmp_path / "4"
-    assert main(["export", "exported", "--step", "4", "--to", str(plain)]) == EXIT_DONE
-    names = sorted(path.name for path in plain.iterdir())
-    assert names == sorted(path.name for path in made.iterdir())
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
-    assert all((made / name).read_bytes() == (plain / name).read_bytes() for name in names)
+    for folder in run.exports.iterdir():  # step 2 may have been left out: exports go one after another
+        step, plain = step_of(folder), tmp_path / folder.name
+        assert main(["export", "exported", "--step", str(step), "--to", str(plain)]) == EXIT_DONE
+        names = sorted(path.name for path in plain.iterdir())
+        assert names == sorted(path.name for path in folder.iterdir())
+        assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
+        assert all((folder / name).read_bytes() == (plain / name).read_bytes() for name in names)
     model, step = load_model(run.path)
     stock = AutoModelForCausalLM.from_pretrained(run.exports / "step-00000004", dtype=model.dtype)
     ids = AutoTokenizer.from_pretrained(run.exports / "step-00000004")("mesh axis", return_tensors="pt").input_ids

@@ -20,6 +20,16 @@ def test_signal_only_sets_the_flag_and_is_given_back(number):
     assert signal.getsignal(number) is before
 
 
+def test_under_nohup_a_closed_terminal_asks_for_nothing():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
 def interrupt_twice():
     with StopRequest():
         os.kill(os.getpid(), signal.SIGINT)

@@ -15,7 +15,7 @@ Law = Callable[["Source"], Iterator[Breach]]
 
 # Lowest first; rooms of one floor do not know each other.
 FLOORS = (
-    ("errors", "files", "imports", "start"),
+    ("errors", "files", "imports", "output", "start"),
     ("lease",),
     ("recipe",),
     ("mesh",),
@@ -201,6 +201,18 @@ def modules_hold_no_state(source: Source) -> Iterator[Breach]:
                 yield changed.lineno, f"{name} is a constant and is changed here"
 
 
+def options_are_passed_by_name(source: Source) -> Iterator[Breach]:
+    """An option of the command line is a function's first argument or has its parameter's name: of argparse's values the type
+    checker knows no type, so it sees no swap."""
+    if source.room not in ("cli", "launch"):
+        return
+    for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+        for value in call.args[1:]:
+            owner, _, option = (dotted(value) or "").rpartition(".")
+            if owner.split(".")[-1] in ("arguments", "options") and option not in ("overrides", "recipes"):
+                yield value.lineno, f"{owner}.{option} is passed by its place: pass it by name"
+
+
 LAWS: tuple[Law, ...] = (
     imports_downwards,
     parallelisms_do_not_know_each_other,
@@ -212,6 +224,7 @@ LAWS: tuple[Law, ...] = (
     nothing_is_global,
     foreign_code_never_runs,
     modules_hold_no_state,
+    options_are_passed_by_name,
 )
 
 

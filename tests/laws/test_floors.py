@@ -61,6 +61,8 @@ BREACHES = [
     ("modules_hold_no_state", "train/loop.py", "SEEN = []\nSEEN += [1]"),
     ("modules_hold_no_state", "train/loop.py", "STATE = State()\ndef f(x):\n    STATE.step = x"),
     ("modules_hold_no_state", "train/loop.py", "from framework.mesh.topology import NAMES\nNAMES.update(x=1)"),
+    ("options_are_passed_by_name", "cli.py", "export_command(run, arguments.to, best=arguments.best)"),
+    ("options_are_passed_by_name", "launch/search.py", "describe(result, name, asked.options.best)"),
 ]
 
 # (path, source that keeps every law)
@@ -76,6 +78,7 @@ KEPT = [
         "optim/clip.py",
         "NAMES = {'a': 1}\nSIZES = [1]\npattern = re.compile('a')\ndef f(B, T):\n    T += NAMES['a']\n    return T",
     ),
+    ("cli.py", "train(recipe, arguments.overrides, arguments.recipes)\nfind(arguments.run, step=arguments.step)"),
     ("recipe/schema.py", "from dataclasses import dataclass\n__all__ = ['a']\nKey = TypeVar('Key')"),
     ("train/loop.py", "def f():\n    seen = []\n    seen.append(1)\n    return seen"),
 ]

@@ -1,6 +1,8 @@
 """The program as a user meets it: outputs, exit codes, and how fast it answers."""
 
+import argparse
 import itertools
+import re
 import resource
 import shutil
 import subprocess
@@ -41,8 +43,8 @@ def rooms(monkeypatch):
     calls = []
 
     def install(module: str, name: str, code: int = 0, error: BaseException | None = None):
-        def room(*arguments):
-            calls.append(arguments)
+        def room(*arguments, **named):
+            calls.append((*arguments, named) if named else arguments)
             if error is not None:
                 raise error
             return code
@@ -64,24 +66,30 @@ class TestHelp:
 
     @pytest.mark.parametrize("command", COMMANDS)
     def test_each_command_explains_itself(self, command, capsys):
-        with pytest.raises(SystemExit) as exit:
-            cli.main([command, "--help"])
-        assert exit.value.code == 0
+        assert cli.main([command, "--help"]) == 0
         assert f"usage: meshwright {command}" in capsys.readouterr().out
 
     def test_commands_that_compose_list_recipes_and_keys(self, capsys):
-        with pytest.raises(SystemExit):
-            cli.main(["check", "--help-recipe"])
+        assert cli.main(["check", "--help-recipe"]) == 0
         out = capsys.readouterr().out
         assert "llama3_2_1b" in out
         assert "quickstart" in out
+
+    def test_recipes_of_a_folder_of_the_users_are_listed(self, run, tmp_path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "my_own.yaml").write_text("# A model of mine.\nfamily: gpt2\n")
+        for words in (("--recipes", str(tmp_path), "--help-recipe"), ("--help-recipe", "--recipes", str(tmp_path))):
+            code, out, _ = run("check", *words)
+            assert (code, "my_own" in out, "llama3_2_1b" in out) == (0, True, True)
+
+    def test_keys_are_listed(self, run):
+        _, out, _ = run("check", "--help-recipe")
         assert "optim.schedule    name warmup_steps" in out
 
     @pytest.mark.parametrize("command", [*COMMANDS, "submit", "status", "doctor", "diff", "save", "stop"])
     def test_the_help_of_a_command_fits_a_screen(self, command, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
+        assert cli.main([command, "--help"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) <= 24
         assert max(map(len, lines)) <= 80
@@ -171,8 +179,75 @@ class TestCheck:
         assert "steps: 777" in out
         assert run("check", "experiment=own")[0] == EXIT_USER
 
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "defaults: [quickstart, _self_]\ntrain: {steps: 77}\n",
+            "defaults:\n  - override /model: gpt2\ntrain: {steps: 77}\n",
+            "defaults: [nowhere]\n",
+            "train: {steps: 77}\n",
+        ],
+    )
+    def test_an_experiment_without_its_first_line_is_told_so_and_nothing_of_hydras(self, run, tmp_path, text):
+        (tmp_path / "experiment").mkdir()
+        (tmp_path / "experiment" / "own.yaml").write_text(text)
+        code, _, err = run("check", "--recipes", str(tmp_path), "experiment=own")
+        assert code == EXIT_USER
+        assert "begins with the line `# @package _global_`" in " ".join(err.split())
+        assert f"{tmp_path}/experiment/own.yaml:" in err
+        assert "@experiment" not in err
+
+    def test_a_mistake_that_the_model_shows_has_the_line_of_the_file(self, run, tmp_path):
+        (tmp_path / "experiment").mkdir()
+        text = "# @package _global_\ndefaults: [quickstart]\n\nparallel:\n  tp: 3\nlaunch: {ranks: 3}\n"
+        (tmp_path / "experiment" / "own.yaml").write_text(text)
+        for command in (["check", "--model"], ["plan"]):
+            code, _, err = run(*command, "--recipes", str(tmp_path), "experiment=own")
+            assert code == EXIT_USER
+            assert err.startswith("meshwright: parallel.tp=3 does not divide")
+            assert err.endswith(f"\n  parallel.tp is set in {tmp_path}/experiment/own.yaml:5\n")
+
+
+def list_options(command):
+    """The options of a command, by their names."""
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    own = ["--recipes", "--help-recipe"] if command.composes else []
+    return {name for action in parser._actions for name in action.option_strings} | {*own, "--help", "-h"}
+
+
+def test_commands_and_options_that_texts_name_exist():
+    """`meshwright COMMAND --option` in docs, messages and comments; a line of a block of code as well."""
+    options = {command.name: list_options(command) for command in cli._commands()}
+    root = Path(cli.__file__).parents[1]
+    files = [root / "README.md", root / "docker" / "README.md"]
+    for folder, pattern in (
+        ("docs", "*.md"),
+        ("framework", "*.py"),
+        ("recipes", "*.yaml"),
+        ("scripts", "*.py"),
+        ("slurm", "*.sh"),
+    ):
+        files += (root / folder).rglob(pattern)
+    wrong, count = [], 0
+    for file in (each for each in files if each.is_file()):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            for named in re.findall(r"(?:^\s*|[`$\"'] ?)meshwright ([a-z][a-z-]*\b(?![.:])[^`\n]*)", line):
+                name, typed = (
+                    re.match("[a-z]+", named)[0],
+                    set(re.findall(r"(?<= )--[a-z0-9-]+", named.partition("#")[0])),
+                )
+                count += 1
+                if name != "on" and not (name in options and typed <= options[name]):  # on CPUs: a profile's name
+                    wrong.append(f"{file.relative_to(root)}: meshwright {named}")
+    assert count > 100
+    assert not wrong, "\n".join(wrong)
+
 
 class TestArguments:
+    def test_a_word_that_is_no_command_says_who_does_it(self, run):
+        assert "`meshwright status RUN` prints it" in run("goodput", "x")[2]
+
     def test_unknown_commands_and_options_have_a_suggestion(self, run):
         assert run("chekc")[0] == EXIT_USER
         assert "did you mean check?" in run("chekc")[2]
@@ -207,7 +282,7 @@ class TestArguments:
                 "plan_command",
                 (Wanted(layouts=True, schedule=True, options=True, png=Path("a.png")),),
             ),
-            (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", (3,)),
+            (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3},)),
             (["verify"], "framework.verify.command", "verify", (Options(),)),
             (
                 ["verify", "--fp64", "--steps", "5"],
@@ -234,12 +309,15 @@ class TestArguments:
     def test_commands_on_runs_pass_their_arguments_on(self, run, rooms, tmp_path):
         generated = rooms("framework.launch.generate", "generate_command")
         run("generate", str(tmp_path), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "9", "--seed", "3")
-        assert generated.pop() == (tmp_path, "def", 9, 0.0, 3)
+        named = {"prompt": "def", "max_new_tokens": 9, "temperature": 0.0, "seed": 3}
+        assert generated.pop() == (tmp_path, named)
         exported = rooms("framework.launch.export", "export_command")
-        run("export", "some-run", "--to", str(tmp_path))
-        assert [str(part) for part in exported.pop()] == ["runs/some-run", str(tmp_path), "False", "None"]
-        run("export", "some-run", "--to", str(tmp_path), "--step", "7")
-        assert exported.pop()[2:] == (False, 7)
+        for words, named in ((), {}), (("--step", "7"), {"step": 7}), (("--best",), {"best": True}):
+            run("export", "some-run", "--to", str(tmp_path), *words)
+            assert exported.pop() == (Path("runs/some-run"), {"to": tmp_path, "best": False, "step": None} | named)
+        code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
+        assert (code, exported) == (EXIT_USER, [])
+        assert "--best: not allowed with argument --step" in err
         inspected = rooms("framework.checkpoint.inspect", "inspect_command")
         run("inspect", str(tmp_path))
         assert inspected.pop() == (tmp_path,)

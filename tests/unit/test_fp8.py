@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
+from framework.launch.local import check_model
 from framework.model import fp8
 from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply
 from framework.model.load import build_meta
@@ -130,7 +131,7 @@ def make_fp8_recipe() -> Recipe:
 @pytest.mark.parametrize(
     "use",
     [
-        pytest.param(lambda: make_plan(make_fp8_recipe(), build_config(family("llama"))).of_rank(0), id="plan"),
+        pytest.param(lambda: check_model(compose(["experiment=quickstart", "precision=fp8"]).require()), id="train"),
         pytest.param(
             lambda: prepare(compose(["launch.ranks=2", "parallel.tp=2"]).require(), Options(dtype="fp8")), id="verify"
         ),
@@ -150,6 +151,15 @@ def test_without_torchao_it_is_refused_before_a_device_is_touched(
         ModelError, match=r"precision.compute=fp8: torchao is not installed: pip install 'meshwright\[fp8\]'"
     ):
         use()
+
+
+def test_a_plan_for_other_machines_needs_no_torchao_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(FOLDER)])
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    plan = make_plan(make_fp8_recipe(), build_config(family("llama")))
+    assert plan.memory(0).total > 0
+    assert not [name for name in sys.modules if name.split(".")[0] == "torchao"]
 
 
 def test_a_family_that_keeps_a_linear_layer_in_fp32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose, load_recipe, save_recipe
-from framework.recipe.environment import describe_public, fill, hide_secrets, is_secret, secret_in
+from framework.recipe.environment import describe_public, fill, hide_secrets, is_secret, looks_secret, secret_in
 from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Launch, Model, Recipe
 from framework.track.run_info import describe_run
@@ -138,6 +138,50 @@ def test_a_refused_secret_is_not_said_and_leaves_no_file(words, capsys):
     assert not list(Path().iterdir())
 
 
+TOKENS = (
+    "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH",
+    "sk-proj-abc123def456ghi789jkl",
+    "ghp_1234567890abcdefghij1234567890abcdef",
+    "AKIAIOSFODNN7EXAMPLE",
+    "Authorization: Bearer abcdef",
+    "Bearer abc123def456",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2ln",
+)
+
+
+@pytest.mark.parametrize("token", TOKENS)
+@pytest.mark.parametrize(
+    "key", ["data.sources.stdlib.path", "track.wandb.tags", "model.config.name", "launch.partition"]
+)
+def test_a_token_is_found_in_any_value_and_shown_nowhere(key, token, capsys):
+    assert main(["train", *BASE, f"++{key}={json.dumps([token] if key.endswith('tags') else token)}"]) == EXIT_USER
+    said = capsys.readouterr()
+    assert "looks like a secret" in said.err
+    assert token.split()[-1] not in said.out + said.err
+    assert not list(Path().iterdir())
+    assert token.split()[-1] not in hide_secrets(f"a line with {token} in it")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hf_checkpoint_conversion_of_llama", "sk-learn-models-of-everybody", "org/name-7b", "risk-1234567890abcdefghij",
+     "0123456789abcdef0123456789abcdef01234567", "Bearer of good news", "a/Basic English/text"],
+)  # fmt: skip
+def test_names_that_are_no_tokens_are_taken(name):
+    assert not looks_secret(name)
+    assert hide_secrets(name) == name
+
+
+@pytest.mark.parametrize("text", ["a\x1b[31mb", "a\nb", "a\rb", "a\u202etxt", "a\x9bb"])
+@pytest.mark.parametrize("key", ["data.sources.stdlib.path", "model.tokenizer", "track.wandb.tags", "checkpoint.root"])
+def test_control_characters_are_refused_in_any_value_and_shown_escaped(key, text, capsys):
+    quoted = f'"{text}"'
+    assert main(["check", *BASE, f"{key}={f'[{quoted}]' if key.endswith('tags') else quoted}"]) == EXIT_USER
+    said = capsys.readouterr().err
+    assert "control characters" in said or "grammar" in said
+    assert text not in said
+
+
 def test_what_a_set_up_line_reads_from_somewhere_is_taken():
     lines = ["export HF_TOKEN=$(cat ~/.hf_token)", "export WANDB_API_KEY=$KEY", ". ~/.secrets", "module load token=1"]
     assert compose([*BASE, f"launch.set_up={json.dumps(lines)}"]).problems == []
@@ -183,7 +227,7 @@ def test_run_info_has_what_trackers_get_and_commands_that_can_be_typed():
     recipe = replace(recipe, batch=replace(recipe.batch, sequences_per_step=8))
     mesh = connect(Topology(), torch.device("cpu"))
     plan = make_plan(recipe, config)
-    info = describe_run(plan, mesh, "x", 0, None, (), "once upon")
+    info = describe_run(plan, mesh, replace(recipe.run, id="x"), 0, None, (), "once upon")
     assert info.config == describe_public(plan.recipe)
     assert info.commands["resume"] == """meshwright train run.id=x 'run.root="my '"'"'runs'"'"'"'"""
     # Not RUN/export: train.sample leaves one there, and an export replaces nothing.

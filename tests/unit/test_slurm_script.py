@@ -137,7 +137,8 @@ def test_ranks_get_what_was_meant_to_the_byte(tmp_path, container, starter, arra
     meant |= {"PYTHONPATH": f"{run}/code:/my own/it's", "NUMBER": "3"}
     assert {name: environment[name] for name in meant} == meant
     assert environment["MARKER"] == "set up"
-    assert environment["PYTHONSAFEPATH"] == environment["APPTAINERENV_PYTHONSAFEPATH"] == "1"
+    for name in ("PYTHONSAFEPATH", "PYTHONUTF8"):
+        assert environment[name] == environment[f"APPTAINERENV_{name}"] == "1"
     assert environment["MESHWRIGHT_OUTCOME"] == f"{run}/slurm/outcome.7.0"
     assert (tmp_path / "notes" / "here").read_text() == f"{here}\n"
     if container == "apptainer":

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +19,9 @@ import pytest
 
 from framework.lease import Holder, take
 from framework.recipe import schema
+from framework.recipe.check import check_recipe
+from framework.recipe.compose import compose
+from framework.recipe.derive import derive
 from framework.track.jsonl import Jsonl
 from framework.track.report import RunInfo, StepReport, save_run_info
 from framework.track.wandb import CLOSE_TIMEOUT_S, MAX_RANKS_CHARTED, POLL_S, WandbObserver, chart_values, write_sync
@@ -39,6 +42,7 @@ def login(**_):
 def teardown(): note("teardown")
 def init(mode, **arguments):
     note("init", mode, arguments["id"])
+    note("told", arguments["project"], arguments["entity"], arguments["tags"], arguments["config"]["derived"])
     {init}
     return Run()
 class Run:
@@ -244,6 +248,53 @@ def test_auto_is_online_with_a_key_and_offline_without(fake_wandb, login, mode):
     fake_wandb(login=login)
     train(fake_wandb.run_dir, [1], run_info("auto"))
     assert fake_wandb.asked("init") == [[mode, "r-1"]]
+
+
+def test_what_the_recipe_names_and_what_follows_from_it_is_told(fake_wandb):
+    fake_wandb()
+    words = ("track.wandb.project=pretraining", "track.wandb.entity=team", "track.wandb.tags=[a,b]", "launch.ranks=4")
+    chosen = compose([*words, "batch.sequences_per_step=16", "batch.sequences_per_microbatch=2"]).require()
+    derived = derive(chosen)
+    info = replace(
+        run_info(), config=asdict(chosen), degrees=derived.degrees, world=derived.world,
+        accumulation=derived.accumulation, tokens_per_step=derived.tokens_per_step,
+    )  # fmt: skip
+    train(fake_wandb.run_dir, range(1, 3), info)
+    sizes = {"world": 4, "accumulation": 2, "tokens_per_step": 16 * chosen.batch.context}
+    told = {"pp": 1, "dp": 4, "cp": 1, "tp": 1, "ep": 1} | sizes
+    assert fake_wandb.asked("told") == [["pretraining", "team", ["a", "b"], told]]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("project", "p" * 129, "shorten it"),
+        ("project", "team/project", "track.wandb.entity=team track.wandb.project=project"),
+        *(("project", f"a{character}b", "track.wandb.project=a-b") for character in "\\#?%:"),
+        ("tags", ["t" * 65], "shorten it"),
+        ("tags", ["fine", ""], "leave it out"),
+        ("project", "p" * 128, None),
+        ("project", "größe 2 (a, b)", None),
+        ("tags", ["t" * 64, "x / y: 100%"], None),
+    ],
+)
+def test_check_refuses_what_wandb_refuses_and_nothing_else(key, value, fix):
+    import wandb
+
+    settings = {"project": {"project": value}, "tags": {"run_tags": value}}[key]
+    with nullcontext() if fix is None else pytest.raises((wandb.errors.UsageError, ValueError)):
+        wandb.Settings(**settings)
+    chosen = schema.Recipe(track=schema.Track(wandb=schema.Wandb(**{key: value})))
+    found = [problem for problem in check_recipe(chosen, {}) if problem.key.startswith("track.wandb")]
+    assert len(found) == (fix is not None)
+    assert all(fix in problem.fix for problem in found)
+
+
+@pytest.mark.parametrize(("key", "value"), [("project", " "), ("entity", ""), ("entity", "a/b"), ("group", "g" * 129)])
+def test_check_refuses_names_that_name_nothing(key, value):
+    chosen = schema.Recipe(track=schema.Track(wandb=schema.Wandb(**{key: value})))
+    found = [problem.key for problem in check_recipe(chosen, {}) if problem.key.startswith("track")]
+    assert found == [f"track.wandb.{key}"]
 
 
 def test_an_unreachable_server_means_offline_with_one_line(fake_wandb):

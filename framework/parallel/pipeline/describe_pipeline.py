@@ -17,7 +17,8 @@ def describe_bubble(pipeline: Pipeline, num_microbatches: int) -> str:
     idle = simulate(schedule, pipeline.costs).bubble
     return (
         f"pipeline      {schedule.name}: {stages} stage{'s' * (stages != 1)} on {ranks} rank{'s' * (ranks != 1)},"
-        f" {num_microbatches} microbatch{'es' * (num_microbatches != 1)}, all ranks idle {idle:.1%} by FLOPs"
+        f" {num_microbatches} microbatch{'es' * (num_microbatches != 1)}"
+        + (f", bubble {idle:.1%} of all ranks' time by FLOPs" if ranks > 1 else "")
     )
 
 
@@ -55,6 +56,7 @@ def describe_pipeline(pipeline: Pipeline, num_microbatches: int) -> str:
 
 def _compare(pipeline: Pipeline, num_ranks: int, num_microbatches: int) -> Iterator[str]:
     """Lines that compare all schedules on as many ranks, with stages of equal cost: bubble and live microbatches."""
+    yield "all schedules, as if stages cost alike: the bubble above is of this model's own stages, which do not"
     yield f"{'schedule':<14}{'stages':<8}{'bubble':<9}live microbatches on each rank, in layers of a rank"
     total = sum(pipeline.costs.forward)
     for name, spec in SCHEDULES.items():

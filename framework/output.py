@@ -1,0 +1,103 @@
+"""What this program's processes print: stdout and stderr for as long as a process lives, whoever reads them.
+
+A run's result is its folder, and its exit code says how it ended. So nothing that happens to a stream changes either: a reader
+that has gone (`train ... | head`), a full disk behind a log, a terminal that was closed, an encoding without the character.
+Such text is dropped, or escaped; the first error is kept, for a command whose result is what it prints.
+
+Control characters of names, data and texts of a model never reach a terminal, which would obey them.
+"""
+
+import errno
+import io
+import os
+import re
+import select
+import sys
+
+# C0 but for tab and newline, DEL, C1, the line and paragraph separators, and the marks that turn the direction of a text.
+# A carriage return is a progress bar's where a text begins or ends with it, and half a line's end in front of a newline.
+CONTROLS = re.compile(
+    r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|(?<!^)\r(?!\n|\Z)"
+)
+
+
+def show_controls(text: str) -> str:
+    r"""`text` with its control characters as Python writes them, such as \x1b."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def in_a_line(text: str) -> str:
+    r"""A name or value as a part of one line: `show_controls`, and \n and \r for line ends."""
+    return show_controls(text).replace("\r", r"\r").replace("\n", r"\n")
+
+
+class Descriptor(io.FileIO):
+    """A file descriptor that takes every write: what the system refuses is dropped. failure: the first error."""
+
+    failure: OSError | None = None
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "w", closefd=False)
+
+    def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
+        try:
+            while (written := super().write(data)) is None:  # somebody has made it non-blocking, and its reader is slow
+                select.select([], [self.fileno()], [])
+        except OSError as error:
+            self.failure = self.failure or error
+            if (
+                error.errno == errno.EPIPE
+            ):  # nobody will read again: what libraries write past Python goes nowhere as well
+                with open(os.devnull, "wb", buffering=0) as null:
+                    os.dup2(null.fileno(), self.fileno())
+            return memoryview(data).nbytes
+        return written
+
+
+class Output(io.TextIOWrapper):
+    """A text stream upon a `Descriptor`. former: the stream that it replaces, whose encoding and buffering it has; None where the
+    process was started without."""
+
+    def __init__(self, number: int, former: io.TextIOWrapper | None) -> None:
+        self.descriptor = Descriptor(number)
+        super().__init__(
+            io.BufferedWriter(self.descriptor),  # type: ignore[type-var]  # its `write` takes fewer types
+            encoding=former.encoding if former else "utf-8",
+            errors="backslashreplace",
+            line_buffering=former is not None and former.line_buffering,
+            write_through=former is not None and former.write_through,
+        )
+
+    def write(self, text: str) -> int:
+        super().write(show_controls(text))
+        return len(text)
+
+
+def keep_streams() -> None:
+    """Have stdout and stderr of this process outlive their readers. A stream that a caller has put there stays."""
+    open_standard_descriptors()
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = Output(1, sys.__stdout__)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = Output(2, sys.__stderr__)
+
+
+def open_standard_descriptors() -> None:
+    """Give descriptors 0, 1 and 2 to /dev/null where they are closed (`train >&-`): the next file that is opened would get the
+    number, and what libraries print would be written into it."""
+    for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, mode)  # the lowest that is free, which this is
+            os.set_inheritable(null, True)
+            assert null == number, f"descriptor {null} instead of {number}"
+
+
+def find_loss() -> OSError | None:
+    """The first error of what was printed to stdout; None if all went out, or up to where its reader left."""
+    if not isinstance(sys.stdout, Output):
+        return None
+    sys.stdout.flush()
+    failure = sys.stdout.descriptor.failure
+    return None if failure is None or failure.errno in (errno.EPIPE, errno.ECONNRESET) else failure
