@@ -54,8 +54,9 @@ def exchange_apart(
     """An `exchange` of tensors of any shapes with two Pendings, for what is sent and for what is received: the received may be
     used while the sent is still under way. NCCL tells of a batch as a whole: there either waits for both."""
     started = _start(sends, receives, axis)
-    tensors = [x for x, _ in sends], [x for x, _ in receives]
-    sent, received = Pending(started.sent, tensors[0]), Pending(started.received, tensors[1], started.finish)
+    # Without messages of its kind a Pending is over: nobody waits for it, and NCCL's one work of a batch would leave it open.
+    sent = Pending(started.sent, [x for x, _ in sends]) if sends else Pending()
+    received = Pending(started.received, [x for x, _ in receives], started.finish) if receives else Pending()
     return sent.named(_name(sends, [], axis), axis), received.named(_name([], receives, axis), axis)
 
 
