@@ -171,7 +171,7 @@ FREEZABLE = {
     "pp 2, tp 2, gpipe": Layout(4, 2, parallel=Parallel(pp=2, tp=2), memory=REGATHER, schedule="gpipe"),
     "cp 2, ring, zero 3": Layout(2, 2, parallel=Parallel(cp=2), zero=Z3),
     "cp 2, ulysses, tp 2": Layout(4, parallel=Parallel(cp=2, tp=2, context="ulysses")),
-    "ep 2, overlap, zero 3": Layout(4, 2, "mixtral", parallel=Parallel(ep=2, expert_overlap=True), zero=Z3),
+    "ep 2, overlap, zero 3": Layout(4, 3, "mixtral", parallel=Parallel(ep=2, expert_overlap=True), zero=Z3),
     "ep 4, hierarchical, tp 2": Layout(
         4, 1, "mixtral", parallel=Parallel(ep=4, tp=2, expert_tp=1, expert_hierarchical=2), memory=REGATHER
     ),
