@@ -10,14 +10,16 @@ from transformers import PretrainedConfig
 
 from framework.build import build
 from framework.comm.connect import Mesh, connect
+from framework.data.pack import Microbatch
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Offload, Parallel, Pipeline, Recipe, Zero
-from framework.train.step import train_step
+from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.nccl.simulator import run_ranks
 from tests.ranks.parity import CPU, small_recipe, topology_of
+from tests.ranks.spare_model import SPARE
 
 STEPS, LR = 2, 1e-2
 TOLERANCE = 1e-5
@@ -54,7 +56,7 @@ class Layout:
     @property
     def config(self) -> PretrainedConfig:
         """The model's."""
-        config = build_config(family(self.family), **dict(self.changes))
+        config = build_config(SPARE if self.family == SPARE.name else family(self.family), **dict(self.changes))
         config.use_cache = False
         return config
 
@@ -67,16 +69,21 @@ def run(layout: Layout, serial: bool = False) -> list[Numbers]:
 
 def train(layout: Layout, mesh: Mesh) -> Numbers:
     """The losses and norms of a layout's steps on one rank."""
-    recipe, config = layout.recipe, layout.config
-    with BUILDING:
-        trained = build(make_plan(recipe, config), mesh)
-        batches = make_batches(config, STEPS, layout.sequences, recipe.batch.context, seed=11)
+    trained, batches = build_layout(layout, mesh)
     found = []
-    for step, batch in enumerate(batches):
-        microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
+    for step, microbatches in enumerate(batches):
         values = train_step(trained, microbatches, step, LR).read()
         found += [values.loss, values.gradient_norm]
     return found
+
+
+def build_layout(layout: Layout, mesh: Mesh) -> tuple[Run, list[list[Microbatch]]]:
+    """A rank's run, and its microbatches of each step."""
+    recipe, config = layout.recipe, layout.config
+    with BUILDING:
+        built = build(make_plan(recipe, config), mesh)
+        batches = make_batches(config, STEPS, layout.sequences, recipe.batch.context, seed=11)
+    return built, [share(batch, recipe.batch.sequences_per_microbatch, mesh) for batch in batches]
 
 
 @cache
@@ -107,6 +114,8 @@ LAYOUTS = {
     "dp 2, zero 3, full": Layout(2, zero=Z3, memory=Memory("full")),
     "dp 2, zero 3, sqrt": Layout(2, zero=Z3, memory=Memory("sqrt")),
     "dp 2, zero 3, offloaded": Layout(2, zero=Z3, memory=Memory(offload=Offload(activations=1.0, parameters=1.0, optimizer=1.0))),
+    "dp 2, zero 2, layers left out": Layout(2, 3, "spare", zero=Zero(stage=2)),
+    "dp 2, zero 3, kept, layers left out": Layout(2, 3, "spare", zero=replace(Z3, keep_gathered=True)),
     "dp 3, zero 1": Layout(3, 3, zero=Zero(stage=1)),
     "dp 4, hsdp": Layout(4, zero=replace(Z3, shard_within=2)),
     "dp 4, hsdp, divided update": Layout(4, zero=replace(Z3, shard_within=2, optimizer_within="all")),

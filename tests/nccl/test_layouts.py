@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
+from framework.comm.connect import Mesh
 from framework.errors import NumericsError
 from framework.parallel.pipeline.execute import Links
 from framework.parallel.tensor.regions import RegionCall
@@ -19,9 +20,12 @@ from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.order import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
 from framework.train import step
+from framework.train.step import run_alone
+from framework.train.validation import Validation
 from tests.grid import few_of
-from tests.nccl.layouts import FROZEN, LAYOUTS, TOLERANCE, Layout, find_error, run
-from tests.nccl.simulator import installed
+from tests.nccl.layouts import FROZEN, LAYOUTS, TOLERANCE, Layout, build_layout, find_error, run
+from tests.nccl.simulator import installed, run_ranks
+from tests.ranks.parity import topology_of
 
 # One of each mechanism; the grid has all, and all of them once more on one queue.
 SHOWN = {
@@ -170,6 +174,18 @@ def dropped_gather() -> Iterator[None]:
 
     with patch.object(RegionCall, "start_gather", start_twice):
         yield
+
+
+@pytest.mark.parametrize("name", ["dp 2, zero 2, layers left out", "dp 2, zero 3, kept, layers left out"])
+def test_a_validation_waits_for_units_that_it_leaves_out(name: str) -> None:
+    """They stay gathered, so that nothing else waits for them before the next update."""
+
+    def validate(mesh: Mesh) -> None:
+        trained, (microbatches, _) = build_layout(LAYOUTS[name], mesh)
+        run_alone(trained, Validation(microbatches))
+        mesh.waits.check_ended("a validation")
+
+    run_ranks(topology_of(LAYOUTS[name].recipe, LAYOUTS[name].config), validate)
 
 
 @pytest.mark.usefixtures("dropped_gather")
