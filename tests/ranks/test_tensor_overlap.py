@@ -53,13 +53,13 @@ def send_late() -> AbstractContextManager[Any]:
     """What is received is not a number until it is waited for."""
 
     def late(
-        sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
+        sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator, label: str
     ) -> Pending:
         (place, source), *others = receives
         assert not others
         received = torch.empty_like(place)
         place.fill_(torch.nan)
-        pending = exchange(sends, [(received, source)], axis)
+        pending = exchange(sends, [(received, source)], axis, label)
 
         def arrive() -> None:
             pending.wait()

@@ -132,7 +132,7 @@ class Links:
             else:
                 places[action] = self._hidden.make_buffers()
                 receives += [(each, message.source) for each in places[action]]
-        sent, received = exchange_apart(sends, receives, self._axis)
+        sent, received = exchange_apart(sends, receives, self._axis, " ".join(map(str, actions)))
         self._leaving += [(self._lowered.messages[action], sent) for action in actions if action.kind in SENDS]
         self._arriving |= {action: (place, received) for action, place in places.items()}
 
