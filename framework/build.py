@@ -100,7 +100,7 @@ def attach_stage(
     views = [view for buffer in buffers for view in buffer.grad_views.values()]
     logit_map = plan.logit_map if stage.plan.bounds.is_last else None
     loss = make_loss(stage.model.model, views, logit_map, stage.plan.axes["tp"], plan.vocabulary_size)
-    return RankStage(stage.model, buffers, attached, loss, load)
+    return RankStage(stage.model, buffers, attached, loss, load, stage.plan.trains_below)
 
 
 def assemble(

@@ -29,7 +29,8 @@ _GATHER_TAG, _SCATTER_TAG = 1, 2
 
 
 class Pending:
-    """A started operation. Its tensors belong to it until `wait` returns: neither write to them nor read the results.
+    """A started operation. Its tensors belong to it until `wait` returns: neither write to them nor read the results. Whoever
+    starts one waits for it, at the latest in the same step: `Waits.check_ended` is the law.
 
     On CUDA `wait` makes the current stream wait, not the CPU. References are held until then, so that the allocator
     cannot give the memory to another tensor while the communication stream still uses it.
@@ -50,8 +51,10 @@ class Pending:
         self._waits: Waits | None = None
 
     def named(self, operation: Operation, axis: Communicator) -> "Pending":
-        """This, whose waits are noted from now on as waits for the operation."""
-        self._operation, self._waits = operation, axis.waits
+        """This, whose waits are noted from now on as waits for the operation, which is open until the last one."""
+        if self._works or self._finish is not None:
+            self._operation, self._waits = operation, axis.waits
+            axis.waits.open[self] = operation
         return self
 
     @torch.compiler.disable
@@ -66,10 +69,20 @@ class Pending:
         if works:
             (self._waits or Waits()).wait(works, self._operation)
         follows = finish() if finish is not None else None
-        self._tensors = () if follows is None else follows._tensors
+        self._tensors = ()
+        if self._waits is not None and (follows is None or follows._waits is not None):
+            del self._waits.open[self]
+            self._operation = self._waits = None
         if follows is not None:
-            self._works, self._finish = follows._works, follows._finish
+            self._take_over(follows)
         return follows is not None
+
+    def _take_over(self, other: "Pending") -> None:
+        """Go on with what `other` has started, under its name if it has one."""
+        self._works, self._tensors, self._finish = other._works, other._tensors, other._finish
+        if other._waits is not None:
+            self._operation, self._waits = other._operation, other._waits
+            self._waits.open[self] = self._waits.open.pop(other)
 
     @torch.compiler.disable
     def wait(self) -> None:
@@ -98,17 +111,20 @@ def to_host(x: Tensor) -> Tensor:
 
 
 def then(pending: Pending, finish: Callable[[], None]) -> Pending:
-    """`pending`, followed by `finish` once its last part has ended."""
+    """`pending` itself, followed by `finish` once its last part has ended."""
+    former = pending._finish
 
     def proceed() -> Pending | None:
-        follows = pending._finish() if pending._finish is not None else None
+        follows = former() if former is not None else None
         # A part that starts another one is not the last: `finish` moves behind that.
         if follows is not None:
             return then(follows, finish)
         finish()
         return None
 
-    return Pending(pending._works, pending._tensors, proceed)
+    # Not another Pending around it: this one is open under its operation's name.
+    pending._finish = proceed
+    return pending
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,7 @@ def start_all_to_all(
     axis: Communicator,
     out_splits: Sequence[int] | None = None,
     in_splits: Sequence[int] | None = None,
+    label: str = "",
 ) -> Pending:
     """Start `all_to_all`, of tensors shaped as there. Bytes: the rows meant for others."""
     _check(x)
@@ -158,16 +159,16 @@ def start_all_to_all(
         copy(out, x)
         return Pending()
     # Without x: uneven splits give ranks tensors of different sizes.
-    check_agreement(axis, "all_to_all", "", None)
+    check_agreement(axis, "all_to_all", label, None)
     rows_kept = in_splits[axis.rank] if in_splits is not None else x.shape[0] // axis.size
-    operation = axis.record("all_to_all", (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize)
+    operation = axis.record("all_to_all", (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize, label)
     out_list = None if out_splits is None else list(out_splits)
     in_list = None if in_splits is None else list(in_splits)
 
     def start(out: Tensor, x: Tensor) -> Pending:
         return Pending([dist.all_to_all_single(out, x, out_list, in_list, axis.group, async_op=True)], [out, x])
 
-    with axis.range("all_to_all"):
+    with axis.range("all_to_all", label):
         return on_host(start, out, x, axis).named(operation, axis)
 
 

@@ -43,19 +43,33 @@ class Operation(NamedTuple):
     number: int
     peers: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        with_whom = f" with ranks {list(self.peers)}" if self.peers else ""
+        return f"{self.name} of {self.label or '(unnamed)'} over axis {self.axis.name}{with_whom}"
+
 
 class Waits:
-    """What the thread that communicates over a mesh waits for, for whoever watches it: that thread writes, any thread reads.
+    """The waits of the thread that communicates over a mesh, for whoever watches it: that thread writes, any thread reads.
 
     current: the operation that holds the thread up now. seconds: for how long operations have held it up so far, by the host's
-    clock: over NCCL it is the device that waits, and next to nothing.
+    clock: over NCCL it is the device that waits, and next to nothing. open: the operations that were started and not yet waited
+    for, by their Pending. It is held here, and with it its memory, also where the code that started it has dropped it.
     """
 
-    __slots__ = ("current", "seconds")
+    __slots__ = ("current", "open", "seconds")
 
     def __init__(self) -> None:
         self.current: Operation | None = None
         self.seconds = 0.0
+        self.open: dict[Any, Operation] = {}
+
+    def check_ended(self, place: str) -> None:
+        """AssertionError with the name of each operation that is still open at the end of `place`, such as a step."""
+        # Only where a step has succeeded: an error on the way leaves operations open, and is the one to be told.
+        assert not self.open, (
+            f"started and never waited for at the end of {place}: {', '.join(map(str, self.open.values()))}. A peer, or the"
+            " device, may still use the memory of these operations: whoever starts one must wait for it, or not start it"
+        )
 
     def wait(self, works: Any, operation: Operation | None) -> None:
         """Wait for works of the operation."""

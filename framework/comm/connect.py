@@ -77,11 +77,12 @@ class Mesh:
         return self.axes["world"].waits
 
     def close(self) -> None:
-        """Give the process groups back. Collective: every rank of the world calls it.
+        """Give the process groups back. Collective: every rank of the world calls it. AssertionError where an operation is open.
 
         The barrier keeps a fast rank from closing connections that a slow one still uses: without it gloo aborts at
         times.
         """
+        self.waits.check_ended("the run")
         # destroy_process_group without a group is an error, and a world of one rank has none.
         if self.topology.world > 1:
             dist.barrier()

@@ -34,36 +34,41 @@ def start_receive(x: Tensor, axis: Communicator, source: int) -> Pending:
 
 @torch.compiler.disable
 def exchange(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator, label: str = ""
 ) -> Pending:
-    """Start (tensor, to) sends and (tensor, source) receives over the axis as one batch; each tensor of any shape.
+    """Start (tensor, to) sends and (tensor, source) receives over the axis as one batch; each tensor of any shape. label: what
+    they are for.
 
     Operations that depend on one another around a cycle of ranks belong in one batch: NCCL runs separate ones in
     turn, and two ranks that both send first would wait for each other. Raises AssertionError for a tensor that is not contiguous
     and for a peer that the axis does not have.
     """
-    started, operation = _start(sends, receives, axis), _name(sends, receives, axis)
+    started, operation = _start(sends, receives, axis), _name(sends, receives, axis, label)
     tensors = [x for x, _ in (*sends, *receives)]
     return Pending([*started.received, *started.sent], tensors, started.finish).named(operation, axis)
 
 
 @torch.compiler.disable
 def exchange_apart(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator, label: str = ""
 ) -> tuple[Pending, Pending]:
     """An `exchange` of tensors of any shapes with two Pendings, for what is sent and for what is received: the received may be
     used while the sent is still under way. NCCL tells of a batch as a whole: there either waits for both."""
     started = _start(sends, receives, axis)
-    tensors = [x for x, _ in sends], [x for x, _ in receives]
-    sent, received = Pending(started.sent, tensors[0]), Pending(started.received, tensors[1], started.finish)
-    return sent.named(_name(sends, [], axis), axis), received.named(_name([], receives, axis), axis)
+    # Without messages of its kind a Pending is over: nobody waits for it, and NCCL's one work of a batch would leave it open.
+    sent = Pending(started.sent, [x for x, _ in sends]) if sends else Pending()
+    received = Pending(started.received, [x for x, _ in receives], started.finish) if receives else Pending()
+    names = _name(sends, [], axis, label), _name([], receives, axis, label)
+    return sent.named(names[0], axis), received.named(names[1], axis)
 
 
-def _name(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator) -> Operation:
+def _name(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator, label: str
+) -> Operation:
     """What a wait for the messages is a wait for."""
     what = "send" if not receives else "send and receive" if sends else "receive"
     # 0: the two sides of a message count differently, so no number says whether a peer has come to it.
-    return Operation(axis.axis, what, "", 0, tuple({axis.ranks[peer]: None for _, peer in (*receives, *sends)}))
+    return Operation(axis.axis, what, label, 0, tuple({axis.ranks[peer]: None for _, peer in (*receives, *sends)}))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def attach(
     gradients = GradientSync(buffers, waits, DTYPES[plan.recipe.precision.reduce])
     by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]
     parameters = ParameterSync(by_unit, waits)
-    hooks = UnitHooks(model, plan.own_units, ties, parameters, gradients, plan.recipe.zero.prefetch_units)
+    prefetch_units = plan.recipe.zero.prefetch_units
+    hooks = UnitHooks(model, plan.own_units, ties, parameters, gradients, prefetch_units, plan.trains_below)
     checkpoint_layers(
         {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.name in plan.policies},
         plan.policies,

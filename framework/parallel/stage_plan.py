@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 
 import torch
 
@@ -44,6 +45,12 @@ class StagePlan:
     def own_units(self) -> tuple[Unit, ...]:
         """The units of which the stage computes anything, in order; their parameters are those that the stage has."""
         return tuple(own_units(self.units, self.ties, self.bounds))
+
+    @cached_property
+    def trains_below(self) -> bool:
+        """Whether a stage before this one trains anything, and so needs the gradient of what this one receives."""
+        below = takewhile(lambda unit: not self.bounds.owns(unit), self.units)
+        return any(name in self.groups for unit in below for name in unit.parameters)
 
     @cached_property
     def routed_tokens(self) -> RoutedTokens:

@@ -199,6 +199,7 @@ class Loop:
         if self._validation is not None:
             with self._phases.within(Phase.VALIDATE):
                 run_alone(self.run, self._validation)
+                self.run.mesh.waits.check_ended("a validation")
                 self._report_validation()
 
     def compare_replicas(self, is_saved: bool) -> None:

@@ -38,10 +38,21 @@ class StepInputs:
 
 
 class RankStage:
-    """One stage of this rank; lives as long as the run. `start_step` says what the executor's calls that follow are about."""
+    """One stage of this rank; lives as long as the run. `start_step` gives the inputs of the executor's calls that follow.
 
-    def __init__(self, model: StageModel, buffers: list[UnitBuffer], attached: Attached, loss: Loss, load: ExpertLoad):
-        self.model, self.buffers = model, buffers
+    trains_below: a stage before this one trains something.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        buffers: list[UnitBuffer],
+        attached: Attached,
+        loss: Loss,
+        load: ExpertLoad,
+        trains_below: bool,
+    ):
+        self.model, self.buffers, self.trains_below = model, buffers, trains_below
         self.parameters, self.gradients, self.hooks = attached.parameters, attached.gradients, attached.hooks
         self.offload = attached.offload
         self._loss, self._load = loss, load

@@ -190,6 +190,8 @@ def train_step(
     stages = run.stages.values() if is_compared else ()
     hashed = [each for stage in stages for each in hash_parameters(stage.parameters, run.hashes)]
     _update(run, sums, lr, step, loads)
+    # Nothing crosses a step: also on a rank whose data has left out a part of the model.
+    run.mesh.waits.check_ended(f"step {step}")
     return StepResult(sums.totals, timed, loads, hashed)
 
 

@@ -38,6 +38,13 @@ WITH_BIAS = ("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe")
 WITHOUT_BIAS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "gpt_oss", "granitemoe")
 OTHERS = tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*DENSE, *MIXTURES}))
 
+# Half of the draws train everything. The others freeze what is read at both ends (a tied head with it), small ones, whole layers
+# and so whole stages, halves of each layer, experts, routers, and everything but the last layer's weights or the head.
+FREEZES: tuple[list[str], ...] = ([],) * 10 + (
+    ["embed|wte|wpe"], ["bias|norm|ln"], [r"\.0\."], [r"\.[01]\."], [r"\.[1-9]\d*\."], ["attn|attention"],
+    ["mlp|ffn|feed_forward|experts"], ["gate|router"], [r"^(?!.*(\.2\.|head))"], ["^(?!.*(head|embed_out))"],
+)  # fmt: skip
+
 MAX_RANKS = 8
 # Keeps a step of the oracle, which computes all microbatches of all ranks, below a second.
 MAX_MICROBATCHES = 16
@@ -203,7 +210,7 @@ CHOICES = (
     Choice("config.tie_word_embeddings", (None, True, False)),
     Choice("config.output_router_logits", (None, True), _may_have_experts),
     Choice("model.attention", ("auto", "auto", "eager", "sdpa")),
-    Choice("model.freeze", ([], [], [], ["embed|wte|wpe"], ["bias|norm|ln"], [r"\.0\."])),
+    Choice("model.freeze", FREEZES),
     Choice("launch.ranks", (1, 2, 2, 3, 4, 4, 4, 4, 5, 6, 6, 7, 8, 8, 8, 8)),
     Choice("parallel.tp", (1, 1, 1, 2, 2, 2, 3, 4, 4, 5, 7, 8), _fits_ranks),
     Choice("parallel.pp", (1, 1, 2, 2, 2, 3, 4, 4, 8), _fits_ranks),

@@ -22,9 +22,9 @@ from framework.parallel.tensor.borders import make_border
 from framework.parallel.tensor.regions import Region
 from framework.parallel.tensor.sharded_tokens import ShardedTokens
 from tests.families import family
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankFailure, RankPool
 from tests.ranks.tensor_parity import CPU, TensorCase
-from tests.ranks.test_tensor import TOLERANCE, assert_equal, errors
+from tests.ranks.test_tensor import assert_equal, errors
 
 # Dense; biases in rows and columns, transposed weights, two dims instead of three; what reads a region's input besides column
 # layers: routers, down-projections of latent attention; sequences that the ranks do not divide.
@@ -53,13 +53,13 @@ def send_late() -> AbstractContextManager[Any]:
     """What is received is not a number until it is waited for."""
 
     def late(
-        sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
+        sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator, label: str
     ) -> Pending:
         (place, source), *others = receives
         assert not others
         received = torch.empty_like(place)
         place.fill_(torch.nan)
-        pending = exchange(sends, [(received, source)], axis)
+        pending = exchange(sends, [(received, source)], axis, label)
 
         def arrive() -> None:
             pending.wait()
@@ -96,14 +96,16 @@ class _Both:
 
 @pytest.mark.grid
 def test_who_reads_what_has_not_come_waits(pool: RankPool) -> None:
-    """Routers of mixtral, down-projections of deepseek: with messages that are late nothing changes; without the wait all of it
-    does."""
+    """Routers of mixtral, down-projections of deepseek: with messages that are late nothing changes; without the wait they are an
+    error with their names."""
     cases = [
         TensorCase(family(name), 2, True, overlaps=True, sabotage=send_late) for name in ("mixtral", "deepseek_v3")
     ]
     assert_equal(pool, cases)
-    found = errors(pool, [replace(case, sabotage=send_late_and_do_not_wait) for case in cases])
-    assert all(not error < TOLERANCE for error in found.values()), found
+    with pytest.raises(
+        RankFailure, match="never waited for at the end of the run: send and receive of tokens of a region"
+    ):
+        errors(pool, [replace(case, sabotage=send_late_and_do_not_wait) for case in cases])
 
 
 def test_what_is_arriving_has_no_memory_and_every_operation_waits(pool: RankPool) -> None:

@@ -75,7 +75,7 @@ class _Gathered:
         self.everyone = own.k.new_empty(axis.size, views.k.numel() + views.v.numel())
         # Packed where the gather wants this rank's part, which it then need not copy.
         self.packed = portion.pack(own, chunks, self.everyone[axis.rank])
-        self._pending: Pending = start_all_gather(self.everyone, self.everyone[axis.rank], axis)
+        self._pending: Pending = start_all_gather(self.everyone, self.everyone[axis.rank], axis, "keys and values")
 
     def wait(self) -> None:
         """Until all have come."""

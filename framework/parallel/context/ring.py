@@ -163,7 +163,7 @@ class _Shift:
         assert self._received.message is not None
         to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
         # One batch: around a cycle of ranks every one sends and receives.
-        self._pending = exchange([(sent.message, to)], [(self._received.message, source)], axis)
+        self._pending = exchange([(sent.message, to)], [(self._received.message, source)], axis, "keys and values")
 
     def arrive(self) -> KeyValues:
         """What has come. What was sent may be written to or dropped from here on."""

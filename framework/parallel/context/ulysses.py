@@ -181,7 +181,7 @@ class _Message:
                 _copy_each(_view_as(part, views), views)
         came = message.new_empty(sum(coming))
         self._parts = came.split(coming)
-        self._pending = start_all_to_all(came, message, axis, coming, lengths)
+        self._pending = start_all_to_all(came, message, axis, coming, lengths, "heads")
 
     def arrive(self) -> Views:
         """What has come, in the shapes of its places; this rank's own is what it was to send."""

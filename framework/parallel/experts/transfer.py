@@ -43,7 +43,8 @@ class _Depart(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         out = x.new_empty(sum(transfer.received), *x.shape[1:])
-        transfer.pending = start_all_to_all(out, x.contiguous(), transfer.axis, transfer.received, transfer.sent)
+        splits = transfer.received, transfer.sent
+        transfer.pending = start_all_to_all(out, x.contiguous(), transfer.axis, *splits, "rows of experts")
         return out
 
     @staticmethod
@@ -67,7 +68,8 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         transfer: Transfer = ctx.transfer
         dx = dy.new_empty(sum(transfer.sent), *dy.shape[1:])
-        transfer.pending = start_all_to_all(dx, dy.contiguous(), transfer.axis, transfer.sent, transfer.received)
+        splits = transfer.sent, transfer.received
+        transfer.pending = start_all_to_all(dx, dy.contiguous(), transfer.axis, *splits, "gradient of rows of experts")
         transfer.gradient = dx
         # Stands in for the gradient of what has departed, which nobody reads: `_Depart.backward` has the real one.
         return dy, None

@@ -36,7 +36,12 @@ MESSAGES = frozenset((*SENDS, *RECEIVES))
 
 
 class StageActions(Protocol):
-    """The methods that the executor calls on a stage: one for each kind of action that is not a message."""
+    """The methods that the executor calls on a stage: one for each kind of action that is not a message.
+
+    trains_below: whether a stage before it trains anything: else backward ends in this one.
+    """
+
+    trains_below: bool
 
     def forward(self, microbatch: int, received: Tensors) -> Tensors:
         """Tensors for the next stage, or on the last stage the microbatch's scalar loss. received: empty on the first stage."""
@@ -127,7 +132,7 @@ class Links:
             else:
                 places[action] = self._hidden.make_buffers()
                 receives += [(each, message.source) for each in places[action]]
-        sent, received = exchange_apart(sends, receives, self._axis)
+        sent, received = exchange_apart(sends, receives, self._axis, " ".join(map(str, actions)))
         self._leaving += [(self._lowered.messages[action], sent) for action in actions if action.kind in SENDS]
         self._arriving |= {action: (place, received) for action, place in places.items()}
 
@@ -155,6 +160,7 @@ class Links:
         for _, pending in self._leaving:
             pending.wait()
         self._leaving = []
+        assert not self._arriving, f"received and never used: {sorted(map(str, self._arriving))}"
 
 
 def execute(
@@ -236,7 +242,8 @@ class _Step:
 
     def _forward(self, action: Action, stage: StageActions, received: Tensors) -> None:
         for each in received:
-            each.requires_grad_()  # a leaf here: backward leaves in .grad what goes back to the stage before
+            # A leaf here: backward leaves in .grad what goes back to the stage before.
+            each.requires_grad_(stage.trains_below)
         outputs = stage.forward(action.microbatch, received)
         # Edges instead of outputs: the graph needs the node only, and the hidden states are freed as soon as they are sent.
         # An output without a graph (everything below it is frozen) has no edge and gets no backward.
@@ -260,8 +267,9 @@ class _Step:
         else:
             self.left[action._replace(kind=Kind.WEIGHT)] = stage.backward_input(trained, gradients)
         if received:
-            # Whatever is frozen below: the stage before waits for this message and would deadlock without it.
-            found = tuple(each.grad for each in received if each.grad is not None)
+            # Whatever is frozen below: the stage before waits for this message and would deadlock without it. It reads nothing
+            # of one that has no gradients, which are not computed then.
+            found = tuple(each.grad for each in received if each.grad is not None) if stage.trains_below else received
             assert len(found) == len(received), f"{action} gave its input no gradient"
             self._hand_on(action, Kind.SEND_GRADIENT, found)
 

@@ -44,7 +44,7 @@ class AsyncGather:
         self._pending: dict[int, Pending] = {}
         for to, source in peers(axis):
             messages = [(self._pieces[axis.rank], to)], [(self._pieces[source], source)]
-            self._pending[source] = exchange(*messages, axis)
+            self._pending[source] = exchange(*messages, axis, "tokens of a region")
 
     def whole(self) -> Tensor:
         """[..., S, D], contiguous, when all has come: the current stream waits for every piece."""
@@ -127,7 +127,7 @@ def matmul_reduce_scatter(x: Tensor, matmul: Matmul, axis: Communicator) -> Tens
     pending = []
     # Own tokens last: nobody waits for their sum but this rank, and their matmul covers the last exchange.
     for to, source in peers(axis):
-        pending.append(exchange([(multiply(to), to)], [(terms[source], source)], axis))
+        pending.append(exchange([(multiply(to), to)], [(terms[source], source)], axis, "sum of a region"))
     terms[axis.rank] = multiply(axis.rank)
     for each in pending:
         each.wait()

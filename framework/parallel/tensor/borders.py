@@ -75,7 +75,7 @@ class ReplicatedBorder:
     def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
         # A copy: autograd may hand the same dx to others, who must not see the sum.
         out = dx.clone(memory_format=torch.contiguous_format)
-        return out, collectives.start_all_reduce(out, self.axis)
+        return out, collectives.start_all_reduce(out, self.axis, label="gradient of a region")
 
     def leave(self, y: Tensor) -> Tensor:
         return duals.reduce_from(y, self.axis)

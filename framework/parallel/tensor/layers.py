@@ -39,6 +39,7 @@ class ColumnLinear(MatmulLinear):
     ) -> None:
         super().__init__(weight, bias, is_transposed)
         self.region, self.kv, self.copied = region, kv, copied
+        region.columns.append(self)
 
     @property
     def input_call(self) -> RegionCall:
@@ -107,8 +108,10 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         layer, call, matmul, regathers = ctx.layer, ctx.call, ctx.layer.matmul, ctx.regathers
         (kept,) = ctx.saved_tensors
-        # Before the matmul below, which covers the gather.
-        if regathers:
+        needs_dw = matmul.grad_view is not None or ctx.needs_input_grad[1]
+        # Before the matmul below, which covers the gather. Not for a frozen weight: of the inputs that are kept so, only weight
+        # gradients ask for the whole, and a gather that nobody waits for would write into memory that has been given back.
+        if regathers and needs_dw:
             call.start_gather(kept)
         dx = matmul.input_gradient(dy) if ctx.needs_input_grad[0] else None
         # After dX, which the region's border sums: summed copies would count there once for each of their holders.
@@ -122,7 +125,7 @@ class _Column(torch.autograd.Function):
         if matmul.grad_view is not None:
             call.deferred.append(compute)
             return dx, None, db, None, None
-        return dx, compute() if ctx.needs_input_grad[1] else None, db, None, None
+        return dx, compute() if needs_dw else None, db, None, None
 
 
 class _Row(torch.autograd.Function):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import Pending
+from framework.model.matmul import MatmulLinear
 from framework.parallel.tensor.borders import Border
 from framework.parallel.tensor.rng import RngStreams
 
@@ -76,7 +77,8 @@ class RegionCall:
 
     def end_backward(self) -> None:
         """Nothing asks any more. The region has its last call until it is entered again."""
-        self._gathering = self._whole = None
+        assert self._gathering is None, "an input was gathered again that no weight gradient has asked for"
+        self._whole = None
 
     def gathered(self) -> Tensor:
         """The input [B, S, D] that `start_gather` started to bring: one tensor for all layers that ask."""
@@ -93,7 +95,8 @@ class Region:
     """One region of one layer: its borders, and the call that runs through it just now.
 
     regathers: keep only this rank's tokens of the input for backward, and gather them again there. rng: None if nothing inside
-    takes random numbers; name: of its stream; differs: inside, every rank has a stream of its own.
+    takes random numbers; name: of its stream; differs: inside, every rank has a stream of its own. columns: its column layers,
+    which add themselves.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Region:
         self.border, self.axis, self.regathers = border, border.axis, regathers
         self.rng, self.name, self.differs = rng, name, differs
         self.call = RegionCall(border, None)
+        self.columns: list[MatmulLinear] = []
         self._outer: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
@@ -115,15 +119,23 @@ class Region:
         With tokens sharded it is gathered over `tp`; the gradient is summed over `tp` either way.
         """
         call = RegionCall(self.border, x.detach() if self.regathers and torch.is_grad_enabled() else None)
-        # The tick keeps this function in autograd's graph also where nothing asks for the input's gradient.
-        tick = None if x.requires_grad else x.new_zeros((), requires_grad=torch.is_grad_enabled())
-        whole = _Enter.apply(x, tick, call)
+        whole = _Enter.apply(x, self._make_tick(x), call)
         call.hand_out(whole)
         self.call = call
         # Last: what the border does above takes no random numbers, and the state to go back to is the one in front of the region.
         if self.rng is not None:
             self._outer = self.rng.start_inside(x, self.name, self.differs)
         return whole
+
+    def _make_tick(self, x: Tensor) -> Tensor | None:
+        """A scalar that keeps `_Enter` in autograd's graph where nothing asks for the gradient of x, [B, s, D], and column layers
+        leave weight gradients for it."""
+        # Not where all of them are frozen: backward would go on through layers below every trained weight, and nobody unshards
+        # the parameters that it reads there.
+        if x.requires_grad or not torch.is_grad_enabled():
+            return None
+        trains = any(each.weight.requires_grad for each in self.columns)
+        return x.new_zeros((), requires_grad=True) if trains else None
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum over `tp` of all ranks' y: [B, S, D], of all tokens or of this rank's, as it is outside."""

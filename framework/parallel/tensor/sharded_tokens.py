@@ -70,7 +70,7 @@ class ShardedTokens:
         """Start gathering x: [B, s, D] over `tp`; `join` makes the tokens of [tp, B, s, D] when it has come."""
         self._check_sharded(x)
         gathered = x.new_empty(self.axis.size, *x.shape)
-        return gathered, collectives.start_all_gather(gathered, x.contiguous(), self.axis)
+        return gathered, collectives.start_all_gather(gathered, x.contiguous(), self.axis, "tokens of a region")
 
     def start_async_gather(self, x: Tensor) -> AsyncGather:
         """Start gathering x: [B, s, D], one exchange of tokens with each other rank."""
@@ -94,7 +94,7 @@ class ShardedTokens:
         # are.
         if x.numel() > tokens * width:
             x = x.unflatten(TOKEN_DIM, (self.axis.size, -1)).movedim(TOKEN_DIM - 1, 0)
-        return out, collectives.start_reduce_scatter(out, x.contiguous(), self.axis)
+        return out, collectives.start_reduce_scatter(out, x.contiguous(), self.axis, "tokens of a region")
 
     def _has_all_tokens(self, x: Tensor) -> bool:
         return x.ndim == 3 and x.shape[TOKEN_DIM] == self.layout.context

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import accumulate
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from framework.parallel.zero.parameters import ParameterSync
 class UnitHooks:
     """Hooks on each unit's entry modules, through which its parameters are read: a layer as a whole, elsewhere each module that
     holds a parameter. None where a stage's units are not unsharded, nor reduced before backward ends. ties: all names of each
-    parameter in the model."""
+    parameter in the model. trains_below: a stage before this one trains something."""
 
     def __init__(
         self,
@@ -27,12 +29,13 @@ class UnitHooks:
         parameters: ParameterSync,
         gradients: GradientSync,
         prefetch_units: int,
+        trains_below: bool,
     ):
         self.parameters, self._gradients = parameters, gradients
         # Nobody asks where the computation is when there is no message to start meanwhile.
         self._is_needed = not (parameters.sends_nothing and gradients.reduces_behind_backward)
         entry_modules = [_find_entry_modules(unit, units, ties) for unit in units]
-        self._uses = _find_uses(model, units, ties, entry_modules)
+        self._uses = _find_uses(model, units, ties, entry_modules, trains_below)
         self.order = UnitOrder(self._uses, parameters, gradients, prefetch_units)
         if not self._is_needed:
             return  # the step's last `end_backward` goes over all units
@@ -96,17 +99,21 @@ def _find_uses(
     units: Sequence[Unit],
     ties: Mapping[str, tuple[str, ...]],
     entry_modules: Sequence[Mapping[str, int]],
+    trains_below: bool,
 ) -> list[UnitUse]:
-    """What each unit is used for, before anything runs: the same on all ranks."""
-    uses = []
+    """The use of each unit, before anything runs: the same on all ranks."""
+    trains = [any(model.get_parameter(ties[name][0]).requires_grad for name in unit.parameters) for unit in units]
     # Autograd goes no further back than the first trained parameter: below it a backward never comes, and an unshard for it
-    # would be bytes for nothing.
-    is_above_trained = False
+    # would be bytes for nothing. By position: a frozen embedding may be the head's weight.
+    is_above_trained = list(accumulate(trains, or_, initial=trains_below))[1:]
+    uses = []
     for index, unit in enumerate(units):
-        is_above_trained |= any(model.get_parameter(ties[name][0]).requires_grad for name in unit.parameters)
-        is_embedding = all(isinstance(model.get_submodule(name), nn.Embedding) for name in entry_modules[index])
         is_kept = any(position > index for position in entry_modules[index].values())
-        uses.append(UnitUse(unit.name, is_kept, is_above_trained and not is_embedding))
+        is_read = any(
+            is_above_trained[position] and not isinstance(model.get_submodule(name), nn.Embedding)
+            for name, position in entry_modules[index].items()
+        )
+        uses.append(UnitUse(unit.name, is_kept, is_read))
     return uses
 
 

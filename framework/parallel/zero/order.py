@@ -23,7 +23,7 @@ class UnitUse:
     """Facts about a unit that are known before anything runs.
 
     is_kept: read again further on in forward (its weight is tied to a later unit), so kept until backward leaves it.
-    is_read_in_backward: not an embedding, whose gradient needs no weight, and not under frozen units only.
+    is_read_in_backward: not an embedding, whose gradient needs no weight, and not above frozen units only.
     """
 
     name: str
@@ -54,7 +54,7 @@ class UnitOrder:
         """Start to unshard the unit that computation meets first; the others follow as it goes on."""
         if is_forward:
             self._unshard_forward(self._with_parameters[0])
-        else:
+        elif self._uses[self._with_parameters[-1]].is_read_in_backward:
             self._unshard_backward(self._with_parameters[-1])
 
     def start_forward(self) -> None:
@@ -81,6 +81,8 @@ class UnitOrder:
         # The last unit stays for a backward: it is the first that backward reads, at once.
         if not has_backward:
             self._reshard(self._parameters.transient)
+            # Units that stay, of which this forward has left some out: nothing may be under way behind a validation.
+            self._parameters.wait_for_unshards()
 
     def enter_backward(self, position: int) -> None:
         """Begin the backward of unit `position` and of those behind it, if it has not begun: reshard, unshard, reduce."""

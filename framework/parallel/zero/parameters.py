@@ -84,6 +84,11 @@ class ParameterSync:
             # The list is that of all units that were asked for together: nothing is left for the others to wait for.
             pendings.clear()
 
+    def wait_for_unshards(self) -> None:
+        """Wait for units that are on their way, also where nobody has asked for them."""
+        for index in list(self._unshards):
+            self._wait_for_unshard(index)
+
     @contextmanager
     def unsharded_for(self, index: int) -> Iterator[None]:
         """A context in which a unit is read out of turn, in the middle of another's use: afterwards it is as it was."""

@@ -1,0 +1,203 @@
+"""Layouts train under NCCL's rules as one rank does, frozen parameters or not; and bugs that are planted are seen.
+
+gloo is more forgiving: it sends at once, from memory that stays, between every two ranks.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from framework.comm.connect import Mesh
+from framework.errors import NumericsError
+from framework.parallel.pipeline.execute import Links
+from framework.parallel.tensor.regions import RegionCall
+from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.order import UnitOrder
+from framework.parallel.zero.parameters import ParameterSync
+from framework.train import step
+from framework.train.step import run_alone
+from framework.train.validation import Validation
+from tests.grid import few_of
+from tests.nccl.layouts import FROZEN, LAYOUTS, TOLERANCE, Layout, build_layout, find_error, run
+from tests.nccl.simulator import installed, run_ranks
+from tests.ranks.parity import topology_of
+
+# One of each mechanism; the grid has all, and all of them once more on one queue.
+SHOWN = {
+    "dp 2, zero 3", "dp 2, zero 3, buckets", "dp 4, hsdp, divided update", "tp 2, overlap", "cp 2, ring", "cp 2, ulysses",
+    "ep 2, overlap", "pp 2, zb_h1", "pp 2, tied",
+}  # fmt: skip
+SHOWN_FROZEN = {
+    "tied, tp 2, regather, embedding frozen",
+    "tp 2, overlap, regather, zero 3, all but the head frozen",
+    "pp 2, tp 2, gpipe, all but the embedding frozen",
+    "cp 2, ring, zero 3, first layers frozen",
+}
+
+
+@pytest.fixture(autouse=True)
+def simulator() -> Iterator[None]:
+    with installed():
+        yield
+
+
+@pytest.mark.parametrize("name", few_of(LAYOUTS, lambda name: name in SHOWN))
+def test_a_layout_equals_one_rank(name: str) -> None:
+    assert find_error(LAYOUTS[name]) < TOLERANCE
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_equals_one_rank_where_a_device_runs_one_message_at_a_time(name: str) -> None:
+    assert find_error(LAYOUTS[name], serial=True) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", few_of(FROZEN, lambda name: name in SHOWN_FROZEN))
+def test_a_frozen_layout_equals_one_rank(name: str) -> None:
+    assert find_error(FROZEN[name]) < TOLERANCE
+
+
+# --- planted bugs
+
+ZERO_3, PIPELINE = LAYOUTS["dp 2, zero 3"], LAYOUTS["pp 2"]
+Bug = Callable[[], AbstractContextManager[Any]]
+
+
+def a_unit_is_read_before_it_has_come() -> AbstractContextManager[Any]:
+    return patch.object(ParameterSync, "_wait_for_unshard", lambda self, index: None)
+
+
+def a_hidden_state_is_read_before_it_has_come() -> AbstractContextManager[Any]:
+    return patch.object(Links, "take", lambda self, action: self._arriving.pop(action)[0])
+
+
+def a_gradient_is_read_before_it_is_summed() -> AbstractContextManager[Any]:
+    return patch.object(ExposedCommunication, "wait", lambda self, operations: None)
+
+
+@contextmanager
+def memory_of_a_unit_on_its_way_is_given_back() -> Iterator[None]:
+    enter = UnitOrder.enter_backward
+
+    def reshard_early(self: UnitOrder, position: int) -> None:
+        enter(self, position)
+        parameters = self._parameters
+        for index in [each for each in parameters._unshards if each < self._backward]:
+            for buffer in parameters.units[index]:
+                buffer.full.untyped_storage().resize_(0)
+
+    with patch.object(UnitOrder, "enter_backward", reshard_early):
+        yield
+
+
+@contextmanager
+def memory_of_a_gradient_is_used_again_while_it_is_sent() -> Iterator[None]:
+    start = GradientSync._start_reduction
+
+    def give_back_early(self: GradientSync, message: Any) -> None:
+        start(self, message)
+        for reduction in list(self._reductions)[-1:]:
+            if not reduction.buffers[0].plan.lifetimes.keeps_gradients:
+                reduction.buffers[0].pool.give_back(reduction.full)
+
+    with patch.object(GradientSync, "_start_reduction", give_back_early):
+        yield
+
+
+@contextmanager
+def one_rank_gathers_two_units_in_another_order() -> Iterator[None]:
+    unshard = UnitOrder._unshard_forward
+
+    def second_first(self: UnitOrder, index: int) -> None:
+        if threading.current_thread().name == "rank 1" and index == 1:
+            unshard(self, 2)
+        unshard(self, index)
+
+    with patch.object(UnitOrder, "_unshard_forward", second_first):
+        yield
+
+
+@contextmanager
+def one_rank_sends_two_messages_in_another_order() -> Iterator[None]:
+    start, kept = Links.start, []
+
+    def swap(self: Links, actions: Any, outputs: Any) -> None:
+        if threading.current_thread().name != "rank 0" or len(kept) == 2:
+            start(self, actions, outputs)
+            return
+        kept.append(actions)
+        if len(kept) == 2:
+            for each in reversed(kept):
+                start(self, each, outputs)
+
+    with patch.object(Links, "start", swap):
+        yield
+
+
+BUGS: list[tuple[Bug, Layout]] = [
+    (a_unit_is_read_before_it_has_come, ZERO_3),
+    (a_hidden_state_is_read_before_it_has_come, PIPELINE),
+    (a_gradient_is_read_before_it_is_summed, ZERO_3),
+    (memory_of_a_unit_on_its_way_is_given_back, ZERO_3),
+    (memory_of_a_gradient_is_used_again_while_it_is_sent, ZERO_3),
+    (one_rank_gathers_two_units_in_another_order, ZERO_3),
+    (one_rank_sends_two_messages_in_another_order, PIPELINE),
+]
+
+
+@pytest.mark.parametrize(("bug", "layout"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
+def test_a_planted_bug_is_seen(bug: Bug, layout: Layout) -> None:
+    with bug():
+        try:
+            error = find_error(layout)
+        except AssertionError:
+            return
+    assert error > TOLERANCE
+
+
+# --- what is started and dropped
+
+
+@pytest.fixture
+def dropped_gather() -> Iterator[None]:
+    """A region's input is gathered again in backward, once more than anybody waits for."""
+    start = RegionCall.start_gather
+
+    def start_twice(self: RegionCall, kept: Any) -> None:
+        start(self, kept)
+        self.border.start_gather(kept)
+
+    with patch.object(RegionCall, "start_gather", start_twice):
+        yield
+
+
+@pytest.mark.parametrize("name", ["dp 2, zero 2, layers left out", "dp 2, zero 3, kept, layers left out"])
+def test_a_validation_waits_for_units_that_it_leaves_out(name: str) -> None:
+    """They stay gathered, so that nothing else waits for them before the next update."""
+
+    def validate(mesh: Mesh) -> None:
+        trained, (microbatches, _) = build_layout(LAYOUTS[name], mesh)
+        run_alone(trained, Validation(microbatches))
+        mesh.waits.check_ended("a validation")
+
+    run_ranks(topology_of(LAYOUTS[name].recipe, LAYOUTS[name].config), validate)
+
+
+@pytest.mark.usefixtures("dropped_gather")
+def test_an_operation_that_nobody_waits_for_is_an_error_with_its_name_at_the_end_of_the_step() -> None:
+    with pytest.raises(AssertionError, match="at the end of step 0: all_gather of tokens of a region over axis tp"):
+        run(LAYOUTS["tp 2, regather"])
+
+
+@pytest.mark.usefixtures("dropped_gather")
+def test_the_error_of_a_step_is_told_and_not_what_it_has_left_open() -> None:
+    def fail(*_: Any) -> None:
+        raise NumericsError("the update has failed")
+
+    with patch.object(step, "_update", fail), pytest.raises(NumericsError, match="the update has failed"):
+        run(LAYOUTS["tp 2, regather"])
