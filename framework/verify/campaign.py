@@ -31,7 +31,8 @@ from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 from framework.verify.command import Verification, prepare, run
 from framework.verify.draws import CHOICES, MAX_RANKS, Drawn, draw, write
-from framework.verify.evidence import NothingToCompare, initial_weights
+from framework.verify.evidence import NothingToCompare
+from framework.verify.layout import initial_weights
 from framework.verify.options import Options
 from framework.verify.pool import RankPool
 from framework.verify.rank import compute_exactly
