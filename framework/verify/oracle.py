@@ -8,7 +8,7 @@ layout: see `lion.py`.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -78,8 +78,10 @@ class Oracle:
         dtype: torch.dtype,
         device: torch.device,
         blocks: Mapping[str, Tensor],
+        narrows: bool = False,
     ):
-        self._recipe, self._dtype = recipe, dtype
+        """narrows: in fp64, let the model cast to fp32 where its code does."""
+        self._recipe, self._dtype, self._narrows = recipe, dtype, narrows
         self._model = _stock_model(recipe, config, weights, dtype, device)
         wide = torch.promote_types(dtype, torch.float32)
         # Without masters a weight is what the model computes with, from the beginning.
@@ -107,7 +109,7 @@ class Oracle:
             parameter.data.copy_(self.masters[name])
             self.masters[name].grad = None
         self._mixtures.start()
-        with keep_double(self._dtype):
+        with self._keeping():
             loss = sum(self._accumulate(batch))
         self._scale.unscale(self.masters.values())
         return loss
@@ -118,7 +120,7 @@ class Oracle:
         for name, parameter in self._model.named_parameters():
             parameter.copy_(self.masters[name])
         self._model.eval()
-        with keep_double(self._dtype):
+        with self._keeping():
             total = sum(float(loss) for loss, _ in self._losses(batch))
         self._model.train()
         return total / int((batch.labels != IGNORE).sum())
@@ -159,6 +161,9 @@ class Oracle:
         """By name, the number of elements whose update rounding decided in some step."""
         masks = {name: self._optimizer.state[master].get("undecided") for name, master in self.masters.items()}
         return {name: int(mask.sum()) for name, mask in masks.items() if mask is not None and mask.any()}
+
+    def _keeping(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._narrows else keep_double(self._dtype)
 
     def _accumulate(self, batch: TokenBatch) -> Iterator[float]:
         """Add each microbatch's gradients to the masters', and yield its part of the loss."""
@@ -248,11 +253,11 @@ def _stock_model(
     recipe: Recipe, config: PretrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """Everything that transformers makes of a config and weights in `dtype`: buffers, and parameters that it keeps in fp32."""
-    chosen = {} if recipe.model.attention == "auto" else {"attn_implementation": recipe.model.attention}
+    chosen: dict[str, Any] = {} if recipe.model.attention == "auto" else {"attn_implementation": recipe.model.attention}
     disable_progress_bar()
     with _telling_of_stock(config, dtype):
         values = {name: weight.clone() for name, weight in weights.items()}
-        model = type(_build_blank(config)).from_pretrained(
+        model: Any = type(_build_blank(config)).from_pretrained(
             None, config=deepcopy(config), state_dict=values, dtype=dtype, **chosen
         )
     experts = recipe.model.experts

@@ -36,7 +36,7 @@ FLOOR_OF_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in r
 # Files of verify/ that are the oracle, or that both sides read; and what of the framework they may know: the names of the
 # recipe's keys, and the errors that the user is told.
 ORACLE = (
-    "oracle", "initial", "evidence", "compare", "double", "lion", "rounding",
+    "oracle", "reference", "initial", "evidence", "compare", "double", "lion", "rounding",
     "plain_fp8", "plain_loss_scale", "plain_mixtures", "plain_recipe", "plain_rounding",
 )  # fmt: skip
 ORACLE_KNOWS = ("framework.errors", "framework.recipe.schema", *(f"framework.verify.{name}" for name in ORACLE))
