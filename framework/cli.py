@@ -322,7 +322,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="cuda: NCCL, or gloo where ranks share GPUs (default: cpu)",
+        help="cuda: NCCL, or gloo on shared GPUs (default: cpu)",
     )
     parser.add_argument("--strict", action="store_true", help="the recipe in its own sizes, or a refusal")
     parser.add_argument(

@@ -23,13 +23,13 @@ DTYPES = {
 
 
 def decay_nothing(model: nn.Module) -> set[str]:
-    """Names of the parameters that do not decay by themselves: biases, those of norms, those of fewer than two dims, and those
-    that transformers marks. model: fresh from its constructor, which marks them."""
+    """Names of the parameters that do not decay by themselves: biases, those of norms, those of fewer than two dims, Mamba's
+    A_log and D, and those that transformers marks. model: fresh from its constructor, which marks them."""
     return {
         name
         for name, parameter in model.named_parameters()
         if parameter.ndim < 2
-        or re.search(r"(^|\.|_)bias$", name)
+        or re.search(r"(^|\.|_)bias$|(^|\.)(A_log|D)$", name)
         or "Norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__
         or getattr(parameter, "_no_weight_decay", False)
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from framework import cli
-from framework.errors import RecipeError
+from framework.errors import EXIT_USER, RecipeError
 from framework.recipe.compose import compose
 from framework.verify import end_to_end, reference
 from framework.verify.command import prepare
@@ -76,6 +76,11 @@ def test_another_run_is_seen(fault: Sequence[str], sees: set[str], tmp_path: Pat
 def test_blocks_of_moments_in_int8_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="does not know"):
         run(tmp_path, ("llama", "precision.moments=int8"))
+
+
+def test_the_option_reaches_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--end-to-end", "--bf16", "experiment=quickstart"]) == EXIT_USER
+    assert "--end-to-end compares on CPUs in fp64" in capsys.readouterr().err
 
 
 def test_the_blend_gives_each_source_its_share_at_every_point() -> None:
