@@ -69,7 +69,7 @@ def test_another_run_is_seen(fault: Sequence[str], sees: set[str], tmp_path: Pat
         changed = [each for each in words if not each.startswith(fault[0].partition("=")[0])]
         return cli.main([*changed, *fault] if words[0] == "train" and "~model" in words else words)
 
-    rows = run(tmp_path, ("llama",), other)
+    rows = run(tmp_path, ("llama", "batch.sequences_per_step=3", "batch.sequences_per_microbatch=1"), other)
     assert sees <= {row.quantity for row in rows if row.error > TOLERANCE}
 
 
