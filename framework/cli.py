@@ -407,9 +407,12 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="cuda: NCCL, or gloo where ranks share GPUs (default: cpu)",
+        help="cuda: NCCL, or gloo on shared GPUs (default: cpu)",
     )
     parser.add_argument("--strict", action="store_true", help="the recipe in its own sizes, or a refusal")
+    parser.add_argument(
+        "--end-to-end", action="store_true", help="a whole run, from text to export, beside a plain loop"
+    )
     parser.add_argument("--random", type=int, metavar="N", help="N random recipes until one fails; overrides are kept")
     parser.add_argument("--seed", type=int, metavar="S", help="with --random: other draws (default: 0)")
 
@@ -425,7 +428,12 @@ def _verify(arguments: argparse.Namespace) -> int:
         from framework.verify.options import Options
 
     names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
-    return verify(recipe, Options(**{name: getattr(arguments, name) for name in names}))
+    options = Options(**{name: getattr(arguments, name) for name in names})
+    if arguments.end_to_end:
+        from framework.verify.end_to_end import verify_end_to_end
+
+        return verify_end_to_end(recipe, options, main)
+    return verify(recipe, options)
 
 
 def _verify_random(arguments: argparse.Namespace) -> int:

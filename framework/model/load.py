@@ -156,15 +156,18 @@ def _without_code(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def build_meta(config: PretrainedConfig, attention: str = "auto") -> PreTrainedModel:
+def build_meta(
+    config: PretrainedConfig, attention: str = "auto", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """The causal language model of `config` on meta: every parameter has a shape, none has memory.
 
-    `attention`: a Hugging Face attention implementation, or auto for the one that the model prefers.
+    `attention`: a Hugging Face attention implementation, or auto for the one that the model prefers. dtype: that of parameters,
+    and of buffers that state none (gemma's scale of its embedding).
     """
     chosen = {} if attention == "auto" else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
     except (ImportError, AssertionError, *REFUSALS) as error:
         raise ModelError(
             f"the {config.model_type} model cannot be built from model.config: {_reason(error)}"

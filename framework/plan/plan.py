@@ -410,7 +410,9 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     topology = make_topology(recipe, config)
     refuse_dropped_layers(config, derived.pp, derived.tp)
     refuse_fresh_seeds(config)
-    whole = build_meta(config, recipe.model.attention)
+    # Beside 16 bits buffers stay in fp32: models cast them to what they are multiplied with.
+    wide = torch.promote_types(DTYPES[recipe.precision.compute], torch.float32)
+    whole = build_meta(config, recipe.model.attention, wide)
     if derived.cp > 1:
         slices = ContextSlices(derived.context, derived.ulysses, derived.ring)
         refuse_undivided_context(config, slices, recipe.data.pack == "documents")

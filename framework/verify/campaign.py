@@ -9,7 +9,7 @@ import shlex
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +31,8 @@ from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 from framework.verify.command import Verification, prepare, run
 from framework.verify.draws import CHOICES, MAX_RANKS, Drawn, draw, write
-from framework.verify.evidence import NothingToCompare, initial_weights
+from framework.verify.evidence import NothingToCompare
+from framework.verify.layout import initial_weights
 from framework.verify.options import Options
 from framework.verify.pool import RankPool
 from framework.verify.rank import compute_exactly
@@ -48,7 +49,8 @@ LATE_REFUSALS = (ModelError, RecipeError, TopologyError)
 
 @dataclass(frozen=True)
 class Campaign:
-    """num_draws recipes of a seed, compared over `steps` steps. overrides: of the recipe, which are not drawn."""
+    """num_draws recipes of a seed, compared over `steps` steps. overrides: of the recipe, which are not drawn. judge: runs a
+    draw and gives 0 where it is equal."""
 
     num_draws: int
     seed: int = 0
@@ -56,6 +58,7 @@ class Campaign:
     device: Any = "cpu"
     overrides: Sequence[str] = ()
     recipes: Sequence[Path] = ()
+    judge: Callable[[Verification], int] = run
 
     @property
     def options(self) -> Options:
@@ -186,7 +189,7 @@ def _verify_attempt(campaign: Campaign, drawn: Drawn, pool: RankPool) -> Recipe:
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
-            code = run(prepared)
+            code = campaign.judge(prepared)
     except NothingToCompare as error:
         raise Refused(_summarize(str(error), drawn["model.family"])) from error
     except LATE_REFUSALS as error:

@@ -27,6 +27,8 @@ from framework.recipe.problem import render_problems
 from framework.recipe.schema import Model, Precision, Recipe
 from framework.verify.compare import TOLERANCES, Row, compare, exceeds, render
 from framework.verify.evidence import Evidence
+from framework.verify.initial import compare_initial
+from framework.verify.layout import initial_weights
 from framework.verify.left_out import NARROW, ChangedValue, describe, find_changes, find_config_changes, find_lots
 from framework.verify.options import Options
 from framework.verify.pool import RankFailed
@@ -125,6 +127,8 @@ def _count_heads(config: PretrainedConfig) -> int:
 def _judge(sides: Sides, num_parameters: int) -> int:
     dtype = _narrowest(sides.recipe.precision)
     found, expected = sides.run()
+    if not _start_alike(sides):
+        return EXIT_FAILED
     if dtype in NARROW:
         return _judge_narrow(sides, found, expected, num_parameters)
     rows = compare(found, expected)
@@ -134,6 +138,15 @@ def _judge(sides: Sides, num_parameters: int) -> int:
     if not exceeds(rows, TOLERANCES[dtype]):
         return EXIT_DONE
     return _explain(sides, found, expected) if dtype == "fp32" else EXIT_FAILED
+
+
+def _start_alike(sides: Sides) -> bool:
+    """Whether the initial values, which both sides have, are distributed as stock's own; said where they are not."""
+    errors = compare_initial(initial_weights(sides.config, sides.recipe.train.seed), sides.config)
+    wrong = [name for name, error in errors.items() if error > 1]
+    if wrong:
+        print(f"initial values of {len(wrong)} parameters are not distributed as stock's: {_shorten(wrong)}\n")
+    return not wrong
 
 
 def _judge_narrow(sides: Sides, found: Evidence, expected: Evidence, num_parameters: int) -> int:

@@ -1,22 +1,17 @@
 """Evidence of a training run, for comparison: losses, norms, first gradients, last weights."""
 
+import hashlib
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from framework.comm.collectives import all_gather, gather_objects
-from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.layout import Layout
-from framework.model.load import build_meta
-from framework.model.loss import IGNORE
-from framework.model.materialize import initialize_unit, seed_for
-from framework.model.units import find_units
 
 # Tokens of a document on average, where documents are packed: several in a row of a dozen tokens.
 DOCUMENT_LENGTH = 4
+IGNORE = -100  # a label without loss, which is cross_entropy's default
 
 
 class NothingToCompare(ModelError):
@@ -28,7 +23,7 @@ class Evidence:
     """Losses and norms by step; clipped gradients of step 1 and weights after the last step, both whole, by parameter name.
 
     by_step: weights after each step, of a layout that the oracle follows (see `lion.py`). blocks: of its moments in int8 (see
-    `plain_moments.py`). undecided: by weight, the number of elements whose update's sign was decided by rounding, of an oracle
+    `plain_rounding.py`). undecided: by weight, the number of elements whose update's sign was decided by rounding, of an oracle
     that has followed.
     """
 
@@ -59,7 +54,7 @@ def make_batches(
     packs_documents: rows are documents of random lengths, whose positions restart and whose last tokens have no label.
     """
     # Averages over microbatches or ranks, which this project never takes, differ from the global mean only where masks do.
-    generator = torch.Generator().manual_seed(seed_for(seed, "verify"))
+    generator = torch.Generator().manual_seed(_seed_for(seed, "verify"))
     vocabulary = config.get_text_config().vocab_size
     batches = []
     for _ in range(num_steps):
@@ -83,44 +78,15 @@ def _count_positions(begins: Tensor) -> Tensor:
     return index - (index * begins).cummax(dim=1).values
 
 
-def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
-    """The seeded initial parameters of the whole model, fp32 on the CPU, by name."""
-    model = build_meta(config)
-    values: dict[str, Tensor] = {}
-    for unit in find_units(model):
-        programs = initialize_unit(model, unit, seed, unit.parameters)
-        values |= {name: program.whole() for name, program in programs.items()}
-    return values
-
-
 def perturb(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     """A tensor like `values`, rounded differently: elements change by a random share of up to eps / 2 of `dtype`, so that they
     may round either way, and by plus or minus eps where `values` are of that dtype already."""
-    generator = torch.Generator().manual_seed(seed_for(seed, "perturb", values.numel()))
+    generator = torch.Generator().manual_seed(_seed_for(seed, "perturb", values.numel()))
     u = 2 * torch.rand(values.shape, generator=generator, dtype=torch.float64) - 1
     u = u.sign() if values.dtype == dtype else u / 2
     return (values.double().cpu() * (1 + u * torch.finfo(dtype).eps)).to(values)
 
 
-def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Communicator) -> dict[str, Tensor]:
-    """Full tensors by name, on the CPU of every rank, from the elements that each rank owns.
-
-    parts: by name, the layout and its own elements, flat and in the order of the interval. Gathers over `world`, in fp64, which
-    holds the numbers of any other dtype. Only box arithmetic, so that no code of the layouts under test puts them together.
-    """
-    own = torch.cat([flat.detach().double() for _, flat in parts.values()])
-    owned = [(name, layout.shape, flat.dtype, layout.boxes()) for name, (layout, flat) in parts.items()]
-    of_ranks = gather_objects((owned, len(own)), world)
-    values = own.new_zeros(world.size, max(length for _, length in of_ranks))
-    values[world.rank, : len(own)] = own
-    all_gather(values, values[world.rank], world)
-    full: dict[str, Tensor] = {}
-    for (places, _), flat in zip(of_ranks, values.cpu(), strict=True):
-        start = 0
-        for name, shape, dtype, boxes in places:
-            for box in boxes:
-                if name not in full:
-                    full[name] = torch.full(shape, torch.nan, dtype=dtype)
-                full[name][box.slices()] = flat[start : start + box.numel].view(box.sizes)
-                start += box.numel
-    return full
+def _seed_for(*parts: int | str) -> int:
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

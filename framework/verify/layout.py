@@ -5,14 +5,20 @@ from contextlib import closing
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from framework.build import build
+from framework.comm.collectives import all_gather, gather_objects
+from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
 from framework.data.loader import split_rows
 from framework.data.pack import Microbatch
 from framework.data.slices import cut_context
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
+from framework.model.load import build_meta
+from framework.model.materialize import initialize_unit
+from framework.model.units import find_units
 from framework.optim.schedules import learning_rate
 from framework.optim.states import LowBitStates
 from framework.plan.plan import Plan
@@ -20,7 +26,7 @@ from framework.recipe.schema import Recipe
 from framework.train.shards import OwnedShard
 from framework.train.step import Run, train_step
 from framework.verify.double import keep_double
-from framework.verify.evidence import Evidence, TokenBatch, gather_full
+from framework.verify.evidence import Evidence, TokenBatch
 
 
 def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
@@ -105,3 +111,37 @@ def owned_blocks(run: Run) -> dict[str, tuple[Layout, Tensor]]:
         for slot in each.buffer.slots
         if slot.group == each.span.group
     }
+
+
+def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
+    """The seeded initial parameters of the whole model, fp32 on the CPU, by name."""
+    model = build_meta(config)
+    values: dict[str, Tensor] = {}
+    for unit in find_units(model):
+        programs = initialize_unit(model, unit, seed, unit.parameters)
+        values |= {name: program.whole() for name, program in programs.items()}
+    return values
+
+
+def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Communicator) -> dict[str, Tensor]:
+    """Full tensors by name, on the CPU of every rank, from the elements that each rank owns.
+
+    parts: by name, the layout and its own elements, flat and in the order of the interval. Gathers over `world`, in fp64, which
+    holds the numbers of any other dtype. Only box arithmetic, so that no code of the layouts under test puts them together.
+    """
+    own = torch.cat([flat.detach().double() for _, flat in parts.values()])
+    owned = [(name, layout.shape, flat.dtype, layout.boxes()) for name, (layout, flat) in parts.items()]
+    of_ranks = gather_objects((owned, len(own)), world)
+    values = own.new_zeros(world.size, max(length for _, length in of_ranks))
+    values[world.rank, : len(own)] = own
+    all_gather(values, values[world.rank], world)
+    full: dict[str, Tensor] = {}
+    for (places, _), flat in zip(of_ranks, values.cpu(), strict=True):
+        start = 0
+        for name, shape, dtype, boxes in places:
+            for box in boxes:
+                if name not in full:
+                    full[name] = torch.full(shape, torch.nan, dtype=dtype)
+                full[name][box.slices()] = flat[start : start + box.numel].view(box.sizes)
+                start += box.numel
+    return full

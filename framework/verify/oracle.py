@@ -1,40 +1,40 @@
 """The oracle: a stock Hugging Face model, stock optimizers, one process, a plain loop.
 
-It imports nothing from `parallel/`, `comm/` or `train/`, so that its agreement is independent. Where the true result is undecided
-(Lion's sign of a gradient that is rounding), it follows the layout: see `lion.py`.
+Of the framework it and what it imports know the recipe's schema and the errors only, so that its agreement is independent:
+groups, schedules, capacity and rounding are written again (`plain_*.py`), and the model, its buffers and what stays in fp32 are
+those of `from_pretrained`. Where the true result is undecided (Lion's sign of a gradient that is rounding), it follows the
+layout: see `lion.py`.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
-from framework.model.capacity import capacity_of
-from framework.model.load import FORWARD_ERRORS, choose_experts
-from framework.model.loss import IGNORE
-from framework.model.materialize import kept_in_fp32
-from framework.model.precision import DTYPES
-from framework.optim.groups import group_parameters
-from framework.optim.schedules import learning_rate
 from framework.recipe.schema import Optim, Recipe
 from framework.verify.double import keep_double
-from framework.verify.evidence import Evidence, NothingToCompare, TokenBatch, perturb
+from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, perturb
 from framework.verify.lion import Noise, PlainLion, measure_noise
-from framework.verify.plain_bias import PlainBiases
-from framework.verify.plain_capacity import drop_beyond_capacity
 from framework.verify.plain_fp8 import multiply_in_fp8
 from framework.verify.plain_loss_scale import PlainLossScale
-from framework.verify.plain_masters import has_no_master, round_master
-from framework.verify.plain_moments import PlainMoments
+from framework.verify.plain_mixtures import PlainMixtures
+from framework.verify.plain_recipe import DTYPES, decay_nothing, find_groups, learning_rate
+from framework.verify.plain_rounding import PlainMoments, has_no_master, round_master
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
 NUM_PERTURBED = 3
+# What stock models raise, built or run, where they want another config or other inputs than they get.
+STOCK_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 
 
 def run_oracle(
@@ -54,10 +54,10 @@ def run_oracle(
     Raises NothingToCompare where stock transformers does not build the model, or does not run it forward or backward.
     """
     layout = layout or Evidence((), (), {}, {})
-    oracle = _Oracle(recipe, config, weights, dtype, device, layout.blocks)
+    oracle = Oracle(recipe, config, weights, dtype, device, layout.blocks)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
-        oracle.set_rate(step)
+        oracle.set_rate(learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps))
         losses.append(oracle.find_gradients(batch))
         norms.append(oracle.clip())
         if step == 0:
@@ -67,7 +67,7 @@ def run_oracle(
     return Evidence(tuple(losses), tuple(norms), gradients, final, undecided=oracle.count_undecided())
 
 
-class _Oracle:
+class Oracle:
     """A model in `dtype`, the masters of its parameters by name, and their optimizer."""
 
     def __init__(
@@ -78,9 +78,11 @@ class _Oracle:
         dtype: torch.dtype,
         device: torch.device,
         blocks: Mapping[str, Tensor],
+        narrows: bool = False,
     ):
-        self._recipe, self._dtype = recipe, dtype
-        self._model = _stock_model(recipe, config, dtype, device)
+        """narrows: in fp64, let the model cast to fp32 where its code does."""
+        self._recipe, self._dtype, self._narrows = recipe, dtype, narrows
+        self._model = _stock_model(recipe, config, weights, dtype, device)
         wide = torch.promote_types(dtype, torch.float32)
         # Without masters a weight is what the model computes with, from the beginning.
         kept_in = {name: each.dtype for name, each in self._model.named_parameters() if has_no_master(recipe.precision)}
@@ -91,13 +93,13 @@ class _Oracle:
             for name, parameter in self._model.named_parameters()
         }
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
-        self._optimizer = _stock_optimizer(recipe.optim, self.masters)
-        self._biases = PlainBiases(self._model, recipe.model)
+        self._optimizer = _stock_optimizer(recipe.optim, self.masters, decay_nothing(_build_blank(config)))
+        self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, blocks)
 
-    def set_rate(self, step: int) -> None:
-        rate = learning_rate(step, self._recipe.optim.schedule, self._recipe.optim.lr, self._recipe.train.steps)
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next update, of groups without a ratio of their own."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["lr_ratio"]
 
@@ -106,11 +108,22 @@ class _Oracle:
         for name, parameter in self._model.named_parameters():
             parameter.data.copy_(self.masters[name])
             self.masters[name].grad = None
-        self._biases.start()
-        with keep_double(self._dtype):
+        self._mixtures.start()
+        with self._keeping():
             loss = sum(self._accumulate(batch))
         self._scale.unscale(self.masters.values())
         return loss
+
+    @torch.no_grad()
+    def evaluate(self, batch: TokenBatch) -> float:
+        """The mean loss per token of the batch, without dropout and without a router's loss."""
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(self.masters[name])
+        self._model.eval()
+        with self._keeping():
+            total = sum(float(loss) for loss, _ in self._losses(batch))
+        self._model.train()
+        return total / int((batch.labels != IGNORE).sum())
 
     def clip(self) -> float:
         """Clip the gradients as the recipe says, and return their norm before that."""
@@ -125,12 +138,12 @@ class _Oracle:
     def weights(self) -> dict[str, Tensor]:
         """The masters, and the correction biases of routers that are buffers, by name."""
         buffers = dict(self._model.named_buffers())
-        return self.masters | {name: buffers[name] for name in self._biases.names() if name in buffers}
+        return self.masters | {name: buffers[name] for name in self._mixtures.names() if name in buffers}
 
     def update(self, batch: TokenBatch, layout: Mapping[str, Tensor], step: int) -> None:
         """One step of the optimizer, and of the biases of routers, if the gradients are finite. layout: the layout's weights
         after it, if they are known."""
-        loads = self._biases.take()  # before gradients are computed again, which would count tokens, too
+        loads = self._mixtures.take()  # before gradients are computed again, which would count tokens, too
         if not self._scale.take():
             return
         if isinstance(self._optimizer, PlainLion) and layout:
@@ -142,27 +155,24 @@ class _Oracle:
         for name in self._in_bf16:
             round_master(self.masters[name], (self._recipe.train.seed, "master", step, name))
         # Last: with biases that have moved, routers would choose other experts, which is no rounding.
-        self._biases.move(self.weights(), loads)
+        self._mixtures.move(self.weights(), loads)
 
     def count_undecided(self) -> dict[str, int]:
         """By name, the number of elements whose update rounding decided in some step."""
         masks = {name: self._optimizer.state[master].get("undecided") for name, master in self.masters.items()}
         return {name: int(mask.sum()) for name, mask in masks.items() if mask is not None and mask.any()}
 
+    def _keeping(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._narrows else keep_double(self._dtype)
+
     def _accumulate(self, batch: TokenBatch) -> Iterator[float]:
         """Add each microbatch's gradients to the masters', and yield its part of the loss."""
-        device = self._model.device
-        rows, num_tokens = self._recipe.batch.sequences_per_microbatch, int((batch.labels != IGNORE).sum())
-        inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
-        positions = [None] * len(inputs) if batch.position_ids is None else batch.position_ids.split(rows)
-        for input_ids, target, position_ids in zip(inputs, labels, positions, strict=True):
-            packed = {} if position_ids is None else {"position_ids": position_ids.to(device)}
-            with _telling_of_stock(self._model.config, self._dtype):
-                output = self._model(input_ids=input_ids.to(device), **packed)
-            logits, target = output.logits.flatten(0, 1), target.flatten().to(device)
-            loss = F.cross_entropy(_widen(logits), target, ignore_index=IGNORE, reduction="sum") / num_tokens
+        num_tokens = int((batch.labels != IGNORE).sum())
+        num_microbatches = len(batch.labels.split(self._recipe.batch.sequences_per_microbatch))
+        for total, output in self._losses(batch):
+            loss = total / num_tokens
             if getattr(self._model.config, "output_router_logits", False):
-                loss = loss + self._model.config.router_aux_loss_coef * output.aux_loss / len(inputs)
+                loss = loss + self._model.config.router_aux_loss_coef * output.aux_loss / num_microbatches
             with _telling_of_stock(self._model.config, self._dtype):
                 (loss * self._scale.value).backward()
             for name, parameter in self._model.named_parameters():
@@ -172,6 +182,22 @@ class _Oracle:
                     master.grad = gradient if master.grad is None else master.grad + gradient
                     parameter.grad = None
             yield loss.item()
+
+    def _losses(self, batch: TokenBatch) -> Iterator[tuple[Tensor, Any]]:
+        """Of each microbatch the sum of its tokens' losses, and what the model has returned."""
+        device, rows = self._model.device, self._recipe.batch.sequences_per_microbatch
+        inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
+        positions = [None] * len(inputs) if batch.position_ids is None else batch.position_ids.split(rows)
+        for input_ids, target, position_ids in zip(inputs, labels, positions, strict=True):
+            padding = {}
+            if position_ids is not None:
+                input_ids, target, is_real = _separate(input_ids, target, position_ids)
+                padding = {"attention_mask": is_real.long().to(device)}
+                self._mixtures.real = is_real.flatten().to(device)
+            with _telling_of_stock(self._model.config, self._dtype):
+                output = self._model(input_ids=input_ids.to(device), **padding)
+            logits = _widen(output.logits.flatten(0, 1))
+            yield F.cross_entropy(logits, target.flatten().to(device), ignore_index=IGNORE, reduction="sum"), output
 
     def _measure_noise(self, batch: TokenBatch) -> dict[Tensor, Noise]:
         """The effect of rounding on the gradients of this step, by master; the gradients are left as they were."""
@@ -197,7 +223,7 @@ def _telling_of_stock(config: PretrainedConfig, dtype: torch.dtype) -> Iterator[
     """Around what the stock model does, and none of our own code: what it raises is no fault of the oracle's."""
     try:
         yield
-    except FORWARD_ERRORS as error:
+    except STOCK_ERRORS as error:
         word = next(word for word, each in DTYPES.items() if each == dtype)
         raise NothingToCompare(
             f"there is nothing to compare with: stock transformers {transformers.__version__} does not train the"
@@ -210,27 +236,55 @@ def _widen(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _stock_model(recipe: Recipe, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    chosen = {} if recipe.model.attention == "auto" else {"attn_implementation": recipe.model.attention}
+def _separate(input_ids: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each packed document as a row of its own, padded on the right: inputs, labels, and which tokens are real.
+
+    Given are [rows, T], whose positions begin at 0 with each document; returned are [documents, length of the longest].
+    """
+    begins = (positions.flatten() == 0).nonzero().flatten()[1:]
+    documents = list(torch.tensor_split(input_ids.flatten(), begins))
+    lengths = torch.tensor([len(each) for each in documents])
+    targets = list(torch.tensor_split(labels.flatten(), begins))
+    padded = pad_sequence(targets, batch_first=True, padding_value=IGNORE)
+    return pad_sequence(documents, batch_first=True), padded, torch.arange(padded.shape[1]) < lengths[:, None]
+
+
+def _stock_model(
+    recipe: Recipe, config: PretrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Everything that transformers makes of a config and weights in `dtype`: buffers, and parameters that it keeps in fp32."""
+    chosen: dict[str, Any] = {} if recipe.model.attention == "auto" else {"attn_implementation": recipe.model.attention}
+    disable_progress_bar()
     with _telling_of_stock(config, dtype):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
-    choose_experts(model, recipe.model.experts, dtype)
-    if (capacity := capacity_of(recipe.model)) is not None:
-        drop_beyond_capacity(model, capacity, recipe.batch.context)
-    wide = kept_in_fp32(model, dtype)
+        values = {name: weight.clone() for name, weight in weights.items()}
+        model: Any = type(_build_blank(config)).from_pretrained(
+            None, config=deepcopy(config), state_dict=values, dtype=dtype, **chosen
+        )
+    experts = recipe.model.experts
+    if experts == "auto" and dtype == torch.float64:
+        experts = "eager"  # there is no grouped matmul in fp64
+    if experts != "auto" and any(hasattr(each, "is_transposed") for each in model.modules()):
+        model.set_experts_implementation(experts)
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.to(torch.float32 if name in wide else dtype)
+        if dtype == torch.float64:  # where fp32 is kept beside bf16, fp64 would be narrowed
+            parameter.data = parameter.double()
         parameter.requires_grad_(not any(re.search(pattern, name) for pattern in recipe.model.freeze))
     if recipe.precision.compute == "fp8":
         multiply_in_fp8(model, recipe.precision.fp8_scaling, device)
     return model.to(device).train()
 
 
-def _stock_optimizer(optim: Optim, masters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    shapes = [(name, tuple(master.shape), master.requires_grad) for name, master in masters.items()]
+def _build_blank(config: PretrainedConfig) -> PreTrainedModel:
+    """The model as its constructor leaves it, without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(deepcopy(config))
+
+
+def _stock_optimizer(optim: Optim, masters: Mapping[str, nn.Parameter], undecayed: set[str]) -> torch.optim.Optimizer:
+    trained = [name for name, master in masters.items() if master.requires_grad]
     groups = [
-        {"params": [masters[each.parameter]], "lr_ratio": each.lr_ratio, "weight_decay": each.weight_decay}
-        for each in group_parameters(shapes, optim)
+        {"params": [masters[name]], "lr_ratio": lr_ratio, "weight_decay": weight_decay}
+        for name, lr_ratio, weight_decay in find_groups(trained, undecayed, optim)
     ]
     match optim.name:
         case "adamw":

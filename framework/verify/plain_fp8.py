@@ -9,8 +9,6 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.model.units import find_layers
-
 # What torchao's layers take.
 ALIGNMENT = 16
 
@@ -22,8 +20,9 @@ def multiply_in_fp8(model: PreTrainedModel, scaling: str, device: torch.device) 
 
     named = Float8LinearConfig.from_recipe_name(f"{scaling}wise")
     config = replace(named, round_scales_to_power_of_2=True, emulate=not _has_kernel(device))
-    found = find_layers(model)
-    for layer in () if found is None else found[1]:
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    # The decoder's layers: of a list of experts its layer has more.
+    for layer in max(lists, key=lambda each: sum(one.numel() for one in each.parameters()), default=()):
         convert_to_float8_training(layer, config=config, module_filter_fn=_is_taken)
         for parent in list(layer.modules()):
             for name, module in parent.named_children():

@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 from framework.model.precision import DTYPES
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
-from framework.verify.evidence import Evidence, initial_weights, perturb
-from framework.verify.layout import is_followed
+from framework.verify.evidence import Evidence, perturb
+from framework.verify.layout import initial_weights, is_followed
 from framework.verify.oracle import run_oracle
 from framework.verify.pool import RankFailed, RankPool
 from framework.verify.rank import make_run_batches, run_rank

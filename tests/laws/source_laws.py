@@ -33,6 +33,13 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR_OF_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# Files of verify/ that are the oracle, or that both sides read; and what of the framework they may know: the names of the
+# recipe's keys, and the errors that the user is told.
+ORACLE = (
+    "oracle", "reference", "initial", "evidence", "compare", "double", "lion", "rounding",
+    "plain_fp8", "plain_loss_scale", "plain_mixtures", "plain_recipe", "plain_rounding",
+)  # fmt: skip
+ORACLE_KNOWS = ("framework.errors", "framework.recipe.schema", *(f"framework.verify.{name}" for name in ORACLE))
 
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 # Calls whose result nobody can change, or (loggers) that the standard library keeps anyway.
@@ -116,6 +123,16 @@ def parallelisms_do_not_know_each_other(source: Source) -> Iterator[Breach]:
     for line, name in source.imports():
         if name.startswith("framework.parallel.") and name.split(".")[2] not in (source.parts[1], "stage_plan"):
             yield line, f"parallel/{source.parts[1]} imports {name}: they meet in parallelize.py and attach.py only"
+
+
+def the_oracle_shares_nothing(source: Source) -> Iterator[Breach]:
+    """The oracle of `verify` imports nothing that it judges."""
+    if source.room != "verify" or source.parts[1] not in ORACLE:
+        return
+    for line, name in source.imports():
+        is_known = any(name == known or name.startswith(f"{known}.") for known in ORACLE_KNOWS)
+        if name.split(".")[0] == "framework" and not is_known:
+            yield line, f"verify/{source.parts[1]} imports {name}, which the oracle judges: write it again, plainly"
 
 
 def only_comm_communicates(source: Source) -> Iterator[Breach]:
@@ -216,6 +233,7 @@ def options_are_passed_by_name(source: Source) -> Iterator[Breach]:
 LAWS: tuple[Law, ...] = (
     imports_downwards,
     parallelisms_do_not_know_each_other,
+    the_oracle_shares_nothing,
     only_comm_communicates,
     only_transfer_sends_to_devices,
     mesh_is_integers,

@@ -26,7 +26,8 @@ from framework.recipe.schema import Zero
 from framework.train import step
 from framework.train.stage import RankStage
 from framework.verify.compare import Row, compare, exceeds
-from framework.verify.evidence import Evidence, initial_weights, perturb
+from framework.verify.evidence import Evidence, perturb
+from framework.verify.layout import initial_weights
 from framework.verify.oracle import run_oracle
 from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family

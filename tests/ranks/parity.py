@@ -14,8 +14,8 @@ from framework.plan.plan import make_plan, make_topology
 from framework.recipe.derive import derive
 from framework.recipe.schema import Batch, Launch, Memory, Optim, Parallel, Precision, Recipe, Train, Zero
 from framework.verify.compare import TOLERANCES, Row, compare, render
-from framework.verify.evidence import Evidence, TokenBatch, initial_weights, make_batches
-from framework.verify.layout import is_followed, run_layout
+from framework.verify.evidence import Evidence, TokenBatch, make_batches
+from framework.verify.layout import initial_weights, is_followed, run_layout
 from framework.verify.oracle import run_oracle
 from tests.families import Family, build_config
 from tests.ranks.pool import RankPool

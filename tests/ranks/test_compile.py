@@ -37,8 +37,8 @@ from framework.plan.stage import PlannedStage
 from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.compare import Row, compare, render
-from framework.verify.evidence import Evidence, TokenBatch, initial_weights, make_batches
-from framework.verify.layout import run_layout, share
+from framework.verify.evidence import Evidence, TokenBatch, make_batches
+from framework.verify.layout import initial_weights, run_layout, share
 from tests.evaluation import evaluate
 from tests.families import build_config, family
 from tests.grid import few_of

@@ -24,8 +24,8 @@ from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.step import train_step
 from framework.train.validation import Validation
 from framework.verify.double import keep_double
-from framework.verify.evidence import initial_weights, make_batches
-from framework.verify.layout import share
+from framework.verify.evidence import make_batches
+from framework.verify.layout import initial_weights, share
 from tests.families import LLAMA, Family, build_config, family
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of
 from tests.ranks.pool import RankPool

@@ -22,8 +22,8 @@ from framework.train.loss_scale import INITIAL, LossScale
 from framework.train.stage import RankStage, StepInputs
 from framework.train.step import Run, train_step
 from framework.verify.compare import exceeds
-from framework.verify.evidence import initial_weights, perturb
-from framework.verify.layout import share
+from framework.verify.evidence import perturb
+from framework.verify.layout import initial_weights, share
 from framework.verify.oracle import run_oracle
 from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family

@@ -16,8 +16,8 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero
 from framework.train.step import train_step
 from framework.verify.compare import exceeds
-from framework.verify.evidence import initial_weights, perturb
-from framework.verify.layout import share
+from framework.verify.evidence import perturb
+from framework.verify.layout import initial_weights, share
 from framework.verify.oracle import run_oracle
 from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family

@@ -28,7 +28,8 @@ from framework.optim import disk_chunks
 from framework.plan.plan import GB, make_plan
 from framework.recipe.schema import Memory, Offload, Parallel, Pipeline, Precision, Recipe, Zero
 from framework.verify.compare import TOLERANCES, Row, compare, exceeds, render
-from framework.verify.evidence import Evidence, initial_weights, perturb
+from framework.verify.evidence import Evidence, perturb
+from framework.verify.layout import initial_weights
 from framework.verify.oracle import run_oracle
 from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family

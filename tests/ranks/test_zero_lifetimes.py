@@ -22,8 +22,8 @@ from framework.recipe.schema import Recipe, Zero
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run, train_step
 from framework.verify.compare import compare
-from framework.verify.evidence import Evidence, TokenBatch, gather_full, make_batches
-from framework.verify.layout import owned_weights, share
+from framework.verify.evidence import Evidence, TokenBatch, make_batches
+from framework.verify.layout import gather_full, owned_weights, share
 from tests.evaluation import evaluate
 from tests.families import Family, build_config, family
 from tests.grid import few_of

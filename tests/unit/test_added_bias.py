@@ -17,7 +17,7 @@ from framework.parallel.zero.load_parameters import load_pretrained
 from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model
-from framework.verify.plain_bias import PlainBiases
+from framework.verify.plain_mixtures import PlainMixtures
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
 
@@ -78,7 +78,7 @@ def test_the_oracle_chooses_between_equal_scores_as_the_stock_router_does() -> N
     model = AutoModelForCausalLM.from_config(build_config(family("mixtral"), num_local_experts=8))
     router, hidden = model.model.layers[0].mlp.gate, torch.zeros(3, 32)
     _, _, stock = router(hidden)
-    PlainBiases(model, ADDED)
+    PlainMixtures(model, ADDED, 8)
     assert torch.equal(router(hidden)[2], stock)
 
 

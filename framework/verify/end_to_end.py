@@ -1,0 +1,223 @@
+"""`meshwright verify --end-to-end`: a whole small run, by the commands that a user types, beside a reference loop.
+
+Text, a tokenizer and stock weights are written into a folder. `train` prepares them and trains the first half in the recipe's
+layout; `train` again goes on in another layout to the end; `export` writes the model. `reference.py` does the same in plain torch
+and transformers.
+"""
+
+import io
+import json
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from copy import deepcopy
+from dataclasses import asdict, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, RecipeError
+from framework.plan.check import check_layout
+from framework.recipe.compose import compose
+from framework.recipe.derive import derive
+from framework.recipe.keys import flatten
+from framework.recipe.saved import plain
+from framework.recipe.schema import Checkpoint, Data, Launch, Memory, Parallel, Pipeline, Recipe, Run, Source, Zero
+from framework.verify.command import prepare
+from framework.verify.compare import Row, exceeds, render
+from framework.verify.compare import compare as compare_evidence
+from framework.verify.draws import write_value
+from framework.verify.evidence import Evidence
+from framework.verify.options import Options
+from framework.verify.plain_mixtures import ADDED_BIAS, CORRECTION_BIASES
+from framework.verify.reference import Curve, run_reference
+from framework.verify.sides import Sides
+from framework.verify.small import LEAST_EPS
+
+# Runs one command line of `meshwright`, without the word itself, to its exit code.
+Command = Callable[[Sequence[str]], int]
+# Models cast to fp32 in norms and softmax, also in fp64, and a run does nothing about it: what differs in order differs by 1e-7.
+TOLERANCE = 1e-5
+BASE = ("~model", "~data", "track=none")
+WHOLE = ("optim.groups", "data.sources")  # keys whose names are the user's: said in one piece
+NUM_WORDS = 90
+
+
+def verify_end_to_end(recipe: Recipe, options: Options, command: Command) -> int:
+    """Print a table of worst relative errors and return the exit code: 0 if all are within the tolerance, else 1.
+
+    Raises MeshwrightError where the recipe, the model or the machine has to be changed first.
+    """
+    if options.dtype not in (None, "fp64") or options.device != "cpu":
+        raise RecipeError("--end-to-end compares on CPUs in fp64: leave --dtype and --device out")
+    options.check()
+    prepared = prepare(recipe, options if options.strict else replace(options, dtype="fp64"))
+    rows = compare_runs(prepared.sides, command)
+    print(render(rows, TOLERANCE))
+    if exceeds(rows, TOLERANCE):
+        print(
+            "\nMISMATCH: the run is another one than the reference's. This is a fault of Meshwright: please open an issue"
+        )
+        return EXIT_FAILED
+    print("\nequal: from text to export, this recipe's run is the reference's")
+    return EXIT_DONE
+
+
+def compare_runs(sides: Sides, command: Command) -> list[Row]:
+    """The worst relative errors of a run of the sides' recipe, of two parts of `num_steps` steps each.
+
+    Raises RecipeError where a command refuses, RuntimeError where one fails.
+    """
+    refuse(sides.recipe)
+    ends = sides.num_steps, 2 * sides.num_steps
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="meshwright-end-to-end-") as name:
+        folder = Path(name)
+        write_inputs(folder, sides.config, sides.recipe.train.seed)
+        first = _make_first(sides.recipe, folder, ends[0])
+        check_layout(compose(_say(first, compose(BASE).draft, BASE)).require())
+        second = _make_second(first, ends[1])
+        run = folder / "runs" / "run"
+        _do(command, ["train", *_say(first, compose(BASE).draft, BASE)])
+        _do(command, ["train", *_say(second, first, ("run.id=run", f"run.root={run.parent}"))])
+        _do(command, ["export", str(run), "--to", str(folder / "export")])
+        found = _read(run / "metrics.jsonl", folder / "export")
+        sequences = derive(first).sequences_per_step
+        return compare(found, run_reference(first, sequences, ends))
+
+
+def compare(found: Curve, expected: Curve) -> list[Row]:
+    """The worst relative error of each quantity."""
+    assert expected.validations, "a run of one step validates nothing: more steps"
+    # A bias that the recipe has added is no part of the family's model, and so not exported.
+    weights = {name: each for name, each in expected.weights.items() if not name.endswith(ADDED_BIAS)}
+    rows = compare_evidence(
+        Evidence(found.losses, found.norms, {"": torch.tensor(found.rates)}, dict(found.weights)),
+        Evidence(expected.losses, expected.norms, {"": torch.tensor(expected.rates)}, weights),
+    )
+    losses, norms, rates, exported = rows
+    steps = {step: (found.validations.get(step, float("inf")), loss) for step, loss in expected.validations.items()}
+    errors = {step: abs(ours - theirs) / theirs for step, (ours, theirs) in steps.items()}
+    worst = max(errors, key=errors.__getitem__)
+    return [
+        losses,
+        norms,
+        replace(rates, quantity="learning rate", where="any step"),
+        Row("validation loss", errors[worst], f"step {worst}"),
+        replace(exported, quantity="exported weight"),
+    ]
+
+
+def refuse(recipe: Recipe) -> None:
+    """Raise RecipeError for what a reference that does not know the layout cannot repeat."""
+    if recipe.precision.moments == "int8":
+        raise RecipeError(
+            "precision.moments=int8: blocks are cut where ranks' shards are, which the reference of --end-to-end does not know."
+            " `verify` without it compares them"
+        )
+
+
+def write_inputs(folder: Path, config: PretrainedConfig, seed: int) -> None:
+    """Two sources of text, and `model` with a tokenizer of few words and stock's own random weights."""
+    rng = random.Random(seed)
+    words = [f"w{number}" for number in range(min(config.get_text_config().vocab_size, NUM_WORDS) - 2)]
+    vocabulary = {word: number for number, word in enumerate(["<eos>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+    saved.save_pretrained(folder / "model")
+    config = deepcopy(config)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = None, 0, None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
+    (folder / "texts").mkdir()
+    documents = [" ".join(rng.choices(words, k=rng.randint(1, 40))) for _ in range(72)]
+    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents[:60]))
+    for number, each in enumerate(documents[60:]):
+        (folder / "texts" / f"{number:02}.txt").write_text(each)
+
+
+def _make_first(recipe: Recipe, folder: Path, steps: int) -> Recipe:
+    """The recipe on the folder's data and weights, for its first part."""
+    sources = {
+        "lines": Source(path=str(folder / "lines.jsonl"), weight=0.7),
+        "texts": Source(path=str(folder / "texts" / "*.txt"), weight=0.3),
+    }
+    eps = max(recipe.optim.eps, LEAST_EPS) if recipe.optim.name == "adamw" else recipe.optim.eps
+    train = replace(recipe.train, steps=steps, validate_every_steps=2, validation_sequences=None, sample=None)
+    return replace(
+        recipe,
+        data=Data(sources=sources, root=str(folder / "tokens"), pack=recipe.data.pack, validation=0.2),
+        model=replace(recipe.model, weights=str(folder / "model"), tokenizer=None, config={}),
+        optim=replace(recipe.optim, eps=eps),
+        train=train,
+        checkpoint=Checkpoint(),
+        track=compose(BASE).draft.track,
+        run=Run(root=str(folder / "runs"), id="run"),
+        launch=Launch(ranks=derive(recipe).world, device="cpu", threads_per_rank=1),
+    )
+
+
+def _make_second(first: Recipe, steps: int) -> Recipe:
+    """The same run with more steps and in another layout: on one rank, or on two where the first part has one; another stage."""
+    batch = derive(first)
+    is_even = batch.sequences_per_step % (2 * batch.sequences_per_microbatch) == 0
+    ranks = 2 if batch.world == 1 and is_even else 1
+    return replace(
+        first,
+        train=replace(first.train, steps=steps),
+        parallel=Parallel(),
+        pipeline=Pipeline(),
+        zero=Zero(stage=1 if first.zero.stage == 3 else 3),
+        memory=Memory(compile="never"),
+        launch=replace(first.launch, ranks=ranks),
+    )
+
+
+def _say(recipe: Recipe, beside: Recipe, words: Sequence[str]) -> list[str]:
+    """`words`, and the overrides by which a recipe differs from another one."""
+    wanted, given = (flatten(plain(asdict(each))) for each in (recipe, beside))
+    changed = {key: value for key, value in wanted.items() if key not in given or given[key] != value}
+    said = {key: value for key, value in changed.items() if not key.startswith(tuple(f"{each}." for each in WHOLE))}
+    for key in WHOLE:
+        if any(each.startswith(f"{key}.") for each in changed):
+            group, _, name = key.partition(".")
+            said[key] = plain(asdict(recipe))[group][name]
+    return [*words, *(f"{key}={write_value(value)}" for key, value in said.items())]
+
+
+def _do(command: Command, words: Sequence[str]) -> None:
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        code = command(words)
+    if code == EXIT_USER:
+        reason = printed.getvalue().rpartition("meshwright: ")[2].strip()
+        raise RecipeError(reason or f"`meshwright {words[0]}` refuses this recipe")
+    if code != EXIT_DONE:
+        raise RuntimeError(f"`meshwright {' '.join(words)}` ended with exit code {code}\n{printed.getvalue()}")
+
+
+def _read(metrics: Path, export: Path) -> Curve:
+    """What the run has reported and exported."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    by_step: Mapping[int, Any] = {record["step"]: record for record in records}
+    steps = [by_step[step] for step in sorted(by_step)]
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float64)
+    named = chain(model.named_parameters(), model.named_buffers())
+    buffers = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] not in CORRECTION_BIASES}
+    weights: dict[str, Tensor] = {name: each.detach() for name, each in named if name not in buffers}
+    return Curve(
+        tuple(float(each["loss"]) for each in steps),
+        tuple(float(each["gradient_norm"]) for each in steps),
+        tuple(float(each["lr"]) for each in steps),
+        {each["step"]: float(each["validation_loss"]) for each in steps if each.get("validation_loss") is not None},
+        weights,
+    )

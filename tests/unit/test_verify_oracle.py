@@ -1,0 +1,104 @@
+"""The oracle's own definitions beside the product's: equal where the product is right, and each sees a fault of the other."""
+
+import pytest
+import torch
+
+from framework.model.counter_rng import Rows, fill
+from framework.model.load import build_meta
+from framework.model.materialize import kept_in_fp32
+from framework.optim.groups import group_parameters
+from framework.optim.schedules import learning_rate
+from framework.recipe.schema import LearningRateSchedule, Optim, ParameterGroup
+from framework.verify import plain_recipe
+from framework.verify.initial import compare_initial
+from framework.verify.layout import initial_weights
+from framework.verify.oracle import _separate, _stock_model
+from framework.verify.plain_rounding import draw_words
+from tests.families import FAMILIES, Family, build_config, family, is_kind
+from tests.grid import few_of
+from tests.ranks.parity import CPU, Case, run_cases, small_recipe, worst_error
+
+BORN = [each for each in FAMILIES if each.name != "apertus"]  # which has no initialiser
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize(("warmup", "decay", "final"), [(0, None, 0.0), (3, 4, 0.1), (7, 2, 0.5), (1, 40, 0.0)])
+def test_learning_rates_are_those_of_the_definitions(name: str, warmup: int, decay: int | None, final: float) -> None:
+    schedule = LearningRateSchedule(name=name, warmup_steps=warmup, decay_steps=decay, final_ratio=final)  # type: ignore[arg-type]
+    for step in range(25):
+        ours, plain = (f(step, schedule, 3e-3, 20) for f in (learning_rate, plain_recipe.learning_rate))
+        assert ours == pytest.approx(plain, rel=1e-12, abs=1e-18), step
+
+
+@pytest.mark.parametrize("each", few_of(BORN, is_kind), ids=lambda each: each.name)
+def test_groups_and_what_stays_in_fp32_are_those_of_stock(each: Family) -> None:
+    """Norms by their classes and by their names; fp32 by `from_pretrained` and by the family's patterns."""
+    config = build_config(each)
+    model = build_meta(config)
+    optim = Optim(weight_decay=0.3, groups={"slow": ParameterGroup(pattern="embed|wte", lr_ratio=0.5)})
+    shapes = [(name, tuple(parameter.shape), True) for name, parameter in model.named_parameters()]
+    ours = [(one.parameter, one.lr_ratio, one.weight_decay) for one in group_parameters(shapes, optim)]
+    names, undecayed = [name for name, _, _ in shapes], plain_recipe.decay_nothing(model)
+    assert ours == list(plain_recipe.find_groups(names, undecayed, optim))
+    zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    stock = _stock_model(small_recipe("bf16", 1), config, zeros, torch.bfloat16, CPU)
+    wide = {name for name, p in stock.named_parameters(remove_duplicate=False) if p.dtype == torch.float32}
+    assert wide == kept_in_fp32(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("each", few_of(BORN, is_kind), ids=lambda each: each.name)
+def test_initial_values_are_distributed_as_stock_draws_them(each: Family) -> None:
+    config = build_config(each)
+    assert max(compare_initial(initial_weights(config, 3), config).values()) <= 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: 1.3 * x,
+        lambda x: x + 0.01,
+        lambda x: torch.nn.init.trunc_normal_(torch.empty_like(x), std=0.02, a=-0.04, b=0.04),
+        lambda x: torch.empty_like(x).uniform_(-0.035, 0.035),
+        torch.zeros_like,
+        lambda x: torch.full_like(x, torch.nan),
+    ],
+    ids=["wider", "shifted", "truncated", "uniform", "zero", "nan"],
+)
+def test_values_of_another_distribution_are_seen(spoil) -> None:
+    config = build_config(family("llama"))
+    weights = initial_weights(config, 3)
+    weights["lm_head.weight"] = spoil(weights["lm_head.weight"])
+    errors = compare_initial(weights, config)
+    assert [name for name, error in errors.items() if error > 1] == ["lm_head.weight"]
+
+
+def test_a_norm_that_does_not_begin_at_one_is_seen() -> None:
+    config = build_config(family("llama"))
+    weights = initial_weights(config, 3)
+    weights["model.norm.weight"] *= 1 + 1e-6
+    assert compare_initial(weights, config)["model.norm.weight"] == float("inf")
+
+
+def test_random_words_are_those_of_the_layout() -> None:
+    key, words = (5, "moments", 3, "model.norm.weight"), torch.empty(1000, dtype=torch.int64)
+    fill(words, [Rows(0, 1, 0, 1000)], lambda rng, part: rng.words(key, part))
+    assert torch.equal(draw_words(1000, key), words & 0xFFFFFFFF)
+
+
+def test_packed_documents_are_rows_of_their_own() -> None:
+    ids, labels = torch.arange(12).view(2, 6), torch.arange(100, 112).view(2, 6)
+    rows, targets, is_real = _separate(ids, labels, torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]))
+    assert is_real.sum(1).tolist() == [2, 3, 1, 6]
+    assert rows[is_real].tolist() == list(range(12)), "in the order of the packed rows"
+    assert targets[is_real].tolist() == list(range(100, 112))
+    assert (targets[~is_real] == -100).all()
+
+
+@pytest.mark.parametrize(
+    "each", few_of(BORN, lambda each: each.name in ("gemma", "gemma2")), ids=lambda each: each.name
+)
+def test_every_family_is_verified_in_fp64(each: Family, tmp_path) -> None:
+    """gemma's scale of its embedding is no number of fp32: rounded to it, gradients are off by 1e-8."""
+    recipe = small_recipe("fp64", 1, sequences=6)
+    (rows,) = run_cases(0, 1, f"file://{tmp_path}/ranks", [Case(each.name, each, {"one": recipe})]).values()
+    assert worst_error(rows) < 1e-9
