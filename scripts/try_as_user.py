@@ -61,6 +61,7 @@ ACTIONS = (
     done("train --help", "usage: meshwright train", "--help-recipe", lines=40),
     refused("check quickstart", "experiment=quickstart"),
     refused(f"check {QUICK} zero=3", "zero=stage_3"),
+    done("check --from trainer.json launch.ranks=1", r"lr: 0\.001", "No counterpart", "lora_r"),
     refused(f"check {QUICK} train.steps:500", "train.steps=500"),
     refused("check recipes/experiment/quickstart.yaml", "experiment=quickstart"),
     refused(f"check {QUICK} trian.steps=5", "did you mean train.steps"),
@@ -105,6 +106,7 @@ ACTIONS = (
     done(f"verify {QUICK} --dtype fp64 --steps 2 --ranks 2", "fp64", "equal: this layout", trains=True),
     done(f"verify --strict {QUICK} train.steps=1 --steps 1", "equal: this layout", trains=True),
     done("verify --random 1 --seed 3 --steps 1", "equal: 1 draws of seed 3", trains=True),
+    done(f"verify {QUICK} --end-to-end", "equal", trains=True),
     done(f"search {QUICK} --try 1 --try-steps 3", "trying", trains=True),
     done("doctor --measure measured.yaml --overwrite", "measured.yaml", trains=True),
     done(f"train -m {SMALL} run.name=both train.seed=1,2", r"\[2/2\]", trains=True),
@@ -131,6 +133,7 @@ def make_place(place: Path) -> None:
 
     disable_progress_bar()
     (place / "chat.jsonl").write_text('{"content": "a text in another field"}\n' * 50)
+    (place / "trainer.json").write_text('{"learning_rate": 0.001, "max_steps": 9, "lora_r": 8}')
     (place / "texts").mkdir()
     for number in range(4):
         (place / "texts" / f"{number}.txt").write_text(f"text {number} " * 200)

@@ -144,7 +144,7 @@ def hide_in(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: hide_in(element) for name, element in value.items()}
     if isinstance(value, list | tuple):
-        return [hide_in(element) for element in value]
+        return type(value)(hide_in(element) for element in value)
     return hide_secrets(value) if isinstance(value, str) else value
 
 

@@ -193,10 +193,14 @@ def _explain_grammar(text: str, folders: Sequence[Path] = ()) -> Problem:
     key, equals, value = text.partition("=")
     if not equals:
         fix = _explain_word(text, folders) or explain_unknown(key).fix
-        return Problem(text, None, "an override is written key=value", fix, COMMAND_LINE)
+        return Problem(text, None, "an override is a key, an equals sign and a value", fix, COMMAND_LINE)
     if not key or not value:
         return Problem(
-            text, None, "an override is written key=value, without spaces", "such as train.steps=500", COMMAND_LINE
+            text,
+            None,
+            "an override is a key, an equals sign and a value, without spaces",
+            "such as train.steps=500",
+            COMMAND_LINE,
         )
     fix = f"text with characters such as = , : [ ] {{ }} is quoted twice, for the shell and for Hydra: '{key}=\"...\"'"
     return Problem(key, value, "this is not in Hydra's grammar", fix, COMMAND_LINE)

@@ -110,4 +110,5 @@ def save_run_info(run_dir: Path, run: RunInfo, lease: Lease | None = None) -> No
 
 def load_run_info(run_dir: Path) -> RunInfo:
     """The `RunInfo` of the run's newest process."""
-    return RunInfo(**json.loads((run_dir / RUN_INFO_FILE).read_text(encoding="utf-8")))
+    values = json.loads((run_dir / RUN_INFO_FILE).read_text(encoding="utf-8"))
+    return RunInfo(**values | {"sources": tuple(values.get("sources", ()))})

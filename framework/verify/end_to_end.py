@@ -210,7 +210,7 @@ def _read(metrics: Path, export: Path) -> Curve:
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     by_step: Mapping[int, Any] = {record["step"]: record for record in records}
     steps = [by_step[step] for step in sorted(by_step)]
-    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float64, trust_remote_code=False)
     named = chain(model.named_parameters(), model.named_buffers())
     buffers = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] not in CORRECTION_BIASES}
     weights: dict[str, Tensor] = {name: each.detach() for name, each in named if name not in buffers}

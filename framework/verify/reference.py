@@ -43,9 +43,9 @@ def run_reference(recipe: Recipe, sequences_per_step: int, ends: Sequence[int]) 
     with it."""
     assert recipe.model.weights is not None, "the reference reads its weights"
     data = _Data(recipe)
-    config = AutoConfig.from_pretrained(recipe.model.weights)
+    config = AutoConfig.from_pretrained(recipe.model.weights, trust_remote_code=False)
     config.use_cache = False
-    stock = AutoModelForCausalLM.from_pretrained(recipe.model.weights, dtype=torch.float32)
+    stock = AutoModelForCausalLM.from_pretrained(recipe.model.weights, dtype=torch.float32, trust_remote_code=False)
     weights = {name: each.detach() for name, each in stock.named_parameters()}
     oracle = Oracle(recipe, config, weights, DTYPES[recipe.precision.compute], CPU, {}, narrows=True)
     held_out, every = data.held_out(), recipe.train.validate_every_steps
@@ -73,7 +73,9 @@ class _Data:
             recipe.batch.context,
             recipe.data.pack == "documents",
         )
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model.tokenizer or recipe.model.weights)
+        tokenizer = AutoTokenizer.from_pretrained(
+            recipe.model.tokenizer or recipe.model.weights, trust_remote_code=False
+        )
         self._eos = tokenizer.eos_token_id
         self._names = list(recipe.data.sources)
         self._train: list[list[list[int]]] = []

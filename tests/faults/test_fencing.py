@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import ExitStack, suppress
@@ -115,7 +116,8 @@ class FreezeAt:
     def come(self):
         self.count += 1
         if self.count - 1 == self.number:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: of a process with several another may take it, and this one goes on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     def watching(self):
         stack = ExitStack()

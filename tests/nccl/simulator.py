@@ -345,7 +345,6 @@ def installed() -> Iterator[None]:
         for module, name, value in (
             (algorithms, "dist", fake),
             (collectives, "dist", fake),
-            (collectives, "PAIR_BYTES", -1),
             (p2p, "_start_batch", _start_batch),
             (algorithms, "_all_gather_single", fake.all_gather),
             (algorithms, "_reduce_scatter_single", fake.reduce_scatter),

@@ -48,6 +48,8 @@ class CrossedForCausalLM(PreTrainedModel):
     base_model_prefix = "model"
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ("scale",)
+    # transformers keeps the ties that this names, where the config ties any.
+    _tied_weights_keys = {"layers.2.inner.weight": "layers.0.inner.weight"}  # noqa: RUF012
 
     def __init__(self, config: CrossedConfig):
         super().__init__(config)
@@ -85,4 +87,4 @@ class CrossedFamily(Family):
     """Of this module, so that a rank that is sent one imports it and has the model registered."""
 
 
-CROSSED = CrossedFamily("crossed", {"model_type": CrossedConfig.model_type, "tie_word_embeddings": False})
+CROSSED = CrossedFamily("crossed", {"model_type": CrossedConfig.model_type, "tie_word_embeddings": True})

@@ -98,7 +98,7 @@ def train_body(
             spoil(rows, index) if bad[0] <= index < bad[1] else rows for rows, index in zip(found, indices, strict=True)
         ]
 
-    def open_observers(_recipe: Recipe, folder: Path, info: RunInfo, lease: Lease) -> Observers:
+    def open_observers(_recipe: Recipe, folder: Path, info: RunInfo, lease: Lease, _known: Any) -> Observers:
         observers = Observers([Jsonl(folder, lease=lease)])
         observers.open(info)
         return observers

@@ -25,7 +25,8 @@ def staged(mesh):
     return replace(
         mesh,
         axes={
-            name: Communicator(axis.axis, *axis.groups, staged=True, pair=axis.pair) for name, axis in mesh.axes.items()
+            name: Communicator(axis.axis, *axis.groups, staged=True, secret=axis.secret)
+            for name, axis in mesh.axes.items()
         },
     )
 

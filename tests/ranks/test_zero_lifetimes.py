@@ -1,6 +1,7 @@
 """When units are unsharded, resharded and reduced changes nothing: not by choice, not by what a model does, not over time."""
 
 import gc
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -308,6 +309,7 @@ def test_evaluation_between_steps_is_bitwise_equal(pool: RankPool, zero: Zero) -
 
 def live_bytes() -> int:
     """Bytes of all storages that a tensor of this process keeps alive."""
+    time.sleep(0.1)  # gloo's threads hold the tensors of a collective for a moment longer than its wait
     gc.collect()
     storages = {each.untyped_storage() for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)}
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

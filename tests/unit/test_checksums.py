@@ -137,7 +137,7 @@ def test_an_older_store_is_read_with_a_note_until_prepare_adds_checksums(
     assert "no checksums" in summarize_data(prepared, 0.1)
     assert inspect_command(folder) == EXIT_DONE
     assert "sizes only" in capsys.readouterr().out
-    assert prepare_command(recipe, 1) == EXIT_DONE
+    assert prepare_command(recipe, workers=1) == EXIT_DONE
     assert read_tree(folder.parent) == read_tree(whole / "tokens")
     assert "no checksums" not in summarize_data(open_store(recipe), 0.1)
 
@@ -147,7 +147,7 @@ def test_an_older_store_that_has_rotted_gets_no_checksums(store: tuple[Recipe, P
     (folder / CHECKSUMS_FILE).unlink()
     flip(folder / "train.tokens", 1000)
     with pytest.raises(DamagedStore, match=r"train.tokens"):
-        prepare_command(recipe, 1)
+        prepare_command(recipe, workers=1)
     assert not (folder / CHECKSUMS_FILE).exists()
 
 

@@ -178,7 +178,7 @@ def test_a_step_that_was_written_twice_is_there_once(tmp_path):
 
 def test_run_info_comes_back_as_it_was_saved(tmp_path):
     run = RunInfo(
-        "r", {"optim": {"lr": 1e-3}}, 10, 5, 64, 2, {"dp": 2}, "cpu", "llama", 7, 7, 1e9, None, 5.5, {"a": "b"}
+        "r", {"optim": {"lr": 1e-3}}, 10, 5, 64, 2, {"dp": 2}, "cpu", "llama", 7, 7, 1e9, None, 5.5, sources=("a",)
     )
     save_run_info(tmp_path, run)
     assert load_run_info(tmp_path) == run

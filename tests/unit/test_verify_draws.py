@@ -106,7 +106,7 @@ def test_overrides_take_the_place_of_what_is_drawn() -> None:
     words = campaign.write(draw(0, 0, 0, campaign.given))
     assert words.count("parallel.tp=2") == 1
     assert "optim.lr=0.0001" in words
-    with pytest.raises(RecipeError, match="an override is written key=value"):
+    with pytest.raises(RecipeError, match="an override is a key, an equals sign and a value"):
         assert Campaign(1, overrides=["optim.lr"]).given
     assert words[-1] == "track.every_steps=2"
 
