@@ -104,7 +104,10 @@ def _find_experts(model: nn.Module) -> dict[str, int]:
     return {
         path: _count_experts(module)
         for path, module in model.named_modules()
-        if "top_k_index" in inspect.signature(type(module).forward).parameters and hasattr(module, "down_proj")
+        if hasattr(
+            module, "is_transposed"
+        )  # set by `use_experts_implementation`; longcat_flash's are told by their arguments
+        or ("top_k_index" in inspect.signature(type(module).forward).parameters and hasattr(module, "down_proj"))
     }
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from framework.model.counter_rng import Rows, fill
+from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta
 from framework.model.materialize import kept_in_fp32
 from framework.optim.groups import group_parameters
@@ -13,6 +14,7 @@ from framework.verify import plain_recipe
 from framework.verify.initial import compare_initial
 from framework.verify.layout import initial_weights
 from framework.verify.oracle import _separate, _stock_model
+from framework.verify.plain_mixtures import _find_experts
 from framework.verify.plain_rounding import draw_words
 from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import few_of
@@ -77,6 +79,14 @@ def test_a_norm_that_does_not_begin_at_one_is_seen() -> None:
     weights = initial_weights(config, 3)
     weights["model.norm.weight"] *= 1 + 1e-6
     assert compare_initial(weights, config)["model.norm.weight"] == float("inf")
+
+
+@pytest.mark.parametrize("each", few_of(BORN, is_kind), ids=lambda each: each.name)
+def test_the_oracle_finds_every_module_of_experts(each: Family) -> None:
+    """Also those whose arguments have other names (gpt_oss), else nothing would be dropped or counted there."""
+    model = build_meta(build_config(each))
+    ours = {name: count_experts(module) for name, module, form in find_experts(model) if not form.is_expert_major}
+    assert _find_experts(model) == ours
 
 
 def test_random_words_are_those_of_the_layout() -> None:
