@@ -149,8 +149,9 @@ class DiskFile:
             # A rank that ended may just remove the folder, which it left empty: it is there and not there within one mkdir.
             with suppress(FileNotFoundError, FileExistsError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                # Only the user reads it: it has the weights.
-                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                # Only the user reads it: it has the weights. Not through a link, which in a shared folder may be of somebody who
+                # wants another file cut.
+                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
                 if _is_locked_at(fd, self.path):
                     return fd
             if time.monotonic() > deadline:

@@ -118,6 +118,17 @@ def test_an_error_of_the_disk_may_pass_and_a_missing_right_does_not(tmp_path, mo
         DiskFile(tmp_path / "file", "rank-0", NUM_BYTES)
 
 
+def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("somebody's")
+    folder = tmp_path / "scratch" / socket.gethostname()
+    folder.mkdir(parents=True)
+    (folder / "states").symlink_to(kept)
+    with pytest.raises((OffloadError, StorageError), match="states"):
+        DiskFile(tmp_path / "scratch", "states", PAGE_BYTES)
+    assert kept.read_text() == "somebody's"
+
+
 def test_a_living_process_keeps_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_file, "LOCK_WAIT_S", 0.1)
     file = DiskFile(tmp_path, "rank-0", NUM_BYTES)
