@@ -191,10 +191,10 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: p
         ("a.ndjson", LINE),
         ("A.JSONL", LINE),
         ("a.json.1", LINE),
-        ("a.jsonl.1.gz", gzip.compress(LINE)),
-        ("A.JSONL.GZ", gzip.compress(LINE)),
+        ("a.jsonl.1.gz", gzip.compress(LINE, mtime=0)),
+        ("A.JSONL.GZ", gzip.compress(LINE, mtime=0)),
         ("a.csv", b"id,body,text\n1,good,x\n"),
-        ("a.csv.gz", gzip.compress(b"\xef\xbb\xbfbody,text\r\ngood,x\r\n")),
+        ("a.csv.gz", gzip.compress(b"\xef\xbb\xbfbody,text\r\ngood,x\r\n", mtime=0)),
         ("a.tsv", b"id\tbody\n1\tgood\n"),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_cell_may_have_quotes_line_ends_and_any_length(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["part-00000", "a.dat", "a.jsonl.bak", "a.log.old", "data.gz"])
 def test_a_named_file_of_unknown_ending_is_read_only_under_a_format(tmp_path: Path, name: str) -> None:
-    write(tmp_path, name, gzip.compress(LINE) if name.endswith(".gz") else LINE)
+    write(tmp_path, name, gzip.compress(LINE, mtime=0) if name.endswith(".gz") else LINE)
     with pytest.raises(DataError, match=r"tells no format; it begins like JSON lines.*data.sources.s.format"):
         taken(tmp_path / name)
     assert read_texts(tmp_path / name, "jsonl") == ["good"]
@@ -245,7 +245,7 @@ def test_a_field_is_not_looked_for_in_prose(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "seen"),
     [
-        (gzip.compress(LINE), "gzip data"),
+        (gzip.compress(LINE, mtime=0), "gzip data"),
         (b"PK\x03\x04" + bytes(50), "a zip archive"),
         (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj\n", "a PDF"),
         (b"\x89PNG\r\n\x1a\n" + bytes(50), "a PNG image"),
