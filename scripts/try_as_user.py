@@ -1,4 +1,6 @@
-"""What a new user does: commands as they are typed, what must be seen, and the exit code. Each option of each command is in one.
+"""End-to-end check of the commands as they are typed: what must be seen, and the exit code.
+
+Each option of each command is in one of them.
 
     python scripts/try_as_user.py            # those that need no training: a minute, CI runs them
     python scripts/try_as_user.py --all      # and those that train: three minutes more

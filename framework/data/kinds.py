@@ -205,7 +205,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def _open_zstd(path: Path) -> io.BufferedReader:
-    """By pyarrow, whose zstd refuses frames with windows above 128 MiB (`zstd --long=28` and more), else by a library."""
+    """Open a zstd file by pyarrow, which refuses windows above 128 MiB (`zstd --long=28` and more), else by a library."""
     try:
         with pyarrow.CompressedInputStream(str(path), "zstd") as probed:
             probed.read(1)

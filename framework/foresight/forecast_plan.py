@@ -84,7 +84,7 @@ def _doubt_memory(shape: ModelShape, memory: MemoryForecast) -> list[str]:
 
 
 def _doubt_nodes(described: ClusterRecipe, node: NodeForecast) -> Iterator[str]:
-    """What the cluster's file does not tell of a node that the layout uses."""
+    """Cautions about a node's resources that the layout uses and the cluster's file does not state."""
     if described.host_memory_gb is None and node.offloaded + node.copies:
         there = show_bytes(node.there)
         yield f"{described.name} does not say cluster.host_memory_gb: a node is taken to have {there}, as its devices have"

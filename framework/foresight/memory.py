@@ -63,7 +63,7 @@ def _forecast_node(
     cluster: Cluster,
     stages: Sequence[StageMemory],
 ) -> NodeForecast:
-    """What the ranks of the fullest node share."""
+    """Forecast of the resources that the ranks of the fullest node share."""
     world, here = candidate.world, cluster.ranks_per_node
     offloaded = sum_fullest_node([each.host for each in stages], world, here)
     disk = sum_fullest_node([each.disk for each in stages], world, here)
@@ -73,7 +73,7 @@ def _forecast_node(
 
 
 def _copied_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
-    """What a node holds of steps with checkpoint.neighbor_copies, where its ranks save an even share: as `bytes_of_copies`."""
+    """Bytes of held steps on a node with checkpoint.neighbor_copies, where its ranks save an even share: as `bytes_of_copies`."""
     known = Settings.of(settings) if isinstance(settings, Recipe) else settings
     copies, nodes = known.recipe.checkpoint.neighbor_copies, candidate.nodes
     return 2 * min(1 + copies, nodes) * checkpoint_bytes(shape, known) // nodes if copies else 0

@@ -59,7 +59,7 @@ def _describe_memory(plan: Plan, memory: MemoryForecast) -> str:
 
 
 def _describe_checkpoints(found: PlanForecast) -> str:
-    """What the disk takes: the newest checkpoints, and the next one while it is written."""
+    """Bytes on the disk: the newest checkpoints, and the next one while it is written."""
     size, keep = checkpoint_bytes(found.shape, Settings.of(found.plan.recipe)), found.plan.recipe.checkpoint.keep
     return f"checkpoint    {show_bytes(size)}; on the disk at most {show_bytes((keep + 1) * size)} (checkpoint.keep={keep})"
 

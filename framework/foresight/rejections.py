@@ -256,13 +256,13 @@ def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", co
 
 
 def too_large_for_node(c: Candidate, node: NodeForecast, count: int = 1) -> Rejection:
-    """Of layouts whose ranks take more of a node's memory or disk than it has; of several the nearest."""
+    """The rejection of layouts whose ranks take more of a node's memory or disk than it has; of several the nearest."""
     reason = "; ".join(describe_shortages(node))
     return Rejection("node", c, "states", f"does not fit: {reason}", missing=max(1, -node.spare), count=count)
 
 
 def describe_shortages(node: NodeForecast) -> Iterator[str]:
-    """What a node has not, with the key that says what it has; nothing where it fits."""
+    """Resources that a node lacks, each with the key that states what it has; empty where the layout fits."""
     needed = node.offloaded + node.copies
     if needed and node.spare < 0:
         what = [f"{show_bytes(node.offloaded)} of what is offloaded"] * (node.offloaded > 0)

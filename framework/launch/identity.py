@@ -69,7 +69,7 @@ def values_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def fixed(values: Values) -> dict[str, Any]:
-    """Those of the keys that cannot change within a run."""
+    """The keys that cannot change within a run."""
     return {key: value for key, value in values.items() if not may_change(key) and key != KEY}
 
 
@@ -80,7 +80,7 @@ def hash_tokenizer(folder: Path) -> str:
 
 
 def describe_identity(run: RunDirectory, recipe: Recipe) -> dict[str, Any]:
-    """What run.json records when a launch has written recipe.yaml and the tokenizer."""
+    """The record for run.json of a launch that has written recipe.yaml and the tokenizer."""
     return {"recipe": values_of(recipe), "tokenizer": hash_tokenizer(run.tokenizer)}
 
 
@@ -155,8 +155,9 @@ def refuse_other_tokenizer(run: RunDirectory, recorded: str) -> None:
 
 
 def settle_identity(run: RunDirectory, lease: Lease, recipe: Recipe, state: Values, source: Path) -> dict[str, Any]:
-    """What checkpoints record of a start; for rank 0. state: that of the checkpoint which it goes on from, or empty. source: the
-    tokenizer of the token stores. RunError where recipe.yaml was edited; a damaged tokenizer is copied anew, or refused."""
+    """The record of a start in its checkpoints; for rank 0. state: that of the checkpoint which it goes on from, or empty.
+    source: the tokenizer of the token stores. RunError where recipe.yaml was edited; a damaged tokenizer is copied anew,
+    or refused."""
     recorded = read_recorded(run, state)
     if run.recipe.is_file():
         refuse_edits(run, find_edits(recorded["recipe"], values_of(load_recipe(run.recipe))))

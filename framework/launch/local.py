@@ -182,7 +182,7 @@ def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
 
 
 def _describe(run: RunDirectory, part: NextPart) -> dict[str, Any]:
-    """What run.json records of the recipe; the tokenizer stays what it was when the run was begun."""
+    """The recipe's record for run.json; the tokenizer stays what it was when the run was begun."""
     identity = describe_identity(run, part.recipe)
     return identity if part.tokenizer is not None else {"recipe": identity["recipe"]}
 

@@ -23,7 +23,7 @@ MEMORY = Path("/dev/shm")
 
 @cache
 def ranks_on_nodes(world: int, pp: int, here: int) -> tuple[tuple[int, ...], ...]:
-    """Of each kind of node with `here` ranks the number at each place of the pipeline, whose ranks are neighbours."""
+    """Number of ranks at each place of the pipeline, for each kind of node with `here` ranks; neighbours share a node."""
     size = world // pp
     nodes = [(first, min(first + here, world)) for first in range(0, world, here)]
     counts = [

@@ -108,7 +108,7 @@ def explain_name(path: str, value: Any = None) -> str:
 
 
 def explain_value(key: str, value: Any) -> str:
-    """What to write in the place of another system's value of our key; empty where nobody has such a value."""
+    """Advice on another system's value of our key; empty where nobody has such a value."""
     known = read_table()[OUR_VALUES].get(key, {})
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and "number" in known:

@@ -39,7 +39,7 @@ def convert_command(file: Path, overrides: Sequence[str], recipe_dirs: Sequence[
 
 
 def check_experiment(text: str, overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> list[Problem]:
-    """What is wrong with an experiment's file, together with the overrides."""
+    """Explain what is wrong with an experiment's file, together with the overrides."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "experiment").mkdir()
         (Path(folder) / "experiment" / "converted.yaml").write_text(text, encoding="utf-8")

@@ -24,7 +24,7 @@ def nearest(name: str, names: Iterable[str], count: int = 1) -> list[str]:
 
 
 def explain_unknown(path: str, value: Any = None) -> Explanation:
-    """What to write instead of the unknown key `path` (dotted), and of its value where another system's has another name here."""
+    """Advice on the unknown key `path` (dotted), and on its value where another system's has another name here."""
     structural = _explain_place(path)
     if structural:
         return Explanation(structural, final=True)

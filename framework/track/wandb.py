@@ -301,7 +301,7 @@ def _start(info: RunInfo, run_dir: Path, name: str) -> Any:
 
 
 def describe_derived(info: RunInfo) -> dict[str, Any]:
-    """What follows from the recipe, beside it: runs are grouped and filtered by it."""
+    """Numbers derived from the recipe, by which runs are grouped and filtered."""
     sizes = {"world": info.world, "accumulation": info.accumulation, "tokens_per_step": info.tokens_per_step}
     own = {"world": info.world, "device": info.device, "num_parameters": info.num_parameters}
     return {**own, "derived": {**info.degrees, **sizes}}

@@ -206,7 +206,7 @@ def _do(command: Command, words: Sequence[str]) -> None:
 
 
 def _read(metrics: Path, export: Path) -> Curve:
-    """What the run has reported and exported."""
+    """The values that the run has reported and exported."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     by_step: Mapping[int, Any] = {record["step"]: record for record in records}
     steps = [by_step[step] for step in sorted(by_step)]

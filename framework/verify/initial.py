@@ -18,7 +18,7 @@ FEW = 30  # of fewer numbers nothing can be said
 
 
 def compare_initial(found: Mapping[str, Tensor], config: PretrainedConfig) -> dict[str, float]:
-    """By parameter, its worst measure over the limit. found: initial values of the whole model, by name."""
+    """The worst measure over the limit, by parameter. found: initial values of the whole model, by name."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         stock = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())

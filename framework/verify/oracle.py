@@ -184,7 +184,7 @@ class Oracle:
             yield loss.item()
 
     def _losses(self, batch: TokenBatch) -> Iterator[tuple[Tensor, Any]]:
-        """Of each microbatch the sum of its tokens' losses, and what the model has returned."""
+        """The sum of each microbatch's token losses, and what the model has returned."""
         device, rows = self._model.device, self._recipe.batch.sequences_per_microbatch
         inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
         positions = [None] * len(inputs) if batch.position_ids is None else batch.position_ids.split(rows)

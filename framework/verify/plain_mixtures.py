@@ -55,7 +55,7 @@ class PlainMixtures:
         self._loads = {bias: torch.zeros(self._experts[path], dtype=torch.int64) for bias, path in self._biases.items()}
 
     def take(self) -> dict[str, Tensor]:
-        """What was counted: tokens of each expert, [E] int64, by the bias's full name."""
+        """Counted tokens of each expert, [E] int64, by the bias's full name."""
         return self._loads
 
     def move(self, biases: Mapping[str, Tensor], loads: Mapping[str, Tensor]) -> None:

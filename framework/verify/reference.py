@@ -29,7 +29,7 @@ Sample = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run says of itself, by step from 1, and its weights at the end by name."""
+    """The reported values of a run, by step from 1, and its final weights by name."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
