@@ -83,7 +83,7 @@ ACTIONS = (
     refused("train ~model model.weights=org/name data=files data.sources.files.path=texts", "hf download org/name"),
     refused(f"train {QUICK} data.root=/proc/nowhere", "data.root", "/proc/nowhere"),
     done("submit --dry-run experiment=pretrain_llama3_2_1b launch=slurm launch.nodes=2", "--nodes=2", "--ntasks-per-node"),
-    done("plan model=llama3_2_1b parallel.pp=4 launch.ranks=4 pipeline.schedule=zbv --ranks", "bytes of a rank", "zbv"),
+    done("plan model=llama3_2_1b parallel.pp=4 launch.ranks=4 pipeline.schedule=zbv launch.device=cuda cluster=h100_ib --ranks", "bytes of a rank", "zbv"),
     done("check --keys clip", "optim.clip_norm"),
     done(f"check {QUICK} data.sources.files.path=texts", "stdlib 50%, files 50%"),
     done("check --recipes own experiment=mine", "steps: 77"),
