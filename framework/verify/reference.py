@@ -29,13 +29,15 @@ Sample = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Curve:
-    """The reported values of a run, by step from 1, and its final weights by name."""
+    """The reported values of a run, by step from 1, and its final weights by name. undecided: updates whose sign rounding has
+    decided, of a reference with Lion."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     rates: tuple[float, ...]
     validations: Mapping[int, float]
     weights: Mapping[str, Tensor]
+    undecided: int = 0
 
 
 def run_reference(recipe: Recipe, sequences_per_step: int, ends: Sequence[int]) -> Curve:
@@ -49,6 +51,8 @@ def run_reference(recipe: Recipe, sequences_per_step: int, ends: Sequence[int]) 
     weights = {name: each.detach() for name, each in stock.named_parameters()}
     oracle = Oracle(recipe, config, weights, DTYPES[recipe.precision.compute], CPU, {}, narrows=True)
     held_out, every = data.held_out(), recipe.train.validate_every_steps
+    # With a layout to follow Lion measures which signs are rounding's; one that is nowhere leaves all of them as they are.
+    nowhere = {name: torch.full_like(each, torch.nan) for name, each in oracle.masters.items()}
     losses, norms, rates, validations = [], [], [], {}
     for step in range(ends[-1]):
         rate = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, next(end for end in ends if step < end))
@@ -56,12 +60,12 @@ def run_reference(recipe: Recipe, sequences_per_step: int, ends: Sequence[int]) 
         oracle.set_rate(rate)
         losses.append(oracle.find_gradients(batch))
         norms.append(oracle.clip())
-        oracle.update(batch, {}, step)
+        oracle.update(batch, nowhere, step)
         rates.append(rate)
         if every is not None and (step + 1) % every == 0:
             validations[step + 1] = oracle.evaluate(held_out)
     final = {name: weight.detach() for name, weight in oracle.weights().items()}
-    return Curve(tuple(losses), tuple(norms), tuple(rates), validations, final)
+    return Curve(tuple(losses), tuple(norms), tuple(rates), validations, final, sum(oracle.count_undecided().values()))
 
 
 class _Data:

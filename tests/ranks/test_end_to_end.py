@@ -13,6 +13,7 @@ from framework.verify import end_to_end, reference
 from framework.verify.command import prepare
 from framework.verify.compare import Row
 from framework.verify.end_to_end import TOLERANCE, compare_runs
+from framework.verify.evidence import NothingToCompare
 from framework.verify.options import Options
 from tests.families import family
 
@@ -76,6 +77,21 @@ def test_another_run_is_seen(fault: Sequence[str], sees: set[str], tmp_path: Pat
 def test_blocks_of_moments_in_int8_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="does not know"):
         run(tmp_path, ("llama", "precision.moments=int8"))
+
+
+@pytest.mark.grid
+def test_signs_that_rounding_decides_are_told(tmp_path: Path) -> None:
+    """The gradient of a key's bias is zero up to rounding; with another order of sums Lion takes other signs."""
+    words = (
+        "qwen2",
+        "launch.ranks=2",
+        "parallel.tp=2",
+        "optim.name=lion",
+        "optim.lr=1e-2",
+        "batch.sequences_per_step=4",
+    )
+    with pytest.raises(NothingToCompare, match="rounding decides the sign of"):
+        run(tmp_path, words)
 
 
 def test_the_option_reaches_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
