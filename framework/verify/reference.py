@@ -89,6 +89,7 @@ class _Data:
             is_held_out = [
                 xxhash.xxh3_64_intdigest(text.encode()) < int(recipe.data.validation * 2**64) for text in texts
             ]
+            assert all(len(tokenizer(text)["input_ids"]) for text in texts), "the tokenizer makes no tokens of a text"
             ids = [[*tokenizer(text)["input_ids"], self._eos] for text in texts]
             self._train.append([each for each, held in zip(ids, is_held_out, strict=True) if not held])
             self._held_out.append([each for each, held in zip(ids, is_held_out, strict=True) if held])
