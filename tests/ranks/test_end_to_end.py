@@ -76,7 +76,8 @@ def test_blocks_of_moments_in_int8_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.grid
 def test_signs_that_rounding_decides_are_told(tmp_path: Path) -> None:
-    """Without rope the gradient of a key's bias is zero up to rounding, so that a difference may be rounding's. Here it is another rate's."""
+    """Without rope the gradient of a key's bias is zero up to rounding, so that a difference may be rounding's. Here another rate
+    makes it."""
 
     def other(words: Sequence[str]) -> int:
         return cli.main([each for each in words if not each.startswith("optim.lr")])
