@@ -80,7 +80,7 @@ def _compare_curves(first: RunDirectory, second: RunDirectory) -> Iterator[tuple
     validated = [step for step in common if all(curve[step]["validation_loss"] is not None for curve in curves)]
     yield "step", "loss", "loss", "difference"
     for step in spread(common, CURVE_ROWS):
-        yield f"{step:,}", *_numbers(*(curve[step]["loss"] for curve in curves))
+        yield f"{step:,}", *_numbers(*(curve[step].get("loss", float("nan")) for curve in curves))
     for step in spread(validated, CURVE_ROWS // 2):
         yield f"{step:,} validation", *_numbers(*(curve[step]["validation_loss"] for curve in curves))
     known = [

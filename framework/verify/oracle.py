@@ -260,6 +260,14 @@ def _stock_model(
         model: Any = type(_build_blank(config)).from_pretrained(
             None, config=deepcopy(config), state_dict=values, dtype=dtype, **chosen
         )
+    if dtype == torch.float64:
+        # Behind its load from_pretrained computes some tables again, in fp32 (gptj's): these are of a model from its config.
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            built = dict(AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).named_buffers())
+            stored = model.state_dict()
+            for name, buffer in model.named_buffers():
+                if name not in stored:
+                    buffer.copy_(built[name])
     experts = recipe.model.experts
     if experts == "auto" and dtype == torch.float64:
         experts = "eager"  # there is no grouped matmul in fp64
