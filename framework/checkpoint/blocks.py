@@ -182,17 +182,15 @@ class OpenFiles:
 class BlockFile:
     """The data of a file with a hash tree, each block verified when it is read.
 
-    root: of the tree; or hashes: of all data blocks, for a file without a tree. Raises DamagedCheckpoint for bytes that are not
-    those that were saved. Presence and size are for whoever opens the checkpoint (`verify_sizes`): a file that is gone or short
-    *here* is an error of the file system, because another node has just seen it whole.
+    root: of the tree. Raises DamagedCheckpoint for bytes that are not those that were saved. Presence and size are for whoever
+    opens the checkpoint (`verify_sizes`): a file that is gone or short *here* is an error of the file system, because another node
+    has just seen it whole.
     """
 
-    def __init__(
-        self, path: Place, num_bytes: int, block_bytes: int, root: int, cache: BlockCache, hashes: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, path: Place, num_bytes: int, block_bytes: int, root: int, cache: BlockCache) -> None:
         self.path, self.num_bytes, self.block_bytes = path, num_bytes, block_bytes
-        self._root, self._cache, self._hashes = root, cache, hashes
-        self._sizes = [num_bytes] if hashes else level_sizes(num_bytes, block_bytes)
+        self._root, self._cache = root, cache
+        self._sizes = level_sizes(num_bytes, block_bytes)
 
     @property
     def size(self) -> int:
@@ -256,8 +254,6 @@ class BlockFile:
         raise damage
 
     def _expected(self, level: int, index: int) -> int:
-        if self._hashes:
-            return self._hashes[index]
         if level == len(self._sizes) - 1:
             return self._root
         above, place = divmod(index * HASH.itemsize, self.block_bytes)

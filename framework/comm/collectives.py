@@ -37,7 +37,7 @@ from framework.comm.algorithms import (
     scatter_rounded,
     sum_rounded,
 )
-from framework.comm.communicator import Communicator, Message
+from framework.comm.communicator import Communicator
 from framework.comm.sealed import seal, unseal
 
 Reduction = Literal["sum", "max", "min"]
@@ -207,9 +207,7 @@ def barrier(axis: Communicator) -> None:
 
 
 def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:
-    work = dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)
-    # gloo's own limit is that of connecting; on NCCL a limit would have the host wait.
-    return Pending([Message(work, axis.timeout) if x.device.type == "cpu" else work], [x])
+    return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
 
 
 @torch.compiler.disable
