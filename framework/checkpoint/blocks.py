@@ -183,8 +183,8 @@ class BlockFile:
     """The data of a file with a hash tree, each block verified when it is read.
 
     root: of the tree. Raises DamagedCheckpoint for bytes that are not those that were saved. Presence and size are for whoever
-    opens the checkpoint (`verify_sizes`): a file that is gone or short *here* is an error of the file system, because another node
-    has just seen it whole.
+    opens the checkpoint (`verify_sizes`): a file that is gone or short *here* is an error of the file system, because another
+    node has just seen it whole.
     """
 
     def __init__(self, path: Place, num_bytes: int, block_bytes: int, root: int, cache: BlockCache) -> None:
