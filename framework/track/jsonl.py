@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, Field, asdict, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -110,7 +110,7 @@ def restore_records(
     """`truncate` to the step that a run goes on from; what is missing up to there is said, and filled in from the (loss, gradient
     norm) of `known` steps, with the mark `filled`."""
     truncate(path, run.start_step, lease)
-    records = {record["step"]: record for record in read_records(path)}
+    records = {record["step"]: record for record in read_records(path) if is_whole(record)}
     missing = find_missing(list(records), run.start_step, every_steps)
     if not missing:
         return
@@ -138,11 +138,7 @@ def find_missing(steps: Sequence[int], last_step: int, every_steps: int) -> list
 
 def _fill(run: RunInfo, step: int, loss: float, gradient_norm: float, unix_s: float) -> dict[str, Any]:
     """A record of a step of which no more is known; other numbers are NaN."""
-    required: dict[str, Any] = {
-        each.name: math.nan
-        for each in fields(StepReport)
-        if each.default is MISSING and each.default_factory is MISSING
-    }
+    required: dict[str, Any] = {each.name: math.nan for each in fields(StepReport) if _is_required(each)}
     known: dict[str, Any] = {
         "step": step,
         "loss": loss,
@@ -153,9 +149,18 @@ def _fill(run: RunInfo, step: int, loss: float, gradient_norm: float, unix_s: fl
     return {**metrics_of(report), "unix_s": unix_s, "filled": True}
 
 
+def _is_required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING
+
+
 def metrics_of(report: StepReport) -> dict[str, Any]:
     """The record of metrics.jsonl, in which the load of each expert would be nearly all."""
     return {name: value for name, value in asdict(report).items() if name != "expert_loads"}
+
+
+def is_whole(record: Mapping[str, Any]) -> bool:
+    """Whether a record of metrics.jsonl has every metric that every step has: damage may leave a line JSON with another key."""
+    return all(each.name in record for each in fields(StepReport) if _is_required(each))
 
 
 def loads_of(report: StepReport) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from framework.track.console import format_count, format_duration
 from framework.track.goodput import Account
 from framework.track.goodput_log import GOODPUT_FILE, read_account
 from framework.track.goodput_page import GOODPUT_PICTURE, describe_goodput, draw_goodput, price_of
-from framework.track.jsonl import LOADS_FILE, METRICS_FILE, read_last_records, read_records
+from framework.track.jsonl import LOADS_FILE, METRICS_FILE, is_whole, read_last_records, read_records
 from framework.track.report import RunInfo, StepReport, load_run_info
 
 REPORT_TEXT = "report.txt"
@@ -79,7 +79,7 @@ def write_report(run_dir: Path, lease: Lease | None = None) -> list[Path]:
     lease = lease or Lease(run_dir)
     run = load_run_info(run_dir)
     load = add_loads(read_last_records(run_dir / LOADS_FILE, LAST_LOADS))
-    curves = replace(collect_curves(read_records(run_dir / METRICS_FILE)), load=load)
+    curves = replace(collect_curves(filter(is_whole, read_records(run_dir / METRICS_FILE))), load=load)
     written = []
     if curves["step"]:
         written.append(run_dir / REPORT_PICTURE)

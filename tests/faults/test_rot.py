@@ -140,7 +140,9 @@ def harm(path: Path, other: Path, how: str) -> None:
     elif how == "flip":
         data = bytearray(path.read_bytes())
         if data:
-            data[len(data) // 2] ^= 1
+            middle = len(data) // 2
+            # A flipped digit of a line of JSON is another number; a quote shows what a line that is no JSON any more becomes.
+            data[data.index(b'"', middle) if path.suffix == ".jsonl" else middle] ^= 1
         path.write_bytes(data)
     else:
         os.truncate(path, path.stat().st_size // 2 if how == "halve" else 0)

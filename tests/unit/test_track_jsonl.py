@@ -157,6 +157,19 @@ def test_a_resume_says_which_lines_are_missing_and_fills_what_the_checkpoint_kno
         assert records[step].keys() - {"filled"} == records[9].keys()
 
 
+def test_a_line_whose_key_is_damaged_is_filled_as_one_that_is_missing(tmp_path, capsys):
+    write(tmp_path, range(1, 9))
+    path = tmp_path / METRICS_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:4], lines[4].replace('"tokens"', '"tokenr"'), *lines[5:]]))
+    jsonl = Jsonl(tmp_path, known=known(2, 8))
+    jsonl.open(replace(RUN, start_step=8, tokens_per_step=64))
+    jsonl.close(0)
+    filled = [record["step"] for record in read_records(path) if record.get("filled")]
+    assert filled == [5]
+    assert "lacks 1 lines of steps 5 to 5" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("steps", "every"), [(range(10, 61, 10), 1), (range(1, 61), 10), ([*range(1, 51), 60], 10)])
 def test_a_rhythm_of_reports_that_changed_leaves_no_gap(tmp_path, capsys, steps, every):
     write(tmp_path, steps)
