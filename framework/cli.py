@@ -345,8 +345,8 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from framework.foresight.auto import require_layout
     from framework.mesh.placement import place
+    from framework.plan.auto import require_layout
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
     from framework.recipe.describe import (
@@ -477,15 +477,15 @@ def _add_page(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from framework.foresight.auto import require_layout
+    from framework.plan.auto import require_layout
     from framework.recipe.layout_pins import compose_for_nodes
 
     composition = compose_for_nodes(arguments.overrides, arguments.recipes)
     recipe = require_layout(composition, arguments.overrides, arguments.recipes)
     with loading_libraries():
-        from framework.foresight.plan_command import plan_command
-        from framework.foresight.wanted import Wanted
         from framework.launch.machine import check_measured
+        from framework.plan.plan_command import plan_command
+        from framework.plan.wanted import Wanted
 
     check_measured(recipe)
 
@@ -570,7 +570,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _compose(arguments: argparse.Namespace) -> Recipe:
-    from framework.foresight.auto import require_layout
+    from framework.plan.auto import require_layout
     from framework.recipe.compose import compose
 
     return require_layout(compose(arguments.overrides, arguments.recipes), arguments.overrides, arguments.recipes)

@@ -85,10 +85,10 @@ def _store(recipe: Recipe) -> Iterator[Finding]:
 def _layout(recipe: Recipe) -> Iterator[Finding]:
     """The plan's words, and what would lower its memory; what does not fit is the user's to fix, and says how."""
     with loading_libraries():
-        from framework.foresight.verdict import caution_of_fit
         from framework.plan.check import check_layout, check_weights, describe_need
         from framework.plan.relief import CHEAPEST, find_relief, show_bytes
         from framework.plan.savings import find_savings
+        from framework.plan.verdict import caution_of_fit
 
     try:
         plan = check_layout(recipe)

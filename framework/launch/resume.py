@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
 from framework.errors import RunError
-from framework.foresight.auto import require_layout
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change, read_recorded, refuse_edits, values_of
 from framework.launch.runs import Runs
 from framework.launch.settle import keep_settled
+from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, load_recipe
 from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path

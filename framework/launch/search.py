@@ -85,7 +85,7 @@ def ask(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Asked:
     if arguments.write is not None:
         _refuse_file(arguments.write, overwrite=arguments.overwrite)
     if arguments.html is not None or arguments.png is not None:
-        from framework.foresight.page_html import require_pages
+        from framework.plan.page_html import require_pages
 
         require_pages(html=arguments.html, png=arguments.png, overwrite=arguments.overwrite)
     overrides = [*arguments.overrides, *more]
@@ -98,7 +98,7 @@ def ask(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Asked:
 def find(asked: Asked, cluster: Any = None) -> Any:
     """The search on a cluster, the recipe's where none is given. RecipeError where no layout can be trained."""
     with loading_libraries():
-        from framework.foresight.find import Question, best_of, search
+        from framework.plan.find import Question, best_of, search
 
     options = asked.options
     meshes = options.try_best or 0
@@ -111,8 +111,8 @@ def find(asked: Asked, cluster: Any = None) -> Any:
 
 def show(asked: Asked, result: Any, cluster: Any = None, more: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Print what was found, and write the files that are wanted. more: what the one JSON object says beside it."""
-    from framework.foresight.find import cluster_name, values_for
-    from framework.foresight.search_text import comment_of, to_json
+    from framework.plan.find import cluster_name, values_for
+    from framework.plan.search_text import comment_of, to_json
 
     options, best = asked.options, result.ranked[0]
     name = cluster.name if cluster else cluster_name(asked.recipe)
@@ -131,7 +131,7 @@ def show(asked: Asked, result: Any, cluster: Any = None, more: Mapping[str, Any]
 
 def print_table(asked: Asked, result: Any, name: str) -> None:
     """The best as a table, and what became of the others."""
-    from framework.foresight.search_text import describe_rejections, describe_search
+    from framework.plan.search_text import describe_rejections, describe_search
 
     print("\n".join(describe_search(result, name, asked.pinned, shown=asked.options.best)))
     if asked.options.rejections:
@@ -139,9 +139,9 @@ def print_table(asked: Asked, result: Any, name: str) -> None:
 
 
 def _write_page(asked: Asked, cluster: Any) -> None:
-    from framework.foresight.find import Question
-    from framework.foresight.page_of_search import explore, make_search_page
-    from framework.foresight.page_png import write_pages
+    from framework.plan.find import Question
+    from framework.plan.page_of_search import explore, make_search_page
+    from framework.plan.page_png import write_pages
 
     options = asked.options
     page = make_search_page(*explore(Question(asked.recipe, asked.pinned, by=options.by, cluster=cluster)))

@@ -10,7 +10,7 @@ from framework.launch.search import Asked, ask, find, show
 
 def compare_nodes(arguments: argparse.Namespace) -> int:
     """Search each number of nodes; numbers on which nothing can be trained are said. RecipeError where none can be."""
-    from framework.foresight.search_text import NodesRow, describe_nodes, order_nodes
+    from framework.plan.search_text import NodesRow, describe_nodes, order_nodes
 
     if arguments.try_best is not None or arguments.tried is not None:
         raise RecipeError("--nodes compares forecasts: --try and --tried are for one number, launch.nodes=N")

@@ -7,9 +7,9 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 
 from framework.errors import RecipeError
-from framework.foresight.auto import require_layout
 from framework.launch.resume import refuse_missing
 from framework.launch.runs import Runs
+from framework.plan.auto import require_layout
 from framework.recipe.compose import compose
 from framework.recipe.describe import describe_experiments
 from framework.recipe.files import search_path

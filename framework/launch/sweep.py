@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from framework.errors import EXIT_DONE, RecipeError
-from framework.foresight.auto import require_layout
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.overview import describe_sweep
 from framework.launch.runs import Runs
 from framework.launch.subject import find_saved, require_subject
+from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, expand_sweep
 from framework.recipe.environment import hide_override
 from framework.recipe.schema import Recipe

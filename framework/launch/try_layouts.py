@@ -72,8 +72,8 @@ def choose_tried(result: Any, wanted: int) -> list[Any]:
 
 def _write_layouts(asked: Asked, folder: Path, chosen: Sequence[Any]) -> str:
     """A file for each; returns the override that sweeps over them."""
-    from framework.foresight.find import values_for
-    from framework.foresight.search_text import comment_of
+    from framework.plan.find import values_for
+    from framework.plan.search_text import comment_of
 
     (folder / LAYOUTS).mkdir()
     files = [folder / LAYOUTS / f"{place}.yaml" for place in range(1, len(chosen) + 1)]
@@ -102,16 +102,16 @@ def _to_stderr() -> Iterator[None]:
 
 
 def _cluster_name(asked: Asked) -> str:
-    from framework.foresight.find import cluster_name
+    from framework.plan.find import cluster_name
 
     return cluster_name(asked.recipe)
 
 
 def _rank_again(asked: Asked, folder: Path) -> int:
-    from framework.foresight.correction import Tried, correct, describe_factors, fit_factors, write_text
-    from framework.foresight.find import foretell, resolved
-    from framework.foresight.rejections import describe
     from framework.plan.cluster import Cluster
+    from framework.plan.correction import Tried, correct, describe_factors, fit_factors, write_text
+    from framework.plan.find import foretell, resolved
+    from framework.plan.rejections import describe
     from framework.recipe.cluster_file import write_cluster_file
     from framework.recipe.clusters import find_cluster
 
@@ -137,7 +137,7 @@ def _rank_again(asked: Asked, folder: Path) -> int:
 
 
 def _compare(tried: Sequence[Any], layouts: Sequence[Any]) -> Iterator[str]:
-    from framework.foresight.rejections import describe
+    from framework.plan.rejections import describe
 
     yield f"{'foretold s':>10}  {'measured s':>10}  layout"
     for each, candidate in zip(tried, layouts, strict=True):
@@ -146,7 +146,7 @@ def _compare(tried: Sequence[Any], layouts: Sequence[Any]) -> Iterator[str]:
 
 def _read_measured(folder: Path) -> Iterator[tuple[Any, float]]:
     """(layout, median seconds of a step) of each run below a folder that has trained long enough."""
-    from framework.foresight.layouts import candidate_of
+    from framework.plan.layouts import candidate_of
 
     if not folder.is_dir():
         raise RunError(f"--tried {folder}: there is no such folder; `meshwright search --try N` names it")

@@ -16,12 +16,12 @@ from typing import Any
 from profiles import AUTOMODEL, DEEPSEEK, MEGATRON, TORCHTITAN, TORCHTITAN_ASYNC
 from transformers import AutoConfig, PretrainedConfig
 
-from framework.foresight.candidate import Candidate
-from framework.foresight.forecast import TimeForecast
-from framework.foresight.profile import Profile
-from framework.foresight.shape import DEFAULT, ModelShape, make_shape
-from framework.foresight.time import forecast_time
+from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
+from framework.plan.forecast import TimeForecast
+from framework.plan.profile import Profile
+from framework.plan.shape import DEFAULT, ModelShape, make_shape
+from framework.plan.time import forecast_time
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Memory, Recipe, Zero
 

@@ -31,9 +31,9 @@ from transformers import LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from framework.errors import MeshwrightError
-from framework.foresight.candidate import Candidate
-from framework.foresight.shape import make_shape
+from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
+from framework.plan.shape import make_shape
 from framework.recipe.clusters import read_shipped
 from scripts.bench.nanotron import GIB, UNITS, Choice, Fitted, Llama, Nanotron, find_refusal, split_blocks
 

@@ -38,13 +38,13 @@ from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.data.slices import cut_context
 from framework.errors import MeshwrightError
-from framework.foresight.memory import forecast_memory
-from framework.foresight.settings import Settings, chosen_counts, planned_candidate
-from framework.foresight.shape import make_shape
 from framework.model.load import load_config
 from framework.plan.cluster import Cluster
+from framework.plan.forecast_memory import forecast_memory
 from framework.plan.memory import KINDS
 from framework.plan.plan import Plan, make_plan
+from framework.plan.settings import Settings, chosen_counts, planned_candidate
+from framework.plan.shape import make_shape
 from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
 from framework.train.step import Run, train_step

@@ -35,15 +35,15 @@ from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.data.slices import cut_context
-from framework.foresight.find import AS_FAST, Question, best_of, least_of_fastest, resolved, search
-from framework.foresight.forecast import TimeForecast
-from framework.foresight.layouts import OFFLOADED, candidate_of, recipe_of
-from framework.foresight.search import Ranked
-from framework.foresight.shape import make_shape
-from framework.foresight.time import forecast_time
 from framework.model.load import load_config
 from framework.plan.cluster import Cluster
+from framework.plan.find import AS_FAST, Question, best_of, least_of_fastest, resolved, search
+from framework.plan.forecast import TimeForecast
+from framework.plan.layouts import OFFLOADED, candidate_of, recipe_of
 from framework.plan.plan import make_plan
+from framework.plan.search import Ranked
+from framework.plan.shape import make_shape
+from framework.plan.time import forecast_time
 from framework.recipe import schema
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose

@@ -21,10 +21,10 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil
 
-from framework.foresight.candidate import Candidate
-from framework.foresight.forecast import MemoryForecast, StageMemory, TimeForecast
-from framework.foresight.shape import ModelShape
+from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
+from framework.plan.forecast import MemoryForecast, StageMemory, TimeForecast
+from framework.plan.shape import ModelShape
 
 GIB = 2**30
 # Bytes that a layer keeps of a token for backward. For each hidden feature: both norms' inputs and outputs 8, queries, keys and

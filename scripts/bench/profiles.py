@@ -1,8 +1,8 @@
-"""Implementation profiles of other systems, described from their documentation, beside ours (framework/foresight/profile.py)."""
+"""Implementation profiles of other systems, described from their documentation, beside ours (framework/plan/profile.py)."""
 
 from dataclasses import replace
 
-from framework.foresight.profile import (
+from framework.plan.profile import (
     FUSED_ACTIVATION,
     FUSED_CAST,
     FUSED_NORM,

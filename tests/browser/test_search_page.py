@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from framework.foresight.find import Question
-from framework.foresight.page_html import MOST_BYTES, render_html
-from framework.foresight.page_of_search import CHOICES, Layout, choose_rows, explore, make_search_page
-from framework.foresight.page_rows import GIB, show_seconds
-from framework.foresight.rejections import describe
-from framework.foresight.search import SearchResult
+from framework.plan.find import Question
+from framework.plan.page_html import MOST_BYTES, render_html
+from framework.plan.page_of_search import CHOICES, Layout, choose_rows, explore, make_search_page
+from framework.plan.page_rows import GIB, show_seconds
+from framework.plan.rejections import describe
+from framework.plan.search import SearchResult
 from framework.recipe.compose import compose
 from tests.browser.chromium import Chromium, Tab
 

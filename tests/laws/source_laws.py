@@ -24,7 +24,6 @@ FLOORS = (
     ("parallel",),
     ("optim", "data"),
     ("plan",),
-    ("foresight",),
     ("checkpoint", "track"),
     ("train",),
     ("build",),

@@ -17,10 +17,6 @@ from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
-from framework.foresight.memory import forecast_memory
-from framework.foresight.memory_moments import moments_of
-from framework.foresight.settings import Settings, chosen_counts, planned_candidate
-from framework.foresight.shape import make_shape
 from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
 from framework.model.flops import attention_masks
@@ -32,8 +28,12 @@ from framework.parallel.zero.buffers import DeferredGradients
 from framework.plan.activation_peaks import find_peaks
 from framework.plan.activations import Activations
 from framework.plan.cluster import Cluster
+from framework.plan.forecast_memory import forecast_memory
+from framework.plan.memory_moments import moments_of
 from framework.plan.plan import Plan, make_plan
 from framework.plan.policies import uniform
+from framework.plan.settings import Settings, chosen_counts, planned_candidate
+from framework.plan.shape import make_shape
 from framework.recipe.schema import Batch, Launch, Memory, Model, Parallel, Precision, Recipe, Zero
 from framework.train.stage import StepInputs
 from scripts.bench.foresight_memory import FAMILIES, WIDTHS, compare, count

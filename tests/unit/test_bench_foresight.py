@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.foresight.candidate import Candidate
+from framework.plan.candidate import Candidate
 from scripts.bench.foresight import (
     Row,
     TableError,

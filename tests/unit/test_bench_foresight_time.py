@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from framework.foresight.candidate import Candidate
-from framework.foresight.search import Ranked
+from framework.plan.candidate import Candidate
+from framework.plan.search import Ranked
 from scripts.bench.foresight_time import Choice, describe, draw_layouts, make_searched
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from framework import cli
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
-from framework.foresight.wanted import Wanted
 from framework.launch import sweep
 from framework.launch.subject import has_subject
+from framework.plan.wanted import Wanted
 from framework.start import python_words
 from framework.verify.options import Options
 
@@ -269,16 +269,16 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("argv", "module", "name", "expected"),
         [
-            (["plan"], "framework.foresight.plan_command", "plan_command", (Wanted(),)),
+            (["plan"], "framework.plan.plan_command", "plan_command", (Wanted(),)),
             (
                 ["plan", "--schedule-to", "a.svg", "--ranks", "--html=a.html"],
-                "framework.foresight.plan_command",
+                "framework.plan.plan_command",
                 "plan_command",
                 (Wanted(ranks=True, schedule_to=Path("a.svg"), html=Path("a.html")),),
             ),
             (
                 ["plan", "--options", "--layouts", "--schedule", "--png", "a.png"],
-                "framework.foresight.plan_command",
+                "framework.plan.plan_command",
                 "plan_command",
                 (Wanted(layouts=True, schedule=True, options=True, png=Path("a.png")),),
             ),
@@ -327,7 +327,7 @@ class TestArguments:
         calls = [
             *rooms("framework.launch.local", "train"),
             *rooms("framework.verify.command", "verify"),
-            *rooms("framework.foresight.plan_command", "plan_command"),
+            *rooms("framework.plan.plan_command", "plan_command"),
             *rooms("framework.data.prepare", "prepare_command"),
         ]
         assert run(command, "train.steps=0")[0] == EXIT_USER
@@ -337,15 +337,15 @@ class TestArguments:
 class TestErrors:
     @pytest.mark.parametrize("error", [MeshwrightError("what, why, how"), NumericsError("what, why, how")])
     def test_typed_errors_are_printed_without_a_traceback(self, run, rooms, error):
-        rooms("framework.foresight.plan_command", "plan_command", error=error)
+        rooms("framework.plan.plan_command", "plan_command", error=error)
         assert run("plan") == (error.exit_code, "", "meshwright: what, why, how\n")
 
     def test_control_c_is_130(self, run, rooms):
-        rooms("framework.foresight.plan_command", "plan_command", error=KeyboardInterrupt())
+        rooms("framework.plan.plan_command", "plan_command", error=KeyboardInterrupt())
         assert run("plan")[0] == 130
 
     def test_our_own_faults_keep_their_traceback(self, rooms):
-        rooms("framework.foresight.plan_command", "plan_command", error=ZeroDivisionError())
+        rooms("framework.plan.plan_command", "plan_command", error=ZeroDivisionError())
         with pytest.raises(ZeroDivisionError):
             cli.main(["plan"])
 

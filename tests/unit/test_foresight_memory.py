@@ -8,19 +8,19 @@ from itertools import product
 import pytest
 
 from framework.errors import MeshwrightError
-from framework.foresight.candidate import Candidate
-from framework.foresight.memory import describe_estimate, forecast_memory, spare_bytes
-from framework.foresight.memory_moments import moments_of
-from framework.foresight.memory_parts import CONTEXT_BYTES, FRAGMENTATION
-from framework.foresight.settings import Settings, chosen_counts, planned_candidate
-from framework.foresight.shape import DEFAULT, make_shape
 from framework.parallel.pipeline.live import LiveMoment, live_moments
 from framework.parallel.pipeline.lower import lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import unit_costs
+from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
+from framework.plan.forecast_memory import describe_estimate, forecast_memory, spare_bytes
 from framework.plan.memory import KINDS
+from framework.plan.memory_moments import moments_of
+from framework.plan.memory_parts import CONTEXT_BYTES, FRAGMENTATION
 from framework.plan.plan import Plan, make_plan
+from framework.plan.settings import Settings, chosen_counts, planned_candidate
+from framework.plan.shape import DEFAULT, make_shape
 from framework.recipe.check import check_recipe
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Batch, Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
-from framework.foresight.candidate import Candidate
-from framework.foresight.forecast import MemoryForecast, StageMemory
-from framework.foresight.forecast_plan import BY_DATA_SHEETS, forecast_plan
-from framework.foresight.memory import forecast_memory
-from framework.foresight.settings import Settings
-from framework.foresight.shape import make_shape
-from framework.foresight.verdict import describe_verdict
+from framework.plan.candidate import Candidate
 from framework.plan.check import check_layout
 from framework.plan.cluster import Cluster
+from framework.plan.forecast import MemoryForecast, StageMemory
+from framework.plan.forecast_memory import forecast_memory
+from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan
+from framework.plan.settings import Settings
+from framework.plan.shape import make_shape
 from framework.plan.target import resolve_target
+from framework.plan.verdict import describe_verdict
 from framework.recipe.compose import compose
 from framework.recipe.layout_pins import compose_for_nodes
 from framework.recipe.schema import Recipe

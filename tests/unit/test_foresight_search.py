@@ -15,26 +15,26 @@ import pytest
 
 from framework.cli import main
 from framework.errors import EXIT_USER, MeshwrightError, RecipeError
-from framework.foresight.auto import require_layout
-from framework.foresight.candidate import Candidate
-from framework.foresight.engine import Engine
-from framework.foresight.find import Question, best_of, search
-from framework.foresight.forecast import Forecast
-from framework.foresight.layouts import candidate_of, recipe_of, values_of
-from framework.foresight.memory_bounds import first_in_flight
-from framework.foresight.memory_moments import moments_of
-from framework.foresight.memory_parts import FRAGMENTATION
-from framework.foresight.memory_states import StateOptions
-from framework.foresight.page_html import require_pages
-from framework.foresight.page_png import mark_png
-from framework.foresight.rejections import Constraints, collect_constraints, describe
-from framework.foresight.search import By, Ranked, Search, mesh_of, rank_layout
-from framework.foresight.settings import Settings
-from framework.foresight.shape import ModelShape, make_shape
-from framework.foresight.space import CHOICES, Space
 from framework.model.load import load_config
+from framework.plan.auto import require_layout
+from framework.plan.candidate import Candidate
 from framework.plan.check import check_layout
 from framework.plan.cluster import Cluster
+from framework.plan.engine import Engine
+from framework.plan.find import Question, best_of, search
+from framework.plan.forecast import Forecast
+from framework.plan.layouts import candidate_of, recipe_of, values_of
+from framework.plan.memory_bounds import first_in_flight
+from framework.plan.memory_moments import moments_of
+from framework.plan.memory_parts import FRAGMENTATION
+from framework.plan.memory_states import StateOptions
+from framework.plan.page_html import require_pages
+from framework.plan.page_png import mark_png
+from framework.plan.rejections import Constraints, collect_constraints, describe
+from framework.plan.search import By, Ranked, Search, mesh_of, rank_layout
+from framework.plan.settings import Settings
+from framework.plan.shape import ModelShape, make_shape
+from framework.plan.space import CHOICES, Space
 from framework.plan.target import resolve_target
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose, load_recipe, save_recipe
@@ -558,7 +558,7 @@ def test_files_that_are_not_ours_stay(tmp_path: Path) -> None:
         require_pages(*asked, overwrite=True)
     picture.write_bytes(mark_png(drawn))
     assert mark_png(drawn) == drawn[:33] + chunk(b"tEXt", b"Software\0meshwright") + drawn[33:]
-    page.write_text(resources.files("framework.foresight").joinpath("page.html").read_text())
+    page.write_text(resources.files("framework.plan").joinpath("page.html").read_text())
     require_pages(page, picture)
     (tmp_path / "b.html").mkdir()
     with pytest.raises(RecipeError, match="Is a directory"):

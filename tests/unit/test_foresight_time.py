@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from framework.foresight.bubble import Lengths, least_length
-from framework.foresight.candidate import Candidate
-from framework.foresight.collectives import place_group, place_groups
-from framework.foresight.forecast import TimeForecast
-from framework.foresight.profile import Kernels, Profile
-from framework.foresight.shape import DEFAULT, ModelShape, make_shape
-from framework.foresight.time import PARTS, TimeModel, forecast_time
-from framework.foresight.time_bounds import TimeBounds
-from framework.foresight.update import expected_goodput
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
+from framework.plan.bubble import Lengths, least_length
+from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster, Grid, Link, Span
+from framework.plan.collectives import place_group, place_groups
+from framework.plan.forecast import TimeForecast
+from framework.plan.profile import Kernels, Profile
+from framework.plan.shape import DEFAULT, ModelShape, make_shape
+from framework.plan.time import PARTS, TimeModel, forecast_time
+from framework.plan.time_bounds import TimeBounds
+from framework.plan.update import expected_goodput
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
 

@@ -10,7 +10,6 @@ import yaml
 
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, RecipeError
-from framework.foresight.correction import correct
 from framework.launch import measure
 from framework.launch.agent import Outcome
 from framework.launch.machine import check_measured, describe_machine, find_differences
@@ -20,6 +19,7 @@ from framework.launch.measured_file import describe_findings, describe_group, fi
 from framework.launch.measurements import combine
 from framework.launch.timings import Effort, choose_edges, iter_forever, time_call
 from framework.plan.cluster import COLLECTIVES, Cluster
+from framework.plan.correction import correct
 from framework.recipe.compose import compose
 from framework.recipe.schema import ClusterMeasured, Launch, Recipe
 

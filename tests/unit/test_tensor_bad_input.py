@@ -5,11 +5,11 @@ from transformers import CONFIG_MAPPING
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError, TopologyError
-from framework.foresight.plan_command import plan_command
-from framework.foresight.wanted import Wanted
 from framework.mesh.axis import Axis
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
+from framework.plan.plan_command import plan_command
+from framework.plan.wanted import Wanted
 from framework.recipe.compose import compose
 from tests.families import build_config, family
 from tests.ranks.tensor_parity import recipe_of, split

@@ -1,0 +1,166 @@
+"""A search of a recipe: what is asked of the model and of the cluster once, then all layouts; and `parallel.layout=auto`."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import process_time
+
+from framework.errors import RecipeError
+from framework.model.experts import count_experts, find_experts
+from framework.model.load import load_config
+from framework.plan.candidate import Candidate
+from framework.plan.cluster import Cluster
+from framework.plan.engine import Engine
+from framework.plan.forecast import Forecast
+from framework.plan.layouts import OFFLOADED, recipe_of, values_of
+from framework.plan.memory import show_bytes
+from framework.plan.rejections import SIZES, collect_constraints, describe, group_rejections
+from framework.plan.search import By, Ranked, Search, SearchResult
+from framework.plan.settings import Settings
+from framework.plan.shape import make_shape
+from framework.plan.space import Space
+from framework.plan.target import resolve_target
+from framework.recipe.clusters import refuse_crowded_nodes
+from framework.recipe.layout_keys import value_of
+from framework.recipe.schema import Recipe
+
+# By which share of a step's seconds layouts count as equally fast: far less than forecasts are off (docs/foresight.md).
+AS_FAST = 0.02
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is searched. recipe: its layout but for `pinned` is open; best, meshes, within: what is wanted, as in `Search`;
+    cluster: None for that of the recipe."""
+
+    recipe: Recipe
+    pinned: frozenset[str] = frozenset()
+    by: By = "time"
+    best: int = 20
+    cluster: Cluster | None = None
+    meshes: int = 0
+    within: float = 0.0
+
+
+def search(question: Question) -> SearchResult:
+    """All layouts of a recipe. Raises RecipeError where what is fixed is nothing that a search compares, and what the model's
+    config raises."""
+    began = process_time()
+    refuse_partial(question.recipe, question.pinned)
+    recipe = resolved(question.recipe)
+    refuse_crowded_nodes(recipe)
+    config, cluster = load_config(recipe.model), question.cluster or Cluster.from_recipe(recipe)
+    shape = make_shape(config, recipe)
+    num_experts = max((count_experts(experts) for _, experts, _ in find_experts(shape.whole)), default=0)
+    space = Space(recipe, question.pinned, shape.num_layers, num_experts)
+    engine = Engine.of(shape, Settings.of(recipe), cluster)
+    asked = Search(
+        space,
+        collect_constraints(space, shape),
+        engine,
+        by=question.by,
+        best=question.best,
+        price=cluster.price_per_hour,
+        meshes=question.meshes,
+        within=question.within,
+    )
+    with _without_collector():
+        found = asked.run()
+    return replace(found, cpu_s=process_time() - began)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A search makes hundreds of thousands of small objects and keeps most of them. Python's collector of cycles would go through
+    all of these, and through torch's and transformers' own, again and again: an eighth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def foretell(candidate: Candidate, recipe: Recipe, cluster: Cluster | None = None) -> Forecast:
+    """What is foretold of one layout of a recipe."""
+    recipe = resolved(recipe)
+    shape = make_shape(load_config(recipe.model), recipe)
+    engine = Engine.of(shape, Settings.of(recipe), cluster or Cluster.from_recipe(recipe))
+    return Forecast(engine.memory(candidate), engine.time(candidate))
+
+
+def best_of(result: SearchResult) -> Ranked:
+    """The best. RecipeError where no layout fits, with the reasons that most layouts are refused for."""
+    if result.ranked:
+        return result.ranked[0]
+    reasons = [f"  {count:,}: {each.line}" for each, count in group_rejections(result.rejections)[:8]]
+    near = [each for each in result.rejections if each.kind in SIZES]
+    hint = "ask for more nodes, or fix less" if near else "fix less, or change the batch"
+    raise RecipeError(
+        "\n".join(
+            [f"none of {result.num_layouts:,} layouts of {result.space.world} ranks can be trained: {hint}", *reasons]
+        )
+    )
+
+
+def choose_layout(recipe: Recipe, pinned: frozenset[str]) -> tuple[Recipe, str]:
+    """(the recipe with the layout that is chosen, which and why in a line). For parallel.layout=auto."""
+    result = search(Question(recipe, pinned, best=1, within=AS_FAST))
+    fastest = best_of(result)
+    chosen = least_of_fastest(result)
+    time, memory = chosen.forecast.time, chosen.forecast.memory
+    reason = "the fastest"
+    if chosen is not fastest:
+        reason = (
+            f"least memory of what is within {AS_FAST:.0%} of the fastest ({fastest.step_s:.3g} s,"
+            f" {fastest.bytes / 2**30:.1f} GiB)"
+        )
+    line = (
+        f"layout   {describe(chosen.candidate)}: {reason} of {result.num_layouts:,} by forecast on {cluster_name(recipe)},"
+        f" {time.step_s:.3g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank,"
+        f" {memory.fullest.reserved / 2**30:.1f} GiB with {memory.spare / 2**30:.1f} to spare"
+    )
+    if memory.node.offloaded:
+        line += f", {show_bytes(memory.node.offloaded)} of a node's {show_bytes(memory.node.there)} of host memory"
+    return recipe_of(chosen.candidate, recipe, pinned), line
+
+
+def least_of_fastest(result: SearchResult) -> Ranked:
+    """Of the layouts that are about as fast as the fastest the one with least memory: no forecast tells them apart by time, and
+    room is what a longer context, or an allocator in pieces, asks for."""
+    most_s = best_of(result).step_s * (1 + AS_FAST)
+    as_fast = [each for each in (*result.ranked, *result.others) if each.step_s <= most_s]
+    # Of equal bytes the first, which is the fastest.
+    return min(as_fast, key=lambda each: each.bytes)
+
+
+def values_for(ranked: Ranked, recipe: Recipe, pinned: frozenset[str]) -> dict[str, object]:
+    """What a file states so that the recipe has this layout."""
+    return values_of(recipe_of(ranked.candidate, recipe, pinned), recipe)
+
+
+def cluster_name(recipe: Recipe) -> str:
+    """The cluster that is foretold for."""
+    cluster = Cluster.from_recipe(resolved(recipe))
+    return f"{cluster.name}{' (assumed)' if cluster.is_assumed else ''}"
+
+
+def refuse_partial(recipe: Recipe, pinned: frozenset[str]) -> None:
+    """Raises RecipeError for fixed values that no candidate has."""
+    for name in OFFLOADED:
+        key = f"memory.offload.{name}"
+        if key in pinned and value_of(recipe, key) not in (0.0, 1.0):
+            raise RecipeError(f"{key}={value_of(recipe, key)}: a search compares all or none: 0, 1, or --free {key}")
+    key = "memory.activation_checkpointing"
+    if key in pinned and value_of(recipe, key) == "auto":
+        raise RecipeError(
+            f"{key}=auto chooses by layer once a layout is known, and a search compares none, selective, full and sqrt:"
+            f" leave it out, or --free {key}"
+        )
+
+
+def resolved(recipe: Recipe) -> Recipe:
+    """The recipe with the device and the dtype of where it will run, whatever its layout is."""
+    return resolve_target(replace(recipe, parallel=replace(recipe.parallel, layout="stated")))

@@ -1,0 +1,129 @@
+"""What is foretold of a layout: bytes of each rank of its pipeline, and the seconds of a step, both in parts that can be
+checked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The bytes of a rank at one place of the pipeline, at the moment of a step that needs most.
+
+    held: by kind, such as parameters, gradients, master, optimizer, gathered, activations, logits, workspace; slack: what the
+    allocator reserves beside what tensors use. phases: the bytes of each kind at each phase of a step, of which `held` is the
+    largest. host: bytes in the host's memory. outside: bytes of the device that are not torch's: the driver's context, NCCL's
+    buffers. disk: bytes of its file of states.
+    """
+
+    held: Mapping[str, int]
+    slack: int
+    phases: Mapping[str, Mapping[str, int]]
+    host: int = 0
+    outside: int = 0
+    disk: int = 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors."""
+        return sum(self.held.values())
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the device must have."""
+        return self.allocated + self.slack + self.outside
+
+
+@dataclass(frozen=True)
+class NodeForecast:
+    """Bytes that the ranks of the fullest node take together of what they share. offloaded: of the host's memory;
+    copies: of it as a file system, for checkpoint.neighbor_copies; there: all of the host's memory; limit: of that
+    for both; disk: files of states; disk_limit: room for these, None where it is unknown."""
+
+    offloaded: int = 0
+    copies: int = 0
+    there: int = 0
+    limit: int = 0
+    disk: int = 0
+    disk_limit: int | None = None
+
+    @property
+    def spare(self) -> int:
+        """Bytes of the host's memory that are left; negative: so many are missing."""
+        # Linux gives a file system in memory half of it.
+        return min(self.limit - self.offloaded - self.copies, self.there // 2 - self.copies)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a node has all of it."""
+        is_on_disk = self.disk_limit is None or self.disk <= self.disk_limit
+        return is_on_disk and (self.spare >= 0 or not self.offloaded + self.copies)
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """stages: a rank at each place of the pipeline, in order. limit: bytes of a device that ranks may use. node: what ranks of a
+    node share."""
+
+    stages: tuple[StageMemory, ...]
+    limit: int
+    node: NodeForecast = NodeForecast()
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The rank that decides whether the run fits."""
+        return max(self.stages, key=lambda each: each.reserved)
+
+    @property
+    def spare(self) -> int:
+        """Bytes that are left on the fullest rank; negative: so many are missing."""
+        return self.limit - self.fullest.reserved
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices and nodes have all of it."""
+        return self.spare >= 0 and self.node.fits
+
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """Of a step, in seconds of the rank that takes longest.
+
+    parts: what adds up to `step_s`: matmuls, attention, elementwise, recomputation, tp, cp, ep and pp that nothing hides,
+    bubble, gathers and reductions that nothing hides, contention, optimizer, offload, checkpoint, host (`plan/time.py`).
+    hidden: seconds of communication behind computation, by axis. mfu: useful FLOPs over what the devices could do, by
+    `model/flops.py`: the same for every layout. goodput: share of the time that failures leave. hours, cost: of all of
+    train.steps, failures included; cost in the cluster's currency. estimated: share of the layers' FLOPs whose matmuls are not
+    known."""
+
+    parts: Mapping[str, float]
+    hidden: Mapping[str, float]
+    tokens: int
+    world: int
+    mfu: float
+    goodput: float = 1.0
+    hours: float = 0.0
+    cost: float = 0.0
+    estimated: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.step_s
+
+    @property
+    def tokens_per_s_and_rank(self) -> float:
+        """Of one rank."""
+        return self.tokens_per_s / self.world
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Both."""
+
+    memory: MemoryForecast
+    time: TimeForecast

@@ -1,0 +1,208 @@
+"""Bytes of a rank over a step, foretold for thousands of layouts: the Plan's own numbers, and what stands beside tensors.
+
+    kind            what                                                                    known by
+    parameters ...  states, and what of them is gathered: as `plan/memory.py` has them      exactly, padding included
+    activations     what layers keep, by microbatches in flight (`plan/activations.py`)     formulas, or estimated
+    logits          what the loss keeps                                                     exactly
+    temporaries     tensors inside of one layer's backward, or of the loss                  formulas
+    communication   hidden states that a pipeline sends and receives                        by the executor's actions
+    workspace       cuBLAS'                                                                 torch's default
+    outside         the driver's context and NCCL's buffers, not torch's memory             assumed (`memory_parts.py`)
+    slack           what the caching allocator has reserved beside tensors                  assumed (`memory_parts.py`)
+
+What a rank holds is the sum of two parts that are remembered by themselves: states (`memory_states.py`), which depend on ZeRO
+and not on microbatches, and activations (`memory_activations.py`), for which it is the other way round.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from framework.plan.candidate import Candidate
+from framework.plan.cluster import Cluster
+from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
+from framework.plan.host_memory import USABLE, ranks_on_nodes, sum_fullest_node
+from framework.plan.memory_activations import ActivationBytes
+from framework.plan.memory_moments import representative
+from framework.plan.memory_parts import FRAGMENTATION, PHASES, Part, Pipelines, slack_of
+from framework.plan.memory_states import StateBytes, StateOptions
+from framework.plan.policies import Counts
+from framework.plan.settings import Settings
+from framework.plan.shape import ModelShape
+from framework.recipe.schema import Recipe
+
+# Counted over estimated activations of models without formulas, the least and the most: `scripts/bench/foresight_memory.py
+# --estimated`; opt, and gemma2, whose attention caps its scores and so has matrices of them.
+ESTIMATE_OFF = (0.75, 3.3)
+
+
+def forecast_memory(
+    shape: ModelShape,
+    candidate: Candidate,
+    settings: Settings | Recipe,
+    cluster: Cluster,
+    chosen: Mapping[int, Counts] | None = None,
+) -> MemoryForecast:
+    """The memory of a rank at each place of the pipeline: of the first one along all other axes, as `Plan.memory`.
+
+    settings: what is remembered is remembered with them; a recipe's are made of it. chosen: layers of each stage by policy of
+    activation checkpointing; None: all as the candidate says. Raises what the model's transforms raise for degrees that do not
+    fit (`ModelShape.refusal` asks first), RecipeError for more stages than layers.
+    """
+    states, activations = memory_model(shape, settings).parts(candidate, chosen)
+    stages = tuple(_join(*each) for each in zip(states, activations, strict=True))
+    return MemoryForecast(stages, cluster.memory_bytes, _forecast_node(shape, candidate, settings, cluster, stages))
+
+
+def _forecast_node(
+    shape: ModelShape,
+    candidate: Candidate,
+    settings: Settings | Recipe,
+    cluster: Cluster,
+    stages: Sequence[StageMemory],
+) -> NodeForecast:
+    """Forecast of the resources that the ranks of the fullest node share."""
+    world, here = candidate.world, cluster.ranks_per_node
+    offloaded = sum_fullest_node([each.host for each in stages], world, here)
+    disk = sum_fullest_node([each.disk for each in stages], world, here)
+    limit = int(USABLE * cluster.host_bytes)
+    copies = _copied_bytes(shape, candidate, settings)
+    return NodeForecast(offloaded, copies, cluster.host_bytes, limit, disk, cluster.node_disk_bytes)
+
+
+def _copied_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
+    """Bytes of held steps on a node with checkpoint.neighbor_copies, where its ranks save an even share: as `bytes_of_copies`."""
+    known = Settings.of(settings) if isinstance(settings, Recipe) else settings
+    copies, nodes = known.recipe.checkpoint.neighbor_copies, candidate.nodes
+    return 2 * min(1 + copies, nodes) * checkpoint_bytes(shape, known) // nodes if copies else 0
+
+
+def checkpoint_bytes(shape: ModelShape, settings: Settings) -> int:
+    """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too."""
+    master = (settings.master or settings.compute).itemsize
+    moment = 4 if settings.master is None else master
+    return shape.size.total * (master + len(settings.states) * moment)
+
+
+def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
+    """What of a forecast is estimated, and by how much it may be off; None where all of it has formulas."""
+    if shape.has_formulas:
+        return None
+    low, high = ESTIMATE_OFF
+    kept = (
+        "activations of layers" if candidate.checkpointing in ("none", "selective") else "what one layer computes again"
+    )
+    return (
+        f"{kept} are estimated: {shape.text.model_type} has layers of another form than Llama's. Counted bytes of such models"
+        f" were between {low:g} and {high:g} of the estimate; states, inputs of layers and logits are exact"
+    )
+
+
+def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
+    """`forecast_memory(...).spare` alone, for a search: negative where the fullest rank lacks so many."""
+    states, activations = memory_model(shape, settings).parts(candidate, None)
+    return cluster.memory_bytes - max(map(_most, states, activations))
+
+
+def spare_of_options(
+    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
+) -> np.ndarray:
+    """`spare_bytes` of all options at once: `stages` with states in other places."""
+    return memory_model(shape, settings).spare(stages, options, cluster.memory_bytes)
+
+
+def host_spare_of_options(
+    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
+) -> np.ndarray:
+    """Bytes of the host's memory that each option leaves on the fullest node, for a search: as `NodeForecast.spare`, but for
+    copies of steps, which depend little on the layout."""
+    offloaded = memory_model(shape, settings).offloaded(stages, options, cluster.ranks_per_node)
+    found: np.ndarray = np.where(offloaded > 0, int(USABLE * cluster.host_bytes) - offloaded, 0)
+    return found
+
+
+def memory_model(shape: ModelShape, settings: Settings | Recipe) -> "MemoryModel":
+    """What is known of a model's bytes with these settings: one for both, which remembers."""
+    known = Settings.of(settings) if isinstance(settings, Recipe) else settings
+    model: MemoryModel = known.remember(("memory", shape), lambda: MemoryModel.of(shape, known))
+    return model
+
+
+def _most(states: Part, activations: Part) -> int:
+    return max(_reserve(states, activations, phase) for phase in range(len(PHASES)))
+
+
+def _reserve(states: Part, activations: Part, phase: int) -> int:
+    """What the device must have for one phase."""
+    moving = states.moving[phase] + activations.moving[phase]
+    return states.totals[phase] + activations.totals[phase] + slack_of(moving) + states.outside
+
+
+def _join(states: Part, activations: Part) -> StageMemory:
+    """Both parts of a rank."""
+    fullest = max(range(len(PHASES)), key=lambda phase: _reserve(states, activations, phase))
+    phases = {name: {**states.phases[index], **activations.phases[index]} for index, name in enumerate(PHASES)}
+    slack = slack_of(states.moving[fullest] + activations.moving[fullest])
+    host = states.host + activations.host
+    return StageMemory(phases[PHASES[fullest]], slack, phases, host, states.outside, states.disk)
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryModel:
+    """Both parts of one model and one recipe."""
+
+    pipelines: Pipelines
+    states: StateBytes
+    activations: ActivationBytes
+    _known: dict[Any, list[int]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, shape: ModelShape, settings: Settings) -> "MemoryModel":
+        """That of a model and a recipe."""
+        pipelines = Pipelines(shape, settings)
+        return cls(pipelines, StateBytes(pipelines), ActivationBytes(pipelines))
+
+    def parts(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> tuple[Sequence[Part], Sequence[Part]]:
+        """(states, activations) of each rank of the pipeline."""
+        return self.states.of_ranks(each), self.activations.of_ranks(each, chosen)
+
+    def spare(self, stages: Candidate, options: StateOptions, limit: int) -> np.ndarray:
+        """Bytes that each option leaves of a limit, on its fullest rank. options: the same layout with states elsewhere."""
+        table, ranks = self.states.of_options(stages, options), self._deciding_ranks(stages)
+        beside = [self.activations.of_rank(stages, rank) for rank in ranks]
+        moving = table.moving[:, ranks] + np.array([part.moving for part in beside], dtype=np.int64)
+        totals = table.totals[:, ranks] + np.array([part.totals for part in beside], dtype=np.int64)
+        reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
+        found: np.ndarray = limit - table.outside - reserved.max(axis=(1, 2))
+        return found
+
+    def offloaded(self, stages: Candidate, options: StateOptions, here: int) -> np.ndarray:
+        """Bytes of the host's memory that each option takes on the fullest node of `here` ranks."""
+        beside = np.array([self.activations.of_rank(stages, rank).host for rank in range(stages.pp)], dtype=np.int64)
+        counts = np.array(ranks_on_nodes(stages.world, stages.pp, here), dtype=np.int64)
+        found: np.ndarray = ((self.states.of_options(stages, options).host + beside) @ counts.T).max(axis=1)
+        return found
+
+    def _deciding_ranks(self, each: Candidate) -> list[int]:
+        """Ranks of the pipeline of which one is the fullest: without those that hold equal stages and at no moment more than
+        another one has at one of its own, as most ranks in the middle."""
+        microbatches = representative(each.schedule, each.pp, each.accumulation)
+        key = "deciding", each.schedule, each.pp, each.virtual, each.context, microbatches
+        if key not in self._known:
+            self._known[key] = self._find_deciding_ranks(each)
+        return self._known[key]
+
+    def _find_deciding_ranks(self, each: Candidate) -> list[int]:
+        kept: dict[Any, list[int]] = {}
+        tables = [self.activations.moments(each, rank)[1] for rank in range(each.pp)]
+        for rank, stages in enumerate(self.pipelines.places(each).of_ranks):
+            forms = [
+                (stage.is_first, stage.is_last, self.pipelines.shape.kinds[stage.start : stage.stop])
+                for stage in stages
+            ]
+            others = kept.setdefault(tuple(forms), [])
+            if not any(tables[other].covers(tables[rank]) for other in others):
+                others.append(rank)
+        return sorted(rank for ranks in kept.values() for rank in ranks)

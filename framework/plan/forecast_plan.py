@@ -1,0 +1,113 @@
+"""What is foretold of a plan: the forecasts by which a search ranks layouts, of the one that the recipe states."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from framework.parallel.pipeline.simulate import Costs
+from framework.plan.candidate import Candidate
+from framework.plan.cluster import Cluster
+from framework.plan.forecast import Forecast, MemoryForecast, NodeForecast
+from framework.plan.forecast_memory import describe_estimate, forecast_memory
+from framework.plan.memory import show_bytes
+from framework.plan.plan import Plan
+from framework.plan.settings import Settings, chosen_counts, planned_candidate
+from framework.plan.shape import ModelShape, make_shape
+from framework.plan.time import TimeModel
+from framework.recipe.clusters import find_cluster, refuse_crowded_nodes
+from framework.recipe.schema import Cluster as ClusterRecipe
+
+# Below this share of a device the verdict is in doubt.
+LITTLE = 0.05
+# scripts/bench/anchors.py, 24 rows of four systems on H100s and H800s: how far their throughput was from the forecast's.
+BY_DATA_SHEETS = (
+    "rates are of data sheets: 24 published throughputs were 14% off such a forecast in the median, at most 29%, nearly all"
+    " below it; `meshwright doctor --measure` on a node tells its own"
+)
+
+
+@dataclass(frozen=True)
+class PlanForecast:
+    """A plan with its forecasts. shape: of its model. costs: seconds of each stage's actions with one microbatch.
+    cautions: what of the recipe the step time does not have."""
+
+    plan: Plan
+    shape: ModelShape
+    cluster: Cluster
+    candidate: Candidate
+    forecast: Forecast
+    costs: Costs
+    cautions: tuple[str, ...] = ()
+
+
+def forecast_plan(plan: Plan) -> PlanForecast:
+    """On the recipe's cluster."""
+    refuse_crowded_nodes(plan.recipe)
+    cluster, cautions = Cluster.from_recipe(plan.recipe), []
+    shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
+    candidate = planned_candidate(_without_table(plan))
+    memory = forecast_memory(shape, candidate, settings, cluster, chosen_counts(plan))
+    if plan.recipe.memory.activation_checkpointing == "auto":
+        policies = Counter(policy for rank in plan.topology.ranks("pp", 0) for policy in plan.policies(rank).values())
+        candidate = replace(candidate, checkpointing=policies.most_common(1)[0][0])
+        if len(policies) > 1:
+            cautions.append(
+                f"the step time is that of activation checkpointing {candidate.checkpointing} for all layers"
+            )
+    times = TimeModel(shape, plan.recipe, cluster)
+    forecast, costs = Forecast(memory, times.forecast(candidate)), times.costs(candidate)
+    if plan.recipe.pipeline.table is not None:
+        cautions.append("memory and step time are those of pipeline.schedule=1f1b, not of pipeline.table")
+        costs = _scale(plan.pipeline.costs, costs)
+    cautions += [doubt for doubt in [describe_estimate(shape, candidate)] if doubt is not None]
+    cautions += _doubt_memory(shape, memory)
+    described, _ = find_cluster(plan.recipe)
+    cautions += _doubt_nodes(described, memory.node)
+    if cluster.device != "cpu" and described.measured.processor is None:
+        cautions.append(BY_DATA_SHEETS)
+    if cluster.is_assumed:
+        cautions.append(
+            f"the recipe names no machine: {cluster.name} is a guess. For GPUs cluster=h100_ib or another of"
+            " recipes/cluster; `meshwright doctor --measure` describes this machine"
+        )
+    return PlanForecast(plan, shape, cluster, candidate, forecast, costs, tuple(cautions))
+
+
+def _doubt_memory(shape: ModelShape, memory: MemoryForecast) -> list[str]:
+    """What a run may need beyond the forecast where little is to spare."""
+    if not 0 <= memory.spare < LITTLE * memory.limit:
+        return []
+    doubts = ["slack of the allocator and buffers of NCCL are assumptions"]
+    if shape.mixtures:
+        doubts.append("a router that sends some experts more tokens than others needs more")
+    return [f"less than {LITTLE:.0%} of the device is to spare: {'; '.join(doubts)}"]
+
+
+def _doubt_nodes(described: ClusterRecipe, node: NodeForecast) -> Iterator[str]:
+    """Cautions about a node's resources that the layout uses and the cluster's file does not state."""
+    if described.host_memory_gb is None and node.offloaded + node.copies:
+        there = show_bytes(node.there)
+        yield f"{described.name} does not say cluster.host_memory_gb: a node is taken to have {there}, as its devices have"
+    if node.disk and node.disk_limit is None:
+        yield f"files of states take {show_bytes(node.disk)} of a node's disks, whose room is unknown (cluster.node_disk_gb)"
+
+
+def _without_table(plan: Plan) -> Plan:
+    """The plan's recipe with a schedule that can be foretold in the place of the user's own."""
+    if plan.recipe.pipeline.table is None:
+        return plan
+    pipeline = replace(plan.recipe.pipeline, table=None, schedule="1f1b", virtual_stages=None)
+    return replace(plan, recipe=replace(plan.recipe, pipeline=pipeline))
+
+
+def _scale(flops: Costs, seconds: Costs) -> Costs:
+    """Seconds of stages of which only the FLOPs are known, as fast as others of the same model."""
+    forward, inputs, weight = (
+        [each * sum(own) / sum(counted) for each in counted]
+        for counted, own in (
+            (flops.forward, seconds.forward),
+            (flops.input, seconds.input),
+            (flops.weight, seconds.weight),
+        )
+    )
+    return Costs(forward, inputs, weight, seconds.message)

@@ -1,0 +1,316 @@
+"""Bytes of states: parameters, gradients, masters and moments, as buffers are planned, and what of them is gathered.
+
+Many places where states may lie are told at once, as arrays: a search asks them of each layout of the stages.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from framework.comm.communicator import Communicator
+from framework.mesh.axis import Axis
+from framework.mesh.topology import count_expert_shards
+from framework.parallel.tensor import ranks_per_kv_head
+from framework.parallel.zero.choose_homes import choose_homes
+from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.plan.candidate import Candidate
+from framework.plan.memory import (
+    KINDS,
+    UnitMemory,
+    bytes_held,
+    bytes_on_disk,
+    bytes_on_host,
+    count_gathered,
+    measure_unit,
+    measure_units,
+    total_on_device,
+    total_on_host,
+)
+from framework.plan.memory_parts import BACKWARD, FRAGMENTATION, Part, Pipelines
+from framework.plan.shape import RankUnit, StageUnits
+from framework.recipe.schema import Offload
+
+# Where states lie: the fields zero, shard and offload of a candidate.
+States = tuple[int, int, frozenset[str]]
+
+
+@dataclass(frozen=True, eq=False)
+class StateOptions:
+    """Places where the states of a layout may lie. Compared by identity, so that what is known of them is found at once."""
+
+    states: tuple[States, ...]
+
+
+class StateTable(NamedTuple):
+    """Bytes of each option. totals, moving: [options, ranks, phases], host: [options, ranks], as of `Part`; outside: not
+    torch's, of any rank. in_backward: [options], on the first rank of the pipeline, with the slack of what comes and goes."""
+
+    totals: np.ndarray
+    moving: np.ndarray
+    outside: int
+    in_backward: np.ndarray
+    host: np.ndarray
+
+
+class UnitOfOptions(NamedTuple):
+    """Bytes of one unit by option: for the whole run, what comes and goes with its full parameters and gradients, and on the
+    host."""
+
+    is_layer: bool
+    lasting: np.ndarray
+    unsharded: np.ndarray
+    unreduced: np.ndarray
+    host: np.ndarray
+
+
+def _sum_largest(sizes: Sequence[np.ndarray], most: int) -> np.ndarray:
+    """Of each option the sum of so many of the largest."""
+    if len(sizes) <= most:
+        return sum(sizes, np.zeros(1, dtype=np.int64))
+    return np.sort(np.stack(sizes), axis=0)[-most:].sum(axis=0)
+
+
+@dataclass(frozen=True, eq=False)
+class StateBytes:
+    """Those of one model and one recipe, each remembered by what it depends on."""
+
+    pipelines: Pipelines
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def of_ranks(self, each: Candidate) -> Sequence[Part]:
+        """Of each rank of the pipeline."""
+        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
+        # Which of dp and cp the batch's ranks are decides how many communicators there are.
+        zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload - {"activations"}
+        found: Sequence[Part] = self._remember(("states", layout, zero), lambda: self._states(each))
+        return found
+
+    def of_options(self, stages: Candidate, options: StateOptions) -> StateTable:
+        """Bytes of states in each of these places."""
+        layout = stages.pp, stages.schedule, stages.virtual, stages.context
+        degrees = stages.tp, stages.ep, stages.expert_tp, stages.sequence, stages.dp * stages.cp, stages.cp > 1
+        key = ("state table", layout, degrees, options)
+        found: StateTable = self._remember(key, lambda: self._make_table(stages, options))
+        return found
+
+    def _make_table(self, stages: Candidate, options: StateOptions) -> StateTable:
+        names = ("zero", "shard", "offload")
+        layouts = [stages.changed(dict(zip(names, each, strict=True))) for each in options.states]
+        if self._divides_units and not self._has_small_units(stages, layouts):
+            totals, moving, host = self._add_up_units(stages, options, layouts)
+        else:
+            parts = [self.of_ranks(each) for each in layouts]
+            totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
+            moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
+            host = np.array([[part.host for part in ranks] for ranks in parts], dtype=np.int64)
+        first = moving[:, 0, BACKWARD]
+        in_backward = totals[:, 0, BACKWARD] + (FRAGMENTATION * first).astype(np.int64)
+        return StateTable(totals, moving, self.pipelines.outside(stages), in_backward, host)
+
+    def _add_up_units(
+        self, stages: Candidate, options: StateOptions, layouts: Sequence[Candidate]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(totals, moving [options, ranks, phases], host [options, ranks])."""
+        places = self.pipelines.places(stages)
+        memo: dict[Any, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        ranks = []
+        for held in places.of_ranks:
+            units = [self.pipelines.shape.stage_units(stage, places.degrees) for stage in held]
+            key = tuple(map(id, units))
+            if key not in memo:
+                memo[key] = self._phases_of_options(units, options, layouts)
+            ranks.append(memo[key])
+        totals, moving, host = (np.stack(arrays, axis=1) for arrays in zip(*ranks, strict=True))
+        return totals, moving, host
+
+    @property
+    def _divides_units(self) -> bool:
+        """Whether all units of a kind have the same homes: none is offloaded in part, nothing lies on disks."""
+        offload = self.pipelines.settings.recipe.memory.offload
+        return offload.home == "host" and {offload.optimizer, offload.parameters} <= {0.0, 1.0}
+
+    def _has_small_units(self, stages: Candidate, layouts: Sequence[Candidate]) -> bool:
+        """Whether what comes and goes depends on all units: some may travel together, or all stay until the update."""
+        zero = self.pipelines.settings.recipe.zero
+        places = self.pipelines.places(stages)
+        found = [
+            self.pipelines.shape.stage_units(stage, places.degrees) for of_rank in places.of_ranks for stage in of_rank
+        ]
+
+        def is_so(each: Candidate) -> bool:
+            offload = self.pipelines.settings.offload(each)
+            small = [
+                count
+                for stage in {id(stage): stage for stage in found}.values()
+                for unit, count in stage.counted
+                if self._measure_unit(each, unit, stage.order, offload).may_share_messages
+            ]
+            return sum(small) > 1
+
+        return zero.keep_gathered or (zero.bucket_bytes > 0 and any(map(is_so, layouts)))
+
+    def _phases_of_options(
+        self, stages: Sequence[StageUnits], options: StateOptions, layouts: Sequence[Candidate]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(totals, moving [options, phases], host [options]) of a rank with such stages, as `_part_of_states` has them of one."""
+        counts: dict[tuple[int, tuple[str, ...]], int] = {}
+        found = {}
+        for stage in stages:
+            for unit, count in stage.counted:
+                key = id(unit), stage.order
+                counts[key] = counts.get(key, 0) + count
+                found[key] = self._unit_of_options(unit, stage.order, options, layouts)
+        lasting = sum(count * found[key].lasting for key, count in counts.items())
+        used = 1 + self.pipelines.settings.recipe.zero.prefetch_units
+        layers = [
+            found[key].unsharded
+            for key, count in counts.items()
+            for _ in range(min(count, used))
+            if found[key].is_layer
+        ]
+        ends = [each.unsharded for each in found.values() if not each.is_layer]
+        unreduced = [found[key].unreduced for key, count in counts.items() for _ in range(min(count, 3))]
+        parameters = _sum_largest(layers, used) + _sum_largest(ends, 1)
+        gradients = _sum_largest(unreduced, 3)
+        moving = np.stack(
+            np.broadcast_arrays(parameters, parameters, parameters + gradients, gradients, 0 * gradients), axis=1
+        )
+        host = np.asarray(sum(count * found[key].host for key, count in counts.items()))
+        return moving + np.asarray(lasting)[:, None], moving, host
+
+    def _unit_of_options(
+        self, unit: RankUnit, order: tuple[str, ...], options: StateOptions, layouts: Sequence[Candidate]
+    ) -> "UnitOfOptions":
+        first = layouts[0]
+        degrees = first.tp, first.ep, first.expert_tp, first.dp * first.cp
+
+        def measure() -> UnitOfOptions:
+            units = [self._measure_unit(each, unit, order, self.pipelines.settings.offload(each)) for each in layouts]
+            numbers = [
+                (sum(each.device.values()), each.unsharded, each.unreduced, self._host_bytes([(each, 1)]))
+                for each in units
+            ]
+            return UnitOfOptions(units[0].is_layer, *np.array(numbers, dtype=np.int64).T)
+
+        return self._remember(("unit of options", id(unit), order, degrees, options), measure)
+
+    def _states(self, each: Candidate) -> list[Part]:
+        places = self.pipelines.places(each)
+        memo: dict[Any, Part] = {}
+        parts = []
+        for stages in places.of_ranks:
+            units = [self.pipelines.shape.stage_units(stage, places.degrees) for stage in stages]
+            key = tuple(map(id, units))
+            if key not in memo:
+                memo[key] = self._part_of_states(each, units)
+            parts.append(memo[key])
+        return parts
+
+    def _part_of_states(self, each: Candidate, stages: Sequence[StageUnits]) -> Part:
+        device, gathered, host, disk = self._measure(each, stages)
+        lasting = {kind: device[kind] for kind in KINDS if kind != "gathered"}
+        parameters, gradients = gathered
+        by_phase = (parameters, parameters, parameters + gradients, gradients, 0)
+        phases = [{**lasting, "gathered": size} for size in by_phase]
+        return Part.of(phases, sum(lasting.values()), host, self.pipelines.outside(each), disk)
+
+    def _measure(
+        self, each: Candidate, stages: Sequence[StageUnits]
+    ) -> tuple[dict[str, int], tuple[int, int], int, int]:
+        """(bytes of the device by kind, gathered parameters and gradients, bytes of the host, of a file) of such stages."""
+        offload, names, moments = (
+            self.pipelines.settings.offload(each),
+            self.pipelines.settings.states,
+            self._moments_dtype,
+        )
+        fractions = {offload.optimizer, offload.parameters}
+        if fractions <= {0.0, 1.0} and offload.home == "host":
+            # All units of a kind then have the same homes.
+            units = [
+                (self._measure_unit(each, unit, stage.order, offload), count)
+                for stage in stages
+                for unit, count in stage.counted
+            ]
+            return total_on_device(units), count_gathered(units), self._host_bytes(units), 0
+        buffers = [buffer for stage in stages for buffer in choose_homes(self._buffers_in_order(each, stage), offload)]
+        units = measure_units(buffers, names, moments)
+        host = sum(bytes_on_host(buffers, names, moments, self._is_pinned).values())
+        return bytes_held(buffers, names, moments), count_gathered(units), host, bytes_on_disk(buffers, names)
+
+    @property
+    def _is_pinned(self) -> bool:
+        return self.pipelines.settings.device == "cuda"
+
+    def _host_bytes(self, units: Sequence[tuple[UnitMemory, int]]) -> int:
+        return sum(total_on_host(units, self._is_pinned).values())
+
+    def _measure_unit(self, each: Candidate, unit: RankUnit, order: tuple[str, ...], offload: Offload) -> UnitMemory:
+        zero, states = self._zero_key(each, unit), each.offload - {"activations"}
+
+        def measure() -> UnitMemory:
+            buffers = choose_homes(self._planned_buffers(each, unit, order), offload)
+            return measure_unit(buffers, self.pipelines.settings.states, self._moments_dtype)
+
+        return self._remember(("unit", id(unit), order, zero, states), measure)
+
+    def _planned_buffers(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> list[BufferPlan]:
+        """Before states have homes: planned once for all of these."""
+        key = ("buffers", id(unit), order, self._zero_key(each, unit))
+        return self._remember(key, partial(self._buffers, each, unit, order))
+
+    def _buffers_in_order(self, each: Candidate, stage: StageUnits) -> list[BufferPlan]:
+        """Of all units of a stage, under names of their own."""
+        return [
+            replace(buffer, unit=name)
+            for name, unit in stage.in_order
+            for buffer in self._planned_buffers(each, unit, stage.order)
+        ]
+
+    def _buffers(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> list[BufferPlan]:
+        axes = {name: Communicator(Axis(name, size, 0)) for name, size in self._sizes(each, unit).items()}
+        # The order of a buffer's groups is that of the whole stage.
+        groups = {f"group {number}": group for number, group in enumerate(order)} | dict(unit.local.groups)
+        local = replace(unit.local, groups=groups)
+        return local.plan_buffers(
+            [unit.unit], self.pipelines.settings.master, lifetimes_of(self.pipelines.settings.zero(each)), axes
+        )
+
+    def _zero_key(self, each: Candidate, unit: RankUnit) -> tuple[Any, ...]:
+        return each.zero, *self._sizes(each, unit).values()
+
+    def _sizes(self, each: Candidate, unit: RankUnit) -> dict[str, int]:
+        """Of the axes that the unit's buffers may name."""
+        batch, is_mixture = each.dp * each.cp, unit.has_experts
+        sizes = {
+            "tp": each.tp,
+            # A config of transformers' takes long to read.
+            "kv": self._remember(("kv", each.tp), lambda: ranks_per_kv_head(self.pipelines.shape.config, each.tp)),
+            "ep": each.ep,
+            "embedding": 2,
+            "shard": each.shard,
+            "replica": batch // each.shard,
+            "expert_shard": 1,
+            "expert_replica": 1,
+        }
+        if is_mixture:
+            copies = batch * each.tp // (each.expert_tp * each.ep)
+            shard = self._expert_shard(each) if each.zero else 1
+            sizes |= {"expert_shard": shard, "expert_replica": copies // shard}
+        return sizes
+
+    def _expert_shard(self, each: Candidate) -> int:
+        degrees = each.shard, each.tp, each.ep, each.expert_tp, each.dp * each.cp
+        return self._remember(("expert shard", degrees), lambda: count_expert_shards(*degrees))
+
+    @property
+    def _moments_dtype(self) -> Any:
+        return self.pipelines.settings.recipe.precision.moments
+
+    def _remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]

@@ -1,0 +1,470 @@
+"""Operators: what a layer, the embedding and the head compute, and how long that takes on one rank for one microbatch.
+
+A layer is read off the model on meta: its linear layers with their roles under tensor parallelism, its attention, its stacked
+experts, its norms. What it multiplies beyond these (a convolution, a state-space scan) is counted by the FLOPs of its unit and
+told as one matmul: `estimated` is the share of the layer's FLOPs that is so.
+
+    forward            Y = X W^T, attention, elementwise
+    input gradient     dX = dY W, attention's backward, elementwise backward
+    weight gradient    dW += dY^T X
+
+T tokens of a rank and microbatch with all of tp inside of attention and mlp; T' of them outside (T/tp with sequence
+parallelism); R rows in a rank's experts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from framework.model.experts import count_experts, find_experts
+from framework.model.flops import experts_per_token, flops_per_token, unit_flops
+from framework.model.units import Unit
+from framework.parallel.tensor.rules import FAMILIES, ROLES
+from framework.plan.candidate import Candidate
+from framework.plan.cluster import Cluster
+from framework.plan.context import AttentionShape, attention_shapes
+from framework.plan.profile import Kernels, Profile
+
+# Below this share of a layer's FLOPs what is told by FLOPs alone (a router) is not worth a word.
+NEGLIGIBLE = 0.02
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Y = X W^T of every token. name: its module's, inside the layer. split: the dim that tp divides, `columns`, `rows` or "" for
+    none. parts: into so many parts at the most, key-value heads; 0: into any number. is_shared: of shared experts."""
+
+    name: str
+    inner: int
+    columns: int
+    split: str = ""
+    parts: int = 0
+    is_shared: bool = False
+
+    def of_rank(self, tp: int) -> tuple[int, int]:
+        """(inner, columns) of a rank's part."""
+        divisor = min(tp, self.parts) if self.parts else tp
+        if self.split == "columns":
+            return self.inner, -(-self.columns // divisor)
+        return (-(-self.inner // divisor) if self.split == "rows" else self.inner), self.columns
+
+    @property
+    def numel(self) -> int:
+        """Weights."""
+        return self.inner * self.columns
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture. inner: features inside an expert. Shared experts, which every token meets, are among the layer's linear
+    layers."""
+
+    count: int
+    top_k: int
+    inner: int
+    has_gate: bool
+
+
+@dataclass(frozen=True)
+class LayerOperators:
+    """A decoder layer. attention: of one rank of tp=1. norms: over hidden states. rotated: features of queries and keys that rope
+    turns. activated: features between the mlp's matmuls. flops: of a token's forward, by `model.flops`; known: of its
+    operators."""
+
+    hidden: int
+    linears: tuple[Linear, ...]
+    attention: AttentionShape | None
+    experts: Experts | None
+    norms: int
+    rotated: int
+    activated: int
+    flops: float
+    known: float
+
+    @property
+    def estimated(self) -> float:
+        """Share of the FLOPs that is told without shapes."""
+        rest = (self.flops - self.known) / self.flops if self.flops else 0.0
+        return rest if rest > NEGLIGIBLE else 0.0
+
+
+@dataclass(frozen=True)
+class ModelOperators:
+    """layers: of each, in order; equal layers are one object. head_flops: of a token in the head's forward. flops_per_token:
+    forward and backward, of all. vocabulary: rows of the head."""
+
+    layers: tuple[LayerOperators, ...]
+    hidden: int
+    vocabulary: int
+    head_flops: float
+    flops_per_token: float
+    context: int
+
+    @property
+    def estimated(self) -> float:
+        """Share of the layers' FLOPs that is told without shapes."""
+        total = sum(each.flops for each in self.layers)
+        return sum(each.estimated * each.flops for each in self.layers) / total if total else 0.0
+
+
+def read_operators(model: PreTrainedModel, units: Sequence[Unit], context: int) -> ModelOperators:
+    """The operators of a model on meta. context: tokens of a sequence."""
+    config = model.config.get_text_config()
+    flops = unit_flops(model, units, context)
+    shapes = attention_shapes(config, 1, context)
+    roles = _roles(config)
+    seen: dict[LayerOperators, LayerOperators] = {}
+    layers = []
+    for number, unit in enumerate(each for each in units if each.is_layer):
+        shape = shapes[number] if number < len(shapes) else None
+        layer = _read_layer(model.get_submodule(unit.root), config, roles, shape, flops[unit.name])
+        layers.append(seen.setdefault(layer, layer))
+    head = model.get_output_embeddings()
+    return ModelOperators(
+        tuple(layers),
+        config.hidden_size,
+        config.vocab_size if head is None else head.weight.shape[0],
+        flops.get("head", 0.0),
+        flops_per_token(model, context),
+        context,
+    )
+
+
+def _roles(config: PretrainedConfig) -> Mapping[str, str]:
+    """The kind of each linear layer by the last part of its name: column, row or replicated."""
+    own = {
+        name: role if isinstance(role, str) else role(config)
+        for name, role in FAMILIES.get(config.model_type, {}).items()
+    }
+    return {**ROLES, **own}
+
+
+def _read_layer(
+    layer: nn.Module, config: PretrainedConfig, roles: Mapping[str, str], attention: AttentionShape | None, flops: float
+) -> LayerOperators:
+    hidden, mixture = config.hidden_size, _read_experts(layer, config)
+    linears = tuple(_find_linears(layer, roles, hidden, attention))
+    known = sum(2.0 * each.numel for each in linears)
+    if attention is not None:
+        known += 2.0 * attention.heads * (attention.key_dim + attention.value_dim) * attention.reach
+    if mixture is not None:
+        known += 2.0 * mixture.top_k * (3 if mixture.has_gate else 2) * hidden * mixture.inner
+    norms = sum("Norm" in type(each).__name__ and _width(each) == hidden for each in layer.modules())
+    inner = [each.inner for each in linears if each.split == "rows"]
+    # The first row layer is attention's output; what the others read has been activated.
+    has_rope = hasattr(config, "rope_parameters") and attention is not None
+    rotated = (attention.heads + attention.kv_heads) * attention.key_dim if has_rope and attention is not None else 0
+    return LayerOperators(
+        hidden,
+        linears,
+        attention,
+        mixture,
+        norms,
+        rotated,
+        sum(inner[1 if attention is not None else 0 :]),
+        flops,
+        known,
+    )
+
+
+def _width(norm: nn.Module) -> int:
+    weight = getattr(norm, "weight", None)
+    return 0 if weight is None else weight.numel()
+
+
+def _find_linears(
+    layer: nn.Module, roles: Mapping[str, str], hidden: int, attention: AttentionShape | None
+) -> Iterator[Linear]:
+    for path, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        is_conv1d = type(module).__name__ == "Conv1D"
+        if weight is None or weight.ndim != 2 or not (isinstance(module, nn.Linear) or is_conv1d):
+            continue
+        inner, columns = weight.shape if is_conv1d else reversed(weight.shape)
+        name = path.rpartition(".")[2]
+        guess = "column" if inner == hidden else "row" if columns == hidden else "replicated"
+        kind, _, arrangement = roles.get(name, guess).partition(":")
+        split = {"column": "columns", "row": "rows"}.get(kind, "")
+        parts = attention.kv_heads if arrangement == "kv_heads" and attention is not None else 0
+        yield Linear(path, int(inner), int(columns), split, parts, "shared" in path)
+
+
+def _read_experts(layer: nn.Module, config: PretrainedConfig) -> Experts | None:
+    top_k = experts_per_token(config)
+    found = next(find_experts(layer), None)
+    if found is None or top_k is None:
+        return None
+    _, experts, form = found
+    last = experts.get_parameter(form.last).shape
+    inner = last[1] if form.is_transposed or form.is_expert_major else last[2]
+    return Experts(count_experts(experts), top_k, int(inner), form.has_gate)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a rank, by kind. head: among `matmuls`."""
+
+    matmuls: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of all kinds."""
+        return self.matmuls + self.attention + self.elementwise
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.matmuls + other.matmuls, self.attention + other.attention, self.elementwise + other.elementwise
+        )
+
+    def times(self, factor: float) -> "Work":
+        """So often."""
+        return Work(self.matmuls * factor, self.attention * factor, self.elementwise * factor)
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """A unit's seconds for one microbatch on a rank. again: what activation checkpointing computes once more in backward.
+
+    What hides messages. column: weight gradients of column layers; column_forward, row_forward: those layers' matmuls in forward,
+    and the row layers'; inside: experts' matmuls in forward; shared: those of shared experts."""
+
+    forward: Work
+    input: Work
+    weight: Work
+    again: Work
+    column: float = 0.0
+    column_forward: float = 0.0
+    row_forward: float = 0.0
+    inside: float = 0.0
+    shared: float = 0.0
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward.total + self.backward
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the whole backward."""
+        return self.input.total + self.weight.total + self.again.total
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How long kernels take: of a cluster, by a profile. dtype: of the matmuls; itemsize: of an activation."""
+
+    cluster: Cluster
+    profile: Profile
+    dtype: str
+    itemsize: int
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s over which MFU is counted: of bf16, or of a wider compute dtype."""
+        rates = self.cluster.peak_flops
+        return rates["bf16" if self.itemsize == 2 and "bf16" in rates else self.dtype]
+
+    def matmul(self, rows: float, inner: int, columns: int, narrow: bool = True) -> float:
+        """Seconds of [rows, inner] times [inner, columns]. narrow: in fp8 where the recipe says so, with the casts of both
+        factors; else in bf16 then."""
+        if rows <= 0:
+            return 0.0
+        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        seconds = self.cluster.matmul_seconds(max(1, round(rows)), inner, columns, dtype) / self.profile.matmul
+        casts = self.elementwise(inner * (rows + columns), self.profile.cast) if dtype == "fp8" else 0.0
+        return seconds + casts
+
+    def gradient(self, rows: float, inner: int, columns: int, added_bytes: float, narrow: bool) -> float:
+        """Seconds of the weight gradient of so many tokens, which moves `added_bytes` to be added. narrow: as of `matmul`."""
+        if rows <= 0:
+            return 0.0
+        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        seconds = self.cluster.gradient_seconds(max(1, round(rows)), inner, columns, added_bytes, dtype)
+        casts = self.elementwise(rows * (inner + columns), self.profile.cast) if dtype == "fp8" else 0.0
+        return seconds / self.profile.matmul + casts
+
+    def attention(self, flops: float, shape: tuple[int, int], *, backward: bool = False) -> float:
+        """Seconds of so many FLOPs in an attention's kernel. shape: tokens of a sequence, features of a head."""
+        dtype = "bf16" if self.dtype == "fp8" else self.dtype
+        seconds = self.cluster.attention_seconds(flops, dtype, backward=backward, shape=shape)
+        return seconds / self.profile.attention
+
+    def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
+        """Seconds of an operation's kernels over so many elements, which move equally much each. times: backward's bytes over
+        forward's."""
+        launches = kernels.launches * times
+        return launches * self.cluster.memory_seconds(elements * kernels.bytes(self.itemsize) * times / launches)
+
+    def moved(self, num_bytes: float) -> float:
+        """Seconds of one pass that reads and writes so many bytes in all."""
+        return self.cluster.memory_seconds(num_bytes)
+
+
+class LayerTimes:
+    """Seconds of units of one model on one cluster by one profile. They are remembered by the numbers of a candidate that they
+    depend on, because a search asks for the same layer in thousands of layouts."""
+
+    def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str]):
+        self.operators, self.rates, self.kept = operators, rates, kept
+        self._layers: dict[tuple[object, ...], UnitWork] = {}
+
+    def layer(self, layer: LayerOperators, candidate: Candidate) -> UnitWork:
+        """Of one layer. What sqrt computes beside the layer itself is not in it: see `again_of_groups`."""
+        c = candidate
+        # Of sequences and cp only what attention reads: how many sequences' work a rank has.
+        sizes = (c.tokens, c.sequences / c.cp, c.cp // c.ulysses, c.tp, c.sequence, c.ep, c.expert_tp)
+        key = (id(layer), *sizes, c.checkpointing, c.accumulation > 1)
+        if key not in self._layers:
+            self._layers[key] = self._measure_layer(layer, c)
+        return self._layers[key]
+
+    def _measure_layer(self, layer: LayerOperators, c: Candidate) -> UnitWork:
+        rates, profile, tokens = self.rates, self.rates.profile, c.tokens
+        outside = tokens / c.tp if c.sequence else tokens
+        matmuls = {each.name: rates.matmul(tokens, *each.of_rank(c.tp)) for each in layer.linears}
+        gradients = {
+            each.name: self._weight_gradient(tokens, *each.of_rank(c.tp), c.accumulation > 1) for each in layer.linears
+        }
+        attention = self._attention_flops(layer, c)
+        # A ring's kernels see its blocks alone.
+        ring = c.cp // c.ulysses
+        shape = max(1, self.operators.context // ring), layer.attention.key_dim if layer.attention is not None else 1
+        experts, expert_gradient, routed = self._experts(layer, c)
+        rest = layer.estimated * layer.flops * tokens / c.tp
+        if rest:
+            # A square matmul of as many FLOPs: nobody knows its shape.
+            side = round((rest / 2) ** (1 / 3)) or 1
+            matmuls[""] = gradients[""] = rates.matmul(side, side, side)
+        spent = rates.attention(attention, shape) if attention else 0.0
+        elementwise = partial(self._elementwise, layer, c, outside)
+        host_s = profile.layer_calls * rates.cluster.overhead_s
+        forward = Work(sum(matmuls.values()) + experts, spent, elementwise(1.0) + routed + host_s)
+        backward_s = rates.attention(profile.attention_backward * attention, shape, backward=True) if attention else 0.0
+        passes = profile.backward_passes
+        inputs = Work(forward.matmuls, backward_s, elementwise(passes) + routed * passes + 2 * host_s)
+        weights = Work(sum(gradients.values()) + expert_gradient)
+        columns = [each.name for each in layer.linears if each.split == "columns"]
+        return UnitWork(
+            forward,
+            inputs,
+            weights,
+            self._again(layer, forward, matmuls, experts, c.checkpointing),
+            column=sum(map(gradients.__getitem__, columns)),
+            column_forward=sum(map(matmuls.__getitem__, columns)),
+            row_forward=sum(matmuls[each.name] for each in layer.linears if each.split == "rows"),
+            inside=experts,
+            shared=sum(matmuls[each.name] for each in layer.linears if each.is_shared),
+        )
+
+    def _weight_gradient(self, rows: float, inner: int, columns: int, adds: bool, narrow: bool = True) -> float:
+        # The first of several microbatches only writes as well; that it is one of many is not worth another layer to remember.
+        added = inner * columns * self.rates.profile.gradient_bytes * (1.0 if adds else 0.5)
+        return self.rates.gradient(rows, inner, columns, added, narrow)
+
+    def _attention_flops(self, layer: LayerOperators, c: Candidate) -> float:
+        """Of a rank's attention in forward."""
+        shape = layer.attention
+        if shape is None:
+            return 0.0
+        context = self.operators.context
+        pairs = shape.pairs(context) if self.rates.profile.attends_half else min(shape.reach, context) * context
+        heads = -(-shape.heads // c.tp)
+        return c.sequences / c.cp * (2.0 * pairs * heads * (shape.key_dim + shape.value_dim))
+
+    def _experts(self, layer: LayerOperators, c: Candidate) -> tuple[float, float, float]:
+        """Seconds of (experts' matmuls in forward, their weight gradients, sorting rows) with equally many tokens for each
+        expert."""
+        mixture, rates = layer.experts, self.rates
+        if mixture is None:
+            return 0.0, 0.0, 0.0
+        rows = self.rows(layer, c)
+        local, inner = max(1, mixture.count // c.ep), -(-mixture.inner // c.expert_tp)
+        first = inner * (2 if mixture.has_gate else 1)
+        each, adds, narrow = rows / local, c.accumulation > 1, rates.profile.narrows_experts
+        sizes = (layer.hidden, first), (inner, layer.hidden)
+        forward = local * sum(rates.matmul(each, *size, narrow) for size in sizes)
+        weight = local * sum(self._weight_gradient(each, *size, adds, narrow) for size in sizes)
+        activated = rates.elementwise(rows * inner, rates.profile.activation)
+        # Spread to rows, sorted on arrival, sorted back, summed by token: each reads and writes all rows.
+        sorted_s = 4 * rates.moved(2 * rows * layer.hidden * rates.itemsize)
+        # One launch for all experts of a rank: kernels are grouped.
+        launches = 2 * (local - 1) * rates.cluster.overhead_s
+        return forward - launches, weight - launches, activated + sorted_s
+
+    def rows(self, layer: LayerOperators, c: Candidate) -> float:
+        """Rows in a rank's experts, and that it sends: each token's top-k, of all tokens where tp slices experts."""
+        assert layer.experts is not None, "no mixture"
+        return c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)
+
+    def _elementwise(self, layer: LayerOperators, c: Candidate, outside: float, times: float) -> float:
+        rates, profile, tokens = self.rates, self.rates.profile, c.tokens
+        hidden = outside * layer.hidden
+        total = layer.norms * rates.elementwise(hidden, profile.norm, times)
+        total += 2 * rates.elementwise(hidden, profile.residual, times)
+        ring = c.cp // c.ulysses
+        if ring > 1 and layer.attention is not None:
+            # Each block but a chunk's first is merged: half of the queries meet one of the rank's own, and one of each other's.
+            merged = tokens / 2 * layer.attention.heads * layer.attention.value_dim / c.tp
+            total += ring * rates.elementwise(merged, profile.merge, times)
+        if layer.rotated:
+            total += rates.elementwise(tokens * layer.rotated / c.tp, profile.rope, times)
+        if layer.activated:
+            total += rates.elementwise(tokens * layer.activated / c.tp, profile.activation, times)
+        return total
+
+    def _again(
+        self, layer: LayerOperators, forward: Work, matmuls: Mapping[str, float], experts: float, policy: str
+    ) -> Work:
+        """What a checkpointed layer computes once more: its forward but for the last matmul, whose output backward does not read;
+        with selective, without the operations that are kept."""
+        if policy == "none":
+            return Work()
+        kept = self.kept if policy == "selective" else frozenset()
+        last = layer.linears[-1].name if layer.linears and layer.experts is None else ""
+        spared = sum(
+            seconds for name, seconds in matmuls.items() if name and (name.rpartition(".")[2] in kept or name == last)
+        )
+        spared += experts if "experts" in kept else 0.0
+        attention = 0.0 if "attention" in kept else forward.attention
+        host_s = self.rates.profile.again_calls * self.rates.cluster.overhead_s
+        return Work(max(forward.matmuls - spared, 0.0), attention, forward.elementwise + host_s)
+
+    def embedding(self, candidate: Candidate) -> UnitWork:
+        """Looking rows up, and adding their gradients."""
+        outside = candidate.tokens / candidate.tp if candidate.sequence else candidate.tokens
+        num_bytes = outside * self.operators.hidden * self.rates.itemsize
+        return UnitWork(
+            Work(elementwise=self.rates.moved(2 * num_bytes)),
+            Work(),
+            Work(elementwise=self.rates.moved(3 * num_bytes)),
+            Work(),
+        )
+
+    def head(self, candidate: Candidate, chunks_loss: bool) -> UnitWork:
+        """The last norm, the output embedding and the loss; in chunks both are computed again in backward."""
+        rates, profile, c, hidden = self.rates, self.rates.profile, candidate, self.operators.hidden
+        columns = -(-self.operators.vocabulary // c.tp)
+        key = ("head", c.tokens, c.tp, c.sequence, c.accumulation > 1, chunks_loss)
+        if key in self._layers:
+            return self._layers[key]
+        outside = c.tokens / c.tp if c.sequence else c.tokens
+        norm = rates.elementwise(outside * hidden, profile.norm)
+        loss = max(
+            rates.elementwise(c.tokens * columns, profile.loss), rates.cluster.softmax_seconds(c.tokens * columns)
+        )
+        multiplied = rates.matmul(c.tokens, hidden, columns, narrow=False)
+        again = Work(multiplied, 0.0, loss) if chunks_loss else Work()
+        gradient = self._weight_gradient(c.tokens, hidden, columns, c.accumulation > 1, narrow=False)
+        self._layers[key] = UnitWork(
+            Work(multiplied, 0.0, norm + loss),
+            Work(multiplied, 0.0, profile.backward_passes * norm + loss),
+            Work(gradient),
+            again,
+            gradient,
+        )
+        return self._layers[key]

@@ -1,0 +1,137 @@
+"""One file that a browser shows without a server: charts, their rows, what draws them, and sliders over the layouts of a search.
+
+Vega, Vega-Lite and vega-embed stand in it as text (0.9 MB), so nothing is loaded from elsewhere; the file's own policy has the
+browser refuse it. Names from recipes are escaped: jinja escapes what it writes, and rows hold no `<`.
+"""
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from framework.errors import RecipeError
+from framework.plan.page_rows import Rows
+
+MOST_BYTES = 2_000_000
+# By which a file is known for one of ours, within its first bytes: those of page.html, and a picture's chunk of text.
+HTML_MARK = b'<meta name="generator" content="meshwright">'
+PNG_MARK = b"tEXtSoftware\0meshwright"
+MARKED_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Section:
+    """A chart with a heading and a sentence. id: of its chart."""
+
+    id: str
+    title: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words under a heading."""
+
+    title: str
+    words: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a page says.
+
+    verdict: in a line, red where is_over; changes: what would make it fit. facts: name and value. rows: of the charts, by name;
+    charts: their specifications, by the id of their place. layouts: of a search, with what sliders choose among, else None.
+    """
+
+    title: str
+    verdict: str
+    is_over: bool
+    facts: tuple[tuple[str, str], ...]
+    sections: tuple[Section, ...]
+    charts: dict[str, dict[str, Any]]
+    rows: Rows
+    footer: str
+    changes: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    layouts: dict[str, Any] | None = None
+    layouts_words: str = ""
+
+    @property
+    def has_layouts(self) -> bool:
+        """Whether it is of a search."""
+        return self.layouts is not None
+
+
+def write_html(path: Path, page: Page) -> None:
+    """Write the page to a file."""
+    path.write_text(render_html(page), encoding="utf-8")
+
+
+def render_html(page: Page) -> str:
+    """The text of the file."""
+    import jinja2
+    import vl_convert
+
+    from framework.plan.page_charts import VEGA_LITE
+
+    data = {"charts": page.charts, "rows": page.rows, "layouts": page.layouts}
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_asset("page.html"))
+    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VEGA_LITE)
+    return template.render(
+        page=page, data=escape_json(data), library=library, style=_asset("page.css"), script=_asset("page.js")
+    )
+
+
+def escape_json(value: Any) -> str:
+    """JSON that no HTML parser takes for markup, whatever names are in it."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def require_pages(html: Path | None, png: Path | None, overwrite: bool = False) -> None:
+    """Raises RecipeError where one of the files that are wanted cannot be written, before anything is computed, or something
+    else than a page of ours would be lost. overwrite: it may be."""
+    for path, option, ending, mark in ((html, "--html", ".html", HTML_MARK), (png, "--png", ".png", PNG_MARK)):
+        if path is not None:
+            require_page(path, option, ending)
+            if not overwrite and path.exists() and not _has_mark(path, mark):
+                raise RecipeError(
+                    f"{option} {path}: is there and was not written by plan or search: choose another name, or --overwrite"
+                )
+
+
+def _has_mark(path: Path, mark: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return mark in file.read(MARKED_BYTES)
+    except OSError as error:  # a folder, or a file that is not ours to read
+        raise RecipeError(f"{path}: {error.strerror}") from error
+
+
+def require_page(path: Path, option: str, ending: str) -> None:
+    """Raises RecipeError where a library is missing, the name ends otherwise, or there is no such folder."""
+    missing = [
+        name for name, module in (("altair", "altair"), ("vl-convert-python", "vl_convert")) if not _is_there(module)
+    ]
+    if missing:
+        raise RecipeError(
+            f"{option} draws with {' and '.join(missing)}, which is not installed: pip install 'meshwright[page]'"
+        )
+    if path.suffix.lower() != ending:
+        raise RecipeError(f"{option} {path}: end the name in {ending}")
+    if not path.parent.is_dir():
+        raise RecipeError(f"{option} {path}: there is no folder {path.parent}, make it first")
+
+
+def _is_there(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,249 @@
+"""The page of a search: layouts as points and rows, sliders that pick among those that were forecast, and what was rejected."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from framework.errors import MeshwrightError
+from framework.plan.candidate import Candidate
+from framework.plan.find import Question, search
+from framework.plan.forecast import Forecast
+from framework.plan.memory import show_bytes
+from framework.plan.page_charts import layouts_charts
+from framework.plan.page_html import Page, Table
+from framework.plan.page_rows import GIB, OUTSIDE, SLACK, Rows, all_kinds, show_seconds
+from framework.plan.rejections import Rejection, collect_constraints, describe, group_rejections
+from framework.plan.relief import set_key
+from framework.plan.search import Search, SearchResult
+from framework.recipe.schema import Recipe
+
+# Of rows that a page holds; Vega takes 0.9 MB of the 2 that a page may have.
+MOST_ROW_BYTES = 900_000
+MOST_REASONS = 60
+# Of a search for a page: layouts that are ranked, and those of too much memory that are shown beside them.
+MOST_RANKED = 400
+MOST_OVER = 200
+# What sliders choose by: field of a row, its name for readers.
+CHOICES = (
+    ("gpus", "GPUs"),
+    ("dp", "dp"),
+    ("tp", "tp"),
+    ("pp", "pp"),
+    ("cp", "cp"),
+    ("ep", "ep"),
+    ("zero", "ZeRO stage"),
+    ("microbatch", "sequences of a microbatch"),
+)
+# Columns of the table: field, title, is it text, is it said of the picked layout.
+COLUMNS = (
+    ("number", "#", False, False),
+    ("gpus", "GPUs", False, False),
+    ("layout", "layout", True, False),
+    ("step", "step", False, True),
+    ("speed", "tokens/s a GPU", False, True),
+    ("mfu", "MFU", False, True),
+    ("memory_words", "memory", False, True),
+    ("verdict", "", False, True),
+    ("hours", "hours", False, True),
+    ("cost", "cost", False, True),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout with what is foretold of it."""
+
+    candidate: Candidate
+    forecast: Forecast
+
+    @property
+    def missing(self) -> int:
+        """Bytes that do not fit."""
+        return max(0, -self.forecast.memory.spare)
+
+    @property
+    def choice(self) -> tuple[int, ...]:
+        """What sliders say of it."""
+        c = self.candidate
+        return (c.world, c.dp, c.tp, c.pp, c.cp, c.ep, c.zero, c.sequences)
+
+
+def explore(question: Question) -> tuple[list[SearchResult], list[Layout]]:
+    """(the search, wider than its table shows, and those on half and twice as many ranks where these are legal; layouts that do
+    not fit, the nearest first)."""
+    wide = replace(question, best=MOST_RANKED)
+    results = [search(wide)]
+    for recipe in _resize(question.recipe):
+        with suppress(MeshwrightError):  # its batch or its degrees do not divide so many ranks
+            results.append(search(replace(wide, recipe=recipe)))
+    space, engine = results[0].space, results[0].engine
+    near = sorted((each for each in results[0].rejections if each.kind == "memory"), key=lambda each: each.missing)
+    asked = Search(space, collect_constraints(space, engine.shape), engine)
+    found = dict.fromkeys(asked.choose_layout(each) for each in near[:MOST_OVER])
+    over = [Layout(c, Forecast(engine.memory(c), engine.time(c))) for c in found if c is not None]
+    return results, sorted(over, key=lambda each: each.missing)
+
+
+def _resize(recipe: Recipe) -> Iterator[Recipe]:
+    launch = recipe.launch
+    for name, size in (("nodes", launch.nodes), ("ranks", launch.ranks)):
+        if isinstance(size, int):
+            for other in ([size // 2] if size % 2 == 0 else []) + [2 * size]:
+                yield set_key(recipe, f"launch.{name}", other)
+            return
+
+
+def make_search_page(results: Sequence[SearchResult], over: Sequence[Layout] = ()) -> Page:
+    """Of searches on one or several numbers of GPUs, the wanted one first. over: layouts that do not fit, nearest first.
+
+    Layouts are numbered in the order of the first search's ranking. Where they are too many for a page it has the best of each
+    setting of the sliders, then the best of all."""
+    found = [Layout(each.candidate, each.forecast) for result in results for each in (*result.ranked, *result.others)]
+    ordered = sorted(found, key=lambda each: each.forecast.time.step_s)
+    fields, values = choose_rows([*ordered, *over])
+    best = results[0].ranked[0] if results[0].ranked else None
+    names = _names([*ordered, *over])
+    return Page(
+        title=_title(results[0]),
+        verdict=_verdict(results[0]),
+        is_over=best is None,
+        facts=tuple(_list_facts(results[0])),
+        sections=(),
+        charts={name: chart.to_dict() for name, chart in layouts_charts(names["kinds"]).items()},
+        rows=_empty_rows(),
+        footer=f"meshwright search; machine {results[0].engine.cluster.name}. All numbers are foretold, none is measured.",
+        tables=(_reject(results[0].rejections),),
+        layouts={
+            "fields": fields,
+            "values": values,
+            "wanted": results[0].space.world,
+            "choices": list(_list_choices(fields, values)),
+            "columns": [dict(zip(("key", "name", "isText", "isFact"), each, strict=True)) for each in COLUMNS],
+            **names,
+        },
+        layouts_words=_describe_shown(results, len(values), len(found) + len(over)),
+    )
+
+
+def choose_rows(layouts: Sequence[Layout], most_bytes: int = MOST_ROW_BYTES) -> tuple[list[str], list[list[Any]]]:
+    """(fields, values of each layout) of as many as a page holds, in the given order."""
+    firsts: dict[tuple[int, ...], int] = {}
+    for number, each in enumerate(layouts):
+        firsts.setdefault(each.choice, number)
+    chosen = set(firsts.values())
+    order = [*firsts.values(), *(number for number in range(len(layouts)) if number not in chosen)]
+    names, room = _names(layouts), most_bytes
+    fields: list[str] = []
+    kept: dict[int, list[Any]] = {}
+    for number in order:
+        row = _row(number + 1, layouts[number], names)
+        room -= len(json.dumps(list(row.values())))
+        if room < 0:
+            break
+        fields, kept[number] = list(row), list(row.values())
+    return fields, [kept[number] for number in sorted(kept)]
+
+
+def _names(layouts: Iterable[Layout]) -> Mapping[str, list[str]]:
+    """Kinds of bytes and parts of a step that any of them has, in the order of the numbers in its row."""
+    kinds: dict[str, None] = {}
+    parts: dict[str, None] = {}
+    for each in layouts:
+        fullest = each.forecast.memory.fullest
+        kinds |= dict.fromkeys(kind for kind, size in fullest.held.items() if size)
+        parts |= dict.fromkeys(part for part, seconds in each.forecast.time.parts.items() if seconds)
+    return {"kinds": [*kinds, OUTSIDE, SLACK], "parts": list(parts)}
+
+
+def _row(number: int, layout: Layout, names: Mapping[str, list[str]]) -> dict[str, Any]:
+    c, memory, time = layout.candidate, layout.forecast.memory, layout.forecast.time
+    fullest = memory.fullest
+    held = all_kinds(fullest.held, fullest)
+    over = f"{layout.missing / GIB:,.1f} GiB over"
+    return {
+        "number": number,
+        **dict(zip((key for key, _ in CHOICES), layout.choice, strict=True)),
+        "layout": describe(c),
+        "step_s": _round(time.step_s),
+        "gb": _round(fullest.reserved / GIB),
+        "limit": _round(memory.limit / GIB),
+        "over": _round(layout.missing / GIB),
+        "over_words": over if layout.missing else "",
+        "step": show_seconds(time.step_s),
+        "speed": f"{time.tokens_per_s_and_rank:,.0f}",
+        "mfu": f"{time.mfu:.1%}",
+        "memory_words": show_bytes(fullest.reserved),
+        "verdict": over if layout.missing else f"{memory.spare / GIB:,.1f} GiB to spare",
+        "hours": f"{time.hours:,.1f}",
+        "cost": f"${time.cost:,.0f}" if time.cost else "-",
+        "memory": [_round(held.get(kind, 0) / GIB) for kind in names["kinds"]],
+        "parts": [_round(time.parts.get(part, 0.0)) for part in names["parts"]],
+    }
+
+
+def _round(number: float) -> float:
+    """Five digits: what a chart shows, and a third of the characters."""
+    return float(f"{number:.5g}")
+
+
+def _list_choices(fields: Sequence[str], values: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Of each slider the values that layouts have."""
+    for key, name in CHOICES:
+        at = fields.index(key) if fields else 0
+        yield {"key": key, "name": name, "values": sorted({row[at] for row in values})}
+
+
+def _empty_rows() -> Rows:
+    """Rows that the page fills in as the reader chooses."""
+    return {name: [] for name in ("layouts", "picked", "memory", "totals", "parts")}
+
+
+def _title(result: SearchResult) -> str:
+    shape, engine = result.engine.shape, result.engine
+    batch = f"{result.space.sequences_per_step:,} sequences of {result.space.base.batch.context:,} tokens a step"
+    return f"{shape.config.model_type}, {shape.size.total:,} parameters; {batch}; {result.space.world} x {engine.cluster.name}"
+
+
+def _verdict(result: SearchResult) -> str:
+    if not result.ranked:
+        return f"none of {result.num_layouts:,} layouts fits on {result.space.world} GPUs"
+    best = result.ranked[0]
+    return f"best by {result.by}: {describe(best.candidate)}, {show_seconds(best.step_s)} a step"
+
+
+def _list_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
+    yield "layouts", f"{result.num_layouts:,}"
+    yield "forecast", f"{result.num_forecast:,}"
+    yield "excluded by bounds", f"{result.num_slower:,}"
+    yield "rejected", f"{result.num_rejected:,}"
+    if result.ranked:
+        time, memory = result.ranked[0].forecast.time, result.ranked[0].forecast.memory
+        yield "best step", show_seconds(time.step_s)
+        yield "tokens/s of a GPU", f"{time.tokens_per_s_and_rank:,.0f}"
+        yield "MFU", f"{time.mfu:.1%}"
+        yield "to spare", show_bytes(memory.spare)
+
+
+def _describe_shown(results: Sequence[SearchResult], shown: int, forecast: int) -> str:
+    worlds = ", ".join(str(result.space.world) for result in results)
+    left_out = forecast - shown
+    words = f"{shown:,} layouts on {worlds} GPUs, each computed in full: sliders pick the fastest that matches, a click another."
+    if left_out:
+        words += f" {left_out:,} more were computed and have no room on this page: each setting of the sliders keeps its best."
+    slower = sum(result.num_slower for result in results)
+    if slower:
+        words += f" {slower:,} are slower than these by a lower bound and were not computed."
+    return words
+
+
+def _reject(rejections: Sequence[Rejection]) -> Table:
+    grouped = group_rejections(rejections)
+    rows = tuple((f"{count:,}", each.layout, each.reason) for each, count in grouped[:MOST_REASONS])
+    more = f" {len(grouped) - MOST_REASONS} rarer reasons are left out." if len(grouped) > MOST_REASONS else ""
+    words = f"Layouts that no recipe may have, or that do not fit: how many, an example, why.{more}"
+    return Table("Rejected", words, ("layouts", "such as", "reason"), rows)
+
+
+__all__ = ["Layout", "choose_rows", "make_search_page"]

@@ -1,0 +1,114 @@
+"""`meshwright plan` on one screen: the verdict first, then what is trained on what, the memory of the fullest rank, the time."""
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from framework.plan.forecast import MemoryForecast, TimeForecast
+from framework.plan.forecast_memory import checkpoint_bytes
+from framework.plan.forecast_plan import PlanForecast
+from framework.plan.memory import show_bytes
+from framework.plan.page import describe_run
+from framework.plan.page_rows import all_kinds, show_seconds
+from framework.plan.plan import Plan
+from framework.plan.settings import Settings
+from framework.plan.verdict import Change, describe_changes, describe_verdict
+
+WIDTH = 100
+# Of the names on the left.
+MARGIN = 14
+# Of a step: what takes less is not named.
+SMALL = 0.005
+MORE = "more: --ranks, --layouts, --schedule, --options; as a page: --html FILE, --png FILE"
+
+
+def describe_plan(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
+    """The screen, in lines of at most WIDTH columns."""
+    for line in _describe(found, changes):
+        yield from wrap(line)
+
+
+def _describe(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
+    plan = found.plan
+    yield describe_verdict(found.forecast.memory, found.cluster)
+    for change in describe_changes(found, changes):
+        yield f"  {change}"
+    yield ""
+    yield from describe_run(plan)
+    yield ""
+    yield _describe_memory(plan, found.forecast.memory)
+    yield _describe_checkpoints(found)
+    yield from describe_time(found.forecast.time)
+    for caution in found.cautions:
+        yield f"caution       {caution}"
+    yield ""
+    yield MORE
+
+
+def _describe_memory(plan: Plan, memory: MemoryForecast) -> str:
+    """The kinds of bytes of the fullest rank, the largest first."""
+    place = memory.stages.index(memory.fullest)
+    kinds = all_kinds(memory.fullest.held, memory.fullest)
+    host = ""
+    if memory.fullest.host:
+        host = f"; on the host {show_bytes(memory.fullest.host)}, of a node {show_bytes(memory.node.offloaded)}"
+    rank = plan.topology.ranks("pp", 0)[place]
+    return (
+        f"memory        {show_bytes(memory.fullest.reserved)} on rank {rank}: {_largest_first(kinds, show_bytes)}{host}"
+    )
+
+
+def _describe_checkpoints(found: PlanForecast) -> str:
+    """Bytes on the disk: the newest checkpoints, and the next one while it is written."""
+    size, keep = checkpoint_bytes(found.shape, Settings.of(found.plan.recipe)), found.plan.recipe.checkpoint.keep
+    return f"checkpoint    {show_bytes(size)}; on the disk at most {show_bytes((keep + 1) * size)} (checkpoint.keep={keep})"
+
+
+def describe_time(time: TimeForecast) -> Iterator[str]:
+    """The step's parts, what communication is hidden, and what follows of the step."""
+
+    def show(seconds: float) -> str:
+        return f"{seconds / time.step_s:.1%}"
+
+    yield f"step time     {show_seconds(time.step_s)}: {_largest_first(_join_small(time.parts), show)}"
+    if time.parts.get("bubble"):
+        yield "              of the rank that takes longest; its bubble is in seconds, that of the pipeline by FLOPs of all ranks"
+    if any(time.hidden.values()):
+        yield f"hidden        {_largest_first(time.hidden, show_seconds)} of communication behind computation"
+    speed = f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_and_rank:,.0f} of a rank, MFU {time.mfu:.1%}"
+    yield f"throughput    {speed}"
+    yield f"whole run     {describe_whole_run(time)}"
+    if time.estimated:
+        yield f"estimated     {time.estimated:.0%} of the layers' FLOPs: there are no formulas for their form"
+
+
+def describe_whole_run(time: TimeForecast) -> str:
+    """Hours, cost and what failures take of them."""
+    cost = f", ${time.cost:,.0f}" if time.cost else ""
+    failures = f", {1 - time.goodput:.1%} of it for failures" if time.goodput < 0.999 else ""
+    return f"{show_hours(time.hours)}{cost}{failures}"
+
+
+def show_hours(hours: float) -> str:
+    """Days from two on, hours, or minutes below one."""
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
+
+
+def _join_small(parts: Mapping[str, float]) -> dict[str, float]:
+    """Parts below SMALL of the whole as one."""
+    least = SMALL * sum(parts.values())
+    rest = sum(seconds for seconds in parts.values() if seconds < least)
+    return {name: seconds for name, seconds in parts.items() if seconds >= least} | {"others": rest}
+
+
+def _largest_first(sizes: Mapping[str, Any], show: Callable[[Any], str]) -> str:
+    whole = sum(sizes.values())
+    found = sorted(((size, name) for name, size in sizes.items() if size * 10_000 > whole), reverse=True)
+    return ", ".join(f"{name} {show(size)}" for size, name in found)
+
+
+def wrap(line: str) -> list[str]:
+    """A line of a name and words, in lines of at most WIDTH columns, the later ones below the words."""
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * MARGIN, break_long_words=False) or [""]

@@ -1,0 +1,219 @@
+"""What `meshwright search` prints: the best layouts as a table, and what became of the others."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from framework.plan.rejections import SIZES, Rejection, describe, group_rejections
+from framework.plan.search import By, Ranked, SearchResult
+from framework.recipe.saved import plain
+from framework.recipe.schema import Recipe
+
+# What a step is for; the largest of the other parts is what holds it up.
+USEFUL = ("matmuls", "attention")
+SHOWN_REASONS = 8
+GIB = 2**30
+LONGEST_REASON = 100
+RANKED_BY = {"time": "seconds of a step", "cost": "cost of a token", "memory": "bytes of the fullest rank"}
+
+
+@dataclass(frozen=True)
+class NodesRow:
+    """A number of nodes. best: its best layout; None: nothing can be trained on so many, for this reason."""
+
+    nodes: int
+    best: Ranked | None = None
+    reason: str = ""
+
+    def value(self, by: By) -> float:
+        """What is compared. Without a price cost is counted in hours of devices."""
+        assert self.best is not None, "nothing is foretold of it"
+        if by == "memory":
+            return self.best.bytes
+        step_s = self.best.step_s
+        return step_s if by == "time" else step_s * (self.best.price or self.best.candidate.world)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the one object of --json has it."""
+        if self.best is None:
+            return {"nodes": self.nodes, "reason": self.reason}
+        time = self.best.forecast.time
+        return {
+            "nodes": self.nodes,
+            "ranks": time.world,
+            "layout": describe(self.best.candidate),
+            "step_s": time.step_s,
+            "tokens_per_s_and_rank": time.tokens_per_s_and_rank,
+            "mfu": time.mfu,
+            "bytes": self.best.bytes,
+            "hours": time.hours,
+            "cost": time.cost if self.best.price else None,
+            "cost_per_10e9_tokens": self.best.cost_per_token * 1e9 if self.best.price else None,
+        }
+
+
+def order_nodes(rows: Sequence[NodesRow], by: By) -> list[NodesRow]:
+    """The best first, of equals that of fewer nodes; behind them those on which nothing can be trained."""
+    found = [each for each in rows if each.best is not None]
+    return [
+        *sorted(found, key=lambda each: (each.value(by), each.nodes)),
+        *(each for each in rows if each.best is None),
+    ]
+
+
+def describe_nodes(rows: Sequence[NodesRow], by: By) -> Iterator[str]:
+    """A table of what is foretold of each number of nodes."""
+    yield f"numbers of nodes by {RANKED_BY[by]}, each with its best layout"
+    yield ""
+    cells: list[tuple[str, ...]] = [
+        ("nodes", "layout", "ranks", "step s", "tokens/s/rank", "MFU", "GiB", "hours", "$/10^9 tokens", "")
+    ]
+    for each in rows:
+        if each.best is None:
+            cells.append((str(each.nodes), each.reason[:LONGEST_REASON], *[""] * 8))
+            continue
+        time = each.best.forecast.time
+        cost = f"{each.best.cost_per_token * 1e9:,.0f}" if each.best.price else "no price"
+        cells.append(
+            (
+                *(str(each.nodes), describe(each.best.candidate), f"{time.world:,}", f"{time.step_s:.4g}"),
+                *(f"{time.tokens_per_s_and_rank:,.0f}", f"{time.mfu:.1%}", f"{each.best.bytes / GIB:.1f}"),
+                *(f"{time.hours:,.1f}", cost, ""),
+            )
+        )
+    yield from _table(cells)
+
+
+def describe_search(result: SearchResult, cluster: str, pinned: frozenset[str], shown: int) -> Iterator[str]:
+    """The page, in lines."""
+    fixed = f"; fixed: {', '.join(sorted(pinned))}" if pinned else ""
+    yield f"{result.num_layouts:,} layouts of {_count_ranks(result.space.world)} on {cluster}, by {RANKED_BY[result.by]}{fixed}"
+    if result.by == "cost":
+        yield "all have the same ranks, so that the cheapest is the fastest: --nodes 4,8,16 compares numbers of nodes"
+    yield ""
+    yield from _table(_rows(result.ranked[:shown], result.by))
+    yield ""
+    yield from _describe_others(result)
+
+
+def _count_ranks(world: int) -> str:
+    return f"{world:,} rank{'s' * (world != 1)}"
+
+
+def describe_rejections(result: SearchResult) -> Iterator[str]:
+    """Each rejection in a line, with the number of layouts that it stands for."""
+    for each in result.rejections:
+        yield f"{each.count:>9,}  {each.line}"
+
+
+def _describe_others(result: SearchResult) -> Iterator[str]:
+    groups = group_rejections(result.rejections)
+    illegal = sum(count for each, count in groups if each.kind not in SIZES)
+    large = sum(count for each, count in groups if each.kind in SIZES)
+    yield (
+        f"{result.num_forecast:,} forecast; {illegal:,} refused by a rule or the model; {large:,} do not fit;"
+        f" {result.num_slower:,} not forecast, as a lower bound of theirs is above the best {len(result.ranked)}"
+    )
+    for each, count in groups[:SHOWN_REASONS]:
+        nearest = "the nearest: " if each.kind in SIZES else "such as "
+        yield f"  {count:>11,}  {nearest}{each.line}"
+    if len(groups) > SHOWN_REASONS:
+        yield f"  and {len(groups) - SHOWN_REASONS} more reasons: --rejections lists all"
+    yield f"took {result.cpu_s:.2f} s of one core"
+
+
+def _rows(ranked: Sequence[Ranked], by: By) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("", "layout", "step s", "tokens/s/rank", "MFU", "GiB", "spare", "held up by")]
+    if any(each.price for each in ranked):
+        rows = [(*rows[0][:-1], "$/10^9 tokens", rows[0][-1])]
+    for place, each in enumerate(ranked, start=1):
+        time, memory = each.forecast.time, each.forecast.memory
+        cells = [
+            str(place),
+            describe(each.candidate),
+            f"{time.step_s:.4g}",
+            f"{time.tokens_per_s_and_rank:,.0f}",
+            f"{time.mfu:.1%}",
+            f"{memory.fullest.reserved / GIB:.1f}",
+            f"{memory.spare / GIB:.1f}",
+        ]
+        if each.price:
+            cells.append(f"{each.cost_per_token * 1e9:,.0f}")
+        rows.append((*cells, find_bottleneck(each)))
+    return rows
+
+
+def find_bottleneck(ranked: Ranked) -> str:
+    """The largest part of the step that is neither matmuls nor attention, with its share."""
+    parts = {name: seconds for name, seconds in ranked.forecast.time.parts.items() if name not in USEFUL}
+    name = max(parts, key=lambda each: parts[each])
+    return f"{name} {parts[name] / ranked.step_s:.0%}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Aligned columns: numbers to the right, words to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        words = {1, len(row) - 1}
+        cells = [
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def to_json(
+    result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]], is_full: bool = False
+) -> dict[str, Any]:
+    """All that the page says. recipes: what a file states for each of the best; is_full: every rejection, not one of each
+    reason."""
+    return {
+        "by": result.by,
+        "cluster": cluster,
+        "world": result.space.world,
+        "fixed": sorted(pinned),
+        "layouts": result.num_layouts,
+        "forecast": result.num_forecast,
+        "not_forecast": result.num_slower,
+        "rejected": result.num_rejected,
+        "cpu_s": result.cpu_s,
+        "best": [_ranked_json(each, values) for each, values in zip(result.ranked, recipes, strict=True)],
+        "rejections": [
+            {"kind": each.kind, "reason": each.reason, "such_as": each.layout, "layouts": count}
+            for each, count in _choose_rejections(result, is_full)
+        ],
+    }
+
+
+def _choose_rejections(result: SearchResult, is_full: bool) -> list[tuple[Rejection, int]]:
+    return [(each, each.count) for each in result.rejections] if is_full else group_rejections(result.rejections)
+
+
+def _ranked_json(each: Ranked, values: dict[str, Any]) -> dict[str, Any]:
+    time, memory = each.forecast.time, each.forecast.memory
+    return {
+        "layout": describe(each.candidate),
+        "recipe": plain(values),
+        "step_s": time.step_s,
+        "parts": dict(time.parts),
+        "tokens_per_s_and_rank": time.tokens_per_s_and_rank,
+        "mfu": time.mfu,
+        "bytes": each.bytes,
+        "spare_bytes": memory.spare,
+        "host_bytes_of_node": memory.node.offloaded + memory.node.copies,
+        "cost_per_10e9_tokens": each.cost_per_token * 1e9 if each.price else None,
+        "held_up_by": find_bottleneck(each),
+    }
+
+
+def comment_of(ranked: Ranked, cluster: str, recipe: Recipe) -> str:
+    """What a written layout is of."""
+    time, memory = ranked.forecast.time, ranked.forecast.memory
+    lines = (
+        describe(ranked.candidate),
+        f"for {recipe.model.family} on {ranked.candidate.world} ranks of {cluster}, as `meshwright search` foretells:",
+        f"{time.step_s:.4g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank, MFU {time.mfu:.1%},"
+        f" {memory.fullest.reserved / GIB:.1f} GiB with {memory.spare / GIB:.1f} to spare.",
+        "Use it: layout=THIS_FILE",
+    )
+    return "\n".join(lines)

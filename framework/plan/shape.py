@@ -1,0 +1,461 @@
+"""ModelShape: a model as numbers, read once from one model on meta, for forecasts of thousands of layouts.
+
+Layers of one kind (equal modules, parameters and heads) are laid out once for each set of degrees, by the transforms that lay out
+a run: what they leave a rank of a layer's parameters is what it will have of all layers of that kind. So a model of 80 equal
+layers costs as much as one of one layer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import cycle
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from framework.comm.communicator import Communicator
+from framework.errors import MeshwrightError
+from framework.mesh.context import ContextSlices
+from framework.mesh.layout import Layout
+from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Topology
+from framework.model.added_bias import prepare_mixtures
+from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
+from framework.model.load import build_meta, layer_configs
+from framework.model.materialize import kept_in_fp32
+from framework.model.mixtures import Mixture
+from framework.model.precision import DTYPES
+from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers, split_stages
+from framework.model.units import Unit, find_units, tied_names
+from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads
+from framework.parallel.experts import check_experts
+from framework.parallel.pipeline.pipeline import count_layers, refuse_few_layers
+from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
+from framework.parallel.stage_plan import StagePlan
+from framework.parallel.tensor import ranks_per_kv_head
+from framework.plan.candidate import Candidate
+from framework.plan.context import AttentionShape, attention_shapes
+from framework.plan.layer_widths import LayerWidths, MixtureWidths, layer_widths, mixture_widths
+from framework.plan.plan import group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds
+from framework.plan.stage import LocalParameters, lay_out_parameters
+from framework.plan.target import resolve_target
+from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
+
+# What a shape is made for where no recipe says it: bf16 on GPUs.
+DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda"))
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """What parameters of a rank depend on before ZeRO. expert_tp: ranks that slice each expert."""
+
+    tp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
+    sequence: bool = False
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> "Degrees":
+        return cls(candidate.tp, candidate.ep, candidate.expert_tp, candidate.sequence and candidate.tp > 1)
+
+
+@dataclass(frozen=True, eq=False)
+class RankUnit:
+    """A unit as a rank holds it, before ZeRO. local: its parameters, and others of the stage that it was laid out in."""
+
+    unit: Unit
+    local: LocalParameters
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Of its parameters, by name."""
+        return {name: self.local.layouts[name] for name in self.unit.parameters}
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of its parameters on a rank."""
+        return sum(layout.numel_local for layout in self.layouts.values())
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether ranks divide experts of it in a way of their own."""
+        return any(layout.shard_axis == "expert_shard" for layout in self.layouts.values())
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """The optimizer groups of its parameters, in the order of their first one."""
+        return tuple(dict.fromkeys(self.local.groups[name] for name in self.unit.parameters))
+
+
+@dataclass(frozen=True, eq=False)
+class StageUnits:
+    """The units of a stage as a rank holds them: embedding and head where they are its own, and its layers by kind, with the
+    number of each. order: its optimizer groups, as its buffers have them. of_layers: of each layer its place in `layers`."""
+
+    ends: tuple[RankUnit, ...]
+    layers: tuple[tuple[RankUnit, int], ...]
+    order: tuple[str, ...]
+    of_layers: tuple[int, ...]
+
+    @property
+    def counted(self) -> tuple[tuple[RankUnit, int], ...]:
+        """All, with how many are alike."""
+        return (*((each, 1) for each in self.ends), *self.layers)
+
+    @property
+    def in_order(self) -> list[tuple[str, RankUnit]]:
+        """Every unit in order of computation, by name; layers are numbered from the stage's first."""
+        layers = [(f"layers.{number}", self.layers[place][0]) for number, place in enumerate(self.of_layers)]
+        first = [(each.unit.name, each) for each in self.ends if each.unit.name == "embedding"]
+        return [*first, *layers, *((each.unit.name, each) for each in self.ends if each.unit.name != "embedding")]
+
+    @property
+    def numel(self) -> int:
+        """Elements of parameters on a rank."""
+        return sum(each.numel * count for each, count in self.counted)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelShape:
+    """A model as numbers. recipe: of which the model's keys, the optimizer's groups and the precision are read, none of a layout.
+
+    whole: on meta. units: in order of computation; ties: under the name that a parameter has in its unit, all its names.
+    kinds: of each layer, the number of its kind; layers of one kind are laid out alike. widths: of a layer of Llama's form, None
+    for a model of another form, whose activations are then estimated; mixture: of its experts, None for a dense model.
+    """
+
+    recipe: Recipe
+    config: PretrainedConfig
+    whole: PreTrainedModel
+    units: tuple[Unit, ...]
+    ties: Mapping[str, tuple[str, ...]]
+    groups: Mapping[str, str]
+    mixtures: tuple[Mixture, ...]
+    kinds: tuple[int, ...]
+    widths: LayerWidths | None
+    mixture: MixtureWidths | None
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    # --- sizes
+
+    @cached_property
+    def text(self) -> PretrainedConfig:
+        """The config of the text model."""
+        return self.config.get_text_config()
+
+    @cached_property
+    def hidden(self) -> int:
+        """Features of hidden states."""
+        return self.text.hidden_size
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Rows of the output embedding."""
+        return self.whole.get_output_embeddings().weight.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.kinds)
+
+    @cached_property
+    def is_tied(self) -> bool:
+        """Whether embedding and head share their weight."""
+        head = getattr(self.whole.get_output_embeddings(), "weight", None)
+        return head is not None and head is getattr(self.whole.get_input_embeddings(), "weight", None)
+
+    @cached_property
+    def size(self) -> ModelSize:
+        """Numbers of parameters of the whole model."""
+        return measure_model(self.whole)
+
+    @property
+    def top_k(self) -> int | None:
+        """Experts that a token is sent to; None for a dense model."""
+        return experts_per_token(self.text)
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the activations of its layers are known by formulas; else they are estimated."""
+        return self.widths is not None
+
+    # --- computation
+
+    def flops(self, context: int) -> Mapping[str, float]:
+        """FLOPs of a token in the forward of each unit, by name, with sequences of so many tokens."""
+        return self._remember(("flops", context), lambda: unit_flops(self.whole, self.units, context))
+
+    def layer_flops(self, context: int) -> Sequence[float]:
+        """Those of each layer."""
+        found = self.flops(context)
+        return [found[unit.name] for unit in self.units if unit.is_layer]
+
+    def flops_per_token(self, context: int) -> float:
+        """FLOPs of a token in forward and backward of the whole model: what MFU counts."""
+        return self._remember(("per token", context), lambda: flops_per_token(self.whole, context))
+
+    def attentions(self, tp: int, context: int) -> Sequence[AttentionShape | None]:
+        """The attention of each layer on a rank of tp, None of one without."""
+        return self._remember(("attentions", tp, context), lambda: attention_shapes(self.text, tp, context))
+
+    # --- stages
+
+    def stages(
+        self,
+        pp: int,
+        schedule: str = "1f1b",
+        virtual: int = 1,
+        context: int = 4096,
+        layers: Sequence[int] | None = None,
+    ) -> tuple[StageBounds, ...]:
+        """The stages of a pipeline, in order of computation, cut as a run's are. layers: pipeline.layers. Raises RecipeError
+        where there are more stages than layers."""
+        wanted = None if layers is None else list(layers)
+        owners = self.owners(pp, schedule, virtual)
+
+        def split() -> tuple[StageBounds, ...]:
+            flops = self.flops(context)
+            ends = flops.get("embedding", 0.0), flops.get("head", 0.0)
+            settings = Pipeline(virtual_stages=virtual, layers=wanted)
+            return tuple(split_stages(count_layers(settings, self.layer_flops(context), ends, owners)))
+
+        return self._remember(("stages", owners, context, layers and tuple(layers)), split)
+
+    def owners(self, pp: int, schedule: str = "1f1b", virtual: int = 1) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return rank_of_stage(pp, virtual, SCHEDULES[schedule].is_v)
+
+    # --- parameters
+
+    def stage_units(self, bounds: StageBounds, degrees: Degrees) -> StageUnits:
+        """What a rank with such degrees holds of a stage. Raises what the transforms raise for degrees that do not fit."""
+        ends = bounds.is_first, bounds.is_last
+        kinds = self.kinds[bounds.start : bounds.stop]
+        return self._remember((ends, kinds, degrees), lambda: self._find_stage_units(bounds, degrees))
+
+    def _find_stage_units(self, bounds: StageBounds, degrees: Degrees) -> StageUnits:
+        if self._is_laid_out_whole:
+            found = self._lay_out(StageBounds(0, 1, 0, self.num_layers), degrees)
+            alone = [(each, 1) for name, each in found.items() if name.startswith("layers.")]
+            ends = [each for name, each in found.items() if not name.startswith("layers.")]
+            order = _order_groups(list(found.values()))
+            return StageUnits(tuple(ends), tuple(alone), order, tuple(range(len(alone))))
+        own = self.kinds[bounds.start : bounds.stop]
+        by_kind = {kind: self._layer(kind, degrees) for kind in dict.fromkeys(own)}
+        first = self._end("embedding", bounds, degrees) if bounds.is_first else None
+        last = self._end("head", bounds, degrees) if bounds.is_last else None
+        in_order = [each for each in (first, *by_kind.values(), last) if each is not None]
+        ends = [each for each in (first, last) if each is not None]
+        layers = tuple((by_kind[kind], own.count(kind)) for kind in by_kind)
+        places = {kind: place for place, kind in enumerate(by_kind)}
+        return StageUnits(tuple(ends), layers, _order_groups(in_order), tuple(places[kind] for kind in own))
+
+    def _layer(self, kind: int, degrees: Degrees) -> RankUnit:
+        number = self.kinds.index(kind)
+        # The first layer comes with the embedding.
+        bounds = StageBounds(0, 2, 0, 1) if number == 0 else StageBounds(1, 3, number, number + 1)
+        return self._lay_out(bounds, degrees)[f"layers.{number}"]
+
+    def _end(self, name: str, bounds: StageBounds, degrees: Degrees) -> RankUnit | None:
+        """Embedding or head. Where one stage has both, what they share is no replica of another stage's."""
+        last = StageBounds(1, 2, self.num_layers - 1, self.num_layers)
+        # Neither has experts that ranks of ep divide.
+        degrees = replace(degrees, ep=1)
+        found = self._lay_out(StageBounds(0, 2, 0, 1) if name == "embedding" else last, degrees).get(name)
+        if found is None or bounds.count > 1:
+            return found
+        unit = next(each for each in self.units if each.name == name)
+        alone = {key: _unshare(layout) for key, layout in found.local.layouts.items() if key in unit.parameters}
+        return RankUnit(unit, replace(found.local, layouts=alone))
+
+    @cached_property
+    def _is_laid_out_whole(self) -> bool:
+        """A model of one layer or none, or whose layers share weights, which no stage divides."""
+        return self.num_layers < 2 or self._shares_layers
+
+    @cached_property
+    def _shares_layers(self) -> bool:
+        roots = [unit.root for unit in self.units if unit.is_layer]
+        return any(
+            len({root for root in roots for name in names if name.startswith(f"{root}.")}) > 1
+            for names in self.ties.values()
+            if len(names) > 1
+        )
+
+    def _lay_out(self, bounds: StageBounds, degrees: Degrees) -> Mapping[str, RankUnit]:
+        """By name, the units of such a stage that have parameters."""
+
+        def lay_out() -> Mapping[str, RankUnit]:
+            plan = self._stage_plan(bounds, degrees)
+            local = lay_out_parameters(copy_stage(self.whole, self.units, bounds, returns_tuple=False), plan)
+            return {unit.name: RankUnit(unit, local) for unit in plan.own_units if unit.parameters}
+
+        return self._remember((bounds, degrees), lay_out)
+
+    def _stage_plan(self, bounds: StageBounds, degrees: Degrees) -> StagePlan:
+        tp, ep, expert_tp = degrees.tp, degrees.ep, degrees.expert_tp
+        kv = ranks_per_kv_head(self.config, tp)
+        topology = Topology(pp=bounds.count, dp=ep, tp=tp, ep=ep, kv=kv, expert_tp=expert_tp)
+        axes = {name: Communicator(axis) for name, axis in topology.axes(0).items()}
+        parallel = Parallel(tp=tp, ep=ep, expert_tp=expert_tp, sequence=degrees.sequence)
+        recipe = replace(self.recipe, parallel=parallel, memory=replace(self.recipe.memory, compile="never"))
+        slices = ContextSlices(tp)
+        return StagePlan(
+            recipe=recipe,
+            axes=axes,
+            bounds=bounds,
+            tokens=TokenLayout(1, slices.tokens_local, topology.axes(0)["tp"], degrees.sequence, slices),
+            units=self.units,
+            ties=self.ties,
+            groups=self.groups,
+            compute_dtype=DTYPES[recipe.precision.compute],
+            master_dtype=DTYPES.get(recipe.precision.master),
+            device=torch.device("cpu"),
+        )
+
+    # --- legality
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Why the model cannot have a candidate's degrees, in one line; None where it can. What recipes are refused for whatever
+        the model (degrees that do not multiply to the world, batches that do not divide) is not asked here."""
+        return (
+            self.refusal_of_pp(candidate.pp, candidate.schedule, candidate.virtual, candidate.context)
+            or self.refusal_of_experts(candidate.ep, candidate.expert_tp, candidate.tp)
+            or self.refusal_of_tp(candidate.tp, candidate.sequence, candidate.ep, candidate.expert_tp)
+            or self.refusal_of_cp(candidate)
+        )
+
+    def refusal_of_tp(self, tp: int, sequence: bool = False, ep: int = 1, expert_tp: int | None = None) -> str | None:
+        """Of a tensor-parallel degree, whose layers are laid out to know it. expert_tp: None for what ep makes it."""
+        slices = (1 if ep > 1 else tp) if expert_tp is None else expert_tp
+        degrees = Degrees(tp, ep, slices, sequence and tp > 1)
+
+        def check() -> None:
+            refuse_dropped_layers(self.config, 1, tp)
+            self.stage_units(StageBounds(0, 1, 0, self.num_layers), degrees)
+
+        return self._ask(("tp", degrees), check)
+
+    def refusal_of_experts(self, ep: int, expert_tp: int = 1, tp: int = 1) -> str | None:
+        """Of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
+        if ep == 1 and not self.mixtures:
+            return None
+        capacity, is_whole = self.recipe.model.expert_capacity, expert_tp < tp
+        return self._ask(("ep", ep, is_whole), lambda: check_experts(self.whole, ep, capacity, is_whole))
+
+    def refusal_of_pp(self, pp: int, schedule: str = "1f1b", virtual: int = 1, context: int = 4096) -> str | None:
+        """Of a number of stages."""
+        owners = self.owners(pp, schedule, virtual)
+
+        def check() -> None:
+            refuse_dropped_layers(self.config, pp, 1)
+            if pp == 1 and virtual == 1:
+                return
+            refuse_shared_layers(self.config, self.units, self.ties)
+            refuse_few_layers(self.num_layers, owners)
+            self._remember("layer outputs", lambda: find_layer_outputs(self.config))
+
+        return self._ask(("pp", owners, context), check)
+
+    def refusal_of_cp(self, candidate: Candidate) -> str | None:
+        """Of a context-parallel degree and its method. A small copy of the model is run to know it."""
+        cp, ulysses, context = candidate.cp, candidate.ulysses, candidate.context
+        has_documents = self.recipe.data.pack == "documents"
+
+        def check() -> None:
+            if cp == 1:
+                return
+            parallel = Parallel(tp=candidate.tp, cp=cp, context=[ulysses, cp // ulysses])
+            refuse_uneven_heads(layer_configs(self.config), parallel)
+            self._refuse_context(context, ulysses, cp // ulysses, has_documents)
+
+        return self._ask(("cp", candidate.tp, cp, ulysses, context), check)
+
+    def _refuse_context(self, context: int, ulysses: int, ring: int, has_documents: bool) -> None:
+        known = self._remember("causes", lambda: tuple(probe_causes(self.config, has_documents)))
+        refuse_undivided_context(self.config, ContextSlices(context, ulysses, ring), has_documents, known)
+
+    def _ask(self, key: tuple[Any, ...], check: Any) -> str | None:
+        def ask() -> str | None:
+            try:
+                check()
+            except MeshwrightError as error:
+                return " ".join(str(error).split())
+            return None
+
+        return self._remember(("refusal", *key), ask)
+
+    def _remember(self, key: Any, make: Any) -> Any:
+        # Callers are one thread: a shape is asked by a search, not shared.
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+def make_shape(config: PretrainedConfig, recipe: Recipe = DEFAULT) -> ModelShape:
+    """The shape of the model of `config`. Raises ModelError and RecipeError as `make_plan` does where the model itself is the
+    reason."""
+    recipe = resolve_target(recipe)
+    refuse_fresh_seeds(config)
+    whole = build_meta(config, recipe.model.attention)
+    units = tuple(find_units(whole))
+    mixtures = prepare_mixtures(recipe.model, whole, units)
+    ties = tied_names(whole)
+    groups = {each.parameter: each.key for each in group_parameters_of(recipe, whole, units)}
+    return ModelShape(
+        recipe,
+        config,
+        whole,
+        units,
+        ties,
+        groups,
+        mixtures,
+        tuple(_number_kinds(_describe_layers(recipe, whole, units, ties, groups))),
+        layer_widths(whole),
+        mixture_widths(whole, config.get_text_config()),
+    )
+
+
+def _number_kinds(descriptions: Iterator[Any]) -> Iterator[int]:
+    numbers: dict[Any, int] = {}
+    for each in descriptions:
+        yield numbers.setdefault(each, len(numbers))
+
+
+def _describe_layers(
+    recipe: Recipe,
+    whole: PreTrainedModel,
+    units: Sequence[Unit],
+    ties: Mapping[str, tuple[str, ...]],
+    groups: Mapping[str, str],
+) -> Iterator[Any]:
+    """Of each layer all that its layout on a rank may depend on."""
+    # Two layers of equal shapes may still be cut differently: by the heads that their configs say, and by a recipe's tp_plan,
+    # whose patterns may name one layer.
+    config = whole.config.get_text_config()
+    configs = cycle(layer_configs(config))
+    types = getattr(config, "layer_types", None) or ()
+    fp32 = kept_in_fp32(whole, DTYPES[recipe.precision.compute])
+    names_layers = any(char.isdigit() for pattern in recipe.model.tp_plan for char in pattern)
+    for number, unit in enumerate(each for each in units if each.is_layer):
+        prefix, layer = len(unit.root), next(configs)
+        parameters = [
+            (name[prefix:], tuple(whole.get_parameter(name).shape), groups.get(name), name in fp32, len(ties[name]))
+            for name in unit.parameters
+        ]
+        modules = [(path[prefix:], type(whole.get_submodule(path))) for path in unit.modules]
+        heads = [getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")]
+        kind = types[number] if number < len(types) else None
+        yield tuple(parameters), tuple(modules), tuple(heads), kind, number if names_layers else 0
+
+
+def _order_groups(units: Sequence[RankUnit]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(group for each in units for group in each.groups))
+
+
+def _unshare(layout: Layout) -> Layout:
+    """The layout of what another stage does not have."""
+    replicated = tuple(axis for axis in layout.replicated if axis != "embedding")
+    partial = tuple(axis for axis in layout.partial if axis != "embedding")
+    return replace(layout, replicated=replicated, partial=partial)

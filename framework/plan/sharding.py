@@ -1,0 +1,193 @@
+"""What ZeRO's collectives cost a stage beside what computation hides of them, by the order of parallel/zero/order.py.
+
+    forward    a unit is gathered while the one before it computes; nothing hides the first one's gather
+    backward   the same from the last unit to the first; a unit that forward has just left is still there. Reductions run under
+               what is left of backward, behind the gathers: on one link what is needed first is sent first
+    the end    nothing hides the reductions of the units that backward leaves last, the first layer and the embedding
+
+Parameters that are kept are gathered in a step's first forward alone; gradients that are kept are reduced in its last backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from framework.parallel.zero.unit_buckets import largest_shared
+from framework.plan.candidate import Candidate
+from framework.plan.collectives import Groups, Links
+from framework.plan.exposure import hide
+from framework.plan.profile import Profile
+from framework.recipe.schema import Zero
+
+
+@dataclass(frozen=True)
+class ShardedUnit:
+    """Equal units of a stage. dense, experts: elements of one on a rank before ZeRO; forward, backward: its seconds."""
+
+    dense: float
+    experts: float
+    forward: float
+    backward: float
+    count: int = 1
+    is_embedding: bool = False
+    is_head: bool = False
+
+
+@dataclass(frozen=True)
+class ShardingTime:
+    """Seconds that nothing hides, of a microbatch in forward and in backward, and once a step; and those that are hidden."""
+
+    gathers: tuple[float, float] = (0.0, 0.0)
+    reductions: float = 0.0
+    gathers_once: float = 0.0
+    reductions_once: float = 0.0
+    hidden: float = 0.0
+    hidden_once: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """ZeRO's choices. zero: the recipe's, but for the stage, which is the candidate's; parameter_bytes: of one as it travels;
+    gradient_bytes: of one as it is reduced."""
+
+    zero: Zero
+    parameter_bytes: float
+    gradient_bytes: float
+    links: Links
+    profile: Profile
+    _known: dict[Any, tuple[float, float, float]] = field(default_factory=dict, repr=False, compare=False)
+
+    def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
+        """Of a stage, whose units are in order of computation."""
+        units = [bucket for each in units for bucket in self._in_buckets(each, c)]
+        messages = [self._messages_s(each, c, groups) for each in units]
+        gathers, reductions, sums = ([each[place] for each in messages] for place in range(3))
+        keeps_parameters = c.zero < 3 or self.zero.keep_gathered
+        keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
+        late, hidden = self._forward(units, gathers)
+        copied = self._copies_s(units, self.parameter_bytes, self.profile.gather_copies, groups)
+        reduced = self._copies_s(units, self.gradient_bytes, self.profile.reduce_copies, groups)
+        late += copied
+        if keeps_parameters:
+            gathers_once, hidden_once, per_microbatch, back, hidden_back = late, hidden, 0.0, 0.0, 0.0
+            hidden = 0.0
+        else:
+            gathers_once, hidden_once, per_microbatch = 0.0, 0.0, late
+            back, hidden_back = self._backward(units, gathers)
+            back += copied
+        room = sum(each.count * each.backward for each in units) - hidden_back
+        room *= self.profile.hides_reductions
+        again_late, again_hidden = 0.0, 0.0
+        if not keeps_gradients:
+            # What a backward has left under way has the next forward's time as well.
+            whole = sum(each.count * seconds for each, seconds in zip(units, reductions, strict=True))
+            again_late, again_hidden = hide(whole, room + sum(each.count * each.forward for each in units))
+        final = [seconds + more for seconds, more in zip(reductions, sums, strict=True)] if keeps_gradients else sums
+        last = self._tail(units, final)
+        body = sum(each.count * seconds for each, seconds in zip(units, final, strict=True)) - last
+        body_late, body_hidden = hide(body, room - again_hidden)
+        return ShardingTime(
+            (per_microbatch, back),
+            again_late + (0.0 if keeps_gradients else reduced),
+            gathers_once,
+            last + body_late + (reduced if keeps_gradients else 0.0),
+            hidden + hidden_back + again_hidden,
+            hidden_once + body_hidden,
+        )
+
+    def _in_buckets(self, unit: ShardedUnit, c: Candidate) -> list[ShardedUnit]:
+        """Equal layers as they travel: each bucket a unit of several layers, and what is left. Buckets of unequal layers are not
+        foretold, nor with embedding and head, nor are they of weights that come from the host."""
+        whole = (unit.dense * c.tp + unit.experts * c.ep * c.expert_tp) * self.parameter_bytes
+        limit = self.zero.bucket_bytes if c.zero and "parameters" not in c.offload else 0
+        together = min(int(limit // whole), unit.count) if 0 < whole <= largest_shared(limit) else 0
+        if unit.is_embedding or unit.is_head or together < 2:
+            return [unit]
+        full, left = divmod(unit.count, together)
+        return [_join_layers(unit, n, count) for n, count in ((together, full), (left, 1)) if n and count]
+
+    def _messages_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> tuple[float, float, float]:
+        """(gather, reduction, sum over replicas) of a unit. A search asks for the same units beside other computation."""
+        shard, replica, experts, copies = groups.shard, groups.replica, groups.expert_shard, groups.expert_replica
+        axes = (
+            shard.size,
+            shard.nodes,
+            replica.size,
+            replica.nodes,
+            experts.size,
+            experts.nodes,
+            copies.size,
+            copies.nodes,
+        )
+        key = (unit.dense, unit.experts, axes, "parameters" in c.offload)
+        if key not in self._known:
+            self._known[key] = (
+                self._gather_s(unit, c, groups),
+                self._reduce_s(unit, groups),
+                self._sum_s(unit, c, groups),
+            )
+        return self._known[key]
+
+    def _gather_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> float:
+        gather, size = self.links.collective, self.parameter_bytes
+        dense = gather("all_gather", unit.dense * size, groups.shard)
+        own = unit.dense / c.shard + unit.experts / groups.expert_shard.size
+        # Shards that live on the host come up first.
+        upload = own * size / self.links.cluster.host_rate if "parameters" in c.offload else 0.0
+        return upload + dense + gather("all_gather", unit.experts * size, groups.expert_shard)
+
+    def _copies_s(self, units: Sequence[ShardedUnit], size: float, passes: float, groups: Groups) -> float:
+        """Seconds of copying what is gathered or reduced, which the compute device does."""
+        rate = self.links.cluster.memory_rate
+        dense = sum(each.count * each.dense for each in units) * (groups.shard.size > 1)
+        experts = sum(each.count * each.experts for each in units) * (groups.expert_shard.size > 1)
+        return passes * size * (dense + experts) / rate
+
+    def _reduce_s(self, unit: ShardedUnit, groups: Groups) -> float:
+        reduce, size = self.links.collective, self.gradient_bytes
+        dense = reduce("reduce_scatter", unit.dense * size, groups.shard)
+        return dense + reduce("reduce_scatter", unit.experts * size, groups.expert_shard)
+
+    def _sum_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> float:
+        """Of the sums over replicas of what a rank has of a unit."""
+        reduce, size = self.links.collective, self.gradient_bytes
+        dense = reduce("all_reduce", unit.dense / c.shard * size, groups.replica)
+        return dense + reduce("all_reduce", unit.experts / groups.expert_shard.size * size, groups.expert_replica)
+
+    def _forward(self, units: Sequence[ShardedUnit], gathers: Sequence[float]) -> tuple[float, float]:
+        """(what nothing hides, what is hidden) of all gathers in a forward."""
+        late = hidden = before = 0.0
+        for unit, seconds in zip(units, gathers, strict=True):
+            for times, behind in ((1, before), (unit.count - 1, unit.forward)):
+                shown, under = hide(seconds, behind * self.profile.hides_gathers)
+                late, hidden = late + times * shown, hidden + times * under
+            before = unit.forward
+        return late, hidden
+
+    def _backward(self, units: Sequence[ShardedUnit], gathers: Sequence[float]) -> tuple[float, float]:
+        late = hidden = 0.0
+        behind: float | None = None
+        for unit, seconds in zip(reversed(units), reversed(gathers), strict=True):
+            if unit.is_embedding:
+                continue  # its gradient needs no weight
+            # The head is the unit that forward read last: it is still there.
+            first = (0.0, 0.0) if behind is None and unit.is_head else hide(seconds, self._share(behind or 0.0))
+            others = hide(seconds, self._share(unit.backward))
+            late += first[0] + (unit.count - 1) * others[0]
+            hidden += first[1] + (unit.count - 1) * others[1]
+            behind = unit.backward
+        return late, hidden
+
+    def _share(self, seconds: float) -> float:
+        return seconds * self.profile.hides_gathers
+
+    def _tail(self, units: Sequence[ShardedUnit], seconds: Sequence[float]) -> float:
+        """Of the units that backward leaves last: the first layer, and an embedding before it, whose own backward is short."""
+        ends = [value for unit, value in zip(units, seconds, strict=True) if unit.is_embedding]
+        layers = [value for unit, value in zip(units, seconds, strict=True) if not unit.is_embedding]
+        return sum(ends) + sum(layers[:1])
+
+
+def _join_layers(layer: ShardedUnit, n: int, count: int) -> ShardedUnit:
+    """Buckets of n layers each."""
+    return ShardedUnit(n * layer.dense, n * layer.experts, n * layer.forward, n * layer.backward, count)
