@@ -2,30 +2,44 @@
 checked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+SLACK = "allocator slack"
+OUTSIDE = "outside torch"
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The bytes of a rank at one place of the pipeline, at the moment of a step that needs most.
+    """Bytes of a rank at one place of the pipeline, at the moment of a step that needs most."""
 
-    held: by kind, such as parameters, gradients, master, optimizer, gathered, activations, logits, workspace; slack: what the
-    allocator reserves beside what tensors use. phases: the bytes of each kind at each phase of a step, of which `held` is the
-    largest. host: bytes in the host's memory. outside: bytes of the device that are not torch's: the driver's context, NCCL's
-    buffers. disk: bytes of its file of states.
-    """
-
+    # Tensors of the device by kind: parameters, gradients, master, optimizer, gathered, activations, logits, temporaries,
+    # communication, workspace.
     held: Mapping[str, int]
+    # Reserved by the allocator beyond what tensors use.
     slack: int
+    # The same kinds at each phase of a step, of which `held` is the largest.
     phases: Mapping[str, Mapping[str, int]]
-    host: int = 0
+    # The host's memory by kind.
+    on_host: Mapping[str, int] = field(default_factory=dict)
+    # Of the device, not torch's: the driver's context, NCCL's buffers.
     outside: int = 0
+    # The rank's file of states.
     disk: int = 0
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory."""
+        return sum(self.on_host.values())
 
     @property
     def allocated(self) -> int:
         """Bytes of tensors."""
         return sum(self.held.values())
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """All bytes of the device by kind: `held`, and what is not in tensors."""
+        return {**self.held, OUTSIDE: self.outside, SLACK: self.slack}
 
     @property
     def reserved(self) -> int:

@@ -11,7 +11,7 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.model.logit_map import find_logit_map
 from framework.model.stage import StageBounds
-from framework.parallel.pipeline.live import LiveMoment
+from framework.parallel.pipeline.live import LiveMoment, live_moments
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.activation_peaks import MomentTable, Peak, StageActivations
 from framework.plan.activations import Activations
@@ -34,7 +34,7 @@ class ActivationBytes:
     def of_ranks(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
         ranks = range(each.pp)
         if chosen is not None:
-            return [self._find_rank(each, rank, chosen) for rank in ranks]
+            return [self.find_rank(each, rank, chosen) for rank in ranks]
         return [self.of_rank(each, rank) for rank in ranks]
 
     def of_rank(self, each: Candidate, rank: int) -> Part:
@@ -44,10 +44,11 @@ class ActivationBytes:
         goes = "activations" in each.offload
         tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, goes, microbatches
         key = ("activations of rank", rank, layout, tokens)
-        found: Part = self._remember(key, lambda: self._find_rank(each, rank, None))
+        found: Part = self._remember(key, lambda: self.find_rank(each, rank, None))
         return found
 
-    def _find_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> Part:
+    def find_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> Part:
+        """`of_rank`, with the layers of each stage by policy."""
         places, activations = self.pipelines.places(each), self.of_microbatch(each)
         moments, table = self.moments(each, rank)
         policy, stages = each.checkpointing, places.of_ranks[rank]
@@ -69,12 +70,15 @@ class ActivationBytes:
             self._phase(peaks[name], on_the_way, more[number]) | {"workspace": self.pipelines.workspace}
             for number, name in enumerate(PHASES[:3])
         ]
-        nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self.pipelines.workspace}
-        host = self._offloaded_bytes(activations, stages, moments)
-        return Part.of([*phases, nothing, nothing], self.pipelines.workspace, host, 0)
+        nothing = self._phase(Peak(), 0, 0) | {"workspace": self.pipelines.workspace}
+        on_host = {"activations": self._offloaded_bytes(activations, stages, moments)}
+        return Part.of([*phases, nothing, nothing], self.pipelines.workspace, on_host, 0)
 
     def moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
         """Those at which a rank may have most, listed and as arrays."""
+        if self.pipelines.pipeline is not None:
+            lowered = self.pipelines.pipeline.lowered(each.accumulation)
+            return self._remember(("moments of a plan", rank), lambda: _tabulate(live_moments(lowered, rank)))
         count = representative(each.schedule, each.pp, each.accumulation)
         # In which order messages of uneven stages leave depends on how long these compute.
         costs = self._stage_costs(each)
@@ -83,8 +87,7 @@ class ActivationBytes:
         def make() -> tuple[Sequence[LiveMoment], MomentTable]:
             costs_of_all = Costs(costs, costs, costs)
             make_all = partial(make_moments, each.schedule, each.pp, each.virtual, each.accumulation, costs_of_all)
-            found = self._remember(("schedule", layout), make_all)(rank)
-            return found, MomentTable.of(found)
+            return _tabulate(self._remember(("schedule", layout), make_all)(rank))
 
         return self._remember(("moments", rank, layout), make)
 
@@ -203,6 +206,10 @@ def form_of(each: Candidate) -> tuple[object, ...]:
     """What a layer's bytes for one sequence depend on, but for its policy."""
     cp = each.context, each.cp, each.ulysses, each.is_gather
     return (*cp, each.tp, each.sequence, each.expert_tp, each.ep > 1)
+
+
+def _tabulate(moments: Sequence[LiveMoment]) -> tuple[Sequence[LiveMoment], MomentTable]:
+    return moments, MomentTable.of(moments)
 
 
 def _slices_of(each: Candidate) -> ContextSlices:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from framework.model.stage import StageBounds
+from framework.parallel.pipeline.pipeline import Pipeline
 from framework.plan.candidate import Candidate
 from framework.plan.settings import Settings
 from framework.plan.shape import Degrees, ModelShape
@@ -26,20 +27,27 @@ FRAGMENTATION = 0.04
 
 class Part(NamedTuple):
     """A part of a rank's bytes. phases: by kind, of each of PHASES; totals: their sums; moving: of those what comes and goes;
-    host: in the host's memory; outside: not torch's; disk: in a file of states."""
+    on_host: in the host's memory, by kind; outside: not torch's; disk: in a file of states."""
 
     phases: tuple[Mapping[str, int], ...]
     totals: tuple[int, ...]
     moving: tuple[int, ...]
-    host: int
+    on_host: Mapping[str, int]
     outside: int
     disk: int = 0
 
     @classmethod
-    def of(cls, phases: Sequence[Mapping[str, int]], lasting: int, host: int, outside: int, disk: int = 0) -> "Part":
+    def of(
+        cls, phases: Sequence[Mapping[str, int]], lasting: int, on_host: Mapping[str, int], outside: int, disk: int = 0
+    ) -> "Part":
         """lasting: what is there in all phases."""
         totals = tuple(sum(each.values()) for each in phases)
-        return cls(tuple(phases), totals, tuple(total - lasting for total in totals), host, outside, disk)
+        return cls(tuple(phases), totals, tuple(total - lasting for total in totals), on_host, outside, disk)
+
+    @property
+    def host(self) -> int:
+        """All bytes in the host's memory."""
+        return sum(self.on_host.values())
 
 
 def slack_of(moving: int) -> int:
@@ -64,15 +72,19 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """The pipelines of one model and one recipe, and what their ranks have whatever is trained."""
+    """The pipelines of one model and one recipe, and what their ranks have whatever is trained. pipeline: that of a plan, in
+    the place of what candidates say of stages and schedules."""
 
     shape: ModelShape
     settings: Settings
+    pipeline: Pipeline | None = None
     _known: dict[Any, Places] = field(default_factory=dict, repr=False)
 
     def places(self, each: Candidate) -> Places:
         """The stages of a pipeline on its ranks."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
+        if self.pipeline is not None:
+            return Places(tuple(self.pipeline.stages), tuple(self.pipeline.rank_of_stage), Degrees.of(each))
         if layout not in self._known:
             layers = self.settings.layers(each)
             stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)

@@ -21,13 +21,11 @@ from framework.plan.candidate import Candidate
 from framework.plan.memory import (
     KINDS,
     UnitMemory,
-    bytes_held,
-    bytes_on_disk,
-    bytes_on_host,
     count_gathered,
     measure_unit,
     measure_units,
     total_on_device,
+    total_on_disk,
     total_on_host,
 )
 from framework.plan.memory_parts import BACKWARD, FRAGMENTATION, Part, Pipelines
@@ -191,7 +189,12 @@ class StateBytes:
         def measure() -> UnitOfOptions:
             units = [self._measure_unit(each, unit, order, self.pipelines.settings.offload(each)) for each in layouts]
             numbers = [
-                (sum(each.device.values()), each.unsharded, each.unreduced, self._host_bytes([(each, 1)]))
+                (
+                    sum(each.device.values()),
+                    each.unsharded,
+                    each.unreduced,
+                    sum(total_on_host([(each, 1)], self._is_pinned).values()),
+                )
                 for each in units
             ]
             return UnitOfOptions(units[0].is_layer, *np.array(numbers, dtype=np.int64).T)
@@ -220,8 +223,9 @@ class StateBytes:
 
     def _measure(
         self, each: Candidate, stages: Sequence[StageUnits]
-    ) -> tuple[dict[str, int], tuple[int, int], int, int]:
-        """(bytes of the device by kind, gathered parameters and gradients, bytes of the host, of a file) of such stages."""
+    ) -> tuple[dict[str, int], tuple[int, int], dict[str, int], int]:
+        """(bytes of the device by kind, gathered parameters and gradients, bytes of the host by kind, of a file) of such
+        stages."""
         offload, names, moments = (
             self.pipelines.settings.offload(each),
             self.pipelines.settings.states,
@@ -235,18 +239,16 @@ class StateBytes:
                 for stage in stages
                 for unit, count in stage.counted
             ]
-            return total_on_device(units), count_gathered(units), self._host_bytes(units), 0
+            return total_on_device(units), count_gathered(units), total_on_host(units, self._is_pinned), 0
         buffers = [buffer for stage in stages for buffer in choose_homes(self._buffers_in_order(each, stage), offload)]
         units = measure_units(buffers, names, moments)
-        host = sum(bytes_on_host(buffers, names, moments, self._is_pinned).values())
-        return bytes_held(buffers, names, moments), count_gathered(units), host, bytes_on_disk(buffers, names)
+        on_host, (disk, ring) = total_on_host(units, self._is_pinned), total_on_disk(buffers, names)
+        on_host["gathered"] += ring
+        return total_on_device(units), count_gathered(units), on_host, disk
 
     @property
     def _is_pinned(self) -> bool:
         return self.pipelines.settings.device == "cuda"
-
-    def _host_bytes(self, units: Sequence[tuple[UnitMemory, int]]) -> int:
-        return sum(total_on_host(units, self._is_pinned).values())
 
     def _measure_unit(self, each: Candidate, unit: RankUnit, order: tuple[str, ...], offload: Offload) -> UnitMemory:
         zero, states = self._zero_key(each, unit), each.offload - {"activations"}

@@ -11,7 +11,7 @@ from framework.model.units import Unit
 from framework.parallel.pipeline.describe_pipeline import describe_bubble, describe_pipeline
 from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, save_picture
 from framework.parallel.pipeline.pipeline import Pipeline
-from framework.parallel.pipeline.simulate import simulate
+from framework.parallel.pipeline.simulate import peak_live, simulate
 from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
@@ -19,7 +19,6 @@ from framework.plan.context_page import describe_context
 from framework.plan.experts import describe_experts
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
 from framework.plan.layouts_page import describe_parameters
-from framework.plan.memory import RankMemory
 from framework.plan.plan import Plan
 from framework.recipe.describe import caution_of_export, describe_derived
 
@@ -54,7 +53,7 @@ def describe_ranks(plan: Plan) -> Iterator[str]:
             yield ""
     yield _describe_activations(plan)
     yield ""
-    yield from _describe_bytes([plan.memory(rank) for rank in ranks], [plan.traffic(rank) for rank in ranks])
+    yield from _describe_bytes(plan, ranks)
     yield from _describe_host(plan, ranks)
     yield from _describe_copies(plan)
 
@@ -141,15 +140,21 @@ def _name_units(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1].removeprefix('layers.')}"
 
 
-def _describe_bytes(memories: Sequence[RankMemory], traffic: Sequence[Mapping[str, int]]) -> Iterator[str]:
+def _describe_bytes(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     """Two tables, one line per run of equal ranks of the pipeline."""
-    yield "bytes of a rank of the pipeline at the most; what kernels and the framework itself use comes on top"
+    yield "bytes of a rank of the pipeline at the moment of a step that needs most"
     yield "  live: microbatches of its stages between forward and the end of backward, of which it keeps activations"
-    rows = [{**_sizes(each.held | {"all": each.total}), "live": str(each.live)} for each in memories]
-    yield from _table(rows)
+    memories, live = [plan.memory(rank) for rank in ranks], peak_live(plan.pipeline.make(plan.derived.accumulation))
+    kinds = [kind for kind in memories[0].kinds if any(each.kinds[kind] for each in memories)]
+    yield from _table(
+        [
+            _sizes({kind: each.kinds[kind] for kind in kinds} | {"all": each.reserved}) | {"live": str(count)}
+            for each, count in zip(memories, live, strict=True)
+        ]
+    )
     yield ""
     yield "bytes that it sends in a step: parameters, gradients, hidden states over tp, pp and ep, keys and values over cp"
-    yield from _table([_sizes(each) for each in traffic])
+    yield from _table([_sizes(plan.traffic(rank)) for rank in ranks])
 
 
 def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
@@ -161,9 +166,9 @@ def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     yield "bytes of the host's memory that it takes for them (memory.offload), and what its device holds less"
     saved = [bytes_saved(plan, rank) for rank in ranks]
     yield from _table(
-        [_sizes(row | {"all": sum(row.values()), "saved": less}) for row, less in zip(rows, saved, strict=True)]
+        [_sizes({**row, "all": sum(row.values()), "saved": less}) for row, less in zip(rows, saved, strict=True)]
     )
-    files = [plan.memory(rank).on_disk for rank in ranks]
+    files = [plan.memory(rank).disk for rank in ranks]
     if any(files):
         yield f"  memory.offload.disk_path: files of {_gib(min(files)).strip()} to {_gib(max(files)).strip()} a rank"
     node, threads = _gib(bytes_of_fullest_node(plan)).strip(), plan.recipe.launch.threads_per_rank

@@ -10,7 +10,8 @@ from typing import Any
 import altair as alt
 
 from framework.parallel.pipeline.draw import COLORS as PICTURE_COLORS
-from framework.plan.page_rows import OUTSIDE, SLACK, WORDS, Rows
+from framework.plan.forecast import OUTSIDE, SLACK
+from framework.plan.page_rows import WORDS, Rows
 
 # Of the schema that altair writes: what draws a chart has to be of the same version.
 VEGA_LITE = ".".join(alt.VEGALITE_VERSION.split(".")[:2])

@@ -9,11 +9,11 @@ from typing import Any
 from framework.errors import MeshwrightError
 from framework.plan.candidate import Candidate
 from framework.plan.find import Question, search
-from framework.plan.forecast import Forecast
+from framework.plan.forecast import OUTSIDE, SLACK, Forecast
 from framework.plan.memory import show_bytes
 from framework.plan.page_charts import layouts_charts
 from framework.plan.page_html import Page, Table
-from framework.plan.page_rows import GIB, OUTSIDE, SLACK, Rows, all_kinds, show_seconds
+from framework.plan.page_rows import GIB, Rows, all_kinds, show_seconds
 from framework.plan.rejections import Rejection, collect_constraints, describe, group_rejections
 from framework.plan.relief import set_key
 from framework.plan.search import Search, SearchResult

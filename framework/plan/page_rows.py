@@ -5,14 +5,12 @@ from typing import Any
 
 from framework.parallel.pipeline.actions import Kind
 from framework.parallel.pipeline.simulate import Timeline
-from framework.plan.forecast import MemoryForecast, StageMemory, TimeForecast
+from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
 
 GIB = 2**30
-SLACK = "allocator slack"
-OUTSIDE = "outside torch"
 WORDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",

@@ -41,7 +41,7 @@ def _describe_details(plan: Plan, wanted: Wanted) -> Iterator[str]:
         yield ""
         yield describe_schedule(plan)
     if wanted.options:
-        fullest = max(plan.topology.ranks("pp", 0), key=lambda rank: plan.memory(rank).total)
+        fullest = max(plan.topology.ranks("pp", 0), key=lambda rank: plan.memory(rank).reserved)
         yield ""
         yield from describe_savings(plan, fullest)
 

@@ -57,8 +57,8 @@ def describe_relief(plan: Plan, rank: int) -> str:
     """What the rank is planned to hold, and the three cheapest changes of the recipe that lower it and leave the run the same,
     each with those before it."""
     memory = plan.memory(rank)
-    parts = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in memory.held.items() if size)
-    lines = [f"This rank is planned to hold {show_bytes(memory.total)} and what kernels use: {parts}."]
+    parts = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in memory.kinds.items() if size)
+    lines = [f"This rank is planned to hold {show_bytes(memory.reserved)}: {parts}."]
     rows = list(islice(find_relief(plan, rank), CHEAPEST))
     if rows:
         lines.append("What lowers that and leaves the run the same, the cheapest first, each with those before it:")
@@ -73,7 +73,7 @@ def describe_relief(plan: Plan, rank: int) -> str:
 
 def find_relief(plan: Plan, rank: int) -> Iterator[tuple[str, int]]:
     """(override, bytes that the rank holds with it and with those before), those that are worth it and fit the recipe."""
-    recipe, best = plan.recipe, plan.memory(rank).total
+    recipe, best = plan.recipe, plan.memory(rank).reserved
     for key, value in list_changes(plan):
         changed = set_key(recipe, key, value)
         size = _planned_bytes(changed, plan, rank)
@@ -115,6 +115,6 @@ def set_key(group: Any, key: str, value: Any) -> Any:
 def _planned_bytes(recipe: Recipe, plan: Plan, rank: int) -> int | None:
     """None where the recipe contradicts itself, or its layout does not fit the model."""
     try:
-        return None if check_recipe(recipe, {}) else make_plan(recipe, plan.config).memory(rank).total
+        return None if check_recipe(recipe, {}) else make_plan(recipe, plan.config).memory(rank).reserved
     except MeshwrightError:
         return None

@@ -75,7 +75,7 @@ def _more_ranks_a_sequence(plan: Plan) -> list[tuple[str, Any, str]]:
 
 def describe_savings(plan: Plan, rank: int) -> Iterator[str]:
     """A table, in lines."""
-    yield f"what would lower the {show_bytes(plan.memory(rank).total)} that rank {rank} holds, each option by itself:"
+    yield f"what would lower the {show_bytes(plan.memory(rank).reserved)} that rank {rank} holds, each option by itself:"
     rows = [("option", "saves", "host's more", "costs a step")]
     rows += [
         (each.override, show_bytes(each.device), show_bytes(each.host) if each.host else "", each.costs)
@@ -94,4 +94,4 @@ def _measure(plan: Plan, rank: int) -> tuple[int, int, float, int]:
         for each in plan.topology.ranks("pp", 0)
         for counts in plan.checkpointing(each).values()
     )
-    return memory.total, sum(memory.on_host.values()), plan.flops_per_token + again, sum(plan.traffic(rank).values())
+    return memory.reserved, memory.host, plan.flops_per_token + again, sum(plan.traffic(rank).values())

@@ -25,6 +25,7 @@ from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.grid import few_of
+from tests.planned import held_by_buffers, kept_activations
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
@@ -110,7 +111,7 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
         for rank, measured in enumerate(by_rank):
             allocated, sent = measured[label]
             plan = make_plan(recipe, case.config)
-            planned = plan.memory(rank).held
+            planned = held_by_buffers(plan, rank)
             # Full optimizer states leave out the padding that the last rank holds; those of few bits are exact.
             within = 0.02 if recipe.precision.moments == "fp32" else 0
             assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=within), label
@@ -246,7 +247,7 @@ def test_a_rank_holds_its_part_of_the_experts_and_of_that_what_zero_leaves(pool:
         shards = 4 // ep if stage else 1
         for rank, measured in enumerate(by_rank):
             allocated, parameters, masters = measured[label]
-            planned = plan.memory(rank).held
+            planned = held_by_buffers(plan, rank)
             assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=0.02), label
             assert allocated == {kind: planned[kind] for kind in KINDS if kind != "optimizer"}, label
             assert parameters == 2 * experts // ep // (shards if stage == 3 else 1), label
@@ -322,7 +323,7 @@ def test_a_pipeline_keeps_and_sends_what_was_planned(pool: RankPool, label: str)
     for rank in plan.topology.ranks("pp", 0):
         kept, sent = by_rank[rank][label]
         assert sent == plan.traffic(rank)["pp"], rank
-        planned = plan.memory(rank).held["activations"]
+        planned = kept_activations(plan, rank)
         assert kept == pytest.approx(planned, rel=0.1) or (label == "zbv" and kept < planned), rank
 
 
