@@ -350,7 +350,6 @@ def _check(arguments: argparse.Namespace) -> int:
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
     from framework.recipe.describe import (
-        caution_of_export,
         describe_blend,
         describe_compilation,
         describe_derived,
@@ -378,8 +377,6 @@ def _check(arguments: argparse.Namespace) -> int:
         print(compilation)
     if advice := place(derive(recipe)).advise_experts():
         print(f"experts       {advice}")
-    if caution := caution_of_export(recipe.model):
-        print(f"export        {caution}")
     return EXIT_DONE
 
 

@@ -34,8 +34,6 @@ MIXTURES = (
 )  # fmt: skip
 # Routers that are known to have a correction bias.
 WITH_BIAS = ("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe")
-# Routers without one, to which one may be added.
-WITHOUT_BIAS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "gpt_oss", "granitemoe")
 OTHERS = tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*DENSE, *MIXTURES}))
 
 # Half of the draws train everything. The others freeze what is read at both ends (a tied head with it), small ones, whole layers
@@ -95,13 +93,7 @@ def _drops_tokens(drawn: Drawn, _value: Any) -> bool:
     return drawn.get("model.expert_capacity") is not None
 
 
-def _may_add_bias(drawn: Drawn, value: str) -> bool:
-    return _may_have_experts(drawn) and (value == "own" or drawn["model.family"] in WITHOUT_BIAS)
-
-
 def _may_have_bias(drawn: Drawn, value: float) -> bool:
-    if drawn.get("model.router_bias") == "added":
-        return value > 0
     return _may_have_experts(drawn) and (value == 0 or drawn["model.family"] in WITH_BIAS)
 
 
@@ -222,7 +214,6 @@ CHOICES = (
     Choice("parallel.expert_hierarchical", (None, None, 2), _sends_tokens),
     Choice("model.expert_capacity", (None, None, None, 1.0, 1.25), _may_have_experts),
     Choice("model.expert_drop", ("weight", "position"), _drops_tokens),
-    Choice("model.router_bias", ("own", "own", "added"), _may_add_bias),
     Choice("model.router_bias_rate", (0.0, 0.0, 0.05), _may_have_bias),
     Choice("model.experts", ("auto", "eager", "batched_mm", "grouped_mm"), _fits_experts),
     Choice("parallel.sequence", (True, True, False), _splits_weights),
