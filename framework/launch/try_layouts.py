@@ -17,7 +17,6 @@ from typing import Any
 
 from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
-from framework.launch.runs import Runs
 from framework.launch.search import Asked, find, print_table, show, write_best
 from framework.launch.submit import submit_sweep
 from framework.launch.sweep import compose_sweep, train_sweep
@@ -38,7 +37,7 @@ def try_layouts(asked: Asked) -> int:
     with _to_stderr() if options.json else nullcontext():
         if not options.json:
             print_table(asked, result, _cluster_name(asked))
-        folder = RunDirectory.create(Runs.of(asked.recipe.run).folder, None, f"{asked.recipe.run.name}-tried").path
+        folder = RunDirectory.create(Path(asked.recipe.run.root), None, f"{asked.recipe.run.name}-tried").path
         chosen = choose_tried(result, wanted=options.try_best)
         overrides = [
             *_without_layout(asked.overrides),
