@@ -472,7 +472,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _add_page(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at in a browser: one file")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write its charts as a picture")
     parser.add_argument("--overwrite", action="store_true", help="in place of files that are not ours, too")
 
 
@@ -485,22 +484,22 @@ def _plan(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.launch.machine import check_measured
         from framework.plan.plan_command import plan_command
-        from framework.plan.wanted import Wanted
+        from framework.plan.plan_text import Wanted
 
     check_measured(recipe)
 
-    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "png", "overwrite")
+    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "overwrite")
     return plan_command(recipe, Wanted(**{name: getattr(arguments, name) for name in names}))
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
-    from framework.launch.search import add_search_options
+    from framework.commands.search import add_search_options
 
     add_search_options(parser)
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from framework.launch.search_command import search_command
+    from framework.commands.search import search_command
 
     return search_command(arguments)
 

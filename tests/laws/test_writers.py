@@ -11,7 +11,7 @@ from pathlib import Path
 import framework
 
 PACKAGE = Path(framework.__file__).parent
-ROOMS = ("checkpoint", "track", "train", "launch", "lease.py")
+ROOMS = ("checkpoint", "track", "train", "launch", "commands", "lease.py")
 WRITES = {
     "create_file", "write_file", "write_json", "write_atomically",
     "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
@@ -89,8 +89,8 @@ KNOWN = {
     "launch/task.py leave_out": CHECKED,
     "launch/task.py claim_outcome": "checked, and the file is of this restart alone",
     "launch/timings.py time_disk": "a file of this process's own beside runs, which it removes: no start reads it",
-    "launch/try_layouts.py _write_layouts": "the folder of a search, made under a name of its own, which holds runs and is none",
-    "launch/try_layouts.py _rank_again": "the same folder's cluster.yaml: of a search, no rank writes or reads it",
+    "commands/search.py _write_layouts": "the folder of a search, under a name of its own: it holds runs and is none",
+    "commands/search.py _rank_again": "the same folder's cluster.yaml: of a search, no rank writes or reads it",
     "track/goodput_log.py Lines.__init__": "checked before each note, once the lease is had; lines are added",
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py Jsonl.rewind": "as `Jsonl.open`",
