@@ -350,7 +350,6 @@ def _check(arguments: argparse.Namespace) -> int:
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
     from framework.recipe.describe import (
-        caution_of_export,
         describe_blend,
         describe_compilation,
         describe_derived,
@@ -378,8 +377,6 @@ def _check(arguments: argparse.Namespace) -> int:
         print(compilation)
     if advice := place(derive(recipe)).advise_experts():
         print(f"experts       {advice}")
-    if caution := caution_of_export(recipe.model):
-        print(f"export        {caution}")
     return EXIT_DONE
 
 
@@ -413,15 +410,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-to-end", action="store_true", help="a whole run, from text to export, beside a plain loop"
     )
-    parser.add_argument("--random", type=int, metavar="N", help="N random recipes until one fails; overrides are kept")
-    parser.add_argument("--seed", type=int, metavar="S", help="with --random: other draws (default: 0)")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    if arguments.random is not None:
-        return _verify_random(arguments)
-    if arguments.seed is not None:
-        raise RecipeError("--seed chooses the draws of --random N; the seed of a recipe is train.seed")
     recipe = _compose(arguments)
     with loading_libraries():
         from framework.verify.command import verify
@@ -434,22 +425,6 @@ def _verify(arguments: argparse.Namespace) -> int:
 
         return verify_end_to_end(recipe, options, main)
     return verify(recipe, options)
-
-
-def _verify_random(arguments: argparse.Namespace) -> int:
-    given = {"--model-config": arguments.model_config, "--dtype": arguments.dtype, "--ranks": arguments.ranks}
-    contrary = [name for name, value in given.items() if value is not None]
-    if contrary:
-        raise RecipeError(
-            f"--random draws what {', '.join(contrary)} would set: give the recipe's own keys, which are kept"
-            " (model.family, precision, launch.ranks)"
-        )
-    with loading_libraries():
-        from framework.verify.campaign import Campaign, verify_random
-
-    names = ("steps", "device", "overrides", "recipes")
-    words = {name: getattr(arguments, name) for name in names}
-    return verify_random(Campaign(arguments.random, seed=arguments.seed or 0, **words))
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ from framework.mesh.placement import place
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
-from framework.recipe.describe import caution_of_export, describe_blend
+from framework.recipe.describe import describe_blend
 from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
@@ -89,8 +89,6 @@ def summarize(recipe: Recipe, model_type: str) -> str:
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
         "device": f"{recipe.launch.device}, {recipe.precision.compute}",
     }
-    if caution := caution_of_export(recipe.model):
-        lines["export"] = caution
     if (recipe.launch.device, recipe.precision.compute) == ("cpu", "fp8"):
         lines["device"] += " emulated, as CPUs have none: the same numbers, slower than bf16"
     if recipe.launch.kind == "slurm":

@@ -7,7 +7,7 @@ Group choices go to Hydra. Values are applied here, one by one and untyped: Hydr
 import itertools
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -152,6 +152,19 @@ def write_override(key: str, text: str) -> str:
     escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # else the recipe would resolve it
     inner = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], escaped)
     return f'{key}="{inner}"'
+
+
+def write_value(value: Any) -> str:
+    """A value in the command line's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{write_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(write_value, value)) + "]"
+    if isinstance(value, str):
+        return write_override("key", value).removeprefix("key=")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
 
 
 def write_resume(kind: str, run: Run, *more: str) -> str:

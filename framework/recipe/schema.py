@@ -95,14 +95,9 @@ class Model:
         " sequence",
         "weight",
     )
-    router_bias: Literal["own", "added"] = key(
-        "the bias that model.router_bias_rate moves; own: the family's, of routers that have one; added: one that Meshwright adds"
-        " to routers without, which an exported model does not have",
-        "own",
-    )
     router_bias_rate: float = key(
-        "how far the bias of a router's choice moves after each step, up for experts with less than the mean load and down for"
-        " others (DeepSeek-V3: 0.001); 0: it stays",
+        "how far the bias of a router's choice moves after each step, in families that have one, up for experts with less than"
+        " the mean load and down for others (DeepSeek-V3: 0.001); 0: it stays",
         0.0,
         low=0.0,
     )

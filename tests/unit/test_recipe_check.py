@@ -445,8 +445,6 @@ def test_what_experts_drop_is_said_only_where_they_drop():
     assert problems_of("model.expert_drop=position").keys() == {"model.expert_drop"}
     assert problems_of("model.expert_drop=position", "model.expert_capacity=1.5") == {}
     assert problems_of("model.expert_capacity=0.9").keys() == {"model.expert_capacity"}
-    assert problems_of("model.router_bias=added").keys() == {"model.router_bias"}
-    assert problems_of("model.router_bias=added", "model.router_bias_rate=0.001") == {}
 
 
 def test_options_of_what_is_not_sent_are_refused():
