@@ -56,8 +56,8 @@ from framework.launch.places import explain_errors
 from framework.launch.record import begin_anew, first_record, now, read_record, write_record
 from framework.launch.remote import RemoteRun, locate
 from framework.lease import Holder, Lease, read_lease, take
+from framework.monitor.stop import SAVE_FILE, STOP_FILE
 from framework.recipe.schema import Run
-from framework.train.faults import SAVE_FILE, STOP_FILE
 
 # A holder that is over, by the word of SLURM, may take so long to let go of its lock before it loses the run.
 TAKE_OVER_AFTER_S = 10.0

@@ -16,8 +16,8 @@ from framework.launch.launchers import slurm_environment
 from framework.launch.places import explain_errors
 from framework.launch.resume import resume_command, saved_step
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
+from framework.monitor.stop import SAVE_FILE, STOP_FILE
 from framework.recipe.compose import load_recipe
-from framework.train.faults import SAVE_FILE, STOP_FILE
 
 # So long the commands wait for the run to answer: a step, a save, and what a network file system takes to show a file.
 ANSWER_S = 600.0
