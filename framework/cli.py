@@ -178,9 +178,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
         return train_sweep(arguments.overrides, arguments.recipes)
     recipe = _compose_run(arguments)
-    from framework.launch.phases import PhaseBar
     from framework.launch.rank import let_threads_sleep, may_use_gpus
-    from framework.train.phases import Phase
+    from framework.monitor.phases import Phase, PhaseBar
 
     if not may_use_gpus(recipe.launch):  # a single rank lives in this process, which is about to import torch
         let_threads_sleep()

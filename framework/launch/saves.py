@@ -30,11 +30,11 @@ from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
 from framework.launch.fault_door import FaultDoor
 from framework.lease import Lease
+from framework.monitor.hang import SAVES
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.stop import StepWatch
 from framework.recipe.schema import Checkpoint
-from framework.train.faults import StepWatch
-from framework.train.hang import SAVES
 from framework.train.loop import Loop
-from framework.train.phases import Phase, Phases
 from framework.train.rewind import rewind
 from framework.train.state import RunState, restore, saved_entries, updated_names
 from framework.train.step import Run

@@ -11,7 +11,7 @@ from pathlib import Path
 import framework
 
 PACKAGE = Path(framework.__file__).parent
-ROOMS = ("checkpoint", "track", "train", "launch", "commands", "lease.py")
+ROOMS = ("checkpoint", "track", "monitor", "faults", "train", "launch", "commands", "lease.py")
 WRITES = {
     "create_file", "write_file", "write_json", "write_atomically",
     "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
@@ -98,8 +98,8 @@ KNOWN = {
     "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
-    "train/ranks_file.py write_ranks": CHECKED,
-    "train/watch.py Watch._keep_flight_records": CHECKED,
+    "monitor/ranks_file.py write_ranks": CHECKED,
+    "monitor/watch.py Watch._keep_flight_records": CHECKED,
 }
 
 
