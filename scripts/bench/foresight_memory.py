@@ -38,8 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from framework.build import build
 from framework.comm.connect import connect
-from framework.data.pack import Microbatch
-from framework.data.slices import cut_context
+from framework.data.pack import Microbatch, cut_context
 from framework.errors import MeshwrightError
 from framework.model.load import load_config
 from framework.plan.cluster import Cluster
