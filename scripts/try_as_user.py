@@ -106,7 +106,6 @@ ACTIONS = (
     refused("goodput first", "meshwright status RUN"),
     done(f"verify {QUICK} --dtype fp64 --steps 2 --ranks 2", "fp64", "equal: this layout", trains=True),
     done(f"verify --strict {QUICK} train.steps=1 --steps 1", "equal: this layout", trains=True),
-    done("verify --random 1 --seed 3 --steps 1", "equal: 1 draws of seed 3", trains=True),
     done(f"verify {QUICK} --end-to-end", "equal", trains=True),
     done(f"search {QUICK} --try 1 --try-steps 3", "trying", trains=True),
     done("doctor --measure measured.yaml --overwrite", "measured.yaml", trains=True),

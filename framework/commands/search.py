@@ -215,7 +215,6 @@ def write_best(file: Path, values: dict[str, Any], comment: str) -> None:
 def try_layouts(request: SearchRequest) -> int:
     """Rank, train the best of as many meshes as are wanted, correct and rank again; under SLURM queue the runs."""
     from framework.launch.directory import RunDirectory
-    from framework.launch.runs import Runs
     from framework.launch.submit import submit_sweep
     from framework.launch.sweep import compose_sweep, train_sweep
 
@@ -224,7 +223,7 @@ def try_layouts(request: SearchRequest) -> int:
     with _to_stderr() if options.json else nullcontext():
         if not options.json:
             print_table(request, result, _cluster_name(request))
-        folder = RunDirectory.create(Runs.of(request.recipe.run).folder, None, f"{request.recipe.run.name}-tried").path
+        folder = RunDirectory.create(Path(request.recipe.run.root), None, f"{request.recipe.run.name}-tried").path
         chosen = choose_tried(result, wanted=options.try_best)
         trial = TRIAL | {
             "train.steps": options.try_steps,

@@ -25,6 +25,7 @@ FLOORS = (
     ("optim", "data"),
     ("plan",),
     ("checkpoint", "track"),
+    ("monitor",),
     ("train",),
     ("build",),
     ("verify", "launch"),
