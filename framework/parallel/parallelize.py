@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from framework.mesh.layout import Layout
-from framework.model.load import choose_experts
-from framework.model.materialize import kept_in_fp32
+from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.compilation import compile_layers
 from framework.parallel.context import split_context

@@ -23,8 +23,8 @@ from framework.errors import ModelError
 from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
 from framework.model.block_attention import BlockAttention, Scores
+from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, choose_experts
-from framework.model.materialize import seed_rng
 from framework.model.shrink import shrink
 from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.hook import Attention, AttentionDropout, Hook
