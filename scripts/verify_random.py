@@ -21,9 +21,10 @@ from unittest.mock import patch
 
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_FAILED
-from framework.launch import local, rank
+from framework.launch import local
 from framework.launch.agent import Outcome
 from framework.lease import Lease
+from framework.train import program
 from framework.verify.campaign import Campaign, verify_random
 from framework.verify.command import Verification
 from framework.verify.compare import exceeds, render
@@ -38,12 +39,12 @@ def train_in_pool(number: int, world: int, rendezvous: str, run: str, epoch: int
         name: str(value) for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items()
     }
     with redirect_stdout(said), redirect_stderr(said):
-        code = rank.main(Path(run), Lease(Path(run), epoch))
+        code = program.main(Path(run), Lease(Path(run), epoch))
     return code, said.getvalue()
 
 
 def run_in_pool(pool: RankPool, arguments: Sequence[str], num_ranks: int, *_: Any) -> Outcome:
-    """The place of `run_ranks`: arguments are those of `python -m framework.launch.rank`."""
+    """The place of `run_ranks`: arguments are those of `python -m framework.train.program`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

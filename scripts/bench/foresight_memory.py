@@ -33,7 +33,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.data.slices import cut_context
@@ -47,6 +46,7 @@ from framework.plan.settings import Settings, chosen_counts, planned_candidate
 from framework.plan.shape import make_shape
 from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
+from framework.train.build import build
 from framework.train.step import Run, train_step
 from framework.verify.draws import Drawn, draw, write
 from framework.verify.pool import RankPool
@@ -352,7 +352,7 @@ def main() -> None:
     drawn = (draw_recipe(options.seed, number) for number in range(options.layouts))
     recipes = estimated_recipes() if options.estimated else drawn
     rows = []
-    with closing(RankPool(max(RANKS), "framework.build")) as pool:
+    with closing(RankPool(max(RANKS), "framework.train.build")) as pool:
         for each in count_layouts(recipes, pool):
             rows.append(each)
             states = "equal" if each.are_states_equal else "DIFFER"

@@ -11,7 +11,7 @@ from pathlib import Path
 import framework
 
 PACKAGE = Path(framework.__file__).parent
-ROOMS = ("checkpoint", "track", "monitor", "faults", "train", "launch", "lease.py")
+ROOMS = ("checkpoint", "track", "monitor", "faults", "commands", "train", "launch", "lease.py")
 WRITES = {
     "create_file", "write_file", "write_json", "write_atomically",
     "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
@@ -75,13 +75,13 @@ KNOWN = {
     "launch/export_places.py ExportFolder.making": CHECKED,
     "launch/export_places.py ExportObjects._put": EPOCH,
     "launch/export_places.py ExportObjects.remove_after": EPOCH,
-    "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
+    "commands/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/identity.py keep_tokenizer": IN_WORKPLACE,
     "launch/measure.py measure_command": TEMPORARY,
     "launch/measure_order.py Order.save": TEMPORARY,
     "launch/measure_rank.py _measure": TEMPORARY,
-    "launch/probe.py probe": IN_WORKPLACE,
-    "launch/probe.py _leave_note": IN_WORKPLACE,
+    "train/probe.py probe": IN_WORKPLACE,
+    "train/probe.py _leave_note": IN_WORKPLACE,
     "launch/remote.py RemoteRun.make": "a working folder, made once; who holds its lock changes it",
     "launch/remote.py RemoteRun.fetch": "under the lock of the folder, before anybody writes there",
     "launch/remote.py RemoteRun._locked": LOCK,
