@@ -12,7 +12,7 @@ from framework.model.precision import DTYPES
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.compilation import compiled_layers
-from framework.parallel.context.split import find_context_attentions
+from framework.parallel.context.hook import find_context_attentions
 from framework.parallel.experts import write_stacked_gradients
 from framework.parallel.fp8_layers import find_fp8_linears, make_matmul
 from framework.parallel.stage_plan import StagePlan
