@@ -5,7 +5,13 @@
 `merge` makes one softmax of it. `hook` puts it all into a model, and `probe` says of which models that is exact.
 """
 
-from framework.parallel.context.hook import refuse_uneven_heads, split_context
+from framework.parallel.context.hook import find_context_attentions, refuse_uneven_heads, split_context
 from framework.parallel.context.probe import probe_causes, refuse_undivided_context
 
-__all__ = ["probe_causes", "refuse_undivided_context", "refuse_uneven_heads", "split_context"]
+__all__ = [
+    "find_context_attentions",
+    "probe_causes",
+    "refuse_undivided_context",
+    "refuse_uneven_heads",
+    "split_context",
+]
