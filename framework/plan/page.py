@@ -21,7 +21,7 @@ from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest
 from framework.plan.layouts_page import describe_parameters
 from framework.plan.memory import RankMemory
 from framework.plan.plan import Plan
-from framework.recipe.describe import caution_of_export, describe_derived
+from framework.recipe.describe import describe_derived
 
 PICTURES = (".svg", ".png", ".pdf")
 
@@ -41,8 +41,6 @@ def describe_run(plan: Plan) -> Iterator[str]:
     yield f"zero          stage {plan.recipe.zero.stage}: {parts}"
     yield from _describe_checkpointing(plan)
     yield describe_bubble(plan.pipeline, plan.derived.accumulation)
-    if caution := caution_of_export(plan.recipe.model):
-        yield f"export        {caution}"
 
 
 def describe_ranks(plan: Plan) -> Iterator[str]:

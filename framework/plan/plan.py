@@ -20,7 +20,6 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
-from framework.model.added_bias import prepare_mixtures
 from framework.model.flops import (
     ModelSize,
     experts_per_token,
@@ -32,7 +31,7 @@ from framework.model.kept_outputs import ATTENTION, Policy
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
 from framework.model.logit_map import LogitMap
-from framework.model.mixtures import Mixture
+from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
@@ -418,7 +417,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         refuse_undivided_context(config, slices, recipe.data.pack == "documents")
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
-    load_balancing, mixtures = find_load_balancing_loss(whole), prepare_mixtures(recipe.model, whole, units)
+    load_balancing, mixtures = find_load_balancing_loss(whole), find_mixtures(whole, units)
+    refuse_bias_rate(recipe.model, whole, mixtures)
     refuse_unknown_operations(recipe.memory, whole)
     ties = tied_names(whole)
     recipe, logit_map = resolve_chunked_loss(recipe, whole)

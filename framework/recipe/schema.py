@@ -95,14 +95,9 @@ class Model:
         " sequence",
         "weight",
     )
-    router_bias: Literal["own", "added"] = key(
-        "the bias that model.router_bias_rate moves; own: the family's, of routers that have one; added: one that Meshwright adds"
-        " to routers without, which an exported model does not have",
-        "own",
-    )
     router_bias_rate: float = key(
-        "how far the bias of a router's choice moves after each step, up for experts with less than the mean load and down for"
-        " others (DeepSeek-V3: 0.001); 0: it stays",
+        "how far the bias of a router's choice moves after each step, in families that have one, up for experts with less than"
+        " the mean load and down for others (DeepSeek-V3: 0.001); 0: it stays",
         0.0,
         low=0.0,
     )
@@ -618,16 +613,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Run:
-    root: str = key(
-        "folder of the run directories, or a URL that fsspec knows (s3://bucket/runs, gs://, abfs://, ...): the run's files and"
-        " checkpoints then lie in ROOT/RUN-ID",
-        "runs",
-    )
-    work: str | None = key(
-        "with run.root a URL: folder in which runs have their locks, logs and files as they are written; shared by the nodes of"
-        " a job. null: $XDG_CACHE_HOME/meshwright/runs, ~/.cache/meshwright/runs",
-        None,
-    )
+    root: str = key("folder of the run directories; checkpoint.root may be a URL", "runs")
     id: str | None = key("names the run directory and the wandb run; null: the experiment's name and a number", None)
     name: str = key("first part of a made-up id", "run")
     allow_faults: bool = key(

@@ -28,15 +28,15 @@ from framework.plan.check import check_layout
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from framework.recipe.keys import flatten
+from framework.recipe.overrides import write_value
 from framework.recipe.saved import plain
 from framework.recipe.schema import Checkpoint, Data, Launch, Memory, Parallel, Pipeline, Recipe, Run, Source, Zero
 from framework.verify.command import prepare
 from framework.verify.compare import Row, exceeds, render
 from framework.verify.compare import compare as compare_evidence
-from framework.verify.draws import write_value
 from framework.verify.evidence import Evidence, NothingToCompare
 from framework.verify.options import Options
-from framework.verify.plain_mixtures import ADDED_BIAS, CORRECTION_BIASES
+from framework.verify.plain_mixtures import CORRECTION_BIASES
 from framework.verify.reference import Curve, run_reference
 from framework.verify.sides import Sides
 from framework.verify.small import LEAST_EPS
@@ -103,11 +103,9 @@ def compare_runs(sides: Sides, command: Command) -> list[Row]:
 def compare(found: Curve, expected: Curve, moments: str = "fp32") -> list[Row]:
     """The worst relative error of each quantity. moments: `precision.moments`."""
     assert expected.validations, "a run of one step validates nothing: more steps"
-    # A bias that the recipe has added is no part of the family's model, and so not exported.
-    weights = {name: each for name, each in expected.weights.items() if not name.endswith(ADDED_BIAS)}
     rows = compare_evidence(
         Evidence(found.losses, found.norms, {"": torch.tensor(found.rates)}, dict(found.weights)),
-        Evidence(expected.losses, expected.norms, {"": torch.tensor(expected.rates)}, weights),
+        Evidence(expected.losses, expected.norms, {"": torch.tensor(expected.rates)}, dict(expected.weights)),
     )
     losses, norms, rates, exported = rows
     steps = {step: (found.validations.get(step, float("inf")), loss) for step, loss in expected.validations.items()}
@@ -115,7 +113,7 @@ def compare(found: Curve, expected: Curve, moments: str = "fp32") -> list[Row]:
     worst = max(errors, key=errors.__getitem__)
     if moments == "bf16":
         # What differs by 1e-7 may round another way: an update then differs by a spacing, 2^-7 of it.
-        most = max(float(each.abs().max()) for each in weights.values())
+        most = max(float(each.abs().max()) for each in expected.weights.values())
         exported = replace(exported, within=TOLERANCE + 2**-7 * sum(expected.rates) / most)
     return [
         losses,

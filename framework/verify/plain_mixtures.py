@@ -1,8 +1,6 @@
 """Mixtures of experts on a stock model, written plainly: capacity, correction biases of routers, and the loads that move them.
 
-A bias that the recipe adds to routers without one (`model.router_bias: added`) changes a token's experts where their ranks by
-score and bias are not those by score; every other token keeps what the stock router gave. What a dropped pair of a token and an
-expert adds is weighted with zero.
+A dropped pair of a token and an expert has the weight zero.
 """
 
 import inspect
@@ -16,10 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from framework.recipe.schema import Model
-from framework.verify.evidence import NothingToCompare
 
-ADDED_BIAS = "added_correction_bias"
-CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias", ADDED_BIAS)
+CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 # Weights of pairs are compared in these units: those that differ by rounding are equal.
 UNIT = 2.0**-16
 
@@ -35,9 +31,6 @@ class PlainMixtures:
         self._settings, self._context = settings, context
         self.real: Tensor | None = None
         self._experts = _find_experts(model)
-        if settings.router_bias == "added":
-            for path in self._experts:
-                _add_bias(model, path.rpartition(".")[0])
         self._biases = {bias: path for path in self._experts if (bias := _find_bias(model, path))}
         self._loads: dict[str, Tensor] = {}
         for bias, path in self._biases.items():
@@ -126,41 +119,4 @@ def _find_bias(model: nn.Module, path: str) -> str:
             if name.startswith(block) and name.rpartition(".")[2] in CORRECTION_BIASES and each.numel() == count
         ),
         "",
-    )
-
-
-def _add_bias(model: PreTrainedModel, block: str) -> None:
-    parts = model.get_submodule(block)
-    router = getattr(parts, "gate", None) or getattr(parts, "router", None)
-    assert router is not None, f"{type(parts).__name__} has no gate and no router"
-    bias = torch.zeros(_count_experts(parts.get_submodule("experts")), dtype=torch.float32, device=model.device)
-    router.register_buffer(ADDED_BIAS, bias)
-    router.register_forward_hook(partial(_choose, model.config.get_text_config()))
-
-
-def _choose(config: Any, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The router's (logits, weights, index), with other experts for the tokens whose choice its bias changes."""
-    logits, weights, index = output[0], output[1].clone(), output[2].clone()
-    scores = torch.softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=1)
-    # torch's choice of equal scores, which a row of zeros has (a padding token's), is the stock router's.
-    biased = (scores.detach() + router.get_buffer(ADDED_BIAS)).topk(index.shape[1], dim=1).indices
-    for token, chosen in enumerate(biased.tolist()):
-        if set(chosen) != set(index[token].tolist()):
-            weights[token] = _weigh(config, torch.stack([scores[token, expert] for expert in chosen]))
-            index[token] = torch.tensor(chosen)
-    return logits, weights, index
-
-
-def _weigh(config: Any, scores: Tensor) -> Tensor:
-    """The weights of one token's experts, as the family's router makes them of their softmax scores [k]."""
-    match config.model_type:
-        case "mixtral" | "gpt_oss" | "granitemoe":
-            return scores / scores.sum()
-        case "qwen2_moe" | "qwen3_moe" | "qwen3_next" | "olmoe":
-            return scores / scores.sum() if config.norm_topk_prob else scores
-        case "deepseek_v2":
-            return scores * config.routed_scaling_factor
-    raise NothingToCompare(
-        f"there is nothing to compare with: the oracle does not know how the routers of {config.model_type} weight experts, which"
-        " model.router_bias=added needs"
     )
