@@ -31,7 +31,7 @@ from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.compilation import compile_layers, compiled_layers
 from framework.parallel.context import find_context_attentions, split_context
-from framework.parallel.experts import split_experts, tell_dropped, write_stacked_gradients
+from framework.parallel.experts import report_dropped, split_experts, write_stacked_gradients
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import split_over_tp, uses_rng_in_training
@@ -191,7 +191,7 @@ def count_load(stage: AttachedStage) -> None:
     plan = stage.plan
     layers = [unit.name for unit in plan.own_units if plan.bounds.owns(unit)]
     stage.load.watch(stage.model, layers, plan.routed_tokens)
-    tell_dropped(stage.model, stage.load.drop)
+    report_dropped(stage.model, stage.load.drop)
 
 
 def compute_loss(stage: AttachedStage) -> None:
