@@ -73,7 +73,7 @@ def restore(
         )
     share_read(run)
     for stage in run.stages.values():
-        stage.parameters.update()  # what is unsharded is of former weights, where a run goes back
+        stage.parameters.invalidate()  # what is unsharded is of former weights, where a run goes back
     state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates
     if state.loss_scale is not None:

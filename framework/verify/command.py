@@ -18,7 +18,7 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, layer_configs, load_config, load_config_file
 from framework.model.shrink import MIN_LAYERS, shrink
-from framework.parallel.context.split import refuse_uneven_heads
+from framework.parallel.context.hook import refuse_uneven_heads
 from framework.parallel.fp8_layers import require_torchao
 from framework.plan.logits import keep_chunked_loss
 from framework.recipe.derive import count_virtual_stages, derive

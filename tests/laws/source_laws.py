@@ -116,13 +116,13 @@ def imports_downwards(source: Source) -> Iterator[Breach]:
 
 
 def parallelisms_do_not_know_each_other(source: Source) -> Iterator[Breach]:
-    """Modules of `parallel` meet in parallelize.py (transforms) and attach.py only; a subpackage is one module. All may know what
+    """Modules of `parallel` meet in parallelize.py only; a subpackage is one module. All may know what
     a StagePlan is."""
-    if source.room != "parallel" or source.parts[1] in ("parallelize", "attach"):
+    if source.room != "parallel" or source.parts[1] == "parallelize":
         return
     for line, name in source.imports():
         if name.startswith("framework.parallel.") and name.split(".")[2] not in (source.parts[1], "stage_plan"):
-            yield line, f"parallel/{source.parts[1]} imports {name}: they meet in parallelize.py and attach.py only"
+            yield line, f"parallel/{source.parts[1]} imports {name}: they meet in parallelize.py only"
 
 
 def the_oracle_shares_nothing(source: Source) -> Iterator[Breach]:
