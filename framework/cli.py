@@ -259,13 +259,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _save(arguments: argparse.Namespace) -> int:
     from framework.launch.request import save_command
 
-    return save_command(_find_running(arguments.run))
+    return save_command(_find_run(arguments.run))
 
 
 def _stop(arguments: argparse.Namespace) -> int:
     from framework.launch.request import stop_command
 
-    return stop_command(_find_running(arguments.run))
+    return stop_command(_find_run(arguments.run))
 
 
 def _add_inject(parser: argparse.ArgumentParser) -> None:
@@ -286,7 +286,7 @@ def _inject(arguments: argparse.Namespace) -> int:
         raise RunError(
             "inject RUN FAULT: say which fault, such as kill rank=1 step=30; `meshwright inject --list` explains them"
         )
-    return inject_command(_find_running(arguments.run), words=arguments.words, here=arguments.here)
+    return inject_command(_find_run(arguments.run), words=arguments.words, here=arguments.here)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -447,7 +447,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _add_page(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at in a browser: one file")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write its charts as a picture")
     parser.add_argument("--overwrite", action="store_true", help="in place of files that are not ours, too")
 
 
@@ -460,22 +459,22 @@ def _plan(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.launch.machine import check_measured
         from framework.plan.plan_command import plan_command
-        from framework.plan.wanted import Wanted
+        from framework.plan.plan_text import Wanted
 
     check_measured(recipe)
 
-    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "png", "overwrite")
+    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "overwrite")
     return plan_command(recipe, Wanted(**{name: getattr(arguments, name) for name in names}))
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
-    from framework.launch.search import add_search_options
+    from framework.commands.search import add_search_options
 
     add_search_options(parser)
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from framework.launch.search_command import search_command
+    from framework.commands.search import search_command
 
     return search_command(arguments)
 
@@ -536,9 +535,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.inspect import inspect_command
-    from framework.launch.runs import find_place
+    from framework.checkpoint.place import is_url, open_place
 
-    return inspect_command(find_place(arguments.path))
+    return inspect_command(open_place(arguments.path) if is_url(arguments.path) else _find_run(arguments.path))
 
 
 # --- recipes and runs
@@ -558,17 +557,9 @@ def _compose_run(arguments: argparse.Namespace) -> Recipe:
 
 
 def _find_run(name: str) -> Path:
-    """A folder as it is, a run's id in the default folder of runs, or the URL of a run."""
-    from framework.launch.runs import find_run
+    from framework.launch.directory import find_run
 
     return find_run(name)
-
-
-def _find_running(name: str) -> Path:
-    """The same, of a run of which something is asked."""
-    from framework.launch.runs import find_running
-
-    return find_running(name)
 
 
 # --- arguments and help
@@ -638,7 +629,7 @@ def _describe_version() -> str:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    from framework.launch.snapshot import describe_commit
+    from framework.launch.record import describe_commit
 
     found = describe_commit()
     commit = f" (commit {found['commit'][:9]}{', edited' if found['edited'] else ''})" if found else ""

@@ -16,7 +16,6 @@ from framework.launch.local import rank_variables
 from framework.launch.machine import count_memory, describe_machine, find_differences
 from framework.launch.measure_order import Order
 from framework.launch.measured_file import describe_findings, describe_group, write_text
-from framework.launch.runs import Runs
 from framework.launch.timings import ON_CPU, ON_GPU, Effort
 from framework.recipe.cluster_file import ENDINGS, KEY, read_cluster_file, write_cluster_file
 from framework.recipe.convert import to_recipe
@@ -116,7 +115,7 @@ def make_order(recipe: Recipe, here: ClusterMeasured, result: Path, effort: Effo
     is_gpu = recipe.launch.device != "cpu" and bool(here.gpus)
     ranks = len(here.gpus) if is_gpu else max(LEAST_RANKS, recipe.launch.ranks or 0)
     threads = recipe.launch.threads_per_rank or recipe.launch.cpus_per_rank or max(1, here.cores // ranks)
-    root = Runs.of(recipe.run).folder.absolute()
+    root = Path(recipe.run.root).absolute()
     return Order(
         device="cuda" if is_gpu else "cpu",
         ranks=ranks,

@@ -112,7 +112,7 @@ def may_use_gpus(launch: Launch) -> bool:
 
 def let_threads_sleep() -> None:
     """Have OpenMP's threads sleep where they wait for one another, and not spin; a choice of the user's stands. Torch reads it
-    when it is imported. Between two small operations spinning takes the very cores that others need: docs/benchmarks.md."""
+    when it is imported. Between two small operations spinning takes the very cores that others need: docs/measurements/benchmarks.md."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

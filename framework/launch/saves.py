@@ -109,7 +109,6 @@ class Saves:
             no_fault if self.door is None else self.door.reach,
             lease=self.lease,
             hold=self.keeper.hold,
-            before_commit=self._upload,
         )
 
     def restore(self, run: Run) -> RunState:
@@ -211,11 +210,6 @@ class Saves:
     def _wait_until_staged(self) -> None:
         with self.watch.waiting(), self.phases.within(Phase.SAVE):
             self.saver.wait_until_staged()
-
-    def _upload(self) -> None:
-        """In the saver's thread: what the run has written of the steps that the checkpoint makes final comes into the run's store
-        before it."""
-        RunDirectory(self.lease.run).upload(self.lease)
 
     def _end_save(self, step: int, is_committed: bool) -> None:
         """In the saver's thread."""

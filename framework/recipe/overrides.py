@@ -171,7 +171,6 @@ def write_resume(kind: str, run: Run, *more: str) -> str:
     """What a user types to go on with a run, which has an id; kind: launch.kind."""
     verb = "train" if kind == "local" else "submit"
     place = [] if run.root == Run().root else [write_override("run.root", run.root)]
-    place += [] if run.work is None else [write_override("run.work", run.work)]
     return shlex.join(["meshwright", verb, write_override("run.id", str(run.id)), *place, *more])
 
 

@@ -613,16 +613,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Run:
-    root: str = key(
-        "folder of the run directories, or a URL that fsspec knows (s3://bucket/runs, gs://, abfs://, ...): the run's files and"
-        " checkpoints then lie in ROOT/RUN-ID",
-        "runs",
-    )
-    work: str | None = key(
-        "with run.root a URL: folder in which runs have their locks, logs and files as they are written; shared by the nodes of"
-        " a job. null: $XDG_CACHE_HOME/meshwright/runs, ~/.cache/meshwright/runs",
-        None,
-    )
+    root: str = key("folder of the run directories; checkpoint.root may be a URL", "runs")
     id: str | None = key("names the run directory and the wandb run; null: the experiment's name and a number", None)
     name: str = key("first part of a made-up id", "run")
     allow_faults: bool = key(
