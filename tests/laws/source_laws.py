@@ -33,12 +33,9 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR_OF_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# Files of verify/ that are the oracle, or that both sides read; and what of the framework they may know: the names of the
-# recipe's keys, and the errors that the user is told.
-ORACLE = (
-    "oracle", "reference", "initial", "evidence", "compare", "double", "lion", "rounding",
-    "plain_fp8", "plain_loss_scale", "plain_mixtures", "plain_recipe", "plain_rounding",
-)  # fmt: skip
+# Files of verify/ that are the oracle, or that both sides read; and what they may know of the framework: the names of the
+# recipe's keys, and the errors that the user reads.
+ORACLE = ("oracle", "plain", "reference", "evidence", "compare")
 ORACLE_KNOWS = ("framework.errors", "framework.recipe.schema", *(f"framework.verify.{name}" for name in ORACLE))
 
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
