@@ -91,7 +91,7 @@ def test_a_budget_is_met_by_that_number() -> None:
     assert enough.memory(0).reserved == peak
     assert set(less.policies(0).values()) != {"none"}
     assert less.memory(0).reserved <= peak - 2**20
-    with pytest.raises(Exception, match="memory.budget_gb") as caught:
+    with pytest.raises(Exception, match=r"memory\.budget_gb") as caught:
         plan_with(auto, "memory.budget_gb=0.5")
     least = float(re.search(r"set memory.budget_gb=([\d.]+)", str(caught.value))[1])  # type: ignore[index]
     assert plan_with(auto, f"memory.budget_gb={least}").memory(0).reserved <= least * GB
