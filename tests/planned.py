@@ -1,6 +1,9 @@
 """Planned bytes in the parts that runs count."""
 
 from framework.optim.optimizers import state_names
+from framework.parallel.pipeline.live import LiveMoment
+from framework.parallel.pipeline.simulate import unit_costs
+from framework.plan.activation_peaks import make_moments
 from framework.plan.memory import measure_units, total_on_device
 from framework.plan.plan import Plan
 
@@ -22,3 +25,8 @@ def kept_activations(plan: Plan, rank: int) -> int:
     kinds = ("activations", "logits", "temporaries", "communication")
     found = {name: sum(held[kind] for kind in kinds) for name, held in own.phases.items()}
     return max(size - (inside.get(name, 0) if size else 0) for name, size in found.items())
+
+
+def moments_of(schedule: str, pp: int, virtual: int, accumulation: int) -> list[list[LiveMoment]]:
+    """Moments of each rank at which it may have most, with stages that take equally long."""
+    return list(map(make_moments(schedule, pp, virtual, accumulation, unit_costs(pp * virtual)), range(pp)))

@@ -1,5 +1,4 @@
-"""What is foretold of a layout: bytes of each rank of its pipeline, and the seconds of a step, both in parts that can be
-checked."""
+"""Forecast of a layout: bytes of each rank of its pipeline and seconds of a step, both in parts that can be checked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,14 +48,15 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class NodeForecast:
-    """Bytes that the ranks of the fullest node take together of what they share. offloaded: of the host's memory;
-    copies: of it as a file system, for checkpoint.neighbor_copies; there: all of the host's memory; limit: of that
-    for both; disk: files of states; disk_limit: room for these, None where it is unknown."""
+    """Bytes that the ranks of the fullest node take together of what they share."""
 
+    # The host's memory: offloaded states and activations, and copies of steps in its file system (checkpoint.neighbor_copies).
     offloaded: int = 0
     copies: int = 0
+    # All of the host's memory, and the share of it for both.
     there: int = 0
     limit: int = 0
+    # Files of states, and the room for them; None where it is unknown.
     disk: int = 0
     disk_limit: int | None = None
 
@@ -100,7 +100,7 @@ class MemoryForecast:
 
 @dataclass(frozen=True)
 class TimeForecast:
-    """Of a step, in seconds of the rank that takes longest.
+    """Seconds of a step, of the rank that takes longest.
 
     parts: what adds up to `step_s`: matmuls, attention, elementwise, recomputation, tp, cp, ep and pp that nothing hides,
     bubble, gathers and reductions that nothing hides, contention, optimizer, offload, checkpoint, host (`plan/time.py`).
@@ -126,18 +126,18 @@ class TimeForecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Tokens of all ranks together."""
         return self.tokens / self.step_s
 
     @property
     def tokens_per_s_and_rank(self) -> float:
-        """Of one rank."""
+        """Tokens of one rank."""
         return self.tokens_per_s / self.world
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Both."""
+    """Memory and time of a layout."""
 
     memory: MemoryForecast
     time: TimeForecast

@@ -1,17 +1,17 @@
-"""Bytes of a rank over a step, foretold for thousands of layouts: the Plan's own numbers, and what stands beside tensors.
+"""The one model of a rank's bytes over a step: for a plan, and for thousands of layouts of a search.
 
-    kind            what                                                                    known by
+    kind            content                                                                 known
     parameters ...  states, and what of them is gathered: as `plan/memory.py` has them      exactly, padding included
     activations     what layers keep, by microbatches in flight (`plan/activations.py`)     formulas, or estimated
     logits          what the loss keeps                                                     exactly
     temporaries     tensors inside of one layer's backward, or of the loss                  formulas
     communication   hidden states that a pipeline sends and receives                        by the executor's actions
     workspace       cuBLAS'                                                                 torch's default
-    outside         the driver's context and NCCL's buffers, not torch's memory             assumed (`memory_parts.py`)
-    slack           what the caching allocator has reserved beside tensors                  assumed (`memory_parts.py`)
+    outside         the driver's context and NCCL's buffers, not torch's memory             assumed (`memory_states.py`)
+    slack           what the caching allocator has reserved beside tensors                  assumed (`memory_states.py`)
 
-What a rank holds is the sum of two parts that are remembered by themselves: states (`memory_states.py`), which depend on ZeRO
-and not on microbatches, and activations (`memory_activations.py`), for which it is the other way round.
+A rank holds the sum of two parts, each cached by what it depends on: states (`memory_states.py`), which depend on ZeRO and not
+on microbatches, and activations (`memory_activations.py`), for which it is the other way round.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,21 @@ from typing import Any
 import numpy as np
 
 from framework.parallel.pipeline.pipeline import Pipeline
+from framework.plan.activation_peaks import representative
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
 from framework.plan.memory import USABLE, ranks_on_nodes, sum_fullest_node
 from framework.plan.memory_activations import ActivationBytes
-from framework.plan.memory_moments import representative
-from framework.plan.memory_parts import FRAGMENTATION, PHASES, Part, Pipelines, slack_of
-from framework.plan.memory_states import StateBytes, StateOptions
+from framework.plan.memory_states import (
+    FRAGMENTATION,
+    PHASES,
+    PhaseBytes,
+    Pipelines,
+    StateBytes,
+    StateOptions,
+    slack_of,
+)
 from framework.plan.policies import Counts, choose_counts, least_bytes, shorten
 from framework.plan.settings import Settings
 from framework.plan.shape import ModelShape
@@ -48,7 +55,7 @@ def forecast_memory(
 ) -> MemoryForecast:
     """The memory of a rank at each place of the pipeline: of the first one along all other axes, as `Plan.memory`.
 
-    settings: what is remembered is remembered with them; a recipe's are made of it. chosen: layers of each stage by policy of
+    settings: keep what is cached; made of a recipe where that is given. chosen: layers of each stage by policy of
     activation checkpointing; None: all as the candidate says. Raises what the model's transforms raise for degrees that do not
     fit (`ModelShape.refusal` asks first), RecipeError for more stages than layers.
     """
@@ -81,7 +88,7 @@ def checkpoint_bytes(shape: ModelShape, settings: Settings) -> int:
 
 
 def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
-    """What of a forecast is estimated, and by how much it may be off; None where all of it has formulas."""
+    """Say which part of a forecast is estimated, and by how much it may be off; None where all of it has formulas."""
     if shape.has_formulas:
         return None
     low, high = ESTIMATE_OFF
@@ -95,7 +102,7 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
 
 
 def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
-    """`forecast_memory(...).spare` alone, for a search: negative where the fullest rank lacks so many."""
+    """`forecast_memory(...).spare` alone, for a search; negative where the fullest rank lacks bytes."""
     states, activations = memory_model(shape, settings).parts(candidate, None)
     return cluster.memory_bytes - max(map(_most, states, activations))
 
@@ -118,24 +125,24 @@ def host_spare_of_options(
 
 
 def memory_model(shape: ModelShape, settings: Settings | Recipe) -> "MemoryModel":
-    """What is known of a model's bytes with these settings: one for both, which remembers."""
+    """The cached memory model of a shape with these settings."""
     known = Settings.of(settings) if isinstance(settings, Recipe) else settings
     model: MemoryModel = known.remember(("memory", shape), lambda: MemoryModel.of(shape, known))
     return model
 
 
-def _most(states: Part, activations: Part) -> int:
+def _most(states: PhaseBytes, activations: PhaseBytes) -> int:
     return max(_reserve(states, activations, phase) for phase in range(len(PHASES)))
 
 
-def _reserve(states: Part, activations: Part, phase: int) -> int:
-    """What the device must have for one phase."""
+def _reserve(states: PhaseBytes, activations: PhaseBytes, phase: int) -> int:
+    """Bytes that the device must have in one phase."""
     moving = states.moving[phase] + activations.moving[phase]
     return states.totals[phase] + activations.totals[phase] + slack_of(moving) + states.outside
 
 
-def _join(states: Part, activations: Part) -> StageMemory:
-    """Both parts of a rank."""
+def _join(states: PhaseBytes, activations: PhaseBytes) -> StageMemory:
+    """Add up both parts of a rank."""
     fullest = max(range(len(PHASES)), key=lambda phase: _reserve(states, activations, phase))
     phases = {name: {**states.phases[index], **activations.phases[index]} for index, name in enumerate(PHASES)}
     slack = slack_of(states.moving[fullest] + activations.moving[fullest])
@@ -145,7 +152,7 @@ def _join(states: Part, activations: Part) -> StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class MemoryModel:
-    """Both parts of one model and one recipe."""
+    """Bytes of the ranks of one model and one recipe, by candidate."""
 
     pipelines: Pipelines
     states: StateBytes
@@ -199,7 +206,9 @@ class MemoryModel:
         """Numbers of layers of a rank's stages, by the stage's index."""
         return {stage.index: stage.stop - stage.start for stage in self.pipelines.places(each).of_ranks[place]}
 
-    def parts(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> tuple[Sequence[Part], Sequence[Part]]:
+    def parts(
+        self, each: Candidate, chosen: Mapping[int, Counts] | None
+    ) -> tuple[Sequence[PhaseBytes], Sequence[PhaseBytes]]:
         """(states, activations) of each rank of the pipeline."""
         return self.states.of_ranks(each), self.activations.of_ranks(each, chosen)
 

@@ -14,6 +14,7 @@ from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
 from framework.plan.shape import ModelShape
 from framework.plan.time import TimeModel
+from framework.plan.traffic import context_costs
 from framework.recipe.clusters import find_cluster, refuse_crowded_nodes
 from framework.recipe.schema import Cluster as ClusterRecipe
 
@@ -77,7 +78,7 @@ def forecast_plan(plan: Plan) -> PlanForecast:
 
 def _compare_methods(plan: Plan, times: TimeModel, candidate: Candidate) -> tuple[tuple[str, float], ...]:
     """(method, step seconds) of context parallelism, the fastest first."""
-    heads = max((cost.shape.heads for cost in plan.context_costs(0) if cost is not None), default=0)
+    heads = max((cost.shape.heads for cost in context_costs(plan, 0) if cost is not None), default=0)
     if candidate.cp == 1 or not heads:
         return ()
     layouts = {

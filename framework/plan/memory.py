@@ -80,7 +80,7 @@ def measure_units(
 
 
 def total_on_device(units: Sequence[tuple[UnitMemory, int]]) -> dict[str, int]:
-    """What lives on the device for the whole run, by kind, and the most that gathered parameters and unreduced gradients add.
+    """Bytes on the device for the whole run, by kind, and the most that gathered parameters and unreduced gradients add.
     units: of a rank, each with how many are alike."""
     return _total([(each.device, count) for each, count in units]) | {"gathered": sum(count_gathered(units))}
 

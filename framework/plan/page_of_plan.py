@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from framework.mesh.placement import Placement
 from framework.parallel.pipeline.simulate import simulate
+from framework.plan.advice import FittingChange, describe_changes, describe_verdict
 from framework.plan.forecast_plan import PlanForecast
 from framework.plan.memory import show_bytes
 from framework.plan.page_charts import plan_charts
@@ -21,7 +22,7 @@ from framework.plan.page_rows import (
 )
 from framework.plan.plan import Plan
 from framework.plan.plan_text import show_hours
-from framework.plan.verdict import Change, describe_changes, describe_verdict
+from framework.plan.traffic import measure_traffic
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ LINKS: tuple[Link, ...] = (
 MESH_AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
-def make_page(found: PlanForecast, changes: Sequence[Change] = ()) -> Page:
+def make_page(found: PlanForecast, changes: Sequence[FittingChange] = ()) -> Page:
     """All of it."""
     plan, time, memory = found.plan, found.forecast.time, found.forecast.memory
     timeline, shown = draw_timeline(plan, found)
@@ -99,7 +100,7 @@ def draw_timeline(plan: Plan, found: PlanForecast) -> tuple[Rows, int]:
 def link_rows(plan: Plan, found: PlanForecast) -> Rows:
     """Seconds of each kind of message in a step, hidden and exposed, with bytes and the share of the step."""
     placement, time = Placement(plan.topology, plan.derived.ranks_per_node), found.forecast.time
-    traffic = [plan.traffic(rank) for rank in plan.topology.ranks("pp", 0)]
+    traffic = [measure_traffic(plan, rank) for rank in plan.topology.ranks("pp", 0)]
     links: list[Row] = []
     totals: list[Row] = []
     for link in LINKS:

@@ -15,8 +15,8 @@ from framework.plan.page_charts import layouts_charts
 from framework.plan.page_html import Page, Table
 from framework.plan.page_rows import GIB, Rows, all_kinds, show_seconds
 from framework.plan.rejections import Rejection, collect_constraints, describe, group_rejections
-from framework.plan.relief import set_key
 from framework.plan.search import Search, SearchResult
+from framework.recipe.layout_keys import with_value
 from framework.recipe.schema import Recipe
 
 # Of rows that a page holds; Vega takes 0.9 MB of the 2 that a page may have.
@@ -91,7 +91,7 @@ def _resize(recipe: Recipe) -> Iterator[Recipe]:
     for name, size in (("nodes", launch.nodes), ("ranks", launch.ranks)):
         if isinstance(size, int):
             for other in ([size // 2] if size % 2 == 0 else []) + [2 * size]:
-                yield set_key(recipe, f"launch.{name}", other)
+                yield with_value(recipe, f"launch.{name}", other)
             return
 
 

@@ -22,12 +22,11 @@ from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
 from framework.model.flops import (
     ModelSize,
-    experts_per_token,
     flops_per_token,
     measure_model,
     unit_flops,
 )
-from framework.model.kept_outputs import ATTENTION, Policy
+from framework.model.kept_outputs import Policy
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
 from framework.model.logit_map import LogitMap
@@ -38,7 +37,6 @@ from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
 from framework.parallel.context import refuse_undivided_context
 from framework.parallel.experts import check_experts
-from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.pipeline.table import read_table
@@ -47,17 +45,13 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
 from framework.plan.candidate import Candidate
-from framework.plan.context import ContextCost, ContextMethod, Passes, attention_shapes
 from framework.plan.forecast import StageMemory
 from framework.plan.forecast_memory import MemoryModel
-from framework.plan.logits import resolve_chunked_loss
-from framework.plan.operations import refuse_unknown_operations
-from framework.plan.policies import Counts, count_forwards, spell, uniform
+from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform
 from framework.plan.settings import Settings, planned_candidate
 from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds, shape_of
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
-from framework.plan.traffic import bytes_sent, expert_bytes_sent
 from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
@@ -122,7 +116,7 @@ class Plan:
         return self.whole.get_output_embeddings().weight.shape[0]
 
     def of_rank(self, rank: int) -> "RankPlan":
-        """What the rank will hold: its stages, laid out on meta. Laid out once; axes have no process groups."""
+        """The rank's stages, laid out on meta once. Axes have no process groups."""
         if rank not in self._of_ranks:
             self._of_ranks[rank] = self.lay_out(rank, unconnected(self.topology, rank), self.device)
         return self._of_ranks[rank]
@@ -134,7 +128,7 @@ class Plan:
     def lay_out(self, rank: int, axes: Mapping[str, Communicator], device: torch.device) -> "RankPlan":
         """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
         tokens, policies = self.token_layout(rank), self.policies(rank)
-        plans = [self._stage(bounds, axes, tokens, device, policies) for bounds in self._own_stages(rank)]
+        plans = [self._stage(bounds, axes, tokens, device, policies) for bounds in self.own_stages(rank)]
         stages = [
             lay_out_stage(copy_stage(self.whole, self.units, each.bounds, self.returns_tuple), each) for each in plans
         ]
@@ -172,20 +166,6 @@ class Plan:
         """Bytes of activations, which all ranks hold alike."""
         return self.memory_model.activations.of_microbatch(self.candidate)
 
-    def context_costs(self, rank: int) -> list[ContextCost | None]:
-        """What cp costs a rank for each layer of the model and microbatch; empty where no sequence is divided."""
-        if self.derived.cp == 1:
-            return []
-        method = ContextMethod(self.derived.ulysses, self.derived.ring, self.recipe.parallel.context == "gather")
-        return self.costs_of_method(method, self.topology.index("ulysses", rank))
-
-    def costs_of_method(self, method: ContextMethod, index: int = 0) -> list[ContextCost | None]:
-        """`context_costs` of another method. index: of the rank along Ulysses."""
-        shapes = attention_shapes(self.config.get_text_config(), self.derived.tp, self.derived.context)
-        batch, packs = self.recipe.batch, self.recipe.data.pack == "documents"
-        lengths = batch.sequences_per_microbatch, batch.context, self.compute_dtype.itemsize
-        return [None if shape is None else ContextCost(method, shape, *lengths, packs, index) for shape in shapes]
-
     def memory(self, rank: int) -> StageMemory:
         """Bytes that the rank needs at the most: those of the first rank at its place of the pipeline, which holds no less than
         others where heads or vocabulary do not divide."""
@@ -213,7 +193,7 @@ class Plan:
 
     def checkpointing(self, rank: int) -> Mapping[int, Counts]:
         """`chosen` of the rank's stages."""
-        return {bounds.index: self.chosen[bounds.index] for bounds in self._own_stages(rank)}
+        return {bounds.index: self.chosen[bounds.index] for bounds in self.own_stages(rank)}
 
     def _refuse_budget(self) -> RecipeError:
         """The error names the least with which all ranks do: what one needs would not do for another."""
@@ -235,64 +215,11 @@ class Plan:
         chosen, layers = self.checkpointing(rank), [unit.name for unit in self.units if unit.is_layer]
         return {
             name: policy
-            for bounds in self._own_stages(rank)
+            for bounds in self.own_stages(rank)
             for name, policy in zip(layers[bounds.start : bounds.stop], spell(chosen[bounds.index]), strict=True)
         }
 
-    def traffic(self, rank: int) -> dict[str, int]:
-        """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden
-        states over `tp` and over `pp`, keys and values or heads over `cp`, and over `ep` with equally many tokens for each
-        expert."""
-        place, accumulation = self.topology.index("pp", rank), self.derived.accumulation
-        messages = sum(action.kind in SENDS for action in self.pipeline.lowered(accumulation).ranks[place])
-        num_layers = sum(bounds.stop - bounds.start for bounds in self._own_stages(rank))
-        sent = bytes_sent(self.of_rank(rank).buffers, accumulation, DTYPES[self.recipe.precision.reduce])
-        return sent | {
-            "tp": self.activations.sent_per_layer * accumulation * num_layers,
-            "pp": self.activations.hidden_bytes * messages,
-            "cp": self._context_traffic(rank) * accumulation,
-            "ep": sum(map(self.expert_traffic, self.mixtures_of(rank))) * accumulation,
-        }
-
-    def _context_traffic(self, rank: int) -> int:
-        """Bytes of one microbatch that the rank sends over Ulysses and ring."""
-        costs, total = self.context_costs(rank), 0
-        for number in (each for bounds in self._own_stages(rank) for each in range(bounds.start, bounds.stop)):
-            if costs and (cost := costs[number]) is not None:
-                total += cost.sent(self.passes_of_layer(number))
-        return total
-
-    def expert_traffic(self, mixture: Mixture) -> int:
-        """Bytes that a rank sends over `ep` for one mixture and one microbatch, with equally many tokens for each expert.
-
-        Ranks of `tp` that have whole experts route a part of the tokens each; those that slice experts all route the same."""
-        activations = self.activations
-        num_rows = activations.rows_in_experts(experts_per_token(self.config.get_text_config()) or 1)
-        counts = mixture.num_experts * (2 if self.recipe.parallel.expert_overlap else 1)
-        hops = [self.topology.size(axis) for axis in ("ep_inner", "ep_outer")]
-        row_bytes = activations.width * activations.itemsize
-        return expert_bytes_sent(num_rows * row_bytes, counts, hops, self.forwards_of(mixture))
-
-    def forwards_of(self, mixture: Mixture) -> int:
-        """How often the mixture's forward runs for one microbatch."""
-        layers = [unit.name for unit in self.units if unit.is_layer]
-        return self.passes_of_layer(layers.index(mixture.layer)).forwards
-
-    def passes_of_layer(self, number: int) -> Passes:
-        """How often a layer runs for one microbatch, and its attention."""
-        bounds = next(each for each in self.pipeline.stages if each.start <= number < each.stop)
-        rank = self.topology.ranks("pp", 0)[self.pipeline.rank_of_stage[bounds.index]]
-        counts, position = self.checkpointing(rank)[bounds.index], number - bounds.start
-        forwards = count_forwards(counts, position)
-        is_kept = spell(counts)[position] == "selective" and ATTENTION in self.recipe.memory.kept_operations
-        return Passes(forwards, 1 if is_kept else forwards)
-
-    def mixtures_of(self, rank: int) -> list[Mixture]:
-        """The mixtures of the rank's stages, in order."""
-        own = {unit.name for stage in self.of_rank(rank).stages for unit in stage.units}
-        return [mixture for mixture in self.mixtures if mixture.layer in own]
-
-    def _own_stages(self, rank: int) -> list[StageBounds]:
+    def own_stages(self, rank: int) -> list[StageBounds]:
         """The stages of the rank, in order of computation."""
         place, owners = self.topology.index("pp", rank), self.pipeline.rank_of_stage
         return [bounds for bounds in self.pipeline.stages if owners[bounds.index] == place]
@@ -324,7 +251,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds. stages: in order of computation; tokens: of each microbatch."""
+    """The stages of one rank, in order of computation, and its tokens of each microbatch."""
 
     rank: int
     stages: tuple[PlannedStage, ...]

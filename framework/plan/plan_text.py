@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from framework.plan.advice import FittingChange, describe_changes, describe_verdict
 from framework.plan.forecast import MemoryForecast, TimeForecast
 from framework.plan.forecast_memory import checkpoint_bytes
 from framework.plan.forecast_plan import PlanForecast
@@ -14,7 +15,6 @@ from framework.plan.page import describe_run
 from framework.plan.page_rows import all_kinds, show_seconds
 from framework.plan.plan import Plan
 from framework.plan.settings import Settings
-from framework.plan.verdict import Change, describe_changes, describe_verdict
 
 WIDTH = 100
 # Of the names on the left.
@@ -37,13 +37,13 @@ class Wanted:
     overwrite: bool = False
 
 
-def describe_plan(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
+def describe_plan(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator[str]:
     """The screen, in lines of at most WIDTH columns."""
     for line in _describe(found, changes):
         yield from wrap(line)
 
 
-def _describe(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
+def _describe(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator[str]:
     plan = found.plan
     yield describe_verdict(found.forecast.memory, found.cluster)
     for change in describe_changes(found, changes):

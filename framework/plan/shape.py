@@ -36,7 +36,7 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.plan.candidate import Candidate
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.layer_widths import LayerWidths, MixtureWidths, layer_widths, mixture_widths
-from framework.plan.stage import LocalParameters, lay_out_parameters
+from framework.plan.stage import RankParameters, lay_out_parameters
 from framework.plan.target import resolve_target
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
 
@@ -65,7 +65,7 @@ class RankUnit:
     """A unit as a rank holds it, before ZeRO. local: its parameters, and others of the stage that it was laid out in."""
 
     unit: Unit
-    local: LocalParameters
+    local: RankParameters
 
     @property
     def layouts(self) -> Mapping[str, Layout]:

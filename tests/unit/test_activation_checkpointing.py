@@ -28,7 +28,7 @@ from framework.model.load import build_meta, load_config
 from framework.parallel import activation_checkpointing
 from framework.parallel.activation_checkpointing import count_groups, group_size
 from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.plan.memory_parts import FRAGMENTATION
+from framework.plan.memory_states import FRAGMENTATION
 from framework.plan.page import describe_run
 from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.policies import POLICIES, uniform

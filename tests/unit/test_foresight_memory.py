@@ -17,8 +17,7 @@ from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.forecast_memory import describe_estimate, forecast_memory, spare_bytes
 from framework.plan.memory import KINDS, measure_units, total_on_disk, total_on_host
-from framework.plan.memory_moments import moments_of
-from framework.plan.memory_parts import CONTEXT_BYTES, FRAGMENTATION
+from framework.plan.memory_states import CONTEXT_BYTES, FRAGMENTATION
 from framework.plan.plan import Plan, make_plan
 from framework.plan.settings import Settings
 from framework.plan.shape import DEFAULT, make_shape
@@ -27,7 +26,7 @@ from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Batch, Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero
 from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import few_of
-from tests.planned import held_by_buffers
+from tests.planned import held_by_buffers, moments_of
 from tests.ranks.parity import small_recipe
 
 

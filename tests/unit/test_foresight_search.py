@@ -23,9 +23,7 @@ from framework.plan.find import Question, best_of, search
 from framework.plan.forecast import Forecast
 from framework.plan.layouts import candidate_of, recipe_of, values_of
 from framework.plan.memory_bounds import first_in_flight
-from framework.plan.memory_moments import moments_of
-from framework.plan.memory_parts import FRAGMENTATION
-from framework.plan.memory_states import StateOptions
+from framework.plan.memory_states import FRAGMENTATION, StateOptions
 from framework.plan.page_html import require_page
 from framework.plan.rejections import Constraints, collect_constraints, describe
 from framework.plan.search import By, Ranked, Search, mesh_of, rank_layout
@@ -39,6 +37,7 @@ from framework.recipe.layout_file import write_layout
 from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.layout_pins import change_pins, compose_open, find_pins
 from framework.recipe.schema import Recipe
+from tests.planned import moments_of
 
 SMALL = [
     "model.family=llama",

@@ -10,6 +10,7 @@ from framework.launch.settle import refuse_offload_to_device
 from framework.model.load import load_config
 from framework.parallel.zero.choose_homes import choose_homes, is_shared
 from framework.parallel.zero.lifetimes import Home
+from framework.plan.advice import find_relief
 from framework.plan.host_memory import (
     MEMORY,
     bytes_checkpointed,
@@ -22,7 +23,6 @@ from framework.plan.host_memory import (
 )
 from framework.plan.page import describe_ranks
 from framework.plan.plan import Plan, make_plan
-from framework.plan.relief import find_relief
 from framework.recipe.compose import compose
 from framework.recipe.schema import Offload
 

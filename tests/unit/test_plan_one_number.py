@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from framework.plan.advice import describe_relief, describe_savings, describe_verdict, find_relief, find_savings
 from framework.plan.check import check_layout, most_bytes
 from framework.plan.engine import Engine
 from framework.plan.forecast_plan import forecast_plan
@@ -13,10 +14,7 @@ from framework.plan.page import describe_ranks
 from framework.plan.page_of_plan import make_page
 from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.plan_text import describe_plan
-from framework.plan.relief import describe_relief, find_relief
-from framework.plan.savings import describe_savings, find_savings
 from framework.plan.settings import Settings
-from framework.plan.verdict import describe_verdict
 from framework.recipe.compose import compose
 
 GPUS = ("model=llama3_2_1b", "launch.device=cuda", "launch.ranks=8", "cluster=h100_ib", "precision=bf16")
