@@ -50,7 +50,7 @@ from framework.data.store import (
 from framework.data.tokenize import TokenizerInfo, cut_at_spaces, load_tokenizer, read_info, save_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, DamagedStore, DataError
 from framework.files import write_atomically, write_json
-from framework.recipe.host import count_cores
+from framework.host import count_cores
 from framework.recipe.schema import Recipe
 
 # So many times more or less than asked for are said to be held out.

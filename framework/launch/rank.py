@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, HungError, MeshwrightError
+from framework.host import count_cores
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.fingerprint import take_fingerprint
@@ -27,9 +28,7 @@ from framework.launch.task import adopt_task, check_node, check_place, claim_out
 from framework.lease import Lease, read_lease
 from framework.output import keep_streams
 from framework.recipe.compose import load_recipe
-from framework.recipe.derive import derive
-from framework.recipe.elastic import at_nodes
-from framework.recipe.host import count_cores
+from framework.recipe.derive import at_nodes, derive
 from framework.recipe.schema import Launch, Recipe
 from framework.train.faults import StopRequest
 from framework.train.phases import Phases

@@ -10,12 +10,12 @@ from math import prod
 import yaml
 
 from framework.errors import RecipeError
+from framework.host import count_cores, count_host_memory
 from framework.recipe.convert import to_recipe
 from framework.recipe.derive import count_ranks
-from framework.recipe.host import count_cores, count_host_memory
+from framework.recipe.origins import YamlLoader
 from framework.recipe.problem import Problem, render_problems, shipped_recipes
 from framework.recipe.schema import Cluster, Launch, Recipe
-from framework.recipe.yaml_file import YamlLoader
 
 # The file for a GPU by a part of its name in launch.gres, such as gpu:h100, and of GPUs that nothing names.
 BY_GPU = {"A100": "a100_ib", "H100": "h100_ib", "H200": "h200_ib", "B200": "b200_ib"}

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast
 
-from framework.recipe.foreign import explain_value
 from framework.recipe.keys import is_union, join, legal_values, named_group, split_optional
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import Problem, show
 from framework.recipe.schema import Recipe
-from framework.recipe.suggest import explain_unknown, nearest
+from framework.recipe.suggest import explain_place, explain_unknown, explain_value, nearest
 
 MANDATORY = "???"  # how OmegaConf and Hydra write "must be given"
 
@@ -87,12 +86,12 @@ class _Conversion:
 
     def _unknown(self, path: str, value: Any) -> None:
         """Reports the leaves of what is unknown: a foreign section has one translation per key."""
-        if isinstance(value, Mapping) and value and not explain_unknown(path).final:
+        if isinstance(value, Mapping) and value and not explain_place(path):
             for name in value:
                 self._unknown(join(path, name), value[name])
         else:
             self._report(
-                path, None if isinstance(value, Mapping) else value, "unknown key", explain_unknown(path, value).fix
+                path, None if isinstance(value, Mapping) else value, "unknown key", explain_unknown(path, value)
             )
 
     def _report(self, key: str, value: Any, message: str, fix: str) -> None:

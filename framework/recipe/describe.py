@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
-from framework.recipe.context_rules import unpadded_lengths
-from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles, count_context_parts
-from framework.recipe.keys import Key, flatten, list_groups, list_keys
+from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles, count_context_parts, unpadded_lengths
+from framework.recipe.keys import Key, flatten, list_groups, list_keys, plain
 from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
 from framework.recipe.problem import find_width, show
-from framework.recipe.saved import plain
 from framework.recipe.schema import Data, Recipe
 
 

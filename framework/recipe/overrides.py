@@ -22,15 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
-from framework.recipe.cluster_file import cluster_file
 from framework.recipe.environment import HIDDEN, is_private
 from framework.recipe.keys import list_groups, list_keys
-from framework.recipe.layout_file import KEY
-from framework.recipe.origins import find_file, origin_of, remove_origin, trace_value
+from framework.recipe.origins import YamlLoader, find_file, origin_of, remove_origin, trace_value
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
+from framework.recipe.saved import LAYOUT, cluster_file
 from framework.recipe.schema import Run
 from framework.recipe.suggest import explain_unknown, nearest
-from framework.recipe.yaml_file import YamlLoader
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,9 @@ def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> Comman
 def _layout_file(override: Override, folders: Sequence[Path]) -> Path | None:
     """The file of `layout=FILE`, which is no key and no group; but a user may have a folder `layout/`, a group as any other."""
     value = override.value()
-    if override.key_or_group != KEY or override.is_delete() or not isinstance(value, str):
+    if override.key_or_group != LAYOUT or override.is_delete() or not isinstance(value, str):
         return None
-    is_file = value.endswith((".yaml", ".yml")) or not is_group(KEY, folders)
+    is_file = value.endswith((".yaml", ".yml")) or not is_group(LAYOUT, folders)
     return Path(value).expanduser() if is_file else None
 
 
@@ -181,7 +179,7 @@ def explain_flag(flag: str, folders: Sequence[Path] = ()) -> Problem:
     if value.endswith((".yaml", ".yml")):
         return Problem(flag, None, message, _explain_word(value, folders), COMMAND_LINE)
     known = {key.path for key in list_keys()}
-    fix = f"did you mean {name}?" if name in known else explain_unknown(name).fix
+    fix = f"did you mean {name}?" if name in known else explain_unknown(name)
     ours, _, whose = fix.removeprefix("did you mean ").removesuffix("?").partition(" ")
     if ours in known:
         fix = f"write {ours}={value or '...'} {whose}".rstrip()
@@ -204,7 +202,7 @@ def _alternatives(override: Override, text: str) -> list[str]:
 def _explain_grammar(text: str, folders: Sequence[Path] = ()) -> Problem:
     key, equals, value = text.partition("=")
     if not equals:
-        fix = _explain_word(text, folders) or explain_unknown(key).fix
+        fix = _explain_word(text, folders) or explain_unknown(key)
         return Problem(text, None, "an override is a key, an equals sign and a value", fix, COMMAND_LINE)
     if not key or not value:
         return Problem(
@@ -315,7 +313,7 @@ def _remove(tree: DictConfig, key: str, value: Any, origins: dict[str, str]) -> 
     parent_key, _, name = key.rpartition(".")
     parent = OmegaConf.select(tree, parent_key) if parent_key else tree
     if not isinstance(parent, DictConfig) or name not in parent:
-        fix = "it has its default" if key in {known.path for known in list_keys()} else explain_unknown(key).fix
+        fix = "it has its default" if key in {known.path for known in list_keys()} else explain_unknown(key)
         return Problem(f"~{key}", None, "not set by any recipe, so there is nothing to remove", fix, COMMAND_LINE)
     if value is not None and parent[name] != value:
         found = HIDDEN if is_private(key, value) else show(parent[name])

@@ -18,8 +18,7 @@ from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.data.slices import cut_context
 from framework.plan.plan import make_plan
-from framework.recipe.context_rules import has_tokens_everywhere
-from framework.recipe.derive import context_degrees
+from framework.recipe.derive import context_degrees, has_tokens_everywhere
 from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.stage import StepInputs
 from tests.families import build_config, family

@@ -22,7 +22,7 @@ from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.family_forwards import METHODS, give_mask, replace_method
 from framework.parallel.context.hook import IMPLEMENTATION, Hook
 from framework.parallel.stage_plan import StagePlan
-from framework.recipe.context_rules import find_uneven_heads
+from framework.recipe.layout_rules import find_uneven_heads
 from framework.recipe.schema import Parallel
 
 
