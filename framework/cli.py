@@ -178,9 +178,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
         return train_sweep(arguments.overrides, arguments.recipes)
     recipe = _compose_run(arguments)
-    from framework.launch.phases import PhaseBar
-    from framework.launch.rank import let_threads_sleep, may_use_gpus
-    from framework.train.phases import Phase
+    from framework.launch.process import let_threads_sleep, may_use_gpus
+    from framework.monitor.phases import Phase, PhaseBar
 
     if not may_use_gpus(recipe.launch):  # a single rank lives in this process, which is about to import torch
         let_threads_sleep()
@@ -188,9 +187,10 @@ def _train(arguments: argparse.Namespace) -> int:
     bar.begin(Phase.LIBRARIES)
     with loading_libraries():
         from framework.launch.local import train
+        from framework.train.program import main as run_rank
 
     bar.close()
-    return train(recipe, arguments.overrides, arguments.recipes)
+    return train(recipe, arguments.overrides, arguments.recipes, run_rank)
 
 
 def _add_submit(parser: argparse.ArgumentParser) -> None:
@@ -278,7 +278,7 @@ def _add_inject(parser: argparse.ArgumentParser) -> None:
 
 
 def _inject(arguments: argparse.Namespace) -> int:
-    from framework.launch.inject import inject_command, list_command
+    from framework.commands.inject import inject_command, list_command
 
     if arguments.list or not arguments.run:
         return list_command(_find_run(arguments.run) if arguments.run else None)

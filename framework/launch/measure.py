@@ -26,8 +26,6 @@ from framework.start import python_words
 DEFAULT_NAME = "measured"
 # Collectives need two ranks.
 LEAST_RANKS = 2
-# Ranks that share the cores, over those that have them for themselves.
-CROWD = 2
 # Of the cores: a machine whose load of the last minute is higher is not quiet.
 BUSY_SHARE = 0.5
 
@@ -119,9 +117,7 @@ def make_order(recipe: Recipe, here: ClusterMeasured, result: Path, effort: Effo
     return Order(
         device="cuda" if is_gpu else "cpu",
         ranks=ranks,
-        crowd=ranks if is_gpu or ranks * threads > here.cores else CROWD * ranks,
         threads=threads,
-        cores=here.cores,
         dtypes=choose_dtypes(recipe, is_gpu),
         folder=str(next(each for each in (root, *root.parents) if each.is_dir())),
         result=str(result),
@@ -147,4 +143,4 @@ def start_ranks(recipe: Recipe, order: Order, folder: Path) -> Outcome:
     path = folder / "order.json"
     order.save(path)
     words = python_words(measure_rank.__name__, str(path))
-    return run_ranks(words, order.crowd, folder / "errors", rank_variables(recipe))
+    return run_ranks(words, order.ranks, folder / "errors", rank_variables(recipe))

@@ -15,9 +15,9 @@ from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors
 from framework.launch.resume import resume_command, saved_step
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
+from framework.monitor.stop import SAVE_FILE, STOP_FILE
 from framework.recipe.compose import load_recipe
 from framework.start import slurm_environment
-from framework.train.faults import SAVE_FILE, STOP_FILE
 
 # So long the commands wait for the run to answer: a step, a save, and what a network file system takes to show a file.
 ANSWER_S = 600.0

@@ -21,14 +21,14 @@ from framework.launch.overview import describe_runs
 from framework.launch.request import find_jobs, is_running
 from framework.launch.resume import resume_command, saved_step
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState
+from framework.monitor.hang import Line, fold_ranks
+from framework.monitor.ranks_file import read_ranks
+from framework.monitor.stop import LONG_S, LONG_STEPS
 from framework.recipe.schema import Recipe
 from framework.track.console import format_duration
 from framework.track.goodput_log import read_account
 from framework.track.goodput_page import summarize_goodput
 from framework.track.jsonl import METRICS_FILE, read_records
-from framework.train.faults import LONG_S, LONG_STEPS
-from framework.train.hang import Line, fold_ranks
-from framework.train.ranks_file import read_ranks
 
 RECENT_STEPS = 50  # whose median is the pace
 RANKS_OLD_S = 30.0  # rank 0 writes what ranks do every few seconds

@@ -88,7 +88,7 @@ def run(prepared: Verification) -> int:
 
 def _start_alike(sides: Sides) -> bool:
     """Whether the initial values of both sides are distributed as stock's own. Prints the parameters that are not."""
-    errors = compare_initial(initial_weights(sides.config, sides.recipe.train.seed), sides.config)
+    errors = compare_initial(initial_weights(sides.config, sides.recipe.train.seed, sides.device), sides.config)
     wrong = [name for name, error in errors.items() if error > 1]
     if wrong:
         print(f"initial values of {len(wrong)} parameters are not distributed as stock's: {_shorten(wrong)}\n")

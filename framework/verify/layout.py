@@ -9,26 +9,27 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
-from framework.build import build
 from framework.comm.collectives import all_gather, gather_objects
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
 from framework.data.loader import split_rows
-from framework.data.pack import Microbatch
-from framework.data.slices import cut_context
+from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
+from framework.model.initial import draw_unit
 from framework.model.load import build_meta
-from framework.model.materialize import initialize_unit
 from framework.model.units import find_units
 from framework.optim.schedules import learning_rate
 from framework.optim.states import LowBitStates
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
+from framework.train.build import build
 from framework.train.shards import OwnedShard
 from framework.train.step import Run, train_step
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
+
+CPU = torch.device("cpu")
 
 
 def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
@@ -117,14 +118,12 @@ def owned_blocks(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     }
 
 
-def initial_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
-    """The seeded initial parameters of the whole model, fp32 on the CPU, by name."""
+def initial_weights(config: PretrainedConfig, seed: int, device: torch.device = CPU) -> dict[str, Tensor]:
+    """Initial parameters of the whole model as ranks on `device` draw them, by name: fp32 on the CPU."""
     model = build_meta(config)
-    values: dict[str, Tensor] = {}
-    for unit in find_units(model):
-        programs = initialize_unit(model, unit, seed, unit.parameters)
-        values |= {name: program.whole() for name, program in programs.items()}
-    return values
+    return {
+        name: value.cpu() for unit in find_units(model) for name, value in draw_unit(model, unit, seed, device).items()
+    }
 
 
 def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Communicator) -> dict[str, Tensor]:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
-from framework.model import materialize, stage
-from framework.model.initial import Program
+from framework.model import initial, stage
+from framework.model.initial import draw_unit, seed_for
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
-from framework.model.materialize import initialize_unit, seed_for
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.recipe.schema import Zero
@@ -129,10 +128,10 @@ def count_the_norm_of_the_rank() -> Any:
 def draw_weights_by_rank() -> Any:
     """Each rank draws weights of its own."""
 
-    def draw(model: Any, unit: Any, seed: int, names: Any) -> dict[str, Program]:
-        return initialize_unit(model, unit, seed + dist.get_rank(), names)
+    def draw(model: Any, unit: Any, seed: int, device: torch.device) -> dict[str, Tensor]:
+        return draw_unit(model, unit, seed + dist.get_rank(), device)
 
-    return patch.object(materialize, "initialize_unit", draw)
+    return patch.object(initial, "draw_unit", draw)
 
 
 # --- what stock optimizers do

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from framework.model.counter_rng import Rows, fill
+from framework.mesh.box import Box
 from framework.model.experts import count_experts, find_experts
-from framework.model.load import build_meta
-from framework.model.materialize import kept_in_fp32
+from framework.model.load import build_meta, kept_in_fp32
 from framework.optim.groups import group_parameters
 from framework.optim.schedules import learning_rate
+from framework.optim.stochastic_rounding import draw_bits
 from framework.recipe.schema import LearningRateSchedule, Optim, ParameterGroup
 from framework.verify import plain
 from framework.verify.compare import compare_initial
@@ -89,9 +89,9 @@ def test_the_oracle_finds_every_module_of_experts(each: Family) -> None:
 
 
 def test_random_words_are_those_of_the_layout() -> None:
-    key, words = (5, "moments", 3, "model.norm.weight"), torch.empty(1000, dtype=torch.int64)
-    fill(words, [Rows(0, 1, 0, 1000)], lambda rng, part: rng.words(key, part))
-    assert torch.equal(draw_words(1000, key), words & 0xFFFFFFFF)
+    key, words = (5, "moments", 3, "model.norm.weight"), torch.empty(1000, dtype=torch.int32)
+    draw_bits(key, [Box((0,), (1000,))], (1000,), words)
+    assert torch.equal(draw_words(1000, key), words.long() & 0xFFFFFFFF)
 
 
 def test_packed_documents_are_rows_of_their_own() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from framework.checkpoint.commit import Retention, explain, folder_of
 from framework.checkpoint.entry import Entry
-from framework.checkpoint.folder import no_fault, report
+from framework.checkpoint.folder import report
 from framework.checkpoint.held import HeldSteps, Start
 from framework.checkpoint.lineage import begin_generation
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
@@ -25,16 +25,15 @@ from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.save import Goal, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_node
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
-from framework.launch.fault_door import FaultDoor
 from framework.lease import Lease
+from framework.monitor.hang import SAVES
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.stop import StepWatch
 from framework.recipe.schema import Checkpoint
-from framework.train.faults import StepWatch
-from framework.train.hang import SAVES
 from framework.train.loop import Loop
-from framework.train.phases import Phase, Phases
 from framework.train.rewind import rewind
 from framework.train.state import RunState, restore, saved_entries, updated_names
 from framework.train.step import Run
@@ -45,7 +44,7 @@ PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class Saves:
-    """What a rank needs for all this. watch, phases: hear of saves. door: through which faults are injected, None without any.
+    """What a rank needs for all this. watch, phases: hear of saves.
 
     Its methods are collective, but for `abandon` and `end`.
     """
@@ -55,7 +54,6 @@ class Saves:
     lease: Lease
     watch: StepWatch
     phases: Phases
-    door: FaultDoor | None = None
 
     @cached_property
     def root(self) -> Place:
@@ -64,7 +62,7 @@ class Saves:
     @cached_property
     def birth(self) -> str:
         """What tells the run from those that were at its path before: nodes may hold steps of them."""
-        return tell(self._read_birth, self.mesh.axis("world"))
+        return broadcast_object(self._read_birth, self.mesh.axis("world"))
 
     @cached_property
     def neighbours(self) -> Neighbours:
@@ -80,7 +78,7 @@ class Saves:
         """Where this start goes on from. Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start
         over while others resume."""
         # Before it looks: what a former start commits from here on must not count.
-        tell(self._enter, self.mesh.axis("world"))
+        broadcast_object(self._enter, self.mesh.axis("world"))
         return self.copies.find_start(self.lease.run, self.root)
 
     @cached_property
@@ -106,7 +104,7 @@ class Saves:
             is_async,
             rules.max_failures,
             self._end_save,
-            no_fault if self.door is None else self.door.reach,
+            self.phases.observer.reach,
             lease=self.lease,
             hold=self.keeper.hold,
         )
@@ -149,8 +147,7 @@ class Saves:
             self.watch.begin_save()
         run, state = loop.run, loop.state
         run.optimizer.hold(self._wait_until_staged)
-        if self.door is not None:
-            self.door.begin_save(state.step)
+        self.phases.observer.begin_save(state.step)
         self.saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last, goal)
         loop.end_save(goal)
 
@@ -205,7 +202,7 @@ class Saves:
         return str(run.find_record().get("birth", NO_BIRTH))
 
     def _begin_generation(self, step: int) -> None:
-        self.keeper.generation = tell(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
+        self.keeper.generation = broadcast_object(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
 
     def _wait_until_staged(self) -> None:
         with self.watch.waiting(), self.phases.within(Phase.SAVE):
